@@ -175,8 +175,10 @@ if TYPE_CHECKING:
     from axonlaunch.models import (
         register_model as register_model,
     )
+    from axonlaunch.models.own_loss import register_loss as register_loss
     from axonlaunch.training.loggers.base import Logger as Logger
     from axonlaunch.training.loggers.registry import register_logger as register_logger
+    from axonlaunch.training.module_trace.script import trace as trace
 
 __all__ = [
     "Backend",
@@ -234,12 +236,14 @@ __all__ = [
     "register_dataset",
     "register_launcher",
     "register_logger",
+    "register_loss",
     "register_model",
     "register_optimizer",
     "scatter_tensor",
     "send",
     "sync_gradient",
     "sync_gradients",
+    "trace",
     "vocab_parallel_cross_entropy_sum",
     "world_size",
 ]
@@ -271,8 +275,10 @@ _ROOMS = {
     "axonlaunch.engines.tensor.loss": ("vocab_parallel_cross_entropy_sum",),
     "axonlaunch.launch.registry": ("register_launcher",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
+    "axonlaunch.models.own_loss": ("register_loss",),
     "axonlaunch.training.loggers.base": ("Logger",),
     "axonlaunch.training.loggers.registry": ("register_logger",),
+    "axonlaunch.training.module_trace.script": ("trace",),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -18,15 +18,16 @@ _LARGEST_EXPONENT = 709.0
 class Started:
     """Every rank is ready; the next thing is the first step.
 
-    What is counted is what has a target each: tokens, of images the image.
+    What is counted is what has a target each: tokens, of images the image. A stream need not say
+    how many samples it has.
     """
 
     run_dir: str
     layout: str
     device: str
     parameters: int
-    samples: int
-    counted: Literal["tokens", "images"]
+    samples: int | None
+    counted: Literal["tokens", "images", "samples"]
     step: int
     steps: int
     resumed_from: str | None
@@ -70,7 +71,8 @@ class StepLogged:
         tokens_per_s: Of the world.
         step_s: Seconds of a step, on average since the last logged one.
         peak_memory_bytes: Of this rank, so far.
-        epoch: How often the training samples were seen by the end of the step.
+        epoch: How often the training samples were seen by the end of the step; None: a stream does
+            not say how many it has.
         tokens_seen: Targets that counted in all steps up to this one; None where the run resumed
             from a checkpoint that does not say how many there were.
         data_wait_s: Of ``step_s``, for how long the main rank waited for data.
@@ -94,7 +96,7 @@ class StepLogged:
     tokens_per_s: float
     step_s: float
     peak_memory_bytes: int
-    epoch: float
+    epoch: float | None
     tokens_seen: int | None
     data_wait_s: float = 0.0
     slowest: Straggler | None = None
@@ -203,7 +205,7 @@ def merge_finished(finished: Sequence[Finished]) -> Finished:
     return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
 
 
-class Beat(Protocol):
+class PhaseReporter(Protocol):
     """Takes what a rank begins to do, and how many optimizer steps it has done by then."""
 
     def __call__(self, phase: str, *, step: int | None) -> None:
@@ -211,7 +213,7 @@ class Beat(Protocol):
 
 
 def ignore_heartbeat(phase: str, *, step: int | None) -> None:
-    """Take a beat to which nobody listens."""
+    """Report a phase to nobody."""
     del phase, step
 
 
@@ -236,12 +238,12 @@ class Monitor:
 
     Attributes:
         report: Takes the rank's events.
-        beat: Takes what the rank begins to do.
+        report_phase: Takes what the rank begins to do.
         stop: Whether the rank was asked to stop after its step.
     """
 
     report: Listener = lambda event: None
-    beat: Beat = ignore_heartbeat
+    report_phase: PhaseReporter = ignore_heartbeat
     stop: Callable[[], bool] = lambda: False
 
 

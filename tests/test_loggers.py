@@ -34,10 +34,12 @@ class _KilledError(Exception):
     """What ends a run in a test."""
 
 
-def train(folder: Path, *words: str, ranks: int = 1, killed_at: int | None = None) -> list[Event]:
+def train(
+    folder: Path, *overrides: str, ranks: int = 1, killed_at: int | None = None
+) -> list[Event]:
     """Train on the mock world; return what the main rank reported."""
-    words = (*TINY, f"launch.nproc={ranks}", "strategy=ddp", *words)
-    chosen = dataclasses.replace(run_config(words), run_dir=str(folder))
+    overrides = (*TINY, f"launch.nproc={ranks}", "strategy=ddp", *overrides)
+    chosen = dataclasses.replace(run_config(overrides), run_dir=str(folder))
     folder.mkdir(exist_ok=True)
     events: list[Event] = []
 
@@ -50,11 +52,11 @@ def train(folder: Path, *words: str, ranks: int = 1, killed_at: int | None = Non
     return events
 
 
-def train_twice(folder: Path, *words: str) -> None:
+def train_twice(folder: Path, *overrides: str) -> None:
     """Train to step 7 with a checkpoint after step 4, then from there to step 8."""
     with pytest.raises(Exception, match="_KilledError"):
-        train(folder, *words, "train.steps=8", "checkpoint.every=4", killed_at=7)
-    train(folder, *words, "train.steps=8", "checkpoint.every=4")
+        train(folder, *overrides, "train.steps=8", "checkpoint.every=4", killed_at=7)
+    train(folder, *overrides, "train.steps=8", "checkpoint.every=4")
 
 
 def notes(events: list[Event]) -> list[str]:
@@ -128,11 +130,11 @@ def test_the_steps_of_a_resumed_run_never_decrease(tmp_path: Path, calls: list[A
 def test_nor_where_it_was_killed_again_before_it_had_caught_up(
     tmp_path: Path, calls: list[Any]
 ) -> None:
-    words = ["loggers=[recording]", "train.steps=8", "checkpoint.every=4"]
+    overrides = ["loggers=[recording]", "train.steps=8", "checkpoint.every=4"]
     for killed_at in (7, 5):
         with pytest.raises(Exception, match="_KilledError"):
-            train(tmp_path, *words, killed_at=killed_at)
-    train(tmp_path, *words)
+            train(tmp_path, *overrides, killed_at=killed_at)
+    train(tmp_path, *overrides)
     assert is_sorted(steps_of(calls))
 
 

@@ -69,15 +69,15 @@ class Environment:
             env={**os.environ, "PYTHONPATH": str(PACKAGE.parent / "support")},
         )
 
-    def __call__(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *overrides: str, status: int = 0) -> subprocess.CompletedProcess[str]:
         """Run the command."""
         assert self._driver.stdin is not None
         assert self._driver.stdout is not None
-        self._driver.stdin.write(json.dumps(words) + "\n")
+        self._driver.stdin.write(json.dumps(overrides) + "\n")
         self._driver.stdin.flush()
         returned, output, errors = json.loads(self._driver.stdout.readline())
         assert returned == status, f"{output}\n{errors}"
-        return subprocess.CompletedProcess(words, returned, output, errors)
+        return subprocess.CompletedProcess(overrides, returned, output, errors)
 
     def close(self) -> None:
         """End the driver and its server."""
@@ -99,6 +99,7 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
     for group, name in (
         ("models", "tiny"),
         ("data", "squares"),
+        ("losses", "smoothed"),
         ("optimizers", "signum"),
         ("loggers", "table"),
         ("loggers", "broken"),
@@ -110,7 +111,10 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
     described = command("config", *WORDS, "--describe").stdout
     assert "steps between" in described
     assert "file that the names of runs are appended to" in " ".join(described.split())
-    wrong = command("train", *WORDS, "optimizer.momentun=0.5", "data.sequence_lenght=4", status=2)
+    loss = ["train.loss=smoothed", "train.loss_options.bye=0.5"]
+    misspelt = ["optimizer.momentun=0.5", "data.sequence_lenght=4", *loss]
+    wrong = command("train", *WORDS, *misspelt, status=2)
+    assert "did you mean train.loss_options.by?" in wrong.stderr
     assert "did you mean optimizer.momentum?" in wrong.stderr
     assert "did you mean data.sequence_length?" in wrong.stderr
     broken = command("train", *WORDS, "loggers=[table,broken]", status=2)
@@ -127,12 +131,14 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
         command("plan", *WORDS, "hardware=h100_80gb", "--devices", "2", "--json").stdout
     )
     assert plan["candidates"]
-    verified = json.loads(command("verify", *WORDS, "strategy=fsdp", "--json").stdout)
+    verified = json.loads(
+        command("verify", *WORDS, "train.loss=smoothed", "strategy=fsdp", "--json").stdout
+    )
     assert verified["passed"]
 
-    words = [*WORDS, "strategy=fsdp", "name=run", "checkpoint.every=4"]
-    command("train", *words)
-    command("train", *words, "train.steps=6")
+    overrides = [*WORDS, "strategy=fsdp", "name=run", "checkpoint.every=4"]
+    command("train", *overrides)
+    command("train", *overrides, "train.steps=6")
     run = command.folder / "runs/run"
     logged = (run / "table.txt").read_text().split("\n")
     assert [line.split()[0] for line in logged if " " in line] == ["1", "2", "3", "4", "5", "6"]
@@ -142,17 +148,17 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
 
 @pytest.mark.timeout(300)
 def test_a_variant_of_data_parallelism_trains_and_is_estimated(command: Environment) -> None:
-    words = [*WORDS, "strategy.data_parallel=local_sgd", "strategy.options.period=2"]
-    assert "steps between two averages" in command("config", *words, "--describe").stdout
-    wrong = command("estimate", *words, "strategy.options.perod=2", status=2)
+    overrides = [*WORDS, "strategy.data_parallel=local_sgd", "strategy.options.period=2"]
+    assert "steps between two averages" in command("config", *overrides, "--describe").stdout
+    wrong = command("estimate", *overrides, "strategy.options.perod=2", status=2)
     assert "did you mean strategy.options.period?" in wrong.stderr
-    estimate = json.loads(command("estimate", *words, "--json").stdout)
+    estimate = json.loads(command("estimate", *overrides, "--json").stdout)
     replicas = json.loads(command("estimate", *WORDS, "strategy=ddp", "--json").stdout)
     for part in ("parameters", "gradients", "optimizer"):
         mine, ddps = (one["ranks"][0]["breakdown"][part] for one in (estimate, replicas))
         assert mine == ddps
-    command("train", *words, "name=local", "checkpoint.every=4")
-    command("train", *words, "name=local", "checkpoint.every=4", "train.steps=6")
+    command("train", *overrides, "name=local", "checkpoint.every=4")
+    command("train", *overrides, "name=local", "checkpoint.every=4", "train.steps=6")
 
 
 # Local SGD itself
@@ -171,13 +177,13 @@ def local_sgd(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_local_sgd_averages_what_each_replica_learned_by_itself(local_sgd: Any) -> None:
     """Against plain torch in fp64: each rank does 2 steps on its own samples, then all average."""
-    words = ["model=mlp", "model.input_size=6", "model.hidden_size=4", "model.num_classes=3"]
-    words += ["data=synthetic_images", "data.image_size=1", "data.num_channels=6"]
-    words += ["data.num_classes=3", "optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.1"]
-    words += ["train.global_batch_size=8", "train.grad_clip=null", "scheduler=constant"]
-    words += ["scheduler.warmup_steps=0", "launch.nproc=2", "train.steps=4"]
-    words += ["strategy.data_parallel=local_sgd", "strategy.options.period=2"]
-    config = run_config(words)
+    overrides = ["model=mlp", "model.input_size=6", "model.hidden_size=4", "model.num_classes=3"]
+    overrides += ["data=synthetic_images", "data.image_size=1", "data.num_channels=6"]
+    overrides += ["data.num_classes=3", "optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.1"]
+    overrides += ["train.global_batch_size=8", "train.grad_clip=null", "scheduler=constant"]
+    overrides += ["scheduler.warmup_steps=0", "launch.nproc=2", "train.steps=4"]
+    overrides += ["strategy.data_parallel=local_sgd", "strategy.options.period=2"]
+    config = run_config(overrides)
     torch.manual_seed(0)
     batches = [
         [Batch(torch.randn(4, 6, 1, 1), torch.randint(3, (4,))) for _ in range(4)] for _ in range(2)

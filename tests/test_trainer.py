@@ -34,14 +34,14 @@ TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_
 TINY += ["data.num_eval_samples=19", "sample.max_new_tokens=0", "checkpoint.every=0"]
 
 
-def configured(folder: Path, *words: str, ranks: int = 2) -> RunConfig:
-    chosen = run_config([*TINY, f"launch.nproc={ranks}", "strategy=ddp", *words])
+def configured(folder: Path, *overrides: str, ranks: int = 2) -> RunConfig:
+    chosen = run_config([*TINY, f"launch.nproc={ranks}", "strategy=ddp", *overrides])
     return dataclasses.replace(chosen, run_dir=str(folder))
 
 
-def train(folder: Path, *words: str, ranks: int = 2, stop_at: int | None = None) -> list[Event]:
+def train(folder: Path, *overrides: str, ranks: int = 2, stop_at: int | None = None) -> list[Event]:
     """Train on the mock world and return what the main rank reported."""
-    chosen = configured(folder, *words, ranks=ranks)
+    chosen = configured(folder, *overrides, ranks=ranks)
     folder.mkdir(exist_ok=True)
     events: list[Event] = []
 
@@ -68,9 +68,9 @@ def test_the_first_every_nth_and_the_last_step_are_logged(tmp_path: Path) -> Non
 
 def test_evaluation_counts_every_held_out_target_once(tmp_path: Path) -> None:
     """19 samples in global batches of 8 on 4 ranks: the ragged end is padded, not counted."""
-    words = ["train.steps=4", "train.eval_every=2", "train.eval_batches=100"]
-    many = of(Evaluated, train(tmp_path / "many", *words, ranks=4))
-    one = of(Evaluated, train(tmp_path / "one", *words, "strategy=single", ranks=1))
+    overrides = ["train.steps=4", "train.eval_every=2", "train.eval_batches=100"]
+    many = of(Evaluated, train(tmp_path / "many", *overrides, ranks=4))
+    one = of(Evaluated, train(tmp_path / "one", *overrides, "strategy=single", ranks=1))
     assert [event.step for event in many] == [2, 4]
     assert {event.eval_tokens for event in many + one} == {19 * 8}
     assert [e.eval_loss for e in many] == pytest.approx([e.eval_loss for e in one], rel=1e-5)
@@ -80,11 +80,11 @@ def test_each_batch_of_an_evaluation_and_each_tensor_of_a_save_is_progress(tmp_p
     chosen = configured(
         tmp_path, "train.steps=1", "train.eval_batches=3", "checkpoint.every=1", ranks=1
     )
-    beats: list[str] = []
-    monitor = Monitor(beat=lambda phase, *, step: beats.append(phase))
+    phases: list[str] = []
+    monitor = Monitor(report_phase=lambda phase, *, step: phases.append(phase))
     World.mock(1).run(lambda world: worker.run(chosen, world, monitor=monitor))
-    assert beats.count("evaluating") == 3
-    assert beats.count("saving") > 10  # weights and two states of each
+    assert phases.count("evaluating") == 3
+    assert phases.count("saving") > 10  # weights and two states of each
 
 
 def test_no_evaluation_where_none_is_asked_for(tmp_path: Path) -> None:
@@ -92,16 +92,16 @@ def test_no_evaluation_where_none_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_checkpoints_come_every_so_often_and_at_the_end(tmp_path: Path) -> None:
-    words = ["train.steps=5", "checkpoint.every=2", "checkpoint.keep_last=2"]
-    saved = of(Saved, train(tmp_path, *words))
+    overrides = ["train.steps=5", "checkpoint.every=2", "checkpoint.keep_last=2"]
+    saved = of(Saved, train(tmp_path, *overrides))
     assert [event.step for event in saved] == [2, 4, 5]
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step_4", "step_5"]
 
 
 def test_all_ranks_stop_after_the_step_in_which_one_is_asked_to(tmp_path: Path) -> None:
-    words = ["train.steps=9", "train.log_every=1", "checkpoint.every=100"]
-    events = train(tmp_path, *words, stop_at=3)
+    overrides = ["train.steps=9", "train.log_every=1", "checkpoint.every=100"]
+    events = train(tmp_path, *overrides, stop_at=3)
     finished = of(Finished, events)[0]
     assert finished.interrupted
     assert finished.step < 9
@@ -115,11 +115,11 @@ def test_a_run_that_saves_nothing_stops_without_a_checkpoint(tmp_path: Path) -> 
 
 
 def test_a_resumed_run_continues_where_it_was_and_logs_no_step_twice(tmp_path: Path) -> None:
-    words = ["train.log_every=1", "checkpoint.every=2", "train.eval_batches=0"]
-    train(tmp_path, *words, "train.steps=4", "scheduler=constant")
+    overrides = ["train.log_every=1", "checkpoint.every=2", "train.eval_batches=0"]
+    train(tmp_path, *overrides, "train.steps=4", "scheduler=constant")
     lines = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 5, "loss": 0.0}\n{"step": 6, "lo')
-    events = train(tmp_path, *words, "train.steps=6", "scheduler=constant")
+    events = train(tmp_path, *overrides, "train.steps=6", "scheduler=constant")
     assert of(Started, events)[0].step == 4
     assert of(Started, events)[0].resumed_from.endswith("step_4")
     lines = (tmp_path / "metrics.jsonl").read_text()
@@ -135,11 +135,11 @@ def test_never_resuming_starts_at_the_first_step(tmp_path: Path) -> None:
 
 def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be " * 40)
-    words = ["data=text", f"data.files=[{tmp_path}/text.txt]", "data.sequence_length=8"]
+    overrides = ["data=text", f"data.files=[{tmp_path}/text.txt]", "data.sequence_length=8"]
     chosen = run_config(
         [
             *TINY[:3],
-            *words,
+            *overrides,
             "train.steps=2",
             "sample.max_new_tokens=5",
             "checkpoint.every=0",
@@ -161,7 +161,7 @@ def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
 
 def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
-    words = ["plugins=[dropout_plugin_of_a_test]", "model=with_dropout", *TINY[3:]]
+    overrides = ["plugins=[dropout_plugin_of_a_test]", "model=with_dropout", *TINY[3:]]
     (tmp_path / "dropout_plugin_of_a_test.py").write_text(
         "from torch import nn\n"
         "from axonlaunch import register_model\n"
@@ -171,11 +171,11 @@ def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: P
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(tmp_path))
-        words += ["launch.nproc=2", "strategy=ddp", "train.log_every=1", "checkpoint.every=2"]
-        words += ["scheduler=constant", "train.eval_batches=0"]
+        overrides += ["launch.nproc=2", "strategy=ddp", "train.log_every=1", "checkpoint.every=2"]
+        overrides += ["scheduler=constant", "train.eval_batches=0"]
 
         def losses(folder: Path, steps: int) -> list[float]:
-            chosen = run_config([*words, f"train.steps={steps}"])
+            chosen = run_config([*overrides, f"train.steps={steps}"])
             chosen = dataclasses.replace(chosen, run_dir=str(folder))
             events: list[Event] = []
             World.mock(2).run(
@@ -192,8 +192,8 @@ def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: P
 def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
     from axonlaunch.engines.build import build_engine
 
-    def loss_and_norm(*words: str) -> tuple[float, float]:
-        chosen = run_config([*TINY, "launch.nproc=1", "strategy=single", *words])
+    def loss_and_norm(*overrides: str) -> tuple[float, float]:
+        chosen = run_config([*TINY, "launch.nproc=1", "strategy=single", *overrides])
         tokens = torch.arange(64).view(8, 8) % 256
         targets = tokens.clone()
         targets[0, :7] = -100
@@ -217,10 +217,15 @@ def test_metrics_take_no_event_without_numbers(tmp_path: Path) -> None:
 
 
 def test_tokens_seen_and_epochs_are_counted_across_a_resume(tmp_path: Path) -> None:
-    words = ["train.log_every=2", "checkpoint.every=2", "data.num_samples=20", "scheduler=constant"]
-    words += ["train.eval_batches=0"]
-    train(tmp_path, *words, "train.steps=2")
-    events = train(tmp_path, *words, "train.steps=6")
+    overrides = [
+        "train.log_every=2",
+        "checkpoint.every=2",
+        "data.num_samples=20",
+        "scheduler=constant",
+    ]
+    overrides += ["train.eval_batches=0"]
+    train(tmp_path, *overrides, "train.steps=2")
+    events = train(tmp_path, *overrides, "train.steps=6")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["tokens_seen"], line["epoch"]) for line in lines] == [
         (1, 64, 0.4),

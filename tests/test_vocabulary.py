@@ -30,11 +30,11 @@ class Values(nn.Module):
         return logits
 
 
-def configured(folder: Path, *words: str) -> RunConfig:
+def configured(folder: Path, *overrides: str) -> RunConfig:
     register_model("values", inputs="tokens")(Values)
     given = ["model=values", "data=synthetic_tokens", "data.vocab_size=50", "launch.nproc=2"]
     given += ["data.sequence_length=8", "train.global_batch_size=8", "train.eval_batches=0"]
-    given += ["checkpoint.every=0", "train.steps=1", "strategy=ddp", *words]
+    given += ["checkpoint.every=0", "train.steps=1", "strategy=ddp", *overrides]
     return with_values(config.load(given), {"run_dir": str(folder)})
 
 
@@ -46,18 +46,18 @@ def failure(chosen: RunConfig) -> BaseException:
 
 
 @pytest.mark.parametrize(
-    ("words", "what", "knows"),
+    ("overrides", "what", "knows"),
     [
         ("model.arguments.tokens=3", "token", "embedding has 3"),
         ("model.arguments.classes=4", "target", "outputs have 4"),
     ],
 )
 def test_a_token_out_of_range_is_named_with_its_sample_and_the_models_size(
-    words: str, what: str, knows: str, tmp_path: Path
+    overrides: str, what: str, knows: str, tmp_path: Path
 ) -> None:
     from axonlaunch import data
 
-    chosen = configured(tmp_path, words)
+    chosen = configured(tmp_path, overrides)
     error = failure(chosen)
     assert isinstance(error, ConfigError)
     said, _, advice = str(error).partition(" is out of range: ")

@@ -41,7 +41,7 @@ def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
     problems = [f"{name} {step_folders.CHANGED}" for name in step_folders.damage(checkpoint)]
     if problems:
         return problems
-    model = on_meta(config.model, seed=config.seed)
+    model = on_meta(config, seed=config.seed)
     try:
         return reader.model_differences(checkpoint, model)
     except CorruptCheckpointError as error:

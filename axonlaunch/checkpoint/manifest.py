@@ -69,6 +69,7 @@ class Checkpoint:
         tokens: Targets that counted, of all steps; None if they were not counted.
         best_eval_loss: Lowest loss of an evaluation; None without one.
         evaluations_since: Evaluations after that one.
+        data: Where the data is that can only be read in turn; None: ``samples`` says it.
     """
 
     path: Path
@@ -82,6 +83,7 @@ class Checkpoint:
     tokens: int | None = None
     best_eval_loss: float | None = None
     evaluations_since: int = 0
+    data: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,23 @@ def _described(folder: Path, about: Mapping[str, Any]) -> Checkpoint:
         tokens=None if about.get("tokens") is None else _number(about["tokens"]),
         best_eval_loss=_float(about.get("best_eval_loss")),
         evaluations_since=_number(about.get("evaluations_since", 0)),
+        data=_data(about.get("data")),
     )
+
+
+def _data(value: Any) -> dict[str, Any] | None:
+    """Type where the data is.
+
+    Raises:
+        TypeError: It is of another type.
+        KeyError: Some of it is missing.
+    """
+    if value is None:
+        return None
+    if not isinstance(value["dataset"], str):
+        raise TypeError("data")
+    numbers = {key: _number(value[key]) for key in ("samples", "epoch")}
+    return {**numbers, "dataset": value["dataset"]}
 
 
 def _sums(about: Mapping[str, Any]) -> dict[str, Sum]:

@@ -6,9 +6,11 @@ One save is in flight at most; one that fails ends the run, whenever it was begu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,14 @@ from axonlaunch.checkpoint import step_folders
 from axonlaunch.checkpoint.dcp_writer import Writer
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.planners import WritesBoxes
+from axonlaunch.checkpoint.save_progress import SharedProgress
 from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.checkpoint.step_folders import Retention
-from axonlaunch.comm import World
+from axonlaunch.comm import Backend, World
+
+_LONGEST_SAVE = timedelta(days=1)
+"""What torch waits for the slowest rank's part. ``launch.timeout_s`` is the time without progress,
+which whoever follows the ranks looks at; terabytes on a slow disk take longer."""
 
 
 class SaveError(Exception):
@@ -82,7 +89,8 @@ class Saver:
             every: Steps between checkpoints.
             layout: The run's, in words.
             background: Write while training continues, from a copy in host memory.
-            wrote: Called after each tensor that is written while training waits.
+            wrote: Called after each tensor that is written while training waits, and now and then
+                while other ranks write and this one has written its part.
         """
         self._run_dir = run_dir
         self._world = world
@@ -92,9 +100,10 @@ class Saver:
         self._background = background
         self._copies = HostCopies()
         self._wrote = (lambda: None) if background else wrote
-        # Its messages must not meet those of training, which come from another thread.
-        several = background and world.world_size > 1
-        self._group = dist.new_group(backend="gloo") if several else None
+        # Threads of one process are watched as one rank.
+        self._shares = world.world_size > 1 and world.backend is not Backend.MOCK
+        self._saves = 0
+        self._group: dist.ProcessGroup | None = None
         self._in_flight: _InFlight | None = None
         self._pruner = ThreadPoolExecutor(max_workers=1)
         self._pruning: Future[None] | None = None
@@ -110,6 +119,7 @@ class Saver:
         tokens: int | None = None,
         best_eval_loss: float | None = None,
         evaluations_since: int = 0,
+        data: dict[str, Any] | None = None,
     ) -> list[Completed]:
         """Save a state, as ``Engine.state_dict`` gives it.
 
@@ -121,6 +131,10 @@ class Saver:
         """
         before = self.close()
         began = time.perf_counter()
+        self._saves += 1
+        if self._shares and self._group is None:
+            # In the background its messages must not meet those of training, of another thread.
+            self._group = dist.new_group(backend="gloo", timeout=_LONGEST_SAVE)
         about = Checkpoint(
             step_folders.path_of(self._run_dir, step=step),
             step=step,
@@ -133,30 +147,59 @@ class Saver:
             tokens=tokens,
             best_eval_loss=best_eval_loss,
             evaluations_since=evaluations_since,
+            data=data,
         )
-        writer = Writer(
-            about,
-            done=self._prune,
-            wrote=self._wrote,
-            background=self._background,
-            copies=self._copies,
-        )
-        done: Future[Any]
-        if self._background:
-            begun = dcp.async_save(
-                state, storage_writer=writer, planner=WritesBoxes(), process_group=self._group
-            )
-            assert isinstance(begun, Future)
-            done = begun
-        else:
-            done = Future()
-            try:
-                done.set_result(dcp.save(state, storage_writer=writer, planner=WritesBoxes()))
-            except (CheckpointException, OSError) as error:
-                done.set_exception(error)
+        done = self._begin(about, state)
         stalled = time.perf_counter() - began
         self._in_flight = _InFlight(done, about.path, step, began, stalled)
         return before + self.finished(wait=not self._background)
+
+    def _begin(self, about: Checkpoint, state: dict[str, Any]) -> Future[Any]:
+        """Write in the background, or until it is done or has failed."""
+        planner = WritesBoxes()
+        if self._background:
+            begun = dcp.async_save(
+                state,
+                storage_writer=self._writer(about, wrote=self._wrote),
+                planner=planner,
+                process_group=self._group,
+            )
+            assert isinstance(begun, Future)
+            return begun
+        done: Future[Any] = Future()
+        with self._shared_progress() as wrote:
+            writer = self._writer(about, wrote=wrote)
+            try:
+                dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group)
+                done.set_result(None)
+            except (CheckpointException, OSError) as error:
+                done.set_exception(error)
+        return done
+
+    def _writer(self, about: Checkpoint, *, wrote: Callable[[], object]) -> Writer:
+        return Writer(
+            about,
+            done=self._prune,
+            wrote=wrote,
+            background=self._background,
+            copies=self._copies,
+        )
+
+    @contextmanager
+    def _shared_progress(self) -> Iterator[Callable[[], object]]:
+        """Yield what is called after each piece that this rank writes."""
+        store = self._world.store if self._shares else None
+        if store is None:
+            yield self._wrote
+            return
+        key = f"axonlaunch/save/{self._saves}"
+        with SharedProgress(store, key, moved=self._wrote) as progress:
+
+            def wrote() -> None:
+                self._wrote()
+                progress.wrote()
+
+            yield wrote
 
     def _prune(self) -> None:
         """Delete what is not kept; that takes a while for gigabytes, and nobody waits for it."""

@@ -52,15 +52,15 @@ class HostCopies:
         part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if part.device.type == "cpu":
             return tensor.to("cpu", copy=True)
-        kept = self._kept.get(name)
-        if kept is None or (kept.shape, kept.dtype) != (part.shape, part.dtype):
-            self._kept[name] = kept = page_locked(part)
-        kept.copy_(part, non_blocking=True)
+        copy = self._kept.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (part.shape, part.dtype):
+            self._kept[name] = copy = page_locked(part)
+        copy.copy_(part, non_blocking=True)
         devices.add(part.device)
         if not isinstance(tensor, DTensor):
-            return kept
+            return copy
         return dtensor_of(
-            kept,
+            copy,
             tensor.device_mesh,
             tensor.placements,
             shape=tensor.shape,

@@ -247,7 +247,7 @@ def import_(
     with spinner("reading"):
         from axonlaunch.checkpoint import weights
 
-        written = weights.take_in(folder, run_dir, configuration.load(["strategy=single"]))
+        written = weights.import_weights(folder, run_dir, configuration.load(["strategy=single"]))
     if as_json:
         print_json({"run_dir": str(run_dir), "checkpoint": str(written)})
         return

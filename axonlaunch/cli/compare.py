@@ -31,16 +31,16 @@ def command(
     if len(runs) < 2:
         raise typer.BadParameter("give two runs, or more")
     records = read_runs(runs)
-    given, found, names = changed_settings(records), results(records), labels(records)
+    settings, outcomes, names = changed_settings(records), results(records), labels(records)
     if as_json:
-        print_json({"runs": names, "configuration": dict(given), "results": dict(found)})
+        print_json({"runs": names, "configuration": dict(settings), "results": dict(outcomes)})
         return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
-    for title, rows in (("configuration", given), ("results", found)):
+    for title, rows in (("configuration", settings), ("results", outcomes)):
         table = Table(box=None, padding=(0, 2, 0, 0))
         table.add_column(title, overflow="fold")
         for name in names:

@@ -39,6 +39,7 @@ def command(
 ) -> None:
     """Print the configuration as a run on this node would have it."""
     from axonlaunch import config as configuration
+    from axonlaunch.config.origins import origins_of
     from axonlaunch.config.written_out import written_out
 
     if explain and describe:
@@ -47,9 +48,9 @@ def command(
         overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
     config = configuration.typed(composed.tree, composed.problems, origins=composed.origins)
-    before, config = config, written_out(config, accelerators=_accelerators())
+    config = written_out(config, accelerators=_accelerators())
     if explain:
-        _explain(before, config, composed.origins(), as_json)
+        _explain(config, origins_of(composed, config), as_json)
     elif describe:
         _describe(config, as_json)
     elif as_json:
@@ -64,27 +65,16 @@ def _accelerators() -> int:
     from axonlaunch.system import forked_call, forkserver
 
     with spinner("detecting accelerators"), forkserver.warm() as context:
-        count: int = forked_call.call(context, "axonlaunch.preflight.checks:accelerators")
+        count: int = forked_call.call(context, "axonlaunch.preflight.devices:accelerators")
     return count
 
 
-def _explain(before: RunConfig, config: RunConfig, sources: dict[str, str], as_json: bool) -> None:
-    """Print where each value comes from.
-
-    Args:
-        before: As the files and overrides say it.
-        config: As a run here would have it.
-        sources: Key to its file or override.
-        as_json: Print one object.
-    """
+def _explain(config: RunConfig, origins: dict[str, str], as_json: bool) -> None:
+    """Print each value and where it comes from."""
     from axonlaunch import config as configuration
     from axonlaunch.config.errors import plain
 
-    values, written = configuration.flatten(config), configuration.flatten(before)
-    origins = {key: sources.get(key, configuration.DEFAULT_ORIGIN) for key in values}
-    for key, value in values.items():
-        if written[key] != value:
-            origins[key] = f"resolved here; {plain(written[key])}: {origins[key]}"
+    values = configuration.flatten(config)
     if as_json:
         print_json({key: {"value": value, "origin": origins[key]} for key, value in values.items()})
         return

@@ -25,6 +25,7 @@ SHOWS_REASONS = 12
 """So many models, or fewer, are listed with why a layout is not proved."""
 LISTS = {
     "models": "model",
+    "adapters": "adapter",
     "data": "data",
     "tokenizers": "tokenizer",
     "strategies": "strategy",
@@ -32,6 +33,7 @@ LISTS = {
     "schedulers": "scheduler",
     "launchers": "launch",
     "loggers": "loggers",
+    "losses": "train.loss",
     "data_parallel": "strategy.data_parallel",
     "hardware": "hardware",
     "experiments": "experiment",
@@ -111,12 +113,12 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     if as_json:
         rows = {
             kind: {
-                "class": one.class_name,
-                "proved": [layout for layout in table.layouts if layout not in one.refused],
-                "refused": dict(one.refused),
-                "notes": dict(one.notes),
+                "class": family.class_name,
+                "proved": [layout for layout in table.layouts if layout not in family.refused],
+                "refused": dict(family.refused),
+                "notes": dict(family.notes),
             }
-            for kind, one in families.items()
+            for kind, family in families.items()
         }
         print_json({"versions": table.versions, "layouts": table.layouts, "model_types": rows})
         return
@@ -128,14 +130,16 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     shown.add_column("model_type", style="bold", overflow="fold")
     for layout in table.layouts:
         shown.add_column(layout.replace(" ", "\n"), no_wrap=True)
-    for kind, one in families.items():
-        shown.add_row(kind, *("no" if layout in one.refused else "yes" for layout in table.layouts))
+    for kind, family in families.items():
+        shown.add_row(
+            kind, *("no" if layout in family.refused else "yes" for layout in table.layouts)
+        )
     console = Console(highlight=False)
     console.print(shown)
     if len(families) <= SHOWS_REASONS:
-        for kind, one in families.items():
+        for kind, family in families.items():
             layouts: dict[str, list[str]] = {}
-            for layout, reason in {**one.notes, **one.refused}.items():
+            for layout, reason in {**family.notes, **family.refused}.items():
                 layouts.setdefault(reason, []).append(layout)
             for reason, alike in layouts.items():
                 where = "every layout" if len(alike) == len(table.layouts) else ", ".join(alike)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +49,7 @@ def command(
     several = [axis for axis, size in axes.items() if size > 1]
     world = several[0] if len(several) == 1 else "world"
     try:
-        found = [
+        breakdowns = [
             step_breakdown.breakdown(step_breakdown.read_trace(path), rank=rank, world=world)
             for rank, path in paths.items()
         ]
@@ -58,37 +59,40 @@ def command(
     if as_json:
         print_json(
             {
-                "ranks": [asdict(one) for one in found],
+                "ranks": [asdict(breakdown) for breakdown in breakdowns],
                 "predicted": predicted,
                 "not_predicted": reason or None,
                 "merged": str(folder / step_breakdown.PROFILE_FOLDER / step_breakdown.MERGED),
             }
         )
         return
-    _show(folder, found, predicted, reason)
+    _show(folder, breakdowns, predicted, reason)
 
 
 def _predicted(config: RunConfig) -> tuple[dict[str, float] | None, str]:
     """Return what ``plan`` predicts of the run's step, in the same parts, or why it does not."""
     from axonlaunch.config import ConfigError
-
-    if config.hardware is None or config.hardware.is_cpu:
-        return None, "the run names no hardware with published figures (hardware=h100_80gb)"
     from axonlaunch.launch.output.spinner import spinner
+    from axonlaunch.planning.records import StepPrediction
+    from axonlaunch.planning.run_hardware import hardware_of_run
     from axonlaunch.system import forked_call, forkserver
 
+    hardware, reason = hardware_of_run(config)
+    if hardware is None:
+        return None, reason
+    config = dataclasses.replace(config, hardware=hardware)
     try:
         with forkserver.warm() as context, spinner("predicting a step"):
-            parts: dict[str, float] = forked_call.call(
-                context, "axonlaunch.planning.throughput.predicted_parts:predicted_parts", config
+            step: StepPrediction = forked_call.call(
+                context, "axonlaunch.planning.throughput.predicted_parts:predict_step", config
             )
     except ConfigError as error:
         return None, str(error)
-    return parts, ""
+    return step.parts, ""
 
 
 def _show(
-    folder: Path, found: list[Breakdown], predicted: dict[str, float] | None, reason: str
+    folder: Path, breakdowns: list[Breakdown], predicted: dict[str, float] | None, reason: str
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -96,7 +100,7 @@ def _show(
     from axonlaunch.diagnostics import step_breakdown
 
     console = Console(file=sys.stdout, highlight=False)
-    first, shown = found[0], found[:_SHOWN]
+    first, shown = breakdowns[0], breakdowns[:_SHOWN]
     steps = f"step {first.first}" if first.steps == 1 else f"{first.steps} steps from {first.first}"
     console.print(f"[bold]{folder.name}[/bold]: {steps}, mean of a step\n", soft_wrap=True)
     columns: list[tuple[str, dict[str, float]]] = [(f"rank {o.rank}", o.parts) for o in shown]
@@ -106,12 +110,12 @@ def _show(
     table.add_column("", no_wrap=True)
     for name, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    for kind in _kinds([parts for _, parts in columns]):
-        table.add_row(kind, *(_cell(parts.get(kind, 0.0), parts) for _, parts in columns))
-    table.add_row("step", *(f"{sum(parts.values()) * 1e3:,.1f} ms" for _, parts in columns))
+    for kind in _kinds([seconds for _, seconds in columns]):
+        table.add_row(kind, *(_cell(seconds.get(kind, 0.0), seconds) for _, seconds in columns))
+    table.add_row("step", *(f"{sum(seconds.values()) * 1e3:,.1f} ms" for _, seconds in columns))
     console.print(table)
-    if len(found) > _SHOWN:
-        console.print(f"\n{len(found) - _SHOWN} more ranks; --json has all")
+    if len(breakdowns) > _SHOWN:
+        console.print(f"\n{len(breakdowns) - _SHOWN} more ranks; --json has all")
     if reason:
         console.print(f"\nnot predicted: {reason}", markup=False)
     merged = folder / step_breakdown.PROFILE_FOLDER / step_breakdown.MERGED
@@ -125,9 +129,9 @@ def _kinds(columns: list[dict[str, float]]) -> list[str]:
     def place(kind: str) -> tuple[int, str]:
         return next((n for n, known in enumerate(KINDS) if kind.startswith(known)), 0), kind
 
-    return sorted({kind for parts in columns for kind in parts}, key=place)
+    return sorted({kind for column in columns for kind in column}, key=place)
 
 
-def _cell(seconds: float, parts: dict[str, Any]) -> str:
-    whole = sum(parts.values())
+def _cell(seconds: float, column: dict[str, Any]) -> str:
+    whole = sum(column.values())
     return f"{seconds * 1e3:,.1f} ms {seconds / whole if whole else 0:4.0%}"

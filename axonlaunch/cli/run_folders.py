@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from axonlaunch.diagnostics.report.run_record import RunRecord
 
 
-def read_runs(given: Sequence[str]) -> list[RunRecord]:
+def read_runs(names: Sequence[str]) -> list[RunRecord]:
     """Read runs, which may be on other nodes' disks or in buckets.
 
     Raises:
@@ -20,15 +20,15 @@ def read_runs(given: Sequence[str]) -> list[RunRecord]:
     from axonlaunch.config.url import is_url
     from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
 
-    found, problems = [], []
-    for text in given:
+    records, problems = [], []
+    for text in names:
         try:
-            found.append(_read_remote(text) if is_url(text) else read_run(Path(text)))
+            records.append(_read_remote(text) if is_url(text) else read_run(Path(text)))
         except NotARunError as error:
             problems.append(ConfigIssue("", f"{error}{meant_below_runs(Path(text))}"))
     if problems:
         raise ConfigError(problems)
-    return found
+    return records
 
 
 def _read_remote(url: str) -> RunRecord:

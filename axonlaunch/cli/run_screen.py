@@ -17,7 +17,7 @@ _STYLES = {"running": "cyan", "done": "green", "interrupted": "yellow"}
 def screen_of(run: dict[str, Any], size: ConsoleDimensions) -> RenderableType:
     """Return what a terminal of a size shows of a run of ``page_data``."""
     style = _STYLES.get(run["status"], "red")
-    parts: list[RenderableType] = [
+    shown: list[RenderableType] = [
         Text.assemble((run["label"], "bold"), "  ", (run["status"], style)),
         _facts(run),
     ]
@@ -27,13 +27,13 @@ def screen_of(run: dict[str, Any], size: ConsoleDimensions) -> RenderableType:
         steps, values = run["series"]["loss"]
         ranks = run["ranks"]
         bars = min(len(ranks["worked"][0]), left // 2) if ranks else 0
-        parts += [Text("\nloss", style="bold"), curve(steps, values, size.width - 12, left - bars)]
+        shown += [Text("\nloss", style="bold"), curve(steps, values, size.width - 12, left - bars)]
         if ranks:
-            parts += [Text("\nshare of time that each rank worked", style="bold")]
-            parts += _bars(ranks, bars, size.width - 30)
+            shown += [Text("\nshare of time that each rank worked", style="bold")]
+            shown += _bars(ranks, bars, size.width - 30)
     if run["crash"]:
-        parts.append(Text(f"\nrank {run['crash']['rank']}: {run['crash']['reason']}", style="red"))
-    return Group(*parts)
+        shown.append(Text(f"\nrank {run['crash']['rank']}: {run['crash']['reason']}", style="red"))
+    return Group(*shown)
 
 
 def curve(
@@ -65,13 +65,13 @@ def _columns(
     steps: Sequence[float], values: Sequence[float | None], width: int
 ) -> list[float | None]:
     """Return the mean of the values that fall into each column; where none does, the one before."""
-    held: list[list[float]] = [[] for _ in range(width)]
+    bins: list[list[float]] = [[] for _ in range(width)]
     range_of = (steps[-1] - steps[0]) or 1
     for step, value in zip(steps, values, strict=True):
         if value is not None:
-            held[min(width - 1, int((step - steps[0]) / range_of * width))].append(value)
+            bins[min(width - 1, int((step - steps[0]) / range_of * width))].append(value)
     columns: list[float | None] = []
-    for column in held:
+    for column in bins:
         before = columns[-1] if columns else None
         columns.append(sum(column) / len(column) if column else before)
     return columns

@@ -57,7 +57,9 @@ def command(
     conditions = [_condition(text) for text in where or []]
     if not folder.is_dir():
         refuse(f"{folder}: there is no such folder")
-    runs = [run for run in find_runs(folder) if all(one.holds(run) for one in conditions)]
+    runs = [
+        run for run in find_runs(folder) if all(condition.holds(run) for condition in conditions)
+    ]
     rows = sorted((_row(run) for run in runs), key=lambda row: -row["changed_at"])
     if as_json:
         print_json({"runs": rows})
@@ -75,6 +77,8 @@ def _condition(text: str) -> _Condition:
 
 
 def _row(run: RunRecord) -> dict[str, Any]:
+    from axonlaunch.diagnostics.report.life import cost
+
     last = run.steps[-1] if run.steps else {}
     evaluated = run.evaluations[-1] if run.evaluations else {}
     files = [run.path / name for name in ("metrics.jsonl", "events.jsonl", "config.yaml")]
@@ -87,6 +91,7 @@ def _row(run: RunRecord) -> dict[str, Any]:
         "loss": last.get("loss"),
         "eval_loss": evaluated.get("eval_loss"),
         "tokens_per_s": last.get("tokens_per_s"),
+        "cost": cost(run),
         "changed_at": max((file.stat().st_mtime for file in files if file.exists()), default=0.0),
     }
 

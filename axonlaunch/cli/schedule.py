@@ -56,7 +56,7 @@ def command(
     schedule = PipelineSchedule(
         layout.schedule,
         degree=layout.pipeline,
-        microbatches=layout.round_microbatches,
+        microbatches=layout.microbatches_per_round,
         stages_per_rank=layout.stages_per_rank,
     )
     # By rank, not by stage, so that schedules with different numbers of stages can be compared.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,6 +27,7 @@ EXAMPLES = """Examples:
   axonlaunch verify strategy=fsdp model=llama_debug train.precision=bf16 --steps 8
   axonlaunch verify strategy=pipeline launch.backend=gloo    (real processes)
   axonlaunch verify strategy=ddp --features                  (what was exercised)
+  axonlaunch verify strategy=tensor --dump /tmp/sides   (keep tensors)
 """
 MAX_SHOWN_PARAMETERS = 8
 
@@ -60,6 +62,15 @@ def command(
     reference: Annotated[
         ReferencePrecision, typer.Option("--reference", help="Arithmetic of the single process.")
     ] = ReferencePrecision.AS_CONFIGURED,
+    dump: Annotated[
+        Path | None,
+        typer.Option(
+            "--dump",
+            metavar="FOLDER",
+            file_okay=False,
+            help="Keep both sides of the first two steps as safetensors, module by module.",
+        ),
+    ] = None,
     features: Annotated[
         bool, typer.Option("--features", help="List what was exercised, and what was not.")
     ] = False,
@@ -82,6 +93,7 @@ def command(
                 config_dirs=config_dir or [],
                 steps=steps,
                 fp64=reference is ReferencePrecision.FP64,
+                dump=dump,
             )
     if as_json:
         print_json(finite(asdict(verdict)))
@@ -100,6 +112,8 @@ def _show(verdict: ParityResult, console: Console, *, features: bool) -> None:
         console.print(verdict.failure, markup=False, soft_wrap=True)
     for feature, how in verdict.features.items() if features else ():
         console.print(f"{feature:14}  {how}", markup=False, soft_wrap=True)
+    for line in verdict.notes:
+        console.print(line, markup=False, soft_wrap=True)
     for line in verdict.differences[:MAX_SHOWN_PARAMETERS]:
         console.print(line, markup=False, soft_wrap=True)
     if len(verdict.differences) > MAX_SHOWN_PARAMETERS:
@@ -134,6 +148,8 @@ def _proved(verdict: ParityResult) -> str:
         f"{verdict.parameters_with_gradient} of {verdict.parameters} parameters got a gradient, "
         f"{verdict.parameters_moved} moved"
     )
+    if verdict.frozen_parameters:
+        proved += f"; {len(verdict.frozen_parameters)} are frozen, and have no gradient to compare"
     names = verdict.unproved_parameters
     if not names:
         return proved

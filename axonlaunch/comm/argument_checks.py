@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from axonlaunch.comm.backend import Backend, ReduceOp
-from axonlaunch.comm.process_group import ProcessGroup
+from axonlaunch.comm.process_group import ProcessGroup, computing_device
 
 REDUCED_AS = {
     torch.float16: torch.float16,
@@ -40,7 +40,7 @@ def device_of(group: ProcessGroup) -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     if group.backend is Backend.NCCL and accelerator is not None:
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
+    return torch.device("cpu") if group.backend is Backend.NCCL else computing_device()
 
 
 def tensor_error(
@@ -54,7 +54,8 @@ def tensor_error(
     if tensor.layout is not torch.strided:
         return TypeError(f"the layout {tensor.layout} can't be sent: pass tensor.to_dense()")
     expected = device_of(group).type
-    if tensor.device.type != expected:
+    works_on = {expected} if group.backend is Backend.NCCL else {expected, "cpu"}
+    if tensor.device.type not in works_on:
         return ValueError(
             f"the tensor is on {tensor.device}, the group's backend {group.backend} works on "
             f"{expected}: move it with tensor.to(world.device)"

@@ -9,13 +9,13 @@ class Backend(StrEnum):
     """What carries the bytes between ranks."""
 
     GLOO = "gloo"
-    """Processes over TCP, on CPU tensors."""
+    """Processes over TCP, on CPU tensors; of those of a GPU it reduces and broadcasts alone."""
 
     NCCL = "nccl"
     """Processes over NVLink, PCIe or the network, on CUDA (or ROCm) tensors."""
 
     MOCK = "mock"
-    """Threads of one process, on CPU tensors, one at a time and deterministic."""
+    """Threads of one process, one at a time: on a CPU, deterministic, or on one GPU."""
 
     @property
     def torch_name(self) -> str:

@@ -246,24 +246,24 @@ class _Listeners:
         }
         self.addresses = []
         for number in self._listening:
-            with _borrowed(number) as one:
-                self.addresses.append("{}:{}".format(*one.getsockname()[:2]))
+            with _borrowed(number) as listener:
+                self.addresses.append("{}:{}".format(*listener.getsockname()[:2]))
 
     def __enter__(self) -> None:
         """Do nothing: they listen already."""
 
     def __exit__(self, *error: object) -> None:
         for number, loop in self._listening.items():
-            with select.epoll.fromfd(os.dup(loop)) as events, _borrowed(number) as one:
+            with select.epoll.fromfd(os.dup(loop)) as events, _borrowed(number) as listener:
                 events.unregister(number)
-                one.shutdown(socket.SHUT_RDWR)
+                listener.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
     """Use another's socket, which stays open."""
-    with socket.socket(fileno=os.dup(number)) as one:
-        yield one
+    with socket.socket(fileno=os.dup(number)) as borrowed:
+        yield borrowed
 
 
 def _watched(loop: int) -> list[int]:
@@ -280,8 +280,8 @@ def _descriptors() -> set[int]:
 
 def _kinds(numbers: set[int]) -> dict[int, str]:
     """Return what each descriptor is; one that was closed meanwhile is left out."""
-    found: dict[int, str] = {}
+    kinds: dict[int, str] = {}
     for number in numbers:
         with suppress(OSError):
-            found[number] = str(Path(f"/proc/self/fd/{number}").readlink())
-    return found
+            kinds[number] = str(Path(f"/proc/self/fd/{number}").readlink())
+    return kinds

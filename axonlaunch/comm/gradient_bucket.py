@@ -166,14 +166,16 @@ def broadcast_tensors(
     """
     works: list[tuple[dist.Work, Tensor | None, list[Tensor]]] = []
     for together in buckets(map(_local, tensors), limit=limit):
-        flat = None if len(together) == 1 else torch.cat([one.reshape(-1) for one in together])
+        flat = (
+            None if len(together) == 1 else torch.cat([tensor.reshape(-1) for tensor in together])
+        )
         sent = together[0] if flat is None else flat
         works.append((dist.broadcast(sent, source, group=group, async_op=True), flat, together))
     for work, flat, together in works:
         work.wait()
         if flat is not None:
-            parts = flat.split([one.numel() for one in together])
-            views = [part.view(one.shape) for part, one in zip(parts, together, strict=True)]
+            parts = flat.split([tensor.numel() for tensor in together])
+            views = [part.view(tensor.shape) for part, tensor in zip(parts, together, strict=True)]
             torch._foreach_copy_(together, views)
 
 

@@ -97,8 +97,8 @@ def devices_of_rank() -> list[Device]:
     """Return the devices that this process sees; it may be left with CUDA initialised."""
     if not _is_built():
         return []
-    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [Device(about.name, about.total_memory, str(about.uuid)) for about in found]
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [Device(about.name, about.total_memory, str(about.uuid)) for about in properties]
 
 
 def _is_built() -> bool:

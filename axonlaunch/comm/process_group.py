@@ -10,9 +10,26 @@ import functools
 from collections.abc import Iterable
 from typing import Self
 
+import torch
 import torch.distributed as dist
 
 from axonlaunch.comm.backend import Backend
+
+_computes_on = torch.device("cpu")
+
+
+def compute_on(device: torch.device) -> None:
+    """Note where the ranks of this process compute; threads of a mock world share one device."""
+    global _computes_on  # as torch's default group is one of the process
+    _computes_on = device
+
+
+def computing_device() -> torch.device:
+    """Return where the ranks of this process compute: the CPU, unless a world has said otherwise.
+
+    Groups of gloo and of the mock world take tensors of both; their backend does not say.
+    """
+    return _computes_on
 
 
 class ProcessGroup:

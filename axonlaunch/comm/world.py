@@ -22,7 +22,7 @@ from axonlaunch.comm.errors import NcclError
 from axonlaunch.comm.gloo import proven_groups
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.comm.mismatch_check import check_collective
-from axonlaunch.comm.process_group import ProcessGroup, default_group
+from axonlaunch.comm.process_group import ProcessGroup, compute_on, default_group
 from axonlaunch.comm.rendezvous import RankEnvironment, find_place, gloo_towards, open_store
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class World:
         backend: What carries the bytes.
         is_main: Whether this is rank 0.
         default_group: The group of all ranks.
+        store: Where the ranks met, for small messages; None where who made the world keeps it.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class World:
         device: torch.device,
         backend: Backend,
         timeout_s: float = 600.0,
+        store: dist.Store | None = None,
     ) -> None:
         self.rank = rank
         self.local_rank = local_rank
@@ -62,7 +64,9 @@ class World:
         self.backend = backend
         self.is_main = rank == 0
         self.timeout_s = timeout_s
+        compute_on(device)
         self.default_group = default_group()
+        self.store = store
         self._groups = [self.default_group]
         self._at_close = contextlib.ExitStack()
 
@@ -71,6 +75,7 @@ class World:
         cls,
         *,
         backend: Backend | str = "auto",
+        device: str = "auto",
         timeout_s: float = 600.0,
         store: dist.Store | None = None,
     ) -> Self:
@@ -83,6 +88,8 @@ class World:
         Args:
             backend: ``gloo``, ``nccl``, or ``auto``: nccl where torch's accelerator is CUDA and
                 every rank of this node has a device of its own, else gloo.
+            device: ``cpu``; ``cuda``: on gloo ranks share this node's GPUs, and only reductions and
+                broadcasts of their tensors work; ``auto``: what the backend works on.
             timeout_s: How long a rank waits for the others, in seconds.
             store: Where the ranks meet, instead of MASTER_ADDR and MASTER_PORT.
 
@@ -92,7 +99,7 @@ class World:
             NcclError: It is a ValueError that is about NCCL.
         """
         place = find_place(os.environ, store=store)
-        return cls.join(place, backend=backend, timeout_s=timeout_s, store=store)
+        return cls.join(place, backend=backend, device=device, timeout_s=timeout_s, store=store)
 
     @classmethod
     def join(
@@ -100,6 +107,7 @@ class World:
         place: RankEnvironment,
         *,
         backend: Backend | str = "auto",
+        device: str = "auto",
         timeout_s: float = 600.0,
         store: dist.Store | None = None,
     ) -> Self:
@@ -108,6 +116,7 @@ class World:
         Args:
             place: Which rank this is, and where the others are.
             backend: As for ``init``.
+            device: As for ``init``.
             timeout_s: As for ``init``.
             store: Where the ranks meet; None: at the address of ``place``.
 
@@ -122,8 +131,10 @@ class World:
             )
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s}: a time limit is more than 0 seconds")
+        if device == "cpu" and backend == "auto":
+            backend = Backend.GLOO
         chosen = choose_backend(str(backend), place)
-        device = _device(chosen, place.local_rank)
+        computes_on = _device(chosen, place.local_rank, asked=device)
         timeout = timedelta(seconds=timeout_s)
         with contextlib.ExitStack() as at_close:
             at_close.enter_context(gloo_towards(place.master_addr or "localhost"))
@@ -137,25 +148,37 @@ class World:
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=timeout,
-                device_id=device if chosen is Backend.NCCL else None,
+                device_id=computes_on if chosen is Backend.NCCL else None,
             )
             world = cls(
                 rank=place.rank,
                 local_rank=place.local_rank,
                 world_size=place.world_size,
-                device=device,
+                device=computes_on,
                 backend=chosen,
                 timeout_s=timeout_s,
+                store=store,
             )
             world._at_close = at_close.pop_all()
         return world
 
     @classmethod
-    def mock(cls, world_size: int, *, timeout_s: float = 60.0) -> MockWorld[Self]:
-        """Describe a world of rank threads in this process; its ``run`` starts them."""
+    def mock(
+        cls, world_size: int, *, timeout_s: float = 60.0, device: torch.device | str = "cpu"
+    ) -> MockWorld[Self]:
+        """Describe a world of rank threads in this process; its ``run`` starts them.
+
+        Args:
+            world_size: The number of ranks.
+            timeout_s: How long a rank may compute without communicating.
+            device: ``cpu``, or ``cuda`` for one GPU that all ranks share.
+
+        Raises:
+            ValueError: There is no rank, or no time, or no such device.
+        """
         from axonlaunch.comm.mock import MockWorld  # most worlds have no use for it
 
-        return MockWorld(world_size, join=cls, timeout_s=timeout_s)
+        return MockWorld(world_size, join=cls, timeout_s=timeout_s, device=device)
 
     def new_group(self, ranks: Iterable[int]) -> ProcessGroup:
         """Make a group of some ranks; every rank of the world calls this, members or not.
@@ -208,6 +231,7 @@ class World:
                 dist.destroy_process_group()
             for group in groups:
                 group.close()
+            self.store = None  # and rank 0's listening port with it
 
     def __enter__(self) -> Self:
         return self
@@ -255,31 +279,46 @@ def choose_backend(name: str, place: RankEnvironment) -> Backend:
 
 def _every_local_rank_has_a_device(place: RankEnvironment) -> bool:
     """Decide from what all ranks of a node see alike, so that they decide alike."""
-    found = nccl.device_count()
-    if found == 1 and not place.on_loopback:
+    devices = nccl.device_count()
+    if devices == 1 and not place.on_loopback:
         return True  # a scheduler has given each of its tasks one
     needed = place.local_world_size
     if needed is None:
         needed = place.world_size if place.on_loopback else place.local_rank + 1
-    return found > 0 and found >= needed
+    return devices > 0 and devices >= needed
 
 
-def _device(backend: Backend, local_rank: int) -> torch.device:
+def _device(backend: Backend, local_rank: int, *, asked: str = "auto") -> torch.device:
     """Return where a rank computes, and make it the current device.
 
     A rank that sees one device has been given it: by ``--gpus-per-task=1``, or by what sets
     CUDA_VISIBLE_DEVICES for each rank.
     """
+    if asked not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={asked}: there is no such device; use auto, cpu or cuda")
     if backend is not Backend.NCCL:
-        return torch.device("cpu")
-    found = nccl.device_count()
-    if not found:
+        return _shared_device(local_rank) if asked == "cuda" else torch.device("cpu")
+    if asked == "cpu":
+        raise NcclError("backend=nccl, device=cpu: NCCL works on GPUs alone; use backend=gloo")
+    devices = nccl.device_count()
+    if not devices:
         raise NcclError(f"backend=nccl: {nccl.status().reason}")
-    index = 0 if found == 1 else local_rank
-    if index >= found:
+    index = 0 if devices == 1 else local_rank
+    if index >= devices:
         raise NcclError(
-            f"backend=nccl: LOCAL_RANK={local_rank} has no device, this process sees {found}; "
+            f"backend=nccl: LOCAL_RANK={local_rank} has no device, this process sees {devices}; "
             "start fewer ranks on this node, or use backend=gloo"
         )
     torch.accelerator.set_device_index(index)
+    return torch.device("cuda", index)
+
+
+def _shared_device(local_rank: int) -> torch.device:
+    """Return the GPU of a rank on gloo: those of a node are dealt out, and shared if need be."""
+    found = torch.accelerator.device_count()
+    if not found:
+        raise ValueError("device=cuda: torch sees no GPU here; use device=cpu")
+    index = local_rank % found
+    torch.accelerator.set_device_index(index)
+    torch.cuda.init()  # torch's device mesh would choose another for a process that has none
     return torch.device("cuda", index)

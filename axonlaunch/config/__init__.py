@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.compose import DEFAULT_ORIGIN, Composed, Composer
+from axonlaunch.config.compose import Composed, Composer
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.plain import LARGEST_YAML, flatten, read_yaml, to_tree, to_yaml, with_values
 from axonlaunch.config.plugins import import_plugins
@@ -23,7 +23,6 @@ from axonlaunch.system.files import read_text
 
 __all__ = [
     "CONFIG",
-    "DEFAULT_ORIGIN",
     "Composed",
     "Composer",
     "ConfigError",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,19 @@ class Composed:
         in_files: The same of files; a call, since reading them all again takes as long as composing
             and few ask.
         problems: Overrides that could not be taken; the tree is composed without them.
+        in_environment: Dotted key of each leaf that what started the process set -> what that was.
     """
 
     tree: dict[str, Any]
     given: dict[str, str]
     in_files: Callable[[], dict[str, str]]
     problems: list[ConfigIssue]
+    in_environment: dict[str, str] = field(default_factory=dict)
 
     def origins(self) -> dict[str, str]:
-        """Return what set each leaf: a file, or ``"override "`` and the override."""
-        given = {key: OVERRIDE_ORIGIN + text for key, text in self.given.items()}
-        return {**self.in_files(), **given}
+        """Return what set each leaf: a file, the environment, ``"override "`` and the override."""
+        overridden = {key: OVERRIDE_ORIGIN + text for key, text in self.given.items()}
+        return {**self.in_files(), **overridden, **self.in_environment}
 
 
 def packaged_configs() -> Path:

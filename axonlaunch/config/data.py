@@ -132,7 +132,13 @@ class CustomDataConfig:
     num_classes: int | None = field(default=None, metadata={"min": 1})
     """classes, or tokens of the vocabulary; null: as the dataset itself says"""
     eval_fraction: float = field(default=0.05, metadata={"min": 0, "below": 1})
-    """share of a map-style dataset held out for evaluation: the last samples"""
+    """share of a map-style dataset held out for evaluation: the last samples, where it has no
+    attribute held_out
+    """
+    collate: str | None = None
+    """what makes a batch of a list of samples, package.module:function; null: torch's
+    default_collate, and pairs (inputs, targets) are stacked
+    """
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""
@@ -149,7 +155,7 @@ class FreeDataConfig:
     """keyword arguments of the dataset"""
 
 
-Kind = Literal["tokens", "images"]
+Kind = Literal["tokens", "images", "structured"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +163,7 @@ class SampleShape:
     """What one sample is, as far as memory and time depend on it."""
 
     kind: Kind
-    """tokens are int64, images fp32"""
+    """tokens are int64, images fp32; structured are batches of any structure"""
     shape: tuple[int, ...]
     """of one input, [T] or [C, H, W]"""
     num_classes: int | None = None
@@ -178,6 +184,8 @@ class DatasetFacts:
     """whether its tokens are text"""
     takes_tokenizer: bool = False
     """whether it is called with a tokenizer too; otherwise text is bytes"""
+    collate: Callable[[list[Any]], Any] | None = None
+    """makes a batch of samples, where the dataset itself gives one by one"""
 
 
 def _bytes(config: PythonSourceConfig | TextConfig) -> SampleShape:

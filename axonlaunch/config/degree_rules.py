@@ -45,13 +45,13 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
         return
     yield from _stages(config)
     rule, name = SCHEDULES[strategy.pipeline.schedule], strategy.pipeline.schedule
-    if rule.splits_backward and config.train.compile:
+    if rule.separate_weight_grad and config.train.compile:
         message = (
             f"strategy.pipeline.schedule={name} computes weight gradients apart, which compiled "
             "blocks can't; use false, or a schedule that keeps backward whole"
         )
         yield ConfigIssue("train.compile", message, True)
-    if rule.splits_backward and config.train.activation_checkpointing == "selective":
+    if rule.separate_weight_grad and config.train.activation_checkpointing == "selective":
         message = (
             f"strategy.pipeline.schedule={name} goes back through a block twice, for which "
             "selective recomputation has no second set of activations; use full or none"
@@ -92,11 +92,11 @@ def broken_rounds(config: RunConfig, *, world_size: int) -> Iterator[ConfigIssue
     if asked != "auto" and layout.micro_batches % asked:
         yield _rounds_problem(config, layout, f"a rank has {layout.micro_batches} per step")
         return
-    if rule.fits(layout.round_microbatches, degree=degree, stages_per_rank=per_rank):
+    if rule.fits(layout.microbatches_per_round, degree=degree, stages_per_rank=per_rank):
         return
     least = rule.least_microbatches(degree=degree, stages_per_rank=per_rank)
     wants = f"schedule={pipeline.schedule} on {degree} ranks needs at least {least} micro-batches"
-    if layout.round_microbatches >= least:
+    if layout.microbatches_per_round >= least:
         wants = (
             f"schedule={pipeline.schedule} needs micro-batches that fill rounds of about {degree}"
         )

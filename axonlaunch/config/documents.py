@@ -37,7 +37,7 @@ class TextRowsConfig:
     """
     mix: dict[str, dict[str, Any]] = field(
         default_factory=dict,
-        metadata={"groups": SourceShare, "words": "{NAME: {files: [...], weight: ..., ...}}"},
+        metadata={"groups": SourceShare, "allowed": "{NAME: {files: [...], weight: ..., ...}}"},
     )
     """sources in place of files, by a name: each has its files, its weight or epochs, and what keys
     of data it wants to be other than the mix's
@@ -48,6 +48,11 @@ class TextRowsConfig:
     """how rows are filled. concat: documents one after another, cut where a row ends; best_fit:
     whole documents, each in the fullest row that has room; none: one document a row. A document
     never attends to another
+    """
+    shuffle: Literal["all", "shards"] = field(default="all", metadata=_OF_THE_MIX)
+    """in what order rows are seen. all: shuffled over all files, which are tokenised before the run
+    starts; shards: files one after another, some 64 MB at a time, shuffled among these, so that a
+    run starts when the first of them are tokenised, and the others are meanwhile
     """
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """what is done with a document longer than a row, under best_fit and none"""
@@ -62,25 +67,28 @@ class TextRowsConfig:
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""
-        found = []
+        problems = []
         if not self.files and not self.mix:
-            found.append(("files", "names no file; write data.files=['corpus/*.jsonl']"))
+            problems.append(("files", "names no file; write data.files=['corpus/*.jsonl']"))
         if self.files and self.mix:
-            found.append(("files", "data.mix names the files of each source; use one of them"))
+            problems.append(("files", "data.mix names the files of each source; use one of them"))
+        if self.mix and self.shuffle == "shards":
+            message = "data.mix is shuffled over all its sources; use all, or data.files"
+            problems.append(("shuffle", message))
         shares = self.shares()
         weighted = [name for name, share in shares.items() if share.weight is not None]
         if weighted and len(weighted) < len(shares):
             other = next(name for name in shares if name not in weighted)
-            found.append((f"mix.{other}", f"has no weight, and {weighted[0]} has; give it one"))
+            problems.append((f"mix.{other}", f"has no weight, and {weighted[0]} has; give it one"))
         if weighted and any(share.epochs is not None for share in shares.values()):
             message = "has weights and epochs, which follow from each other; use one of them"
-            found.append(("mix", message))
+            problems.append(("mix", message))
         for name, source in self.sources().items():
-            found += [(f"mix.{name}.{key}", message) for key, message in source.problems()]
+            problems += [(f"mix.{name}.{key}", message) for key, message in source.problems()]
         if isinstance(self.held_out, float) and self.held_out >= 1:
             message = "a share must be below 1; write a whole number for so many documents"
-            found.append(("held_out", message))
-        return found
+            problems.append(("held_out", message))
+        return problems
 
     def sources(self) -> dict[str, Self]:
         """Return the configuration of each source of a mix, as that of a dataset of its own."""

@@ -78,11 +78,26 @@ class HardwareConfig:
     """bandwidth of a device to its host's memory, one direction, GB/s (1e9)"""
     host_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of that bandwidth that copies of pinned memory reach"""
+    price_per_hour: float | None = field(default=None, metadata={"min": 0})
+    """price of one device for an hour, in any currency, from which reports count what a run cost;
+    null: not counted
+    """
 
     @property
     def is_cpu(self) -> bool:
         """Whether it is this node, whose ranks have cores and no GPU's allocator or driver."""
         return self.name == "cpu"
+
+    def peak_figure(self, *, precision: str, matmul_precision: str) -> str:
+        """Return the name of the figure that bounds a run's matrix products.
+
+        Args:
+            precision: ``train.precision``.
+            matmul_precision: ``train.matmul_precision``: on GPUs ``high`` and ``medium`` both mean
+                TF32 (``torch.set_float32_matmul_precision``), on a CPU there is none.
+        """
+        has_tf32 = matmul_precision != "highest" and not self.is_cpu
+        return "tf32_tflops" if precision == "fp32" and has_tf32 else f"{precision}_tflops"
 
     @property
     def memory_bytes(self) -> int | None:

@@ -49,8 +49,8 @@ class HydraFiles:
         """Return the groups at the top, ours and a user's."""
         from hydra.core.object_type import ObjectType
 
-        found = self._loader.repository.get_group_options("", ObjectType.GROUP)
-        return [name for name in found if name != "hydra"]
+        groups = self._loader.repository.get_group_options("", ObjectType.GROUP)
+        return [name for name in groups if name != "hydra"]
 
     def options(self, group: str) -> list[str]:
         """Return the options of a group for which there is a file, sorted."""

@@ -68,8 +68,8 @@ def _keys(config: Any, prefix: str) -> Iterator[Key]:
 
 
 def _allowed(hint: Any, limits: Mapping[str, Any]) -> str:
-    if "words" in limits:
-        return str(limits["words"])
+    if "allowed" in limits:
+        return str(limits["allowed"])
     if "names" in limits:
         return " | ".join([*limits["names"].names(), "null"])
     origin, inside = get_origin(hint), get_args(hint)

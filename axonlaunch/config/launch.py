@@ -40,7 +40,7 @@ class LaunchConfig:
 
     name: str = field(
         default="auto",
-        metadata={"words": "auto | local | env | slurm, or the name of a registered launcher"},
+        metadata={"allowed": "auto | local | env | slurm, or the name of a registered launcher"},
     )
     """auto: detected from the environment: a rank of torchrun, mpirun or srun, one of several nodes
     (WORLD_SIZE), else local; local: ranks on this node, whatever the environment says; env: from
@@ -66,7 +66,14 @@ class LaunchConfig:
     require_token: bool = False
     """refuse a run on more than one node without token_file; its messages could be forged"""
     backend: Literal["auto", "gloo", "nccl", "mock"] = "auto"
-    """auto: nccl on accelerators, else gloo; mock: all ranks are threads of one process"""
+    """auto: nccl with an accelerator for each rank, else gloo, or mock with device=cuda; mock: all
+    ranks are threads of one process
+    """
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where ranks compute. auto: on accelerators with nccl, else on the CPU; cpu: on the CPU,
+    whatever else this node has; cuda: on accelerators, which ranks share where they are fewer: any
+    layout under launch.backend=mock, to debug it on one, single and ddp under gloo
+    """
     timeout_s: float = field(default=600.0, metadata={"above": 0})
     """seconds that nodes wait for each other to join, and that a rank may make no progress,
     after which the run fails and says where each rank is

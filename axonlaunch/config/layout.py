@@ -29,7 +29,7 @@ class Layout:
         stages_per_rank: Stages of the pipeline on each rank.
         micro_batch_size: Samples per forward on one rank.
         micro_batches: Forwards per optimizer step on one rank (gradient accumulation).
-        round_microbatches: Micro-batches of one round of the pipeline's schedule.
+        microbatches_per_round: Micro-batches of one round of the pipeline's schedule.
     """
 
     data_parallel: str
@@ -42,7 +42,7 @@ class Layout:
     stages_per_rank: int
     micro_batch_size: int
     micro_batches: int
-    round_microbatches: int
+    microbatches_per_round: int
 
     @classmethod
     def of(cls, config: RunConfig, *, world_size: int) -> Self:
@@ -63,7 +63,7 @@ class Layout:
             stages_per_rank=stages_per_rank(strategy),
             micro_batch_size=size,
             micro_batches=count,
-            round_microbatches=count if in_round == "auto" else min(in_round, count),
+            microbatches_per_round=count if in_round == "auto" else min(in_round, count),
         )
 
     @property
@@ -114,7 +114,7 @@ class Layout:
     @property
     def rounds(self) -> int:
         """Rounds of the pipeline's schedule in an optimizer step."""
-        return self.micro_batches // self.round_microbatches
+        return self.micro_batches // self.microbatches_per_round
 
     @property
     def axes(self) -> dict[str, int]:
@@ -259,14 +259,21 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
 
 
 def with_backend(config: RunConfig, *, accelerators: int) -> RunConfig:
-    """Decide ``launch.backend=auto`` once the number of ranks is known: nccl with a device each."""
+    """Decide ``launch.backend`` and ``launch.device`` once the number of ranks is known.
+
+    nccl with a device each; ranks that are to share one are threads, of which each layout works.
+    """
     launch = config.launch
-    if launch.backend != "auto":
-        return config
+    backend, device = launch.backend, launch.device
     assert launch.nproc != "auto"
-    return with_values(
-        config, {"launch.backend": "nccl" if 0 < launch.nproc <= accelerators else "gloo"}
-    )
+    if backend == "auto":
+        if device != "cpu" and 0 < launch.nproc <= accelerators:
+            backend = "nccl"
+        else:
+            backend = "mock" if device == "cuda" else "gloo"
+    if device == "auto":
+        device = "cuda" if backend == "nccl" else "cpu"
+    return with_values(config, {"launch.backend": backend, "launch.device": device})
 
 
 def _micro_batches(config: RunConfig, *, share: int) -> tuple[int, int]:

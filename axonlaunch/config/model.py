@@ -101,8 +101,8 @@ class LlamaConfig:
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""
         heads = self.num_attention_heads
-        if found := _head_problems(self.hidden_size, heads):
-            return found
+        if problems := _head_problems(self.hidden_size, heads):
+            return problems
         if (self.hidden_size // heads) % 2:
             message = (
                 f"hidden_size={self.hidden_size} makes heads of {self.hidden_size // heads} "
@@ -147,14 +147,14 @@ class ViTConfig:
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""
-        found = _head_problems(self.hidden_size, self.num_attention_heads)
+        problems = _head_problems(self.hidden_size, self.num_attention_heads)
         if self.image_size % self.patch_size:
             message = (
                 f"image_size={self.image_size} is not divisible by it; "
                 f"use {divisor_of(self.image_size)}"
             )
-            found.append(("patch_size", message))
-        return found
+            problems.append(("patch_size", message))
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)

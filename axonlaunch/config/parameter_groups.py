@@ -6,7 +6,6 @@ It matches patterns with names and counts bytes of states; it makes no optimizer
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -113,16 +112,6 @@ def state_bytes(
     )
 
 
-def state_share(
-    config: Any, parameters: Iterable[ParameterFacts], *, parameter_bytes: int = 4
-) -> float:
-    """Return the bytes of an optimizer's states beside those of the parameters: AdamW's are 2."""
-    parameters = list(parameters)
-    whole = parameter_bytes * sum(math.prod(parameter.shape) for parameter in parameters)
-    states = state_bytes(config, parameters, parameter_bytes=parameter_bytes)
-    return states / max(1, whole)
-
-
 def group_problems(config: Any, parameters: Iterable[ParameterFacts]) -> Iterator[ConfigIssue]:
     """Yield the patterns that match no parameter, and what can't be updated as a group says."""
     parameters = list(parameters)
@@ -131,7 +120,8 @@ def group_problems(config: Any, parameters: Iterable[ParameterFacts]) -> Iterato
         key = f"optimizer.groups.{pattern}"
         matched = [candidate for candidate in parameters if fnmatchcase(candidate.name, pattern)]
         if not matched:
-            yield ConfigIssue(key, _unmatched(pattern, names))
+            message = f"matches no parameter that is trained{unmatched(pattern, names)}"
+            yield ConfigIssue(key, message)
         flat = [candidate.name for candidate in matched if len(candidate.shape) != 2]
         if options.get("algorithm") == "muon" and flat:
             message = f"Muon is for matrices, and {flat[0]} is none; use adamw, or another pattern"
@@ -146,12 +136,15 @@ def group_problems(config: Any, parameters: Iterable[ParameterFacts]) -> Iterato
             yield ConfigIssue("optimizer.name", message, "muon")
 
 
-def _unmatched(pattern: str, names: list[str]) -> str:
-    """Say that a pattern matches nothing, and which name or ending was probably meant."""
-    endings = {
-        f"*.{name.split('.', cut)[-1]}" for name in names for cut in range(1, name.count(".") + 1)
+def unmatched(pattern: str, names: list[str]) -> str:
+    """Say which name, beginning or ending a pattern that matches nothing was probably meant for."""
+    ends = {
+        end
+        for name in names
+        for cut in range(1, name.count(".") + 1)
+        for end in (f"*.{name.split('.', cut)[-1]}", f"{name.rsplit('.', cut)[0]}.*")
     }
-    meant = nearest(pattern, [*names, *sorted(endings)])
-    hint = f"; did you mean {meant}?" if meant else ""
+    meant = nearest(pattern, [*names, *sorted(ends)])
+    hint = f"; did you mean {meant}?" if meant else ";"
     some = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
-    return f"matches no parameter that is trained{hint} names are {some}"
+    return f"{hint} names are {some}"

@@ -59,8 +59,10 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_prompt(config),
         *_tokenizer(config),
         *_saving(config),
+        *_device(config),
         *_node_count(config),
         *_profile(config),
+        *_trace(config),
     ]
     if config.launch.nproc != "auto":
         problems += broken_sizes(config)
@@ -247,7 +249,7 @@ def _loggers(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _prompt(config: RunConfig) -> Iterator[ConfigIssue]:
-    if config.sample.max_new_tokens and not config.sample.prompt:
+    if config.sample.max_new_tokens and config.sample.prompt == "":
         message = "is empty; give at least one character, or sample.max_new_tokens=0"
         yield ConfigIssue("sample.prompt", message, "")
 
@@ -258,7 +260,9 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:
     facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
     is_asked = path is not None or config.tokenizer.name == "train"
     if is_asked and not (facts and facts.takes_tokenizer):
-        takers = [one for one, facts in DATASETS.known_facts().items() if facts.takes_tokenizer]
+        takers = [
+            dataset for dataset, facts in DATASETS.known_facts().items() if facts.takes_tokenizer
+        ]
         instead = "null" if path is not None else "auto"
         message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or {instead}"
         key = "path" if path is not None else "name"
@@ -275,6 +279,31 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.checkpoint.keep_best and not config.train.eval_batches:
         message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
         yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
+
+
+def _trace(config: RunConfig) -> Iterator[ConfigIssue]:
+    steps, last = config.train.trace.steps, config.train.steps
+    if last == "auto":  # how many there are is not known before the data is
+        last = 10**9
+    if len(set(steps)) < len(steps) or any(not 0 <= step < last for step in steps):
+        message = f"expected steps from 0, the first, to {last - 1}, each once, as [0]"
+        yield ConfigIssue("train.trace.steps", message, steps)
+
+
+def _device(config: RunConfig) -> Iterator[ConfigIssue]:
+    launch, strategy = config.launch, config.strategy
+    if launch.device == "cpu" and launch.backend == "nccl":
+        message = "NCCL works on accelerators alone; use auto, or launch.backend=gloo"
+        yield ConfigIssue("launch.device", message, launch.device)
+    if launch.device != "cuda" or launch.backend != "gloo":
+        return
+    degrees = (strategy.tensor.degree, strategy.pipeline.degree, strategy.context.degree)
+    if max(degrees) > 1 or strategy.data_parallel not in (None, "none", "ddp"):
+        message = (
+            "gloo reduces and broadcasts tensors of a GPU, and can't gather, scatter or send them, "
+            "which this strategy does; use mock"
+        )
+        yield ConfigIssue("launch.backend", message, launch.backend)
 
 
 def _profile(config: RunConfig) -> Iterator[ConfigIssue]:

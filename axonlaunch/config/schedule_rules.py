@@ -17,7 +17,7 @@ class ScheduleRule:
         fixed: Whether that number is the only one.
         v_shaped: Whether stages run to the last rank and back, so that the first rank also holds
             the last stage; else they go round and round.
-        splits_backward: Whether gradients of weights are computed apart from those of inputs.
+        separate_weight_grad: Whether gradients of weights are computed apart from those of inputs.
         in_rounds: Whether micro-batches must fill rounds of about one a rank.
         two_way: Whether micro-batches must fill every stage, for both directions overlap.
     """
@@ -25,7 +25,7 @@ class ScheduleRule:
     stages_per_rank: int = 1
     fixed: bool = True
     v_shaped: bool = False
-    splits_backward: bool = False
+    separate_weight_grad: bool = False
     in_rounds: bool = False
     two_way: bool = False
 
@@ -50,8 +50,10 @@ SCHEDULES: dict[str, ScheduleRule] = {
     "interleaved_1f1b": ScheduleRule(stages_per_rank=2, fixed=False, in_rounds=True),
     "looped_bfs": ScheduleRule(stages_per_rank=2, fixed=False),
     "interleaved_zero_bubble": ScheduleRule(
-        stages_per_rank=2, fixed=False, in_rounds=True, splits_backward=True
+        stages_per_rank=2, fixed=False, in_rounds=True, separate_weight_grad=True
     ),
-    "zbv_zero_bubble": ScheduleRule(stages_per_rank=2, v_shaped=True, splits_backward=True),
-    "dualpipev": ScheduleRule(stages_per_rank=2, v_shaped=True, splits_backward=True, two_way=True),
+    "zbv_zero_bubble": ScheduleRule(stages_per_rank=2, v_shaped=True, separate_weight_grad=True),
+    "dualpipev": ScheduleRule(
+        stages_per_rank=2, v_shaped=True, separate_weight_grad=True, two_way=True
+    ),
 }

@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from axonlaunch.config.adapter import LoraConfig
 from axonlaunch.config.data import DATASETS, PythonSourceConfig
 from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.launch import LAUNCHERS, LaunchConfig
 from axonlaunch.config.loggers import LOGGERS
+from axonlaunch.config.losses import LOSSES
 from axonlaunch.config.model import MODELS, GPTConfig
 from axonlaunch.config.optimizer import (
     OPTIMIZERS,
@@ -125,7 +127,7 @@ class StrategyConfig:
     """
     options: Any = field(
         default=None,
-        metadata={"typed_by": "data_parallel", "words": "keys of a registered variant, or null"},
+        metadata={"typed_by": "data_parallel", "allowed": "keys of a registered variant, or null"},
     )
     """keys of a data-parallel variant that is not included"""
     ddp: DDPConfig = field(default_factory=DDPConfig)
@@ -152,6 +154,20 @@ class ProfileConfig:
     memory: bool = False
     """also record every allocation on a GPU, and write a snapshot with the trace, or when a step
     runs out of memory: profile/rank_N.memory.pickle
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Of which steps what the modules compute is written, for axonlaunch diff."""
+
+    steps: list[int] = field(default_factory=list)
+    """steps that are traced, by the updates before them: [0, 100] are the first and the 101st;
+    empty: none
+    """
+    tensors: Literal["norms"] = "norms"
+    """norms: root mean square, mean and largest absolute value of each module's output, of its
+    gradient, of parameters and their gradients
     """
 
 
@@ -186,10 +202,25 @@ class TrainConfig:
     """type in which weights and their gradients are kept. fp32: as the model builds them; bf16:
     half the bytes, and updates smaller than 1/256 of a weight are lost; with precision=bf16
     """
+    freeze: list[str] = field(default_factory=list)
+    """patterns of names of parameters that are not trained: they have no gradient, no optimizer
+    state and no decay; a weight of two names is frozen by either
+    """
+    unfreeze: list[str] = field(default_factory=list)
+    """patterns of names of parameters that are trained although freeze, an adapter or the model
+    itself freezes them
+    """
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """recompute activations in backward. full: each block keeps its input alone; selective:
     attention, collectives and every second matrix product are kept
     """
+    loss: str | None = field(default=None, metadata={"names": LOSSES})
+    """a registered loss, which sees the whole batch; null: the model's own"""
+    loss_options: Any = field(
+        default=None,
+        metadata={"typed_by": "loss", "words": "keys of a registered loss, or null"},
+    )
+    """keys of the registered loss"""
     loss_chunk: int | None = field(default=None, metadata={"min": 1})
     """tokens of a micro-batch whose logits exist at a time: the head and the loss are computed in
     such chunks, and again in backward; null: the logits of all are kept
@@ -197,6 +228,7 @@ class TrainConfig:
     compile: bool = False
     """torch.compile each block"""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     prove: Literal["auto", "always", "never"] = "auto"
     """compare the layout with one process before the first step, on a small model of the same
     architecture. auto: models of transformers in layouts of several ranks, once; always: every
@@ -237,8 +269,8 @@ class SampleConfig:
 
     max_new_tokens: int = field(default=200, metadata={"min": 0})
     """tokens to generate at the end of a run on text; 0: none"""
-    prompt: str = "def "
-    """text that the generated tokens continue"""
+    prompt: str | None = None
+    """text that the generated tokens continue; null: "def ", of chats a question of their files"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +306,7 @@ class CheckpointConfig:
     """where resume=auto finds that the newest checkpoint is corrupt: move it aside, report it, and
     resume from the newest good one; false: refuse to start
     """
-    resume: str = field(default="auto", metadata={"words": "auto, never or a path"})
+    resume: str = field(default="auto", metadata={"allowed": "auto, never or a path"})
     """auto: resume where this run folder stopped; never: start from step 0; or the path of a run
     folder or a checkpoint
     """
@@ -296,6 +328,7 @@ class RunConfig:
     """modules to import first: they register models, datasets, optimizers, loggers and launchers"""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
+    adapter: LoraConfig | None = None
     data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATASETS})
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(
@@ -307,7 +340,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     loggers: list[Named] = field(
         default_factory=list,
-        metadata={"each": LOGGERS, "words": "list of loggers, each a name or its keys"},
+        metadata={"each": LOGGERS, "allowed": "list of loggers, each a name or its keys"},
     )
     """where numbers are logged beside metrics.jsonl: [tensorboard, {name: wandb, project: mine}];
     your own: [{target: package.module:Class, arguments: {}}]
@@ -322,6 +355,7 @@ class RunConfig:
 GROUPS: dict[str, Registry[Any, Any] | None] = {
     "strategy": None,
     "model": MODELS,
+    "adapter": None,
     "data": DATASETS,
     "tokenizer": None,
     "optimizer": OPTIMIZERS,
@@ -336,5 +370,6 @@ REGISTRIES: dict[str, Registry[Any, Any]] = {
     **{group: registry for group, registry in GROUPS.items() if registry is not None},
     "loggers": LOGGERS,
     "strategy.data_parallel": DATA_PARALLEL,
+    "train.loss": LOSSES,
 }
 """The keys whose values are entries of a registry, and the registry."""

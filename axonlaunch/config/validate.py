@@ -89,7 +89,7 @@ class _Walk:
                 try:
                     values[name] = self._value(tree, spec, hints[name], key, schema)
                 except Rejected as reason:
-                    expected = spec.metadata.get("words")
+                    expected = spec.metadata.get("allowed")
                     message = f"expected {expected}" if expected else str(reason)
                     self._add(key, message, tree[name])
             elif name in tree or _is_required(spec):

@@ -39,5 +39,5 @@ def written_out(config: RunConfig, *, accelerators: int) -> RunConfig:
         settings["train.micro_batch_size"] = layout.micro_batch_size
         if layout.pipeline > 1:
             settings["strategy.pipeline.stages_per_rank"] = layout.stages_per_rank
-            settings["strategy.pipeline.microbatches"] = layout.round_microbatches
+            settings["strategy.pipeline.microbatches"] = layout.microbatches_per_round
     return with_values(config, settings)

@@ -49,8 +49,27 @@ def build_dataset(
     build: Callable[..., Dataset] = DATASETS.get(config.name)
     facts = DATASETS.facts(config.name)
     if facts is None or not facts.takes_tokenizer:
-        return build(config)
+        made = build(config)
+        return made if DATASETS.is_included(config.name) else _adapted(made, config)
     from axonlaunch.data.learned_tokenizer import load_or_learn
 
     made_by = load_or_learn(tokenizer or TokenizerConfig(), config, report=report)
     return build(config, made_by, report=report)
+
+
+def _adapted(made: Any, config: Any) -> Dataset:
+    """Return what a registered builder made in the form of a dataset.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    from axonlaunch.data.own import adapt_dataset
+
+    facts = DATASETS.facts(config.name)
+    return adapt_dataset(
+        made,
+        collate=facts.collate if facts else None,
+        eval_fraction=getattr(config, "eval_fraction", None),
+        num_classes=getattr(config, "num_classes", None),
+        refusal=lambda message: ConfigError([ConfigIssue("data.name", message, config.name)]),
+    )

@@ -51,7 +51,7 @@ class ChatEncoder:
                 places.append(place)
             except ValueError as error:
                 bad.append((place, str(error)))
-        tokens, counted, kept = [np.empty(0, np.uint32)], [np.empty(0, np.uint8)], []
+        tokens, counted, used = [np.empty(0, np.uint32)], [np.empty(0, np.uint8)], []
         for place, chat, written in zip(places, chats, self._template.write(chats), strict=True):
             if isinstance(written, BadRow):
                 bad.append((place, written.reason))
@@ -63,11 +63,11 @@ class ChatEncoder:
                 continue
             tokens.append(ids)
             counted.append(says)
-            kept.append(place)
+            used.append(place)
         return Encoded(
             tokens=np.concatenate(tokens),
-            lengths=np.array([len(one) for one in tokens[1:]], dtype=np.int64),
-            rows=np.array(kept, dtype=np.int64),
+            lengths=np.array([len(each) for each in tokens[1:]], dtype=np.int64),
+            rows=np.array(used, dtype=np.int64),
             counted=np.concatenate(counted) if self.masks else None,
             bad=tuple(sorted(bad)),
         )

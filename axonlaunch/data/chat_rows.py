@@ -74,8 +74,8 @@ def _messages(row: Row, field: str | None) -> list[Message]:
     if "instruction" in row and "output" in row:
         if row.get("history"):
             raise ValueError("has a history, which this form does not carry; write messages")
-        given = row.get("input")
-        more = "\n\n" + _text(row, "input") if given not in (None, "") else ""
+        context = row.get("input")
+        more = "\n\n" + _text(row, "input") if context not in (None, "") else ""
         return [
             {"role": "user", "content": _text(row, "instruction") + more},
             {"role": "assistant", "content": _text(row, "output")},
@@ -97,23 +97,23 @@ def _message(message: Any, where: str) -> Message:
     """Return a message with OpenAI's keys."""
     if not isinstance(message, dict):
         raise ValueError(f"{where} is {_kind(message)}, not a message with role and content")
-    given = {key: value for key, value in message.items() if value is not None}
-    if "role" not in given and {"from", "value"} <= given.keys():
-        role = given.pop("from")
-        given = {"role": _ROLES.get(role, role), "content": given.pop("value"), **given}
-    if not isinstance(given.get("role"), str):
+    fields = {key: value for key, value in message.items() if value is not None}
+    if "role" not in fields and {"from", "value"} <= fields.keys():
+        role = fields.pop("from")
+        fields = {"role": _ROLES.get(role, role), "content": fields.pop("value"), **fields}
+    if not isinstance(fields.get("role"), str):
         raise ValueError(f"{where} has no role; it has {_fields(message)}")
-    if given.get("weight", 1) != 1:
-        raise ValueError(f"{where} has weight={given['weight']}; weights of messages are not read")
-    given.pop("weight", None)
-    content = given.get("content")
+    if fields.get("weight", 1) != 1:
+        raise ValueError(f"{where} has weight={fields['weight']}; weights of messages are not read")
+    fields.pop("weight", None)
+    content = fields.get("content")
     if isinstance(content, list):
-        given["content"] = "".join(_part(part, where) for part in content)
-    elif content is None and len(given) == 1:
+        fields["content"] = "".join(_part(part, where) for part in content)
+    elif content is None and len(fields) == 1:
         raise ValueError(f"{where} has no content; it has {_fields(message)}")
     elif content is not None and not isinstance(content, str):
         raise ValueError(f"{where} has content that is {_kind(content)}, not text")
-    return given
+    return fields
 
 
 def _part(part: Any, where: str) -> str:

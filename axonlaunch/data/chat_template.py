@@ -108,21 +108,23 @@ class ChatTemplate:
     def _marked(self, chats: Sequence[tuple[Chat, str]]) -> Iterator[Written]:
         """Yield tokens by the template's marks; chats that have the same tools go together."""
         for tools, group in itertools.groupby((chat for chat, _ in chats), lambda one: one.tools):
-            found = self._tokenizer.apply_chat_template(
+            rendered = self._tokenizer.apply_chat_template(
                 [chat.messages for chat in group],
                 tools=tools,
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-            for tokens, says in zip(found["input_ids"], found["assistant_masks"], strict=True):
+            for tokens, says in zip(
+                rendered["input_ids"], rendered["assistant_masks"], strict=True
+            ):
                 yield np.array(tokens, dtype=np.uint32), np.array(says, dtype=np.uint8)
 
     def _by_turns(self, chats: Sequence[tuple[Chat, str]]) -> list[Written | BadRow]:
         """Return tokens, and which are the assistant's by what its turns add, if that is asked."""
         if not chats:
             return []
-        found = self._tokenizer(
+        rendered = self._tokenizer(
             [text for _, text in chats],
             add_special_tokens=False,
             return_attention_mask=False,
@@ -130,14 +132,16 @@ class ChatTemplate:
         )
         written: list[Written | BadRow] = []
         for place, (chat, text) in enumerate(chats):
-            tokens, says = np.array(found["input_ids"][place], dtype=np.uint32), None
+            tokens, says = np.array(rendered["input_ids"][place], dtype=np.uint32), None
             if self._marks_assistant:
                 try:
                     turns = self._turns(chat, text)
                 except ValueError as error:
                     written.append(BadRow(str(error)))
                     continue
-                says = _overlapping(np.array(found["offset_mapping"][place]).reshape(-1, 2), turns)
+                says = _overlapping(
+                    np.array(rendered["offset_mapping"][place]).reshape(-1, 2), turns
+                )
             written.append((tokens, says))
         return written
 

@@ -5,14 +5,15 @@ It holds the form; order, sharing and prefetching are the loader's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.data import IGNORE_INDEX, Kind
+from axonlaunch.data.samples import CollatedSamples, Samples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +58,51 @@ class Batch:
         """Copy to page-locked memory, from which copies to an accelerator overlap with work."""
         return self.map(lambda tensor: tensor.pin_memory())
 
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def whole(self) -> dict[str, Tensor]:
+        """What a loss of one's own sees."""
+        named = {"inputs": self.inputs, "targets": self.targets}
+        return named if self.positions is None else {**named, "positions": self.positions}
+
+    @property
+    def num_samples(self) -> int:
+        """How many there are."""
+        return len(self)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its loss counts: its targets say so, each for itself."""
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.whole.values())
+
+    def forward_arguments(self, forward: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return what a forward is called with: inputs, and positions in packed rows alone."""
+        del forward
+        return [self.inputs], {} if self.positions is None else {"positions": self.positions}
+
+    def micro_batches(self, size: int) -> Iterator[Batch]:
+        """Yield so many samples at a time."""
+        for start in range(0, len(self), size):
+            yield self.rows(start, start + size)
+
+    def ready(self, size: int) -> Batch:
+        """Return the same, of which micro-batches are slices."""
+        del size
+        return self
+
+    def uncounted(self, first: int) -> Batch:
+        """Return the same with nothing to count from a row on."""
+        targets = self.targets.clone()
+        targets[first:] = IGNORE_INDEX
+        return replace(self, targets=targets)
+
     def rows(self, start: int, stop: int) -> Batch:
         """Return some of the samples."""
         return self.map(lambda tensor: tensor[start:stop])
@@ -65,6 +111,10 @@ class Batch:
         """Return a batch of what a function makes of each tensor."""
         positions = None if self.positions is None else function(self.positions)
         return Batch(function(self.inputs), function(self.targets), positions)
+
+
+AnyBatch = Batch | Samples
+MicroBatch = Batch | CollatedSamples
 
 
 class Dataset(Protocol):
@@ -80,7 +130,7 @@ class Dataset(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Training samples."""
+        """Training samples; 0: a stream that does not say."""
 
     @property
     def num_eval_samples(self) -> int:
@@ -98,7 +148,7 @@ class Dataset(Protocol):
     def is_text(self) -> bool:
         """Whether ``encode`` and ``decode`` have a meaning."""
 
-    def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
+    def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> AnyBatch:
         """Return the samples of these indices, in their order."""
 
     def encode(self, text: str) -> list[int]:
@@ -119,6 +169,11 @@ def sample_inputs(dataset: Dataset) -> Tensor:
 def holds_documents(dataset: Dataset) -> bool:
     """Say whether rows hold several documents, so that batches have positions."""
     return bool(getattr(dataset, "is_packed", False))
+
+
+def is_unsized(dataset: Dataset) -> bool:
+    """Say whether it is not known how many samples there are to train on."""
+    return bool(getattr(dataset, "is_unsized", False))
 
 
 class NoText:

@@ -48,14 +48,14 @@ class DocumentEncoder:
                 texts.append(text)
                 places.append(place)
         documents = self._tokenizer.documents(texts)
-        kept = [index for index, document in enumerate(documents) if len(document) > 1]
+        used = [index for index, document in enumerate(documents) if len(document) > 1]
         none = np.empty(0, dtype=np.uint32)
         return Encoded(
-            tokens=np.concatenate([none, *(documents[index] for index in kept)]),
-            lengths=np.array([len(documents[index]) for index in kept], dtype=np.int64),
-            rows=np.array([places[index] for index in kept], dtype=np.int64),
+            tokens=np.concatenate([none, *(documents[index] for index in used)]),
+            lengths=np.array([len(documents[index]) for index in used], dtype=np.int64),
+            rows=np.array([places[index] for index in used], dtype=np.int64),
             counted=None,
-            empty=len(documents) - len(kept),
+            empty=len(documents) - len(used),
             bad=tuple(bad),
         )
 

@@ -54,7 +54,7 @@ def load_or_learn(
         raise ConfigError([ConfigIssue("tokenizer.name", message, "train")])
     configs = [*(data.sources().values() or [data])]
     files = [(config, file) for config in configs for file in find_sources(config.files)]
-    named = [[one.name, one.size, one.stamp, _fields(config)] for config, one in files]
+    named = [[source.name, source.size, source.stamp, _fields(config)] for config, source in files]
     text = json.dumps([_FORMAT, "tokenizer", tokenizer.vocab_size, named])
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     complete = token_cache.folder_of(data.cache_dir) / f"tokenizer-{name}"

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Dataset
+from axonlaunch.data.dataset import AnyBatch, Dataset
+from axonlaunch.data.own import StreamedSamples
+from axonlaunch.data.samples import Samples
 from axonlaunch.data.shuffle import dataset_indices, permute
 
 # Evaluations under different seeds must be of the same samples.
@@ -39,6 +41,7 @@ class Loader:
         global_batch_size: int,
         num_shards: int = 1,
         shard: int = 0,
+        micro_batch_size: int | None = None,
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
@@ -50,6 +53,8 @@ class Loader:
             global_batch_size: Samples of a step over all shards.
             num_shards: How many share it.
             shard: Which of them this is.
+            micro_batch_size: Samples of which a dataset of one's own makes a batch; None: who takes
+                them says.
             prefetch: Batches that ``iterate`` loads ahead.
             pin_memory: Give batches in page-locked memory, for an accelerator.
 
@@ -64,6 +69,7 @@ class Loader:
         self._seed = seed
         self._num_shards = num_shards
         self._shard = shard
+        self._micro_batch_size = micro_batch_size
         self._prefetch = prefetch
         self._pin_memory = pin_memory
 
@@ -71,15 +77,13 @@ class Loader:
         """Return which of the dataset's samples this shard's rows of a step's global batch are."""
         rows = _rows(self.global_batch_size, self._num_shards)
         first = step * self.global_batch_size + self._shard * rows
-        return dataset_indices(
-            np.arange(first, first + rows), num_samples=self.dataset.num_samples, seed=self._seed
-        )
+        return order_of(self.dataset, np.arange(first, first + rows), seed=self._seed)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> AnyBatch:
         """Return this shard's rows of a step's global batch: a contiguous slice of it."""
         return self._placed(self.dataset.samples(self.indices(step), split="train"))
 
-    def iterate(self, start_step: int = 0) -> Generator[Batch]:
+    def iterate(self, start_step: int = 0) -> Generator[AnyBatch]:
         """Yield the batches of this step and all after it, without end, loaded in a thread.
 
         What loading raises is raised here, at the step that it belongs to. Closing the generator
@@ -101,7 +105,7 @@ class Loader:
         *,
         batch_size: int | None = None,
         part: range | None = None,
-    ) -> Iterator[Batch]:
+    ) -> Iterator[AnyBatch]:
         """Yield this shard's rows of the held-out samples, each sample once over all shards.
 
         Every shard gets as many batches of one shape. Rows that are left over at the end have
@@ -126,10 +130,101 @@ class Loader:
             positions[surplus] = 0
             indices = part.start + permute(positions, size=samples, key=_EVAL_KEY)
             batch = self.dataset.samples(indices, split="eval")
-            yield self._placed(_uncounted(batch, first_surplus=rows - int(surplus.sum())))
+            yield self._placed(batch.uncounted(rows - int(surplus.sum())))
 
-    def _placed(self, batch: Batch) -> Batch:
+    def state(self, step: int) -> dict[str, Any] | None:
+        """Return where the data is after so many steps; None: the number of steps says it."""
+        del step
+        return None
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue from where another loader of the same data was."""
+        del state
+
+    def _placed(self, batch: AnyBatch) -> AnyBatch:
+        if self._micro_batch_size is not None:
+            batch = batch.ready(self._micro_batch_size)
         return batch.pin_memory() if self._pin_memory else batch
+
+
+class StreamLoader(Loader):
+    """Batches of a dataset that can only be read in turn: each shard reads all, and keeps its rows.
+
+    The global sample index counts what was read, so that the shards' number changes nothing.
+    """
+
+    dataset: StreamedSamples
+
+    def __init__(self, dataset: StreamedSamples, **options: Any) -> None:
+        """Start at the first sample."""
+        super().__init__(dataset, **options)
+        self._samples, self._epoch = 0, 0
+        self._reading = self._began(0)
+        self._states: dict[int, dict[str, Any]] = {}
+
+    def indices(self, step: int) -> npt.NDArray[np.int64]:
+        """Return which samples of the stream this shard's rows of a step's global batch are."""
+        rows = _rows(self.global_batch_size, self._num_shards)
+        first = step * self.global_batch_size + self._shard * rows
+        return np.arange(first, first + rows)
+
+    def batch(self, step: int) -> AnyBatch:
+        """Return this shard's rows of a step's global batch; what lies before it is read past.
+
+        Raises:
+            ValueError: It was read past already, or the stream is empty.
+        """
+        first = step * self.global_batch_size
+        if first < self._samples:
+            raise ValueError(f"step {step} of a stream that was read up to {self._samples} samples")
+        while self._samples < first:
+            self._next()
+        items = [self._next() for _ in range(self.global_batch_size)]
+        if self.dataset.has_state:
+            self._states[step + 1] = {
+                "samples": self._samples,
+                "epoch": self._epoch,
+                "dataset": self.dataset.state(),
+            }
+        own = self.indices(step) - first
+        return self._placed(Samples(items[own[0] : own[-1] + 1], self.dataset.collate))
+
+    def state(self, step: int) -> dict[str, Any] | None:
+        """Return where the stream was when the batch of a step had been read."""
+        for earlier in [one for one in list(self._states) if one < step]:
+            del self._states[earlier]
+        return self._states.get(step)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue from where another loader of the same data was."""
+        self._samples, self._epoch = int(state["samples"]), int(state["epoch"])
+        self._reading = self._began(self._epoch)
+        self.dataset.load_state(state["dataset"])
+
+    def _next(self) -> Any:
+        """Read a sample; behind the last one the stream is read from its beginning again."""
+        for _ in range(2):
+            for item in self._reading:
+                self._samples += 1
+                return item
+            self._epoch += 1
+            self._reading = self._began(self._epoch)
+        raise ValueError("the dataset is empty: its iterator gives no sample")
+
+    def _began(self, epoch: int) -> Iterator[Any]:
+        self.dataset.begin(epoch)
+        return self.dataset.read()
+
+
+def order_of(
+    dataset: Dataset, positions: npt.NDArray[np.int64], *, seed: int
+) -> npt.NDArray[np.int64]:
+    """Return which of a dataset's samples stands at each global sample index."""
+    own = getattr(dataset, "order", None)  # of one that is not known to its end
+    if own is not None:
+        ordered: npt.NDArray[np.int64] = own(positions, seed=seed)
+        return ordered
+    return dataset_indices(positions, num_samples=dataset.num_samples, seed=seed)
 
 
 def rank_loader(
@@ -144,14 +239,26 @@ def rank_loader(
         rank: The global rank.
         pin_memory: Give batches in page-locked memory, for an accelerator.
     """
-    return Loader(
+    return _loader(
         dataset,
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
         num_shards=layout.data_ranks,
         shard=layout.data_shard(rank),
+        micro_batch_size=layout.micro_batch_size,
         pin_memory=pin_memory,
     )
+
+
+def whole_loader(config: RunConfig, dataset: Dataset) -> Loader:
+    """Return what gives a run's global batches, undivided."""
+    return _loader(dataset, seed=config.seed, global_batch_size=config.train.global_batch_size)
+
+
+def _loader(dataset: Dataset, **options: Any) -> Loader:
+    if isinstance(dataset, StreamedSamples):
+        return StreamLoader(dataset, **options)
+    return Loader(dataset, **options)
 
 
 def _rows(batch_size: int, num_shards: int) -> int:
@@ -161,10 +268,3 @@ def _rows(batch_size: int, num_shards: int) -> int:
             f"use a multiple of {num_shards}"
         )
     return batch_size // num_shards
-
-
-def _uncounted(batch: Batch, *, first_surplus: int) -> Batch:
-    """Return the batch with nothing to count from a row on."""
-    targets = batch.targets.clone()
-    targets[first_surplus:] = IGNORE_INDEX
-    return replace(batch, targets=targets)

@@ -17,6 +17,7 @@ from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import Batch, Kind, Split
 from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoding import OnProgress
+from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.shuffle import Indices, dataset_indices
 from axonlaunch.data.sources import find_sources
 from axonlaunch.data.text_rows import TextRows
@@ -26,14 +27,14 @@ _PASS_KEY = 2
 """Tells the order of rows in a pass over a source apart from other orders."""
 
 
-def build_text(
-    config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress
-) -> TextRows | TextMix:
+def build_text(config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> AnyText:
     """Return the rows of files, or of a mix of sources.
 
     Raises:
         ConfigError: A file can't be read, a row is none, or nothing is left to train on.
     """
+    if config.shuffle == "shards":
+        return ShardedRows(config, tokenizer, report=report)
     if not config.mix:
         return TextRows(config, tokenizer, report=report)
     _refuse_overlap(config)
@@ -93,16 +94,16 @@ class TextMix:
         import torch
 
         owners, rows = self._places(np.asarray(indices, dtype=np.int64), split)
-        parts, order = [], []
+        batches, order = [], []
         for number in np.unique(owners):
             here = np.flatnonzero(owners == number)
-            parts.append(self._sources[number].samples(rows[here], split=split))
+            batches.append(self._sources[number].samples(rows[here], split=split))
             order.append(here)
         back = torch.from_numpy(np.argsort(np.concatenate(order)))
-        positions = [one.positions for one in parts if one.positions is not None]
+        positions = [batch.positions for batch in batches if batch.positions is not None]
         return Batch(
-            torch.cat([one.inputs for one in parts])[back],
-            torch.cat([one.targets for one in parts])[back],
+            torch.cat([batch.inputs for batch in batches])[back],
+            torch.cat([batch.targets for batch in batches])[back],
             torch.cat(positions)[back] if positions else None,
         )
 
@@ -181,10 +182,10 @@ def _source(
         return TextRows(config, tokenizer, report=report)
     except ConfigError as error:
         problems = [
-            replace(one, key=f"data.mix.{name}{one.key.removeprefix('data')}")
-            if one.key.startswith("data.")
-            else one
-            for one in error.problems
+            replace(problem, key=f"data.mix.{name}{problem.key.removeprefix('data')}")
+            if problem.key.startswith("data.")
+            else problem
+            for problem in error.problems
         ]
         raise ConfigError(problems) from None
 
@@ -196,11 +197,17 @@ def _refuse_overlap(config: TextRowsConfig) -> None:
         ConfigError: One is.
     """
     sources = config.sources()
-    trained = {file.name: name for name, one in sources.items() for file in find_sources(one.files)}
-    for name, one in sources.items():
-        held_out = one.held_out if isinstance(one.held_out, list) else []
+    trained = {
+        file.name: name for name, source in sources.items() for file in find_sources(source.files)
+    }
+    for name, source in sources.items():
+        held_out = source.held_out if isinstance(source.held_out, list) else []
         for file in find_sources(held_out, key=f"data.mix.{name}.held_out"):
             if file.name in trained:
                 message = f"{file.name} is in data.mix.{trained[file.name]}.files too, and would "
                 message += "be trained on; take it out there"
                 raise ConfigError([ConfigIssue(f"data.mix.{name}.held_out", message, held_out)])
+
+
+AnyText = TextRows | TextMix | ShardedRows
+"""A dataset of text with a tokenizer."""

@@ -19,9 +19,14 @@ def register_dataset(
     config: type | None = None,
     sample: Callable[[Any], SampleShape] | None = None,
     files: tuple[str, ...] = (),
+    collate: Callable[[list[Any]], Any] | None = None,
     summary: str | None = None,
 ) -> Callable[[_Builder], _Builder]:
-    """Register a class or a function that makes a ``data.dataset.Dataset`` as ``data=NAME``.
+    """Register a class or a function that makes a dataset as ``data=NAME``.
+
+    It is one of the form of ``data.dataset.Dataset``; or, as torch has them, a map-style one
+    (``__getitem__`` and ``__len__``), or an iterable one (``__iter__``), which a resumed run puts
+    where it was if it has ``state_dict`` and ``load_state_dict``. Samples may be of any structure.
 
     Args:
         name: The name.
@@ -30,10 +35,12 @@ def register_dataset(
         sample: Configuration to the shape of a sample, by which an estimate reads no file; None:
             the dataset is made for an estimate too.
         files: Required keys of ``config`` that name files; an estimate does without them.
+        collate: Makes a batch, any nesting of dicts, tuples and lists of tensors, of a list of
+            samples, those of one micro-batch; None: torch's ``default_collate``.
         summary: One line for ``axonlaunch ls data``; None: the docstring's first.
 
     Raises:
         ValueError: The name is taken, or the configuration is no dataclass with a name.
     """
-    facts = DatasetFacts(sample=sample, files=files)
+    facts = DatasetFacts(sample=sample, files=files, collate=collate)
     return DATASETS.register(name, config=config, facts=facts, summary=summary)

@@ -62,7 +62,7 @@ def find_sources(patterns: Sequence[str], *, key: str = "data.files") -> list[So
         ConfigError: One matches nothing, or a file is of no known format; all such, at once.
     """
     problems: list[ConfigIssue] = []
-    found: dict[str, SourceFile] = {}
+    sources: dict[str, SourceFile] = {}
     for pattern in patterns:
         try:
             names = [*(_remote(pattern) if is_url(pattern) else _local(pattern))]
@@ -72,11 +72,11 @@ def find_sources(patterns: Sequence[str], *, key: str = "data.files") -> list[So
         for name in names:
             if (why := _unknown_format(name)) is not None:
                 problems.append(ConfigIssue(key, why, pattern))
-            elif name not in found:
-                found[name] = _source(name)
+            elif name not in sources:
+                sources[name] = _source(name)
     if problems:
         raise ConfigError(problems)
-    return [*found.values()]
+    return [*sources.values()]
 
 
 def _local(pattern: str) -> Iterator[str]:
@@ -102,14 +102,14 @@ def _files_of(path: Path) -> list[Path]:
         return [path]
     try:
         state = json.loads((path / _STATE).read_text())
-        return [path / str(one["filename"]) for one in state["_data_files"]]
+        return [path / str(file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
 def _no_files(path: Path, pattern: str) -> str:
     if (path / _SPLITS).is_file():
-        splits = sorted(one.name for one in path.iterdir() if one.is_dir())
+        splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
         return f"it holds several splits; write {pattern.rstrip('/')}/{splits[0]}"
     return f"it is a folder; write {pattern.rstrip('/')}/**/*.jsonl for what is in it"
 

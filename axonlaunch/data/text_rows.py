@@ -97,7 +97,7 @@ class TextRows:
         held_out = config.held_out if isinstance(config.held_out, list) else []
         sources = find_sources(config.files)
         eval_sources = find_sources(held_out, key="data.held_out")
-        self._refuse_overlap(sources, eval_sources)
+        refuse_overlap(config, sources)
         self.folder = folder = token_cache.folder_of(config.cache_dir)
         self._shards = _shards(sources, config, encoder, folder, report)
         train_shards = len(self._shards)
@@ -110,17 +110,19 @@ class TextRows:
         self._places = lengths - 1
         documents = np.arange(len(lengths))
         if eval_sources:
-            held = documents >= self._first_document[train_shards]
+            is_held_out = documents >= self._first_document[train_shards]
         else:
-            held = np.zeros(len(lengths), dtype=bool)
-            held[_chosen(config, len(lengths))] = True
+            is_held_out = np.zeros(len(lengths), dtype=bool)
+            is_held_out[_chosen(config, len(lengths))] = True
         self._too_long = self._uncounted = 0
         self._tables = {
-            "train": self._table(documents[~held]),
-            "eval": self._table(documents[held]),
+            "train": self._table(documents[~is_held_out]),
+            "eval": self._table(documents[is_held_out]),
         }
         if not len(self._tables["train"]):
-            message = "no document is left to train on"
+            empty = sum(shard.progress.empty for shard in self._shards)
+            left = f"; {empty:,} rows of the files have no token to predict" if empty else ""
+            message = f"no document is left to train on{left}"
             raise ConfigError([ConfigIssue("data.files", message, config.files)])
         self.notes = self._notes()
 
@@ -230,7 +232,8 @@ class TextRows:
                 places = np.minimum(places, length)
                 counts = ~is_long
                 counts[is_long] = [
-                    self._counts(*one) for one in zip(starts[is_long], places[is_long], strict=True)
+                    self._counts(*span)
+                    for span in zip(starts[is_long], places[is_long], strict=True)
                 ]
                 self._uncounted += int((~counts).sum())
                 starts, places = starts[counts], places[counts]
@@ -249,14 +252,6 @@ class TextRows:
     def _source(self, document: int) -> str:
         number = int(np.searchsorted(self._first_document, document, side="right")) - 1
         return self._shards[number].place(document - int(self._first_document[number]))
-
-    def _refuse_overlap(
-        self, sources: Sequence[SourceFile], eval_sources: Sequence[SourceFile]
-    ) -> None:
-        trained = {source.name for source in sources}
-        if both := [source.name for source in eval_sources if source.name in trained]:
-            message = f"{both[0]} is in data.files too, and would be trained on; take it out there"
-            raise ConfigError([ConfigIssue("data.held_out", message, self._config.held_out)])
 
     def _notes(self) -> tuple[str, ...]:
         """Say how much there is, how full rows are, and what was left out."""
@@ -279,6 +274,21 @@ class TextRows:
             first = next(shard.progress.listed[0] for shard in self._shards if shard.progress.bad)
             notes.append(f"data.on_bad_row=skip: {bad:,} rows were left out, the first: {first}")
         return tuple(notes)
+
+
+def refuse_overlap(config: TextRowsConfig, sources: Sequence[SourceFile]) -> None:
+    """Refuse to evaluate on a file that is trained on.
+
+    Raises:
+        ConfigError: One is.
+    """
+    trained = {source.name for source in sources}
+    held_out = config.held_out if isinstance(config.held_out, list) else []
+    for source in find_sources(held_out, key="data.held_out"):
+        if source.name in trained:
+            message = f"{source.name} is in data.files too, and would be trained on; "
+            message += "take it out there"
+            raise ConfigError([ConfigIssue("data.held_out", message, config.held_out)])
 
 
 def _shards(

@@ -138,7 +138,7 @@ def shards(
         OSError: The folder can't be written.
     """
     total, before = max(1, sum(source.size for source in sources)), 0
-    for group in _groups(sources):
+    for group in groups(sources):
         size = sum(source.size for source in group)
         scaled = functools.partial(_scaled, report, before=before / total, share=size / total)
         shard = _shard(group, encoder, folder=folder, skip_bad=skip_bad, report=scaled)
@@ -152,11 +152,12 @@ def _scaled(report: OnProgress, state: Tokenising, *, before: float, share: floa
     report(replace(state, fraction=before + share * state.fraction))
 
 
-def _groups(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:
+def groups(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:
+    """Yield the files that share a shard, in order."""
     group: list[SourceFile] = []
     for source in sources:
         group.append(source)
-        if sum(one.size for one in group) >= _SMALL:
+        if sum(file.size for file in group) >= _SMALL:
             yield tuple(group)
             group = []
     if group:
@@ -171,7 +172,7 @@ def _shard(
     skip_bad: bool,
     report: OnProgress,
 ) -> Shard:
-    named = [[one.name, one.size, one.stamp] for one in group]
+    named = [[file.name, file.size, file.stamp] for file in group]
     text = json.dumps([_FORMAT, encoder.fingerprint, named])
     complete = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
     while (shard := _opened(complete, group, encoder)) is None:

@@ -117,7 +117,7 @@ class PretrainedTokenizer:
     def documents(self, texts: Sequence[str]) -> list[_Tokens]:
         """Turn each text into what the tokenizer makes of it, and its end where that is missing."""
         if self._fast is not None:
-            rows = [one.ids for one in self._fast.encode_batch_fast(list(texts))]
+            rows = [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts))]
         else:
             rows = self.transformers(list(texts))["input_ids"] if texts else []
         return [np.array(self._ended(row), dtype=np.uint32) for row in rows]
@@ -219,7 +219,7 @@ def read_foreign(folder: Path) -> PretrainedTokenizer | None:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """Return a tokenizer's files in a folder, by name."""
-    return sorted({file for one in _FILES for file in folder.glob(one) if file.is_file()})
+    return sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()})
 
 
 def _read(folder: Path, contents: Mapping[str, bytes], *, path: str) -> PretrainedTokenizer:

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.data.dataset import IGNORE_INDEX, Batch
+from axonlaunch.data.dataset import IGNORE_INDEX, AnyBatch, Batch
 from axonlaunch.data.loader import Loader
 
 _TARGET = re.compile(r"Target -?\d+ is out of bounds")
 
 
 @contextmanager
-def naming_unknown_tokens(batch: Batch, data: Loader, *, step: int) -> Iterator[None]:
+def naming_unknown_tokens(batch: AnyBatch, data: Loader, *, step: int) -> Iterator[None]:
     """Say of an index out of range which token of which sample it is, if it is one.
 
     Args:
@@ -38,6 +38,8 @@ def naming_unknown_tokens(batch: Batch, data: Loader, *, step: int) -> Iterator[
     try:
         yield
     except IndexError as error:
+        if not isinstance(batch, Batch):
+            raise
         is_target = bool(_TARGET.match(str(error)))
         tokens = batch.targets if is_target else batch.inputs
         size = _classes(error) if is_target else _embedding_rows(error, batch)

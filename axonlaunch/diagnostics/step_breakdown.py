@@ -60,11 +60,11 @@ class Breakdown:
 
 def traces(folder: Path) -> dict[int, Path]:
     """Return the traces of a run's folder by rank."""
-    found = (
+    files = (
         (_RANK.fullmatch(path.name), path)
         for path in (folder / PROFILE_FOLDER).glob("rank_*.json.gz")
     )
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    return dict(sorted((int(match[1]), path) for match, path in files if match))
 
 
 def read_trace(path: Path) -> dict[str, Any]:
@@ -108,12 +108,12 @@ def breakdown(content: Mapping[str, Any], *, rank: int, world: str = "world") ->
         end = max(end, max(span[1] for span in spans))
     else:
         spans = [*_innermost(events, thread=(steps[0]["pid"], steps[0]["tid"]))]
-    parts = {kind: 0.0 for kind in KINDS if kind != COMMUNICATION}
+    by_kind = {kind: 0.0 for kind in KINDS if kind != COMMUNICATION}
     for kind, seconds in _partition(spans, start, end):
         kind = kind.replace(f"{COMMUNICATION} world", f"{COMMUNICATION} {axis_of(world)}")
-        parts[kind] = parts.get(kind, 0.0) + seconds / len(steps) / 1e6
+        by_kind[kind] = by_kind.get(kind, 0.0) + seconds / len(steps) / 1e6
     first = min(int(str(step["name"]).removeprefix(STEP)) for step in steps)
-    return Breakdown(rank, first, len(steps), (end - start) / len(steps) / 1e6, parts)
+    return Breakdown(rank, first, len(steps), (end - start) / len(steps) / 1e6, by_kind)
 
 
 _Span = tuple[float, float, str]
@@ -207,11 +207,11 @@ def merge(folder: Path, *, offsets_ns: Mapping[int, int]) -> Path:
     Returns:
         The file, in which each rank is a group of processes.
     """
-    found = {rank: read_trace(path) for rank, path in traces(folder).items()}
-    zero = min(int(content.get("baseTimeNanoseconds", 0)) for content in found.values())
+    by_rank = {rank: read_trace(path) for rank, path in traces(folder).items()}
+    zero = min(int(content.get("baseTimeNanoseconds", 0)) for content in by_rank.values())
     numbers: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
-    for rank, content in found.items():
+    for rank, content in by_rank.items():
         ahead = int(content.get("baseTimeNanoseconds", 0)) - zero - offsets_ns.get(rank, 0)
         for event in content["traceEvents"]:
             key = (rank, str(event.get("pid")))

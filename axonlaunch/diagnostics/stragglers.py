@@ -178,7 +178,7 @@ class Stragglers:
         self._samples.clear()
         shares = [Shares.of(seconds, queued_s=queued) for *seconds, queued in seen]
         by_kind = {
-            kind: tuple(round(getattr(one, kind), 2) for one in shares)
+            kind: tuple(round(getattr(share, kind), 2) for share in shares)
             for kind in (*_KINDS, "starved")
         }
         times = RankTimes(step=step, machines=tuple(self._nodes), **by_kind)

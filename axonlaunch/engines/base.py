@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 
 
@@ -39,13 +39,19 @@ class Engine(Protocol):
     num_parameters: int
     num_looked_up: int
     """Of the whole model's, the embedding's, which no product multiplies with."""
+    num_frozen: int
+    """Of the whole model's, those that have no gradient, without those that are looked up."""
     modules: tuple[nn.Module, ...]
     """This rank's part of the model, a module for each pipeline stage."""
 
-    def train_step(self, batch: Batch) -> StepResult:
+    @property
+    def loss_scale(self) -> float:
+        """What losses, and so gradients until ``update``, are multiplied by: 1 but for fp16."""
+
+    def train_step(self, batch: AnyBatch) -> StepResult:
         """Run every micro-batch and update: ``backward``, then ``update``."""
 
-    def backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Run forward and backward and synchronise gradients; return the loss and the targets."""
 
     def update(self) -> tuple[Tensor | None, bool]:
@@ -60,7 +66,7 @@ class Engine(Protocol):
     def optimizer_states(self) -> Iterator[Tensor]:
         """Yield the optimizer's states on this rank, made if they are not there yet."""
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: AnyBatch) -> Tensor:
         """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64."""
 
     def predict(self, inputs: Tensor) -> Tensor:

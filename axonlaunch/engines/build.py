@@ -62,7 +62,7 @@ from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
-from axonlaunch.models.flops import looked_up_parameters
+from axonlaunch.models.flops import frozen_parameters, looked_up_parameters
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
 
@@ -111,9 +111,9 @@ class _Plan:
     sharded: list[FSDP] = field(default_factory=list)
 
     @property
-    def splits_backward(self) -> bool:
+    def separate_weight_grad(self) -> bool:
         """Whether a schedule computes gradients of weights apart from those of inputs."""
-        return self.layout.pipeline > 1 and SCHEDULES[self.layout.schedule].splits_backward
+        return self.layout.pipeline > 1 and SCHEDULES[self.layout.schedule].separate_weight_grad
 
     @property
     def whole_on_host(self) -> bool:
@@ -123,9 +123,12 @@ class _Plan:
 
     def construct(self) -> nn.Module:
         """Build the whole model, undivided."""
-        model = self.source.construct(self.config.model, seed=self.config.seed)
+        model = self.source.construct(self.config, seed=self.config.seed)
         if self.config.train.param_dtype != "fp32":
-            keep_parameters_in(model, DTYPES[self.config.train.param_dtype])
+            # Adapters are kept in fp32, as PEFT keeps those of a model in bf16.
+            has_adapter = self.config.adapter is not None
+            dtype = DTYPES[self.config.train.param_dtype]
+            keep_parameters_in(model, dtype, frozen_alone=has_adapter)
         return model
 
 
@@ -147,12 +150,12 @@ def build_engine(
     """
     layout = Layout.of(config, world_size=world.world_size)
     mesh = run_mesh(world, layout)
-    plan = _Plan(config, world, layout, mesh, spec_for(config.model), source or Source())
+    plan = _Plan(config, world, layout, mesh, spec_for(config), source or Source())
     if layout.context > 1:
         plan.context = ContextAxis(context_group(world, layout))
     whole = plan.construct()
     num_parameters = sum(p.numel() for p in whole.parameters())
-    num_looked_up = looked_up_parameters(whole)
+    num_looked_up, num_frozen = looked_up_parameters(whole), frozen_parameters(whole)
     facts = parameter_facts(plan.spec, whole)
     ties = tied_names(whole)
     counts: list[int] = []
@@ -161,9 +164,7 @@ def build_engine(
         counts = stage_blocks(config, layout, whole, sample=sample)
     _parallelize(plan, whole)
     classes = divided_classes(whole)
-    losses = losses_of(
-        plan.spec, classes=classes, group=mesh.group("tp"), chunk=config.train.loss_chunk
-    )
+    losses = losses_of(plan.spec, config.train, classes=classes, group=mesh.group("tp"))
     plan.chunked = losses.chunked
     crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
     passes: ForwardBackward
@@ -171,12 +172,8 @@ def build_engine(
         passes, replicas = _whole(plan, whole)
     else:
         passes, replicas = _pipeline(plan, whole, counts, crossing)
-    trained = {
-        name: parameter
-        for module in passes.modules
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    held = {n: parameter for module in passes.modules for n, parameter in module.named_parameters()}
+    trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
     tied = None
     if crossing.keys() & trained.keys() or set(crossing.values()) & trained.keys():
         tied = TiedGradients(trained, ties=crossing, owners=plan.owners, group=mesh.group("pp"))
@@ -187,12 +184,13 @@ def build_engine(
         replicas=replicas,
         sharded=plan.sharded,
         tied=tied,
-        aliases={n: crossing[n] for n in trained if n in crossing},
+        aliases={n: crossing[n] for n in held if n in crossing},
         losses=losses,
         context=plan.context,
         input_multiple=_length_multiple(config),
         num_parameters=num_parameters,
         num_looked_up=num_looked_up,
+        num_frozen=num_frozen,
         world=world,
         mesh=mesh,
         layout=layout,
@@ -224,7 +222,7 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
             tensor.plan or plan.spec.plan(model),
             mesh=plan.mesh.device_mesh["tp"],
             sequence_parallel=tensor.sequence_parallel,
-            overlap=not plan.splits_backward,
+            overlap=not plan.separate_weight_grad,
         )
 
 
@@ -252,7 +250,7 @@ def _pipeline(
     schedule = PipelineSchedule(
         layout.schedule,
         degree=layout.pipeline,
-        microbatches=layout.round_microbatches,
+        microbatches=layout.microbatches_per_round,
         stages_per_rank=layout.stages_per_rank,
     )
     stages = parts(counts)
@@ -376,7 +374,7 @@ def _fill(plan: _Plan, model: nn.Module) -> None:
         return  # fully_shard has moved what the model filled itself
     device = HOST if plan.whole_on_host else world.device
     with plan.source.storing():
-        plan.source.initialize_weights(model, config.model, seed=config.seed, device=device)
+        plan.source.initialize_weights(model, config, seed=config.seed, device=device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(world.device))

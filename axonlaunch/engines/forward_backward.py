@@ -5,7 +5,7 @@ Gradients are left in the parameters; who averages, clips and updates is the eng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config import ConfigError
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.pipeline.pipeline import Pipeline
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
 
 Outputs = Tensor | ModelOutputs
-Loss = Callable[[Any, Tensor], Tensor]
+Loss = Callable[[Any, Any], Tensor]
+"""Of outputs and the micro-batch, or in the last stage of a pipeline its targets."""
 
 
 class ForwardBackward(Protocol):
@@ -33,10 +34,10 @@ class ForwardBackward(Protocol):
     modules: tuple[nn.Module, ...]
     gives_outputs: bool
 
-    def train(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
+    def train(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
         """Run forward and backward of every micro-batch; return their losses, [] elsewhere."""
 
-    def losses(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
+    def losses(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
         """Run forward alone; return the micro-batches' losses, [] on ranks without outputs."""
 
     def predict(self, inputs: Tensor) -> Tensor:
@@ -63,46 +64,39 @@ class LocalForwardBackward:
         self._size = micro_batch_size
         self._device = device
 
-    def train(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
+    def train(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
         """Run forward and backward of every micro-batch."""
         losses = []
-        for micro_batch, last in self._micro_batches(batch):
-            with self._synchronised(last):
+        left = -(-len(batch) // self._size)
+        for micro_batch in batch.micro_batches(self._size):
+            left -= 1
+            with self._synchronised(last=not left):
                 loss_of_part = self._loss(micro_batch, loss)
                 loss_of_part.backward()
             losses.append(loss_of_part.detach())
         return losses
 
-    def losses(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
+    def losses(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
         """Run forward alone."""
-        return [self._loss(micro_batch, loss) for micro_batch, _ in self._micro_batches(batch)]
+        return [self._loss(one, loss) for one in batch.micro_batches(self._size)]
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Return the model's outputs."""
-        outputs = self._outputs(inputs.to(self._device), None)
-        return outputs if isinstance(outputs, Tensor) else outputs.logits
-
-    def _outputs(self, inputs: Tensor, positions: Tensor | None) -> Outputs:
-        """Return what the model returns.
+        """Return the model's outputs.
 
         Raises:
-            ConfigError: It is not a tensor, nor holds one in its place.
+            ConfigError: They are not a tensor, nor hold one in its place.
         """
-        outputs: object = self._forward(inputs, **_of_documents(positions, self._device))
+        outputs: object = self._forward(inputs.to(self._device))
         if not isinstance(outputs, Tensor | ModelOutputs):
             raise ConfigError([not_a_tensor(outputs)])
-        return outputs
+        return outputs if isinstance(outputs, Tensor) else outputs.logits
 
-    def _loss(self, batch: Batch, loss: Loss) -> Tensor:
-        inputs = batch.inputs.to(self._device, non_blocking=True)
-        outputs = self._outputs(inputs, batch.positions)
-        return loss(outputs, batch.targets.to(self._device, non_blocking=True))
-
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:
-        """Yield ``(micro-batch, whether it is the last)``."""
-        samples = len(batch.inputs)
-        for start in range(0, samples, self._size):
-            yield batch.rows(start, start + self._size), start + self._size >= samples
+    def _loss(self, batch: MicroBatch, loss: Loss) -> Tensor:
+        batch = batch.map(lambda tensor: tensor.to(self._device, non_blocking=True))
+        [module] = self.modules
+        given, named = batch.forward_arguments(module.forward)
+        total = loss(self._forward(*given, **named), batch)
+        return total if batch.is_counted else total * 0
 
     def _synchronised(self, last: bool) -> AbstractContextManager[None]:
         """Replicas agree once, in the last backward; shards are reduced in each, to stay small."""
@@ -126,20 +120,22 @@ class PipelineForwardBackward:
         self._pipeline = pipeline
         self._size = micro_batch_size
 
-    def train(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
+    def train(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
         """Run the schedule as many rounds as the batch takes."""
+        assert isinstance(batch, Batch)
         in_round = self._size * self._pipeline.schedule.microbatches
         losses = []
-        for start in range(0, len(batch.inputs), in_round):
+        for start in range(0, len(batch), in_round):
             part = batch.rows(start, start + in_round)
             documents = _of_documents(part.positions, self._pipeline.device)
             losses += self._pipeline.run(part.inputs, part.targets, loss=loss, **documents)
         return losses
 
-    def losses(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
+    def losses(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
         """Pass micro-batches through the stages, forward alone."""
+        assert isinstance(batch, Batch)
         losses = []
-        for start in range(0, len(batch.inputs), self._size):
+        for start in range(0, len(batch), self._size):
             part = batch.rows(start, start + self._size)
             documents = _of_documents(part.positions, self._pipeline.device)
             outputs = self._pipeline.forward(part.inputs, **documents)

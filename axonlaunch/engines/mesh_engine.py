@@ -17,7 +17,7 @@ from axonlaunch.comm import ProcessGroup, World
 from axonlaunch.comm.gradient_bucket import broadcast_tensors
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.layout import Layout
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.engines.base import StepResult
 from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP
@@ -29,7 +29,6 @@ from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision import LossScale
 from axonlaunch.engines.tensor.losses import Losses
 from axonlaunch.models.module_state import evaluating, model_state, persistent_buffers
-from axonlaunch.models.spec import IGNORE_INDEX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +79,7 @@ class MeshEngine:
         input_multiple: int,
         num_parameters: int,
         num_looked_up: int,
+        num_frozen: int,
         world: World,
         mesh: Mesh,
         layout: Layout,
@@ -101,6 +101,7 @@ class MeshEngine:
             input_multiple: What the length of a sequence must be a multiple of.
             num_parameters: Of the whole model.
             num_looked_up: Of these, as ``models.flops`` counts them.
+            num_frozen: As well.
             world: Who takes part.
             mesh: Where this rank stands.
             layout: Shares of the batch.
@@ -110,6 +111,7 @@ class MeshEngine:
         self.step = 0
         self.num_parameters = num_parameters
         self.num_looked_up = num_looked_up
+        self.num_frozen = num_frozen
         self.modules = passes.modules
         self._passes = passes
         self._update = update
@@ -133,18 +135,23 @@ class MeshEngine:
         # Ranks of a tensor axis compute the same loss: one of them reports it.
         self._reports_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses, and so gradients until ``update``, are multiplied by: 1 but for fp16."""
+        return 1.0 if self._scale is None else self._scale.value
+
     def memory_stats(self) -> FSDPMemoryStats | None:
         """Return what this rank holds of sharded parameters; None where none are."""
         stats = [part.memory_stats() for part in self._sharded]
         return FSDPMemoryStats.together(stats) if stats else None
 
-    def train_step(self, batch: Batch) -> StepResult:
+    def train_step(self, batch: AnyBatch) -> StepResult:
         """Run every micro-batch: forward, backward, synchronisation, clipping, update."""
         loss, tokens = self.backward(batch)
         norm, skipped = self.update()
         return StepResult(loss, tokens, norm, skipped)
 
-    def backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Run forward and backward of every micro-batch and synchronise the gradients.
 
         The loss is normalised by the counted targets of the whole world, so unequal counts on
@@ -159,24 +166,24 @@ class MeshEngine:
         self._seed_draws()
         batch = self._own_part(batch)
         # Summed where the model is: the host of a GPU would have to wait for what other hosts send.
-        tokens = unwaited(_counted(batch) * int(self._reports_loss), self._world.device)
+        tokens = unwaited(self._count(batch) * int(self._reports_loss), self._world.device)
         counting = self._sum_async(tokens)
         factor: Tensor | None = None
 
-        def scaled(outputs: Outputs, targets: Tensor) -> Tensor:
+        def scaled(outputs: Outputs, judged: Any) -> Tensor:
             nonlocal factor
             if factor is None:
                 _wait(counting)
                 # Gradients are averaged over the data ranks, but the losses must be summed.
                 factor = self._layout.gradient_ranks / tokens.clamp(min=1)
-            loss = self._losses.loss(outputs, targets) * factor
+            loss = self._losses.sum(outputs, judged) * factor
             return loss if self._scale is None else loss * self._scale.value
 
         losses = self._passes.train(batch, loss=scaled)
         total = torch.zeros((), device=self._world.device)
         if self._reports_loss:
             total += torch.stack(losses).sum()
-            total /= self._layout.gradient_ranks * (self._scale.value if self._scale else 1.0)
+            total /= self._layout.gradient_ranks * self.loss_scale
         summing = self._sum_async(total)
         self._synchronise()
         _wait(counting)
@@ -198,7 +205,7 @@ class MeshEngine:
         yield from self._update.state_dict().values()
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: AnyBatch) -> Tensor:
         """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64.
 
         Of ranks that compute the same samples one gives numbers, the others zeros. They are on the
@@ -207,11 +214,11 @@ class MeshEngine:
         self._agree_on_buffers()
         batch = self._own_part(batch)
         with evaluating(self.modules):
-            losses = self._passes.losses(batch, loss=self._losses.loss)
+            losses = self._passes.losses(batch, loss=self._losses.sum)
         if not self._reports_loss:
             return torch.zeros(2, dtype=torch.float64, device=self._world.device)
         total = torch.stack([loss.double() for loss in losses]).sum()
-        return torch.stack([total, unwaited(_counted(batch).double(), total.device)])
+        return torch.stack([total, unwaited(self._count(batch).double(), total.device)])
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
@@ -316,8 +323,14 @@ class MeshEngine:
         if self._tied is not None:
             self._tied.sync()
 
-    def _own_part(self, batch: Batch) -> Batch:
-        return batch if self._context is None else self._context.split(batch)
+    def _own_part(self, batch: AnyBatch) -> AnyBatch:
+        if self._context is None:
+            return batch
+        assert isinstance(batch, Batch)
+        return self._context.split(batch)
+
+    def _count(self, batch: AnyBatch) -> Tensor:
+        return self._losses.count(batch, micro_batch_size=self._layout.micro_batch_size)
 
     def _agree_on_buffers(self) -> None:
         """Give every data rank the first one's buffers, which each moved by its own samples."""
@@ -361,10 +374,6 @@ def unwaited(value: Tensor, device: torch.device) -> Tensor:
     if value.device == device:
         return value
     return value.pin_memory().to(device, non_blocking=True)
-
-
-def _counted(batch: Batch) -> Tensor:
-    return (batch.targets != IGNORE_INDEX).sum()
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -35,12 +35,20 @@ def autocasting(
     return wrapped
 
 
-def keep_parameters_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep a model's floating-point parameters in another type, tied ones tied; buffers stay."""
+def keep_parameters_in(model: nn.Module, dtype: torch.dtype, *, frozen_alone: bool = False) -> None:
+    """Keep a model's floating-point parameters in another type, tied ones tied; buffers stay.
+
+    Args:
+        model: Whole.
+        dtype: The type.
+        frozen_alone: Leave what is trained as it is.
+    """
     converted: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if not parameter.is_floating_point() or parameter.dtype == dtype:
+                continue
+            if frozen_alone and parameter.requires_grad:
                 continue
             if parameter not in converted:
                 values = parameter.detach().to(dtype)
@@ -54,8 +62,10 @@ def casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[
     @functools.wraps(forward)
     def cast(*inputs: Any, **kwargs: Any) -> Any:
         taken = (
-            one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
-            for one in inputs
+            tensor.to(dtype)
+            if isinstance(tensor, Tensor) and tensor.is_floating_point()
+            else tensor
+            for tensor in inputs
         )
         return forward(*taken, **kwargs)
 

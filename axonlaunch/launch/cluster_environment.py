@@ -71,10 +71,10 @@ class ClusterEnvironment:
         """
         reader = _Reader(environment)
         try:
-            found = _read(reader)
+            detected = _read(reader)
         except ConfigError as error:
             return cls(problems=(*reader.problems, *error.problems))
-        return cls(problems=tuple(reader.problems)) if reader.problems else found
+        return cls(problems=tuple(reader.problems)) if reader.problems else detected
 
     @property
     def one_per_node(self) -> bool:
@@ -121,7 +121,12 @@ class ClusterEnvironment:
                 "the environment names no world; set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT"
             )
             problems.append(ConfigIssue("launch.name", message, name))
-        return dataclasses.replace(composed, tree=tree, problems=[*composed.problems, *problems])
+        before = composed.tree.get("launch", {})
+        origin = f"environment ({self.launcher})".replace(" (the environment)", "")
+        said = {f"launch.{k}": origin for k, v in tree["launch"].items() if before.get(k) != v}
+        return dataclasses.replace(
+            composed, tree=tree, problems=[*composed.problems, *problems], in_environment=said
+        )
 
 
 def _read(reader: _Reader) -> ClusterEnvironment:
@@ -141,75 +146,75 @@ def _read(reader: _Reader) -> ClusterEnvironment:
 
 
 def apply_to_config(
-    tree: dict[str, Any], found: ClusterEnvironment, *, accelerators: Callable[[], int]
+    tree: dict[str, Any], detected: ClusterEnvironment, *, accelerators: Callable[[], int]
 ) -> list[ConfigIssue]:
     """Write into a composed tree what the environment says of ``launch``.
 
     Args:
         tree: Nested plain values; ``launch`` is changed.
-        found: What they say.
+        detected: What they say.
         accelerators: Counts this node's, where nothing else says how many ranks it is to have.
 
     Returns:
         What contradicts them.
     """
     launch = tree.setdefault("launch", {})
-    nproc, problems = _ranks_here(launch, found, accelerators)
+    nproc, problems = _ranks_here(launch, detected, accelerators)
     if nproc is None:
         return problems
-    if found.one_per_node and found.local_rank is None:
-        world_size, first = nproc * (found.nnodes or 1), nproc * (found.node_rank or 0)
+    if detected.one_per_node and detected.local_rank is None:
+        world_size, first = nproc * (detected.nnodes or 1), nproc * (detected.node_rank or 0)
     else:
-        world_size, first = found.world_size, found.rank
+        world_size, first = detected.world_size, detected.rank
     if world_size % nproc:
         message = f"{nproc} ranks per node; use {divisor_of(world_size)}"
         seen = f"WORLD_SIZE={world_size} ranks are not a multiple of "
         return [ConfigIssue("launch.nproc", seen + message, launch.get("nproc", "auto"))]
-    if found.local_rank is None and first % nproc:
+    if detected.local_rank is None and first % nproc:
         message = f"RANK={first} is not the first rank of a node with {nproc}"
         problems.append(ConfigIssue("launch.nproc", message, launch.get("nproc", "auto")))
     said = {
         "nproc": nproc,
         "nnodes": world_size // nproc,
         "node_rank": first // nproc,
-        "master_addr": found.master_addr,
-        "master_port": found.master_port,
+        "master_addr": detected.master_addr,
+        "master_port": detected.master_port,
     }
     for key, value in said.items():
-        given = launch.get(key, "auto")
+        asked = launch.get(key, "auto")
         if value is None:
             continue
-        if given not in ("auto", value) and not (key == "nnodes" and given == 1):
+        if asked not in ("auto", value) and not (key == "nnodes" and asked == 1):
             message = (
-                f"{found.launcher} says {value}; remove this setting, or start without "
-                f"{_source(found)}"
+                f"{detected.launcher} says {value}; remove this setting, or start without "
+                f"{_source(detected)}"
             )
-            problems.append(ConfigIssue(f"launch.{key}", message, given))
+            problems.append(ConfigIssue(f"launch.{key}", message, asked))
         launch[key] = value
     return problems
 
 
-def _source(found: ClusterEnvironment) -> str:
-    return "these variables" if found.launcher == "the environment" else found.launcher
+def _source(detected: ClusterEnvironment) -> str:
+    return "these variables" if detected.launcher == "the environment" else detected.launcher
 
 
 def _ranks_here(
-    launch: dict[str, Any], found: ClusterEnvironment, accelerators: Callable[[], int]
+    launch: dict[str, Any], detected: ClusterEnvironment, accelerators: Callable[[], int]
 ) -> tuple[int | None, list[ConfigIssue]]:
     nproc, nnodes = launch.get("nproc", "auto"), launch.get("nnodes", 1)
-    if found.local_world_size is not None and found.local_rank is not None:
-        return found.local_world_size, []
+    if detected.local_world_size is not None and detected.local_rank is not None:
+        return detected.local_world_size, []
     if isinstance(nproc, int) and not isinstance(nproc, bool) and nproc > 0:
         return nproc, []
-    if found.local_world_size is not None and not found.one_per_node:
-        return found.local_world_size, []
-    if isinstance(nnodes, int) and nnodes > 1 and found.world_size % nnodes == 0:
-        return found.world_size // nnodes, []
+    if detected.local_world_size is not None and not detected.one_per_node:
+        return detected.local_world_size, []
+    if isinstance(nnodes, int) and nnodes > 1 and detected.world_size % nnodes == 0:
+        return detected.world_size // nnodes, []
     if nnodes == 1 and (count := accelerators()):
         return count, []
     message = (
-        f"the run has WORLD_SIZE={found.world_size} ranks, and nothing says how many of them run "
-        "on this node; write the number, or launch.nnodes"
+        f"the run has WORLD_SIZE={detected.world_size} ranks, and nothing says how many of them "
+        "run on this node; write the number, or launch.nnodes"
     )
     return None, [ConfigIssue("launch.nproc", message, nproc)]
 

@@ -49,8 +49,8 @@ def dry_runs(context: ForkServerContext, request: Request) -> list[DryRun]:
     """
 
     def with_files(overrides: Sequence[str]) -> Composed:
-        found = request.compose(overrides)
-        return dataclasses.replace(found, tree=naming_files(found.tree))
+        composed = request.compose(overrides)
+        return dataclasses.replace(composed, tree=naming_files(composed.tree))
 
     load = partial(
         auto_strategy.load_auto_strategy,
@@ -81,9 +81,9 @@ def _estimated(context: ForkServerContext, config: RunConfig) -> Forecast:
     try:
         return forecast(context, config)
     except ConfigError as error:
-        found = forecast(context, config, analytic=True)  # refuses what can't be run anywhere
+        estimate = forecast(context, config, analytic=True)  # refuses what can't be run anywhere
         reasons = [str(problem) for problem in error.problems]
-        return dataclasses.replace(found, notes=[*reasons, *found.notes])
+        return dataclasses.replace(estimate, notes=[*reasons, *estimate.notes])
 
 
 def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> list[ConfigIssue]:
@@ -96,10 +96,10 @@ def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> li
     """
     if config.launch.name == "slurm":
         return slurm.job_issues(config)  # a job's nodes are not this node
-    found: list[ConfigIssue] = forked_call.call(
+    issues: list[ConfigIssue] = forked_call.call(
         context, "axonlaunch.preflight.checks:obstacles", ready
     )
-    return found
+    return issues
 
 
 def _missing(composed: Composed) -> list[ConfigIssue]:

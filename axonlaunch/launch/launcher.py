@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from typing import Any, TypeAlias, cast
 
-from axonlaunch.config import RunConfig
+from axonlaunch.config import Composed, RunConfig
 from axonlaunch.config.launch import LAUNCHERS, Launcher
 from axonlaunch.config.layout import nodes
 from axonlaunch.system import forked_call
@@ -27,6 +27,8 @@ class LaunchOptions:
         started: ``time.time()`` when the command, or in a sweep this run, began.
         as_json: Keep standard output free; the console goes to standard error.
         render: Print what would be submitted, and submit nothing.
+        composed: What the run's files, overrides and environment say; None: it is not launched
+            by a command.
         proof: What is known of the run's layout; None: nobody asked for it.
         again: What is to be added to the command to resume the run; None: the run's name.
         show: Takes what is being done, for who waits.
@@ -37,6 +39,7 @@ class LaunchOptions:
     as_json: bool = False
     render: bool = False
     again: str | None = None
+    composed: Composed | None = None
     proof: Proof | None = None
     show: Callable[[str], None] = lambda text: None
 
@@ -78,8 +81,8 @@ def launch_function(config: RunConfig) -> Launch:
 
 
 def _imported(function: str | Callable[..., Any]) -> Callable[..., Any]:
-    found: Callable[..., Any] = load_target(function) if isinstance(function, str) else function
-    return found
+    target: Callable[..., Any] = load_target(function) if isinstance(function, str) else function
+    return target
 
 
 def check_anywhere(config: RunConfig, options: LaunchOptions) -> RunConfig:

@@ -21,6 +21,7 @@ from axonlaunch import checkpoint
 from axonlaunch.checkpoint import storage
 from axonlaunch.config import (
     CONFIG,
+    Composed,
     ConfigError,
     ConfigIssue,
     RunConfig,
@@ -31,6 +32,7 @@ from axonlaunch.config import (
 )
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.origins import origins_of
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
 from axonlaunch.system import host
@@ -41,7 +43,7 @@ from axonlaunch.system.files import (
     read_text,
     replace_text,
 )
-from axonlaunch.system.run_files import CRASH, EVENTS, METRICS, SUMMARY, append_event
+from axonlaunch.system.run_files import CRASH, EVENTS, METRICS, ORIGINS, SUMMARY, append_event
 from axonlaunch.system.version_control import commit_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -57,6 +59,7 @@ def open_run_dir(
     config: RunConfig,
     *,
     announce: Callable[[str], object],
+    composed: Composed | None = None,
     sharing: int | None = None,
     is_submitted: bool = False,
 ) -> Iterator[RunConfig]:
@@ -68,6 +71,7 @@ def open_run_dir(
     Args:
         config: Checked.
         announce: Takes a line for the user.
+        composed: What the run's files, overrides and environment say, where that is known.
         sharing: How many ranks share the cores that this process may use; None: all of the node's.
         is_submitted: The run waits in a queue: it is launched later, from this folder.
 
@@ -90,6 +94,8 @@ def open_run_dir(
         try:
             replace_text(folder / CONFIG, to_yaml(config))
             (folder / CRASH).unlink(missing_ok=True)  # of a run before
+            if composed is not None:
+                write_json(folder / ORIGINS, origins_of(composed, config))
             if not is_submitted:
                 about = {"machine": socket.gethostname(), "commit": commit_of(Path.cwd())}
                 append_event(folder, "launched", about)

@@ -67,6 +67,20 @@ class Request:
             overrides, config_name=self.config_name, config_dirs=self.config_dirs
         )
 
+    def composed(
+        self, overrides: Sequence[str], environment: ClusterEnvironment, config: RunConfig
+    ) -> Composed:
+        """Return what the files, the overrides and the environment say of a run.
+
+        Args:
+            overrides: Of the run.
+            environment: What started this process.
+            config: What ``load`` returned of them.
+        """
+        nproc = config.launch.nproc
+        count = 0 if nproc == "auto" else nproc  # it was counted where it was needed
+        return environment.applied_to(self.compose(overrides), accelerators=lambda: count)
+
     def load(
         self,
         overrides: Sequence[str],
@@ -88,8 +102,8 @@ class Request:
         """
         count = accelerators or partial(accelerators_of, server)
 
-        def compose(words: Sequence[str]) -> Composed:
-            return environment.applied_to(self.compose(words), accelerators=count)
+        def compose(arguments: Sequence[str]) -> Composed:
+            return environment.applied_to(self.compose(arguments), accelerators=count)
 
         return auto_strategy.load_auto_strategy(
             overrides, compose=compose, server=server, config_dirs=self.config_dirs
@@ -98,7 +112,7 @@ class Request:
 
 def accelerators_of(server: Callable[[], ForkServerContext]) -> int:
     """Count this node's accelerators, in a forked process."""
-    count: int = forked_call.call(server(), "axonlaunch.preflight.checks:accelerators")
+    count: int = forked_call.call(server(), "axonlaunch.preflight.devices:accelerators")
     return count
 
 
@@ -109,11 +123,14 @@ class Runs:
     Attributes:
         loaded: The overrides and the configuration of each.
         options: How they are to be launched.
+        composed: What the files, the overrides and the environment say of each, where a command
+            asked for them.
         summaries: Of those that ended.
     """
 
     loaded: list[tuple[list[str], RunConfig]]
     options: LaunchOptions
+    composed: list[Composed] = field(default_factory=list)
     summaries: list[dict[str, Any]] = field(default_factory=list)
     _statuses: list[int] = field(default_factory=list)
 
@@ -130,7 +147,9 @@ class Runs:
         def load(overrides: Sequence[str]) -> RunConfig:
             return request.load(overrides, environment, server=lambda: options.context)
 
-        return cls(load_all(request, load=load), options)
+        loaded = load_all(request, load=load)
+        composed = [request.composed(words, environment, config) for words, config in loaded]
+        return cls(loaded, options, composed)
 
     @property
     def status(self) -> int:
@@ -151,7 +170,7 @@ class Runs:
         """
         if not launcher(self._launcher()).on_this_node:
             for config in checked(self.loaded, self.options):
-                yield config, self.options
+                yield config, self._options(0)
                 if self.status:
                     return
         elif len(self.loaded) == 1:
@@ -179,15 +198,15 @@ class Runs:
         return name
 
     def _one(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
-        [(_, given)] = self.loaded
-        if (summary := run_dir.finished(given)) is None:
+        [(_, loaded)] = self.loaded
+        if (summary := run_dir.finished(loaded)) is None:
             with spinner("checking") as show:
-                options = dataclasses.replace(self.options, show=show)
+                options = dataclasses.replace(self._options(0), show=show)
                 [config] = checked(self.loaded, options)
             [proof] = self._proved([config])
-            yield config, dataclasses.replace(self.options, proof=proof)
+            yield config, dataclasses.replace(self._options(0), proof=proof)
             return
-        print(run_dir.finished_text(given, summary), file=self._stream)
+        print(run_dir.finished_text(loaded, summary), file=self._stream)
         self.ended(0, summary)
 
     def _each(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
@@ -195,12 +214,11 @@ class Runs:
         before = [run_dir.finished(config) for _, config in self.loaded]
         with spinner("checking"):
             pairs = zip(self.loaded, before, strict=True)
-            runs = checked([one for one, summary in pairs if summary is None], self.options)
+            runs = checked([run for run, summary in pairs if summary is None], self.options)
         left = zip(runs, self._proved(runs), strict=True)
         varied = sweep.varied([overrides for overrides, _ in self.loaded])
-        options = dataclasses.replace(
-            self.options, again=sweep.again([config for _, config in self.loaded])
-        )
+        again = sweep.again([config for _, config in self.loaded])
+        started = self.options.started
         for number, summary in enumerate(before, start=1):
             sweep.print_run_header(
                 varied[number - 1],
@@ -213,10 +231,15 @@ class Runs:
                 self.ended(0, summary)
                 continue
             config, proof = next(left)
-            yield config, dataclasses.replace(options, proof=proof)
+            yield (
+                config,
+                dataclasses.replace(
+                    self._options(number - 1), again=again, proof=proof, started=started
+                ),
+            )
             if self._statuses[-1] == INTERRUPTED:  # it means them all; a failure only its own run
                 break
-            options = dataclasses.replace(options, started=time.time())
+            started = time.time()
         sweep.print_sweep_table(varied, self.summaries, stream=self._stream)
 
     def _proved(self, configs: Sequence[RunConfig]) -> list[Proof | None]:
@@ -232,6 +255,11 @@ class Runs:
         for line in dict.fromkeys(str(proof) for proof in proofs if proof is not None):
             print(line, file=self._stream)
         return proofs
+
+    def _options(self, index: int) -> LaunchOptions:
+        """Return how one run is to be launched."""
+        composed = self.composed[index] if self.composed else None
+        return dataclasses.replace(self.options, composed=composed)
 
     @property
     def _stream(self) -> Any:

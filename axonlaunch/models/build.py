@@ -1,19 +1,24 @@
 """From a typed configuration to a module, in the steps that engines put their own between.
 
-It shards nothing: ``construct``, whatever an engine does, then ``start``.
+A configuration is a run's, which says what of the model is trained, or a model's alone. It shards
+nothing: ``construct``, whatever an engine does, then ``initialize_weights``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from axonlaunch.config import RunConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import MODELS, HuggingFaceConfig
-from axonlaunch.models.initialization import initialize, materialize
+from axonlaunch.models.initialization import fill, initialize, materialize
+from axonlaunch.models.lora import adapter_initializers, add_adapters
 from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.trained import choose_trained
 
 
 def spec_for(config: Any) -> ModelSpec:
@@ -22,8 +27,18 @@ def spec_for(config: Any) -> ModelSpec:
     Raises:
         UnknownNameError: No model of that name is registered.
     """
-    spec: ModelSpec = MODELS.get(config.name)
-    return spec if spec.adapt is None else spec.adapt(spec, config)
+    model = model_of(config)
+    spec: ModelSpec = MODELS.get(model.name)
+    spec = spec if spec.adapt is None else spec.adapt(spec, model)
+    own = spec.initializers
+    if own is None or not isinstance(config, RunConfig) or config.adapter is None:
+        return spec
+    return replace(spec, initializers=lambda part: {**own(part), **adapter_initializers(part)})
+
+
+def model_of(config: Any) -> Any:
+    """Return the typed configuration of the model, of a run's or of the model's own."""
+    return config.model if isinstance(config, RunConfig) else config
 
 
 def construct(config: Any, *, seed: int) -> nn.Module:
@@ -69,11 +84,27 @@ def _built(spec: ModelSpec, config: Any) -> nn.Module:
     Raises:
         ConfigError: It returns no module.
     """
-    module: Any = spec.build(config)
+    model = model_of(config)
+    module: Any = spec.build(model)
     if not isinstance(module, nn.Module):
         message = f"its builder returned {type(module).__name__}, not an nn.Module"
-        raise ConfigError([ConfigIssue("model.name", message, config.name)])
+        raise ConfigError([ConfigIssue("model.name", message, model.name)])
+    if isinstance(config, RunConfig):
+        if config.adapter is not None:
+            add_adapters(module, config.adapter, spec)
+            if spec.initializers is None:
+                _fill_adapters(module, seed=config.seed)
+        choose_trained(module, config.train)
     return module
+
+
+@torch.no_grad()
+def _fill_adapters(module: nn.Module, *, seed: int) -> None:
+    """Give the adapters of a module that starts itself their values, if the others have some."""
+    starts = adapter_initializers(module)
+    for name, parameter in module.named_parameters():
+        if name in starts and not parameter.is_meta:
+            fill(parameter, starts[name], seed=seed, name=name)
 
 
 def initialize_weights(
@@ -101,6 +132,7 @@ def initial_weights(config: Any) -> tuple[str, str] | None:
     Raises:
         ConfigError: They are a model's of the Hub, and not in its cache.
     """
+    config = model_of(config)
     if (path := getattr(config, "weights", None)) is not None:
         return "model.weights", path
     if isinstance(config, HuggingFaceConfig) and config.init == "pretrained":
@@ -116,6 +148,7 @@ def refuse_problems(config: Any) -> None:
     Raises:
         ConfigError: It says which.
     """
+    config = model_of(config)
     problems: list[tuple[str, str]] = getattr(config, "problems", list)()
     if problems:
         raise ConfigError(

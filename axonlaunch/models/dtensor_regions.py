@@ -175,12 +175,16 @@ def _local_intervals(tensor: Tensor) -> list[list[Interval]]:
     for cut in _cuts(tensor):
         parts, index = mesh.size(cut.axis), coordinate[cut.axis]
         before = intervals[cut.dim]
-        each = [before] if cut.pieces == 1 else [[one] for one in _pieces(before[0], cut.pieces)]
+        each = (
+            [before]
+            if cut.pieces == 1
+            else [[interval] for interval in _pieces(before[0], cut.pieces)]
+        )
         intervals[cut.dim] = [
-            one for piece in each for one in _chunk(piece, parts=parts, index=index)
+            interval for piece in each for interval in _chunk(piece, parts=parts, index=index)
         ]
     local = tensor._local_tensor.shape
-    if tuple(sum(length for _, length in one) for one in intervals) != tuple(local):
+    if tuple(sum(length for _, length in interval) for interval in intervals) != tuple(local):
         raise NotImplementedError(
             f"a tensor of shape {tuple(tensor.shape)} placed as {tensor.placements} is cut in an "
             "unusual way; use degrees that divide its sizes"
@@ -233,14 +237,14 @@ def _chunk(intervals: list[Interval], *, parts: int, index: int) -> Iterator[Int
     total = sum(length for _, length in intervals)
     size = -(-total // parts)
     start, stop = min(index * size, total), min((index + 1) * size, total)
-    seen, found = 0, False
+    seen, inside = 0, False
     for offset, length in intervals:
         low, high = max(start, seen), min(stop, seen + length)
         if low < high:
-            found = True
+            inside = True
             yield offset + low - seen, high - low
         seen += length
-    if not found:
+    if not inside:
         yield intervals[-1][0] + intervals[-1][1], 0
 
 

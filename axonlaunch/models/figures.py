@@ -41,8 +41,8 @@ def model_figures(model: Any) -> ModelFigures:
     if isinstance(model, HuggingFaceConfig):
         from axonlaunch.models.hf.figures import period
 
-        found = period(model)
-        typed, num_blocks, repeated = found.typed, found.num_blocks, found.period
+        blocks = period(model)
+        typed, num_blocks, repeated = blocks.typed, blocks.num_blocks, blocks.period
     else:
         typed, num_blocks, repeated = model, getattr(model, _DEPTH, 0), 1
     heads = getattr(typed, "num_attention_heads", None) or 0

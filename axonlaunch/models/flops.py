@@ -21,13 +21,30 @@ def looked_up_parameters(model: nn.Module) -> int:
     return sum(table.numel() for key, table in tables.items() if key not in multiplied)
 
 
-def training_flops_per_token(
-    *, parameters: int, looked_up: int, layers: int, hidden_size: int, positions: int
-) -> float:
-    """Return the FLOPs that forward and backward of a token need: 6 N + 12 L H Q T.
+def frozen_parameters(model: nn.Module) -> int:
+    """Return how many parameters have no gradient, without those that a token only looks up.
 
-    N parameters without those that are looked up, L layers, H heads of Q numbers, T positions, as
-    if attention saw them all; nothing for what is computed again.
+    Args:
+        model: Whole, on any device.
+    """
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return sum(p.numel() for p in model.parameters() if not p.requires_grad and id(p) not in tables)
+
+
+def training_flops_per_token(
+    *,
+    parameters: int,
+    looked_up: int,
+    layers: int,
+    hidden_size: int,
+    positions: int,
+    frozen: int = 0,
+) -> float:
+    """Return the FLOPs that forward and backward of a token need: 6 N - 2 F + 12 L H Q T.
+
+    N parameters without those that are looked up, F of them frozen, which need no gradient of their
+    own, L layers, H heads of Q numbers, T positions, as if attention saw them all; nothing for what
+    is computed again.
 
     Args:
         parameters: Of the model.
@@ -35,8 +52,9 @@ def training_flops_per_token(
         layers: Blocks with attention.
         hidden_size: H x Q; 0 where it is not known, which leaves attention out.
         positions: Of a sample.
+        frozen: Of the parameters, as ``frozen_parameters`` counts them.
 
     Source: Chowdhery et al., "PaLM", 2022, appendix B; pytorch/torchtitan leaves the embedding out
     too, ``torchtitan/models/utils.py``.
     """
-    return float(6 * (parameters - looked_up) + 12 * layers * hidden_size * positions)
+    return float(6 * (parameters - looked_up) - 2 * frozen + 12 * layers * hidden_size * positions)

@@ -15,14 +15,14 @@ def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
     ``train()`` would not do: it also wakes a BatchNorm whose statistics the model froze.
     """
-    parts = [part for module in modules for part in module.modules()]
-    modes = [part.training for part in parts]
-    for part in parts:
+    submodules = [part for module in modules for part in module.modules()]
+    modes = [part.training for part in submodules]
+    for part in submodules:
         part.training = False
     try:
         yield
     finally:
-        for part, mode in zip(parts, modes, strict=True):
+        for part, mode in zip(submodules, modes, strict=True):
             part.training = mode
 
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
 from torch import nn
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
-from axonlaunch.config.parameter_groups import state_share
+from axonlaunch.config.parameter_groups import state_bytes
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.spec import ModelSpec
+
+_FP32 = 4
+"""Bytes of an element of what is trained beside an adapter, and of the adapter's."""
 
 
 def parameter_facts(spec: ModelSpec, model: nn.Module) -> dict[str, ParameterFacts]:
@@ -40,35 +43,57 @@ def parameter_facts(spec: ModelSpec, model: nn.Module) -> dict[str, ParameterFac
     }
 
 
-def share_of_states(config: RunConfig) -> float:
-    """Return the bytes of a run's optimizer states beside those of its parameters: AdamW's are 2.
+@dataclass(frozen=True)
+class TrainingShares:
+    """What training keeps beside the bytes of a model's parameters, as shares of those.
 
-    Raises:
-        ConfigError: The model can't be built, or the optimizer can't be tried.
+    Attributes:
+        gradients: 1, or less where parameters are frozen.
+        states: Of the optimizer; AdamW's are 2.
     """
-    return _share_of_states(
-        _Chosen(config.model, config.optimizer, config.seed, config.train.parameter_bytes)
-    )
+
+    gradients: float = 1.0
+    states: float = 2.0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Return a run's.
+
+        Raises:
+            ConfigError: The model can't be built, or the optimizer can't be tried.
+        """
+        gradients, states = _shares(_Chosen(config))
+        return cls(gradients, states)
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What the share depends on; equal where it is written alike."""
+    """A run, equal to another where what the shares depend on is written alike."""
 
-    model: Any
-    optimizer: Any
-    seed: int
-    parameter_bytes: int
+    config: RunConfig
+
+    @property
+    def _written(self) -> str:
+        config = self.config
+        train = config.train
+        chosen = (train.param_dtype, train.freeze, train.unfreeze)
+        return repr((config.model, config.adapter, config.optimizer, config.seed, chosen))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Chosen) and repr(self) == repr(other)
+        return isinstance(other, _Chosen) and self._written == other._written
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return hash(self._written)
 
 
 @functools.cache
-def _share_of_states(chosen: _Chosen) -> float:
-    model = on_meta(chosen.model, seed=chosen.seed)
-    facts = parameter_facts(spec_for(chosen.model), model)
-    return state_share(chosen.optimizer, facts.values(), parameter_bytes=chosen.parameter_bytes)
+def _shares(chosen: _Chosen) -> tuple[float, float]:
+    config = chosen.config
+    element = config.train.parameter_bytes
+    model = on_meta(config, seed=config.seed)
+    facts = parameter_facts(spec_for(config), model)
+    whole = element * max(1, sum(parameter.numel() for parameter in model.parameters()))
+    trained = element if config.adapter is None else _FP32
+    gradients = trained * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
+    return gradients / whole, states / whole

@@ -147,8 +147,8 @@ class ModelSpec:
         try:
             container = module.get_submodule(self.layers)
         except AttributeError:
-            held = ", ".join(name for name, _ in module.named_children()) or "nothing"
-            message = f"{type(module).__name__} has no such module; at its top it has {held}"
+            children = ", ".join(name for name, _ in module.named_children()) or "nothing"
+            message = f"{type(module).__name__} has no such module; at its top it has {children}"
             raise ConfigError([ConfigIssue("model.layers", message, self.layers)]) from None
         return {
             f"{self.layers}.{name}": block

@@ -74,7 +74,8 @@ def load_auto_strategy(
 
 def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
     """Return the names of this node's devices that the run's ranks would compute on."""
-    if config.launch.backend in ("gloo", "mock"):
+    launch = config.launch
+    if launch.device == "cpu" or (launch.device == "auto" and launch.backend in ("gloo", "mock")):
         return []
     look = "axonlaunch.diagnostics.doctor.machine:machine"
     machine: dict[str, Any] = forked_call.call(context, look)

@@ -19,7 +19,7 @@ from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.planning import auto_strategy, estimate_cache
-from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched
+from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched, StepPrediction
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
 from axonlaunch.system import forked_call, forkserver, host
@@ -153,7 +153,9 @@ def estimated(context: ForkServerContext, config: RunConfig, *, exact: bool = Fa
     config = replace_with_synthetic(config)
     cached = estimate_cache.read_estimate(config, exact=exact)
     if cached is None:
-        cached = forked_call.call(context, "axonlaunch.planning.estimate:trace", config, exact)
+        cached = forked_call.call(
+            context, "axonlaunch.planning.estimate:traced_estimate", config, exact
+        )
         estimate_cache.write_estimate(config, cached, exact=exact)
     return cached
 
@@ -164,11 +166,27 @@ def trace_beside(config: RunConfig) -> Estimate:
     Raises:
         ConfigError: The configuration can't be run on any node, or can't be traced.
     """
+    _work_beside()
+    return traced_estimate(config)
+
+
+def predict_step_beside(config: RunConfig) -> StepPrediction:
+    """Do as ``predict_step`` with what others leave of the cores, in silence.
+
+    Raises:
+        ConfigError: The run can't be traced, or its hardware lacks a figure.
+    """
+    _work_beside()
+    from axonlaunch.planning.throughput.predicted_parts import predict_step
+
+    return predict_step(config)
+
+
+def _work_beside() -> None:
     _yield_to_ranks()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
-    return trace(config)
 
 
 def _yield_to_ranks() -> None:
@@ -182,7 +200,7 @@ def _yield_to_ranks() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-def trace(config: RunConfig, exact: bool = False) -> Estimate:
+def traced_estimate(config: RunConfig, exact: bool = False) -> Estimate:
     """Check and estimate, in a process of its own.
 
     Raises:

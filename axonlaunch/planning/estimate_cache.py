@@ -20,6 +20,7 @@ from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.system import cache
+from axonlaunch.system.allocator_settings import segments_grow
 from axonlaunch.system.cache import keep
 
 _MOST = 1000
@@ -82,10 +83,14 @@ def _is_ours(config: RunConfig) -> bool:
     kind = config.strategy.data_parallel
     if kind is not None and not DATA_PARALLEL.is_included(kind):
         return False
-    return not config.plugins and all(
-        REGISTRIES[group].is_included(getattr(config, group).name)
-        and not hasattr(getattr(config, group), "target")
-        for group in ("model", "data", "optimizer")
+    return (
+        config.train.loss is None
+        and not config.plugins
+        and all(
+            REGISTRIES[group].is_included(getattr(config, group).name)
+            and not hasattr(getattr(config, group), "target")
+            for group in ("model", "data", "optimizer")
+        )
     )
 
 
@@ -101,6 +106,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "memory_gib": hardware.memory_gib if hardware else None,
         "is_cpu": hardware is not None and hardware.is_cpu,
         "exact": exact,
+        "segments_grow": segments_grow(),
         "axonlaunch": version("axonlaunch"),
         "torch": version("torch"),
         "source": cache.source_hash(),

@@ -128,6 +128,24 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class StepPrediction:
+    """A step's time as ``plan`` predicts it.
+
+    Attributes:
+        hardware: Whose figures it follows from.
+        step_s: Seconds of an optimizer step.
+        parts: Seconds of it by what they go to, in the words of ``diagnostics.step_breakdown``.
+        pipeline: One round of a pipeline: ``(rank of the pipeline, start, stop, action)`` in
+            seconds, actions as ``2F0``: stage, kind, micro-batch; [] without one.
+    """
+
+    hardware: str
+    step_s: float
+    parts: dict[str, float]
+    pipeline: list[tuple[int, float, float, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class HostMemory:
     """What a run keeps in host memory, and what there is.
 

@@ -14,7 +14,6 @@ from queue import SimpleQueue
 import torch
 from torch import nn
 
-from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, num_ranks, resolved, with_backend
@@ -27,9 +26,11 @@ from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.text_rows import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.parameter_facts import share_of_states
+from axonlaunch.models.lora import adapter_problems
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.models.spec import ModelSpec
-from axonlaunch.preflight.checkpoint import checkpoint_problems
+from axonlaunch.models.trained import frozen_problems
+from axonlaunch.preflight.checkpoint import checkpoint_problems, epochs_problems
 from axonlaunch.preflight.dataset import (
     described_dataset,
     make_dataset,
@@ -37,8 +38,10 @@ from axonlaunch.preflight.dataset import (
     sample_problems,
     with_steps,
 )
+from axonlaunch.preflight.devices import accelerators, device_problems, memory_of_a_rank
 from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
+from axonlaunch.preflight.own_data import own_data_problems
 from axonlaunch.preflight.parallelism import (
     context_problems,
     first_four,
@@ -47,7 +50,6 @@ from axonlaunch.preflight.parallelism import (
     tensor_problems,
 )
 from axonlaunch.preflight.paths import with_absolute_paths
-from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
 
@@ -62,7 +64,7 @@ def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
     Raises:
         ConfigError: Every problem, all at once.
     """
-    devices = accelerators() if devices is None else devices
+    devices = accelerators(config) if devices is None else devices
     return _resolved(config, devices=devices, here=True)
 
 
@@ -74,7 +76,7 @@ def resolving(
     Raises:
         ConfigError: Every problem, all at once.
     """
-    devices = accelerators() if devices is None else devices
+    devices = accelerators(config) if devices is None else devices
     states: SimpleQueue[Tokenising | None] = SimpleQueue()
     with ThreadPoolExecutor(1, thread_name_prefix="checking") as pool:
         checking = pool.submit(_resolved, config, devices=devices, here=True, report=states.put)
@@ -90,14 +92,14 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: Every problem, all at once.
     """
-    nproc = config.launch.nproc
-    return _resolved(config, devices=accelerators() if nproc == "auto" else 0, here=False)
+    devices = accelerators(config) if config.launch.nproc == "auto" else 0
+    return _resolved(config, devices=devices, here=False)
 
 
 def obstacles(config: RunConfig) -> list[ConfigIssue]:
     """Return what would stop a run here whose ``launch.nproc`` is resolved."""
     import_plugins(config.plugins)
-    devices = accelerators()
+    devices = accelerators(config)
     return find_issues(with_backend(config, accelerators=devices), devices=devices)
 
 
@@ -113,8 +115,10 @@ def _resolved(
     config = with_absolute_paths(config)
     problems, dataset = _examine(config, devices=devices if here else None, report=report)
     if here and dataset is not None and not problems:
+        epochs = config.train.epochs
         config = with_steps(config, dataset)
         problems = find_rule_violations(config)  # some are about the number of steps
+        problems += epochs_problems(config, epochs=epochs)
     if problems:
         raise ConfigError(problems)
     return config
@@ -144,7 +148,7 @@ def _examine(
     # Again, now that all is resolved: each rank holds what it reads of the run against them.
     problems = find_rule_violations(config)
     if devices is not None:
-        problems += _backend(config, devices)
+        problems += device_problems(config, devices)
         problems += _custom_loggers(config)
         problems += _attention(config)
     dataset, issues = described_dataset(config)
@@ -155,7 +159,9 @@ def _examine(
         problems += sample_problems(config, dataset)
     if spec is not None and dataset is not None:
         unfit = list(_fit_each_other(config, spec, dataset))
-        if not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
+        if dataset.kind == "structured" or config.train.loss is not None:
+            unfit = list(own_data_problems(config, model, dataset))
+        elif not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
             unfit = list(_named(config, output_problems(model, spec, dataset)))
         problems += unfit
         chunk = config.train.loss_chunk
@@ -192,37 +198,6 @@ def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
     return []
 
 
-def accelerators() -> int:
-    """Return the number of accelerators that NCCL can serve.
-
-    Raises:
-        ConfigError: There is a driver, and it fails: the run would be on the CPU unnoticed.
-    """
-    try:
-        return len(nccl.devices())
-    except RuntimeError as error:
-        message = (
-            f"CUDA fails here: {str(error).splitlines()[0]}; repair it (nvidia-smi), or hide the "
-            "devices by CUDA_VISIBLE_DEVICES= to compute on the CPU"
-        )
-        raise ConfigError([ConfigIssue("launch.backend", message)]) from None
-
-
-def _backend(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
-    backend, nproc = config.launch.backend, config.launch.nproc
-    assert nproc != "auto"
-    if backend == "nccl" and devices < nproc:
-        have = f"this node has {devices}" if devices else "this node has none"
-        yield ConfigIssue(
-            "launch.backend",
-            f"{nproc} ranks need an accelerator each; {have}; use gloo",
-            backend,
-        )
-    if backend == "mock" and config.train.compile:
-        message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
-        yield ConfigIssue("launch.backend", message, backend)
-
-
 def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
     """Import them; each is made on the main rank, once it is running."""
     for number, logger in enumerate(config.loggers):
@@ -235,7 +210,7 @@ def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
     model = config.model
-    on_cpu = config.launch.backend != "nccl"
+    on_cpu = config.launch.device != "cuda"
     if isinstance(model, HuggingFaceConfig) and model.attention == "flex" and on_cpu:
         message = "torch can't train with it on CPUs; use sdpa"
         yield ConfigIssue("model.attention", message, "flex")
@@ -247,14 +222,17 @@ def _model(
     """Build the model without storage."""
     spec = None
     try:
-        spec = spec_for(config.model)
-        model = on_meta(config.model, seed=config.seed)
+        spec = spec_for(config)
+        model = on_meta(config, seed=config.seed)
         spec.blocks(model)
     except ConfigError as error:
         return spec, None, error.problems
     except (Exception, SystemExit) as error:  # a user's own builder may fail in any way
         message = f"building it failed with {type(error).__name__}: {error}"
         return spec, None, [ConfigIssue("model", message, config.model.name)]
+    issues = [] if config.adapter is None else list(adapter_problems(model, config.adapter, spec))
+    if issues := [*issues, *frozen_problems(model, config.train)]:
+        return spec, None, issues
     if not any(parameter.requires_grad for parameter in model.parameters()):
         message = "it has no parameter that can be trained"
         return spec, None, [ConfigIssue("model", message, config.model.name)]
@@ -270,6 +248,8 @@ def _model(
 
 def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
     model, name = config.model, config.data.name
+    if dataset.kind == "structured":
+        return
     if spec.inputs not in ("any", dataset.kind):
         message = f"is fed {spec.inputs}, but data={name} gives {dataset.kind}"
         yield ConfigIssue("model.name", message, model.name)
@@ -337,11 +317,11 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
     count = sum(p.numel() for p in model.parameters())
     parameters = count // (layout.tensor * layout.pipeline)
     element = config.train.parameter_bytes
-    states = element * share_of_states(config)
-    per_element = (
-        element / layout.parameter_shards
-        + element / layout.gradient_shards
-        + states / layout.optimizer_shards
+    shares = TrainingShares.of(config)
+    per_element = element * (
+        1 / layout.parameter_shards
+        + shares.gradients / layout.gradient_shards
+        + shares.states / layout.optimizer_shards
     )
     per_rank = int(parameters * per_element)
     memory, where = min(_rooms(config))
@@ -357,14 +337,10 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
 
 def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
     """Yield the bytes that a rank may take: of what runs it here, and of the hardware it names."""
-    hardware, nproc = config.hardware, config.launch.nproc
-    assert nproc != "auto"
+    hardware = config.hardware
     if hardware is not None and hardware.memory_bytes is not None:
         yield hardware.memory_bytes, f"hardware={hardware.name}"
-    if config.launch.backend == "nccl" and (devices := nccl.devices()):
-        yield devices[0].memory_bytes, "a device here"
-    else:
-        yield host.memory_bytes() // nproc, "a rank's share of this node's memory"
+    yield memory_of_a_rank(config)
 
 
 def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -375,7 +351,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     num_checkpoints = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    per_checkpoint = count * config.train.parameter_bytes * (1 + share_of_states(config))
+    per_checkpoint = count * config.train.parameter_bytes * (1 + TrainingShares.of(config).states)
     needed = int(per_checkpoint) * num_checkpoints
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known

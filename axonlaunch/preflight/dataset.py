@@ -12,8 +12,9 @@ from typing import Any
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.data import DATASETS
-from axonlaunch.data.dataset import Dataset, holds_documents
+from axonlaunch.data.dataset import Dataset, holds_documents, is_unsized
 from axonlaunch.data.encoding import OnProgress
+from axonlaunch.data.own import StreamedSamples
 from axonlaunch.data.text_rows import untokenised
 from axonlaunch.models.spec import ModelSpec
 
@@ -52,11 +53,20 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
                 f"estimated, and gives {dataset.kind} {tuple(dataset.sample_shape)}; mend sample="
             )
             yield ConfigIssue("data.name", message, config.data.name)
-    if dataset.num_samples < config.train.global_batch_size:
+    is_stream = isinstance(dataset, StreamedSamples)
+    if is_unsized(dataset):
+        if config.train.epochs is not None:
+            why = "is not known before all of it is tokenised; use data.shuffle=all, or"
+            if is_stream:
+                why = "is not known, for its stream has no __len__; use"
+            message = f"how many samples the data has {why} train.steps"
+            yield ConfigIssue("train.epochs", message, config.train.epochs)
+    elif not is_stream and dataset.num_samples < config.train.global_batch_size:
         message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if config.train.eval_batches and not dataset.num_eval_samples:
-        message = "there is no held-out split; use 0, or hold samples out"
+        how = "give it an attribute held_out" if is_stream else "hold samples out"
+        message = f"there is no held-out split; use 0, or {how}"
         yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
 
 

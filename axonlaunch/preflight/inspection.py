@@ -88,8 +88,8 @@ def inspect(config: RunConfig) -> Inspection:
     """
     if problems := fetch_model(config, here=False):
         raise ConfigError(problems)
-    spec = spec_for(config.model)
-    model = on_meta(config.model, seed=config.seed)
+    spec = spec_for(config)
+    model = on_meta(config, seed=config.seed)
     blocks = spec.blocks(model)
     kinds = [type(block).__name__ for block in blocks.values()]
     first, last = ends_of(spec)

@@ -19,9 +19,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     tokenizer = config.tokenizer.path
     if DATASETS.facts(config.data.name).takes_tokenizer:
         tokenizer = tokenizer_of(config).path
-    found = {"model.path": model, "tokenizer.path": tokenizer}
+    paths = {"model.path": model, "tokenizer.path": tokenizer}
     return with_values(
-        config, {key: _absolute(path) for key, path in found.items() if path is not None}
+        config, {key: _absolute(path) for key, path in paths.items() if path is not None}
     )
 
 

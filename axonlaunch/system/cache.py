@@ -32,7 +32,7 @@ def keep(file: Path, text: str) -> None:
 def source_hash() -> str:
     """Return a hash of every file of this package, which its version does not distinguish."""
     package = Path(__file__).resolve().parent.parent
-    found = sha256()
+    digest = sha256()
     for file in sorted(package.rglob("*.py")):
-        found.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()
+        digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()

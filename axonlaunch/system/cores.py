@@ -97,17 +97,17 @@ def _siblings(processor: int, system: Path) -> set[int]:
 
 def _numa_nodes(system: Path) -> dict[int, int]:
     """Return the NUMA node of each processor; nothing where Linux does not know of any."""
-    found = {}
+    nodes = {}
     for folder in system.glob("devices/system/node/node[0-9]*"):
         for processor in _listed(folder / "cpulist"):
-            found[processor] = int(folder.name.removeprefix("node"))
-    return found
+            nodes[processor] = int(folder.name.removeprefix("node"))
+    return nodes
 
 
 def _homes(
     ranks: int, nodes: Mapping[int, int], visible: str | None, system: Path
 ) -> list[int] | None:
-    """Return the NUMA node of each rank's device; None where they can't be told apart.
+    """Return the NUMA node of each rank's device; None where they can't be distinguished.
 
     CUDA numbers equal devices by their addresses on the bus.
     """
@@ -130,8 +130,8 @@ def _listed(path: Path) -> set[int]:
         text = path.read_text().strip()
     except OSError:
         return set()
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores

@@ -16,8 +16,12 @@ from axonlaunch.system.strict_json import finite
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+ORIGINS = "origins.json"
+"""What set each value of the configuration, by dotted key."""
 ESTIMATE = "estimate.json"
 """The estimated peak of each distinct rank with its parts, as ``estimate`` finds it."""
+STEP_TIME = "step_time.json"
+"""The predicted time of a step with its parts, or why it is not predicted."""
 CRASH = "crash.json"
 """Who failed first and why, in the folder of a run that failed."""
 EVENTS = "events.jsonl"

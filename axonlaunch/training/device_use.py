@@ -73,15 +73,15 @@ class DeviceUse:
         if not self._is_cuda:
             return {}
         stats = torch.cuda.memory_stats(self._device)
-        found: dict[str, Any] = {name: stats.get(key, 0) for name, key in _ALLOCATOR.items()}
+        figures: dict[str, Any] = {name: stats.get(key, 0) for name, key in _ALLOCATOR.items()}
         if self._mfu_of_rate is not None:
-            found["mfu"] = tokens_per_s * self._mfu_of_rate
+            figures["mfu"] = tokens_per_s * self._mfu_of_rate
         for name, (ask, factor) in list(self._asked.items()):
             try:
-                found[name] = ask(self._device) * factor
+                figures[name] = ask(self._device) * factor
             except Exception as error:  # pynvml's classes; a driver or a MIG slice may refuse any
                 self._leave_out([name], str(error))
-        return found
+        return figures
 
     def _leave_out(self, names: list[str], reason: str) -> None:
         for name in names:
@@ -101,10 +101,10 @@ def peak_flops(hardware: HardwareConfig | None, config: TrainConfig) -> float | 
     """
     if hardware is None:
         return None
-    kind: str = config.precision
-    if kind == "fp32" and config.matmul_precision != "highest":
-        kind = "tf32"
-    tflops = getattr(hardware, f"{kind}_tflops")
+    tflops = getattr(
+        hardware,
+        hardware.peak_figure(precision=config.precision, matmul_precision=config.matmul_precision),
+    )
     return None if tflops is None else tflops * 1e12
 
 

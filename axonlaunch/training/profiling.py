@@ -26,6 +26,7 @@ from axonlaunch.comm import World
 from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.config.schema import ProfileConfig
 from axonlaunch.diagnostics import flight_recorder, step_breakdown
+from axonlaunch.diagnostics.pipeline_actions import CLOCK_AHEAD
 from axonlaunch.diagnostics.stragglers import files_of
 from axonlaunch.diagnostics.wait_detection import waits
 from axonlaunch.system.process_state import state
@@ -84,12 +85,13 @@ class StepProfiler:
         if self._world.world_size > 1:
             all_gather_json(None)  # until all have written
         if self._world.is_main:
-            host, clock = self._clocks[self._config.ranks[0]]
-            offsets = {
-                rank: 0 if self._clocks[rank][0] == host else self._clocks[rank][1] - clock
-                for rank in self._config.ranks
-            }
+            offsets = {rank: self._ahead(rank) for rank in self._config.ranks}
             step_breakdown.merge(self._run_dir, offsets_ns=offsets)
+
+    def _ahead(self, rank: int) -> int:
+        """Return by how many nanoseconds a rank's clock is ahead of the first profiled one's."""
+        host, clock = self._clocks[self._config.ranks[0]]
+        return 0 if self._clocks[rank][0] == host else self._clocks[rank][1] - clock
 
     def _start(self) -> None:
         device = self._world.device
@@ -125,6 +127,7 @@ class StepProfiler:
         zero = int(content.get("baseTimeNanoseconds", 0))
         if self._waits is not None:
             content["traceEvents"] += self._waits.events(content["traceEvents"], zero_ns=zero)
+        content[CLOCK_AHEAD] = self._ahead(self._world.rank)
         with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as stream:
             json.dump(content, stream)
         self._dump_memory()

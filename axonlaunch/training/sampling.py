@@ -122,7 +122,7 @@ def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
     from axonlaunch.models.build import build_model
     from axonlaunch.models.module_state import model_state
 
-    model = build_model(saved.model, seed=saved.seed).eval()
+    model = build_model(saved, seed=saved.seed).eval()
     checkpoint.load_model(newest, model_state(model))
     return model, length, tokenizer or ByteTokenizer()
 

@@ -7,7 +7,7 @@ checkpoint's.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from axonlaunch.checkpoint import Checkpoint
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.data.loader import Loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.diagnostics.stragglers import Stragglers
@@ -36,6 +36,7 @@ from axonlaunch.events import (
 from axonlaunch.training.device_use import DeviceUse
 from axonlaunch.training.early_stop import EvaluationHistory
 from axonlaunch.training.garbage import GarbageCollection
+from axonlaunch.training.module_trace.run import RunTracer
 from axonlaunch.training.nonfinite import raise_if_nonfinite
 from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
 from axonlaunch.training.profiling import StepProfiler
@@ -84,6 +85,7 @@ def fit(
     watch: PeakWatch,
     profiler: StepProfiler,
     use: DeviceUse,
+    tracer: RunTracer | None = None,
     saver: Saver | None = None,
     resumed: Checkpoint | None = None,
 ) -> Finished:
@@ -100,10 +102,13 @@ def fit(
         watch: Finds the peak of this rank's memory.
         profiler: Records the steps that it was asked for.
         use: Reads what the device reports, at logged steps.
+        tracer: Traces the modules of some steps; None: of no step.
         saver: Writes checkpoints, as often as it says; None: there are none.
         resumed: What the engine's state was loaded from; None: it has done no step.
     """
     num_steps = config.num_steps
+    if resumed is not None and resumed.data is not None:
+        data.resume(resumed.data)
     with (
         closing(data.iterate(engine.step)) as batches,
         closing(Stragglers(world)) as stragglers,
@@ -111,6 +116,7 @@ def fit(
     ):
         loop = _Loop(
             engine=engine,
+            backward=engine.backward if tracer is None else tracer.backward,
             data=data,
             config=config,
             world=world,
@@ -157,7 +163,7 @@ def fit(
         peak_memory_bytes=watch.peak_bytes(),
     )
     monitor.report(done)
-    monitor.beat("done", step=engine.step)
+    monitor.report_phase("done", step=engine.step)
     return done
 
 
@@ -166,11 +172,13 @@ class _Loop:
     """What each round of the loop does: a step, and what may come after it.
 
     Attributes:
+        backward: The engine's, or what traces it.
         loss: Of the step that was done last, on the device; None once nobody looks at it any more.
         progress: Numbers of the run so far.
     """
 
     engine: Engine
+    backward: Callable[[AnyBatch], tuple[torch.Tensor, torch.Tensor]]
     data: Loader
     config: TrainConfig
     world: World
@@ -178,7 +186,7 @@ class _Loop:
     watch: PeakWatch
     profiler: StepProfiler
     use: DeviceUse
-    batches: Iterator[Batch]
+    batches: Iterator[AnyBatch]
     stragglers: Stragglers
     vote: StopVote
     progress: _Progress
@@ -265,30 +273,36 @@ class _Loop:
                 tokens=None if progress.seen is None else int(progress.seen),
                 best_eval_loss=progress.evaluations.best,
                 evaluations_since=progress.evaluations.since,
+                data=self.data.state(self.engine.step),
             )
         for save in [*saved, *(saver.close() if ends else saver.finished())]:
             self.monitor.report(Saved(save.step, str(save.path), save.seconds, save.stalled_s))
         self.progress.leave_out_since(started)
 
     def _begin(self, phase: str) -> None:
-        self.monitor.beat(phase, step=self.engine.step)
+        self.monitor.report_phase(phase, step=self.engine.step)
         self.stragglers.note(phase)
 
-    def _read(self) -> Batch:
+    def _read(self) -> AnyBatch:
         self._begin("reading")
         began = time.perf_counter()
         batch = next(self.batches)
         self.progress.waited += time.perf_counter() - began
         return batch
 
-    def _train(self, batch: Batch, *, is_checked: bool) -> StepResult:
+    def _train(self, batch: AnyBatch, *, is_checked: bool) -> StepResult:
         self._begin("stepping")
         with self.watch.step(self.engine):
             with naming_unknown_tokens(batch, self.data, step=self.engine.step):
-                self.loss, tokens = self.engine.backward(batch)
+                self.loss, tokens = self.backward(batch)
             if is_checked:
                 self._refuse_nonfinite()
             return StepResult(self.loss, tokens, *self.engine.update())
+
+    def _epoch(self, step: int) -> float | None:
+        """Return how often the data was seen; None: a stream does not say how long it is."""
+        samples = self.data.dataset.num_samples
+        return step * self.config.global_batch_size / samples if samples else None
 
     def _refuse_nonfinite(self) -> None:
         """Refuse to learn from, or to save, what is not finite, but where fp16 leaves it out."""
@@ -312,7 +326,7 @@ class _Loop:
                 tokens_per_s=tokens / seconds,
                 step_s=seconds,
                 peak_memory_bytes=peak_memory_bytes(self.world.device),
-                epoch=step * self.config.global_batch_size / self.data.dataset.num_samples,
+                epoch=self._epoch(step),
                 tokens_seen=None if progress.seen is None else int(progress.seen),
                 data_wait_s=waited,
                 slowest=slowest,

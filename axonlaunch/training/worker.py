@@ -21,9 +21,10 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
+from axonlaunch.data.first_question import first_question
 from axonlaunch.data.loader import rank_loader
-from axonlaunch.data.mix import TextMix
-from axonlaunch.data.text_rows import TextRows
+from axonlaunch.data.mix import AnyText
+from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
@@ -34,10 +35,14 @@ from axonlaunch.training.arithmetic import configure_arithmetic
 from axonlaunch.training.conversation import Conversation
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
+from axonlaunch.training.module_trace.run import RunTracer
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.profiling import StepProfiler
 from axonlaunch.training.sampling import TrainedText
 from axonlaunch.training.trainer import fit
+
+_PROMPT = "def "
+"""What a model of text continues where nothing is asked for."""
 
 
 def run(
@@ -55,7 +60,7 @@ def run(
         monitor: Follows this rank; events reach that of the main rank alone.
         cpu_peak: Makes what finds the peak of a CPU's memory; None: it is not found.
     """
-    monitor.beat("building", step=None)
+    monitor.report_phase("building", step=None)
     configure_arithmetic(config.train)
     layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
@@ -69,13 +74,13 @@ def run(
     watch = _watch(config, world, cpu_peak)
     source = Source(storing=watch.storing)
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
-    monitor.beat("loading", step=None)
+    monitor.report_phase("loading", step=None)
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
-        load_initial_weights(engine, config.model, world=world)
+        load_initial_weights(engine, config, world=world)
     root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
-    if world.is_main and isinstance(dataset, TextRows | TextMix):
+    if world.is_main and isinstance(dataset, AnyText):
         for folder in {Path(config.run_dir), root} if config.checkpoint.every else ():
             dataset.tokenizer.keep(folder / TOKENIZER)
     monitor = dataclasses.replace(monitor, report=report)
@@ -91,8 +96,8 @@ def run(
             layout=str(layout),
             device=str(world.device),
             parameters=engine.num_parameters,
-            samples=dataset.num_samples,
-            counted=dataset.kind,
+            samples=dataset.num_samples or None,
+            counted="samples" if dataset.kind == "structured" else dataset.kind,
             step=engine.step,
             steps=config.train.num_steps,
             resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
@@ -107,6 +112,7 @@ def run(
         )
     )
 
+    tracer = RunTracer(config, engine, world=world) if config.train.trace.steps else None
     profiler = StepProfiler(config.train.profile, world=world, run_dir=Path(config.run_dir))
     saver = None
     if config.checkpoint.every:
@@ -123,9 +129,9 @@ def run(
             every=config.checkpoint.every,
             layout=str(layout),
             background=config.checkpoint.async_save,
-            wrote=lambda: monitor.beat("saving", step=engine.step),
+            wrote=lambda: monitor.report_phase("saving", step=engine.step),
         )
-    with loggers:
+    with loggers, _tokenising_ahead(config, dataset, world):
         finished = fit(
             engine,
             loader,
@@ -135,12 +141,22 @@ def run(
             watch=watch,
             profiler=profiler,
             use=use,
+            tracer=tracer,
             saver=saver,
             resumed=resumed.checkpoint,
         )
         if not finished.interrupted:
             _sample(config, engine, dataset, monitor.report)
     return finished
+
+
+def _tokenising_ahead(
+    config: RunConfig, dataset: Dataset, world: World
+) -> AbstractContextManager[object]:
+    """Let one rank of each node tokenise what it is not yet time for."""
+    if not isinstance(dataset, ShardedRows) or world.local_rank:
+        return nullcontext()
+    return dataset.tokenising_ahead(config.tokenizer)
 
 
 def _flops_per_token(config: RunConfig, engine: Engine, dataset: Dataset) -> float | None:
@@ -150,6 +166,7 @@ def _flops_per_token(config: RunConfig, engine: Engine, dataset: Dataset) -> flo
     return training_flops_per_token(
         parameters=engine.num_parameters,
         looked_up=engine.num_looked_up,
+        frozen=engine.num_frozen,
         layers=getattr(config.model, "num_hidden_layers", 0),
         hidden_size=getattr(config.model, "hidden_size", 0),
         positions=dataset.sample_shape[0],
@@ -211,8 +228,9 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listene
     """Let a model of text continue the prompt; every rank calls this."""
     if not config.sample.max_new_tokens or dataset.kind != "tokens" or not dataset.is_text:
         return
-    prompt = config.sample.prompt
-    if isinstance(config.data, ChatConfig) and isinstance(dataset, TextRows | TextMix):
+    prompt = config.sample.prompt or _PROMPT
+    if isinstance(config.data, ChatConfig) and isinstance(dataset, AnyText):
+        prompt = config.sample.prompt or first_question(config.data)
         trained = TrainedText(engine.predict, dataset.sample_shape[0], dataset.tokenizer)
         most = config.sample.max_new_tokens
         conversation = Conversation(trained, tokens=most, seed=config.seed)
@@ -247,7 +265,7 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
             "strategy.fsdp.replicate=2 makes two"
         )
-    notes += device_notes(world.backend)
+    notes += device_notes(world)
     offload = strategy.fsdp.cpu_offload
     if offload != "none" and world.device.type == "cpu":
         notes.append(
@@ -267,11 +285,17 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def device_notes(backend: str) -> Iterator[str]:
-    """Say that devices are there, and the run is on the CPU."""
-    if backend == Backend.GLOO and (devices := device_count()):
+def device_notes(world: World) -> Iterator[str]:
+    """Say that devices are there and the run is on the CPU, or that ranks share a device."""
+    if world.device.type == "cpu" and (devices := device_count()):
         yield (
-            f"launch.backend=gloo: the ranks compute on the CPU, and rank 0 sees {devices} "
+            f"launch.device=cpu: the ranks compute on the CPU, and rank 0 sees {devices} "
             f"{'device' if devices == 1 else 'devices'}; a rank for each would use them: "
-            f"launch.nproc={devices} launch.backend=nccl"
+            f"launch.device=cuda launch.nproc={devices}"
+        )
+    if world.device.type != "cpu" and world.backend is not Backend.NCCL and world.world_size > 1:
+        whose = "are those of all ranks" if world.backend is Backend.MOCK else "are its own"
+        yield (
+            f"launch.backend={world.backend}: ranks share {world.device} to be debugged on it, "
+            f"which is slow; the main rank's memory figures {whose}"
         )

@@ -6,8 +6,6 @@ It runs both sides, on the mock world or on real ranks, and leaves nothing behin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,13 @@ import torch.distributed as dist
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.comm.rendezvous import local_place
-from axonlaunch.config import RunConfig, with_values
+from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import num_ranks
-from axonlaunch.config.optimizer import MuonConfig
 from axonlaunch.config.plugins import import_plugins
-from axonlaunch.engines.data_parallel import zero1
 from axonlaunch.system import host
 from axonlaunch.system.temporary_folders import temporary_folder
 from axonlaunch.verification import layout_run
+from axonlaunch.verification.demands import lowered_thresholds, with_smooth_updates
 from axonlaunch.verification.differences import Difference
 from axonlaunch.verification.draws import Draw
 from axonlaunch.verification.judge import judge
@@ -40,13 +37,7 @@ from axonlaunch.verification.reference import (
 )
 from axonlaunch.verification.result import ParityResult, failed
 
-# AdamW divides by a gradient's size, and Lion takes its sign. Where that is nothing but rounding,
-# as for the bias of keys, which softmax ignores, their usual eps would make whole steps in random
-# directions of it.
-_LEAST_EPS = 1e-4
 _SAVED = "reference.pt"
-_SMALL_BYTES = 2**10
-_TOGETHER_BYTES = 2**11
 
 
 def on_mock(config: RunConfig, plan: ComparisonPlan) -> ParityResult:
@@ -57,12 +48,14 @@ def on_mock(config: RunConfig, plan: ComparisonPlan) -> ParityResult:
         plan: How many steps, and what else is compared.
     """
     import_plugins(config.plugins)
-    config = _with_smooth_updates(config)
+    config = with_smooth_updates(config)
     try:
         references = run_references(config, plan)
     except NoReferenceError as error:
         return failed(config, plan.steps, str(error))
-    world = World.mock(num_ranks(config), timeout_s=config.launch.timeout_s)
+    world = World.mock(
+        num_ranks(config), timeout_s=config.launch.timeout_s, device=config.launch.device
+    )
 
     def run(member: World) -> RankReport:
         return layout_run.compare(config, member, references[0], plan, folder=folder)
@@ -79,10 +72,10 @@ def save_reference(config: RunConfig, plan: ComparisonPlan, folder: str) -> Pari
     """Run the one process for ``verify_on_rank`` to compare with; return a verdict if it fails."""
     import_plugins(config.plugins)
     try:
-        references = run_references(_with_smooth_updates(config), plan)
+        references = run_references(with_smooth_updates(config), plan)
     except NoReferenceError as error:
         return failed(config, plan.steps, str(error))
-    torch.save([asdict(one) for one in references], Path(folder) / _SAVED)
+    torch.save([asdict(reference) for reference in references], Path(folder) / _SAVED)
     return None
 
 
@@ -99,14 +92,18 @@ def verify_on_rank(
     """
     ranks = num_ranks(config)
     import_plugins(config.plugins)
-    config = _with_smooth_updates(config)
+    config = with_smooth_updates(config)
     threads = config.launch.threads
     torch.set_num_threads(host.threads(ranks=ranks) if threads == "auto" else threads)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     place = local_place(rank, ranks)
     os.environ.update(place.variables())  # a user's model may look for them, as in training
     with World.join(
-        place, backend=config.launch.backend, timeout_s=config.launch.timeout_s, store=store
+        place,
+        backend=config.launch.backend,
+        device=config.launch.device,
+        timeout_s=config.launch.timeout_s,
+        store=store,
     ) as world:
         first, again = map(_read, torch.load(Path(folder) / _SAVED))
         with lowered_thresholds():
@@ -116,39 +113,13 @@ def verify_on_rank(
         return None
     reports = [
         RankReport(
-            [Difference(**one) for one in report["differences"]],
-            [Draw(**one) for one in report["draws"]],
+            [Difference(**item) for item in report["differences"]],
+            [Draw(**item) for item in report["draws"]],
         )
         for report in gathered
     ]
     return judge(config, plan, (first, again), reports)
 
 
-@contextmanager
-def lowered_thresholds() -> Iterator[None]:
-    """Let small parameters take the ways of large ones: alone, and in several buckets."""
-    before = zero1._LARGE, zero1._FULL
-    zero1._LARGE, zero1._FULL = _SMALL_BYTES, _TOGETHER_BYTES
-    try:
-        yield
-    finally:
-        zero1._LARGE, zero1._FULL = before
-
-
 def _read(saved: dict[str, Any]) -> Reference:
     return Reference(**{**saved, "steps": [ReferenceStep(**step) for step in saved["steps"]]})
-
-
-def _with_smooth_updates(config: RunConfig) -> RunConfig:
-    """Return a run whose updates don't jump where a gradient is nothing but rounding."""
-    optimizer, eps = config.optimizer, getattr(config.optimizer, "eps", None)
-    if isinstance(optimizer, MuonConfig):
-        # Its iteration multiplies what is small by 3.4445 each time, and rounds to bf16 before it:
-        # five of them make 1e-3 of a gradient's last bit.
-        eps = max(optimizer.adamw_eps, _LEAST_EPS)
-        return with_values(config, {"optimizer.adamw_eps": eps, "optimizer.ns_steps": 1})
-    if isinstance(eps, tuple):  # Adafactor's: of squares, and of parameters' sizes
-        return with_values(config, {"optimizer.eps": (max(eps[0] or 0, _LEAST_EPS), *eps[1:])})
-    if isinstance(eps, float):
-        return with_values(config, {"optimizer.eps": max(eps, _LEAST_EPS)})
-    return config

@@ -7,17 +7,25 @@ as it is; how much there is of it, and how the rate and the gradient's limit lie
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.optimizer import MuonConfig
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.engines.data_parallel import zero1
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import NoReferenceError, run_references
 
+# AdamW divides by a gradient's size, and Lion takes its sign. Where that is nothing but rounding,
+# as for the bias of keys, which softmax ignores, their usual eps would make whole steps in random
+# directions of it.
+_LEAST_EPS = 1e-4
 _ACCUMULATION = 2
 """Micro-batches of a step, or rounds of a pipeline's schedule."""
 _WARMUP = 2
@@ -27,6 +35,10 @@ _BUCKETS = 6
 _DECAY = 0.1
 _TRIED = 3
 """Steps whose norms say where a limit lies that some gradients reach, and others don't."""
+
+_SMALL_BYTES = 2**10
+_TOGETHER_BYTES = 2**11
+"""Bytes of parameters that travel alone, and together, in place of zero1's: models are small."""
 
 
 def demanding(config: RunConfig, plan: ComparisonPlan) -> RunConfig:
@@ -52,7 +64,7 @@ def _batch(config: RunConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     in_round = 1
     # Of one sample batch normalisation makes nothing.
-    size = 1 if layout.pipeline > 1 and spec_for(config.model).inputs == "tokens" else 2
+    size = 1 if layout.pipeline > 1 and spec_for(config).inputs == "tokens" else 2
     if chosen != "auto":
         size = chosen
     if layout.pipeline > 1:
@@ -84,8 +96,8 @@ def _update(config: RunConfig, plan: ComparisonPlan) -> dict[str, Any]:
     if getattr(config.optimizer, "weight_decay", None) == 0:
         settings["optimizer.weight_decay"] = _DECAY
     if Layout.of(config, world_size=num_ranks(config)).facts.section == "ddp":
-        parameters = on_meta(config.model, seed=config.seed).parameters()
-        size = 4 * sum(p.numel() for p in parameters) / _BUCKETS / 2**20
+        parameters = on_meta(config, seed=config.seed).parameters()
+        size = 4 * sum(p.numel() for p in parameters if p.requires_grad) / _BUCKETS / 2**20
         if 0 < size < config.strategy.ddp.bucket_size_mb:
             settings["strategy.ddp.bucket_size_mb"] = size
     return settings
@@ -104,3 +116,29 @@ def _with_clipping(config: RunConfig) -> RunConfig:
     if not math.isfinite(between) or between <= 0:
         return config
     return with_values(config, {"train.grad_clip": float(f"{between:.2e}")})
+
+
+@contextmanager
+def lowered_thresholds() -> Iterator[None]:
+    """Let small parameters take the ways of large ones: alone, and in several buckets."""
+    before = zero1._LARGE, zero1._FULL
+    zero1._LARGE, zero1._FULL = _SMALL_BYTES, _TOGETHER_BYTES
+    try:
+        yield
+    finally:
+        zero1._LARGE, zero1._FULL = before
+
+
+def with_smooth_updates(config: RunConfig) -> RunConfig:
+    """Return a run whose updates don't jump where a gradient is nothing but rounding."""
+    optimizer, eps = config.optimizer, getattr(config.optimizer, "eps", None)
+    if isinstance(optimizer, MuonConfig):
+        # Its iteration multiplies what is small by 3.4445 each time, and rounds to bf16 before it:
+        # five of them make 1e-3 of a gradient's last bit.
+        eps = max(optimizer.adamw_eps, _LEAST_EPS)
+        return with_values(config, {"optimizer.adamw_eps": eps, "optimizer.ns_steps": 1})
+    if isinstance(eps, tuple):  # Adafactor's: of squares, and of parameters' sizes
+        return with_values(config, {"optimizer.eps": (max(eps[0] or 0, _LEAST_EPS), *eps[1:])})
+    if isinstance(eps, float):
+        return with_values(config, {"optimizer.eps": max(eps, _LEAST_EPS)})
+    return config

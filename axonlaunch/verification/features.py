@@ -13,20 +13,23 @@ from axonlaunch.verification.reference import Reference
 NOT = "not exercised"
 
 
-def features(config: RunConfig, plan: ComparisonPlan, reference: Reference) -> dict[str, str]:
+def features(
+    config: RunConfig, plan: ComparisonPlan, reference: Reference, *, masks: int
+) -> dict[str, str]:
     """Return, by feature, how it was exercised, or ``not exercised`` and what would.
 
     Args:
         config: The layout's, as it was compared.
         plan: What was compared.
         reference: What one process computed.
+        masks: Random draws that were compared: of a model with dropout its masks.
     """
     train, layout = config.train, Layout.of(config, world_size=num_ranks(config))
     clipped = sum(
         train.grad_clip is not None and step.norm > train.grad_clip for step in reference.steps
     )
     skipped = sum(step.skipped for step in reference.steps)
-    found = {
+    exercised = {
         "real processes": (
             f"{NOT}; use launch.backend=gloo"
             if config.launch.backend == "mock"
@@ -46,22 +49,22 @@ def features(config: RunConfig, plan: ComparisonPlan, reference: Reference) -> d
         "offload": _chosen(config.strategy.fsdp.cpu_offload, "strategy.fsdp.cpu_offload")
         if layout.facts.shards_parameters
         else f"{NOT}; it is for fsdp",
-        "dropout": "the model has none; random draws were compared"
+        "dropout": f"the model has none; {masks} random draws were compared"
         if not reference.dropout
-        else f"off (the model's is {reference.dropout:g}); random draws were compared",
+        else f"up to {reference.dropout:g}: {masks} masks were compared; off for all else",
         "evaluation": "halfway" if reference.evaluation is not None else NOT,
         "resume": f"after {plan.saved} steps, in the same layout"
         if plan.beyond
         else f"{NOT}; axonlaunch verify does",
     }
     if train.precision == "fp16":
-        found["skipped steps"] = f"{skipped} of {len(reference.steps)}"
-    return found
+        exercised["skipped steps"] = f"{skipped} of {len(reference.steps)}"
+    return exercised
 
 
 def _accumulation(layout: Layout) -> str:
     if layout.pipeline > 1:
-        return f"{layout.rounds} rounds of {layout.round_microbatches} micro-batches"
+        return f"{layout.rounds} rounds of {layout.microbatches_per_round} micro-batches"
     if layout.micro_batches == 1:
         return f"{NOT}; use a smaller train.micro_batch_size"
     return f"{layout.micro_batches} micro-batches of {layout.micro_batch_size}"

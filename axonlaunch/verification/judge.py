@@ -43,14 +43,21 @@ def judge(
     reference, again = references
     tolerances = Tolerances(config, reference, again)
     reports = [*reports]
-    found = [difference for report in reports for difference in report.differences]
+    differences = [difference for report in reports for difference in report.differences]
     draws = [draw for report in reports for draw in report.draws]
-    found = [d for d in [*found, *_missing(reference, found)] if d.step <= tolerances.last_step]
-    wrong = _grouped([d for d in found if not tolerances.allows(d)])
+    differences = [
+        d
+        for d in [*differences, *_missing(reference, differences)]
+        if d.step <= tolerances.last_step
+    ]
+    wrong = _grouped([d for d in differences if not tolerances.allows(d)])
     wrong += draw_problems(config, draws, has_dropout=reference.dropout > 0)
-    worst = {kind: _worst(d for d in found if d.kind == kind) for kind in ORDER}
+    worst = {kind: _worst(d for d in differences if d.kind == kind) for kind in ORDER}
     named = [d for kind in ("gradient", "parameter") if (d := worst[kind]) is not None]
-    proved = _proved(reference, found)
+    proved = _proved(reference, differences)
+    notes = []
+    if reference.dropout:
+        notes.append(_of_dropout(reference.dropout, len(draws)))
     reason = "" if wrong else _nothing_proved(config, reference, proved, tolerances)
     return ParityResult(
         passed=not wrong and not reason,
@@ -68,16 +75,24 @@ def judge(
         worst_parameter=max(named, key=_size).name if named else None,
         losses=[step.loss for step in reference.steps],
         differences=wrong,
-        features=features(config, plan, reference),
+        features=features(config, plan, reference, masks=len(draws)),
+        notes=notes,
         parameters=len(reference.start),
         parameters_with_gradient=len(proved.with_gradient),
         parameters_moved=len(proved.moved),
+        frozen_parameters=[*reference.frozen],
         unproved_parameters=[
             name
             for name in reference.start
-            if name not in proved.with_gradient or name not in proved.moved
+            if name not in reference.frozen
+            and (name not in proved.with_gradient or name not in proved.moved)
         ],
     )
+
+
+def _of_dropout(rate: float, masks: int) -> str:
+    on = f"{masks} masks were compared with it on" if masks else "no mask was drawn with it on"
+    return f"dropout (up to {rate:g}) was off where numbers were compared; {on}"
 
 
 class _Proved:
@@ -93,8 +108,8 @@ class _Proved:
         self.moved = moved
 
 
-def _proved(reference: Reference, found: Sequence[Difference]) -> _Proved:
-    seen = {d.name for d in found if d.kind == "gradient" and d.relative < float("inf")}
+def _proved(reference: Reference, differences: Sequence[Difference]) -> _Proved:
+    seen = {d.name for d in differences if d.kind == "gradient" and d.relative < float("inf")}
     nonzero = {
         name
         for step in reference.steps
@@ -139,14 +154,16 @@ def _grouped(wrong: Sequence[Difference]) -> list[str]:
     """Return a line for each quantity that differs, the earliest first, with the ranks."""
     order = sorted(wrong, key=lambda d: (d.step, ORDER.index(d.kind)))
     groups: dict[tuple[int, str, str], list[Difference]] = {}
-    for one in order:
-        groups.setdefault((one.step, one.kind, one.name), []).append(one)
+    for difference in order:
+        groups.setdefault((difference.step, difference.kind, difference.name), []).append(
+            difference
+        )
     return [_line(group) for group in groups.values()]
 
 
 def _line(group: Sequence[Difference]) -> str:
     worst = max(group, key=_size)
-    ranks = sorted({one.rank for one in group})
+    ranks = sorted({difference.rank for difference in group})
     where = "" if worst.seen is not None or len(ranks) > _LISTED else f" (rank {_listed(ranks)})"
     return f"{worst}{where}"
 

@@ -22,28 +22,41 @@ from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
-from axonlaunch.data.dataset import Batch, sample_inputs
-from axonlaunch.data.loader import Loader, rank_loader
+from axonlaunch.data.dataset import AnyBatch, Batch, sample_inputs
+from axonlaunch.data.loader import Loader, rank_loader, whole_loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
+from axonlaunch.models.build import spec_for
 from axonlaunch.verification import inputs
 from axonlaunch.verification.differences import Difference, as_number, of_number, of_tensor
-from axonlaunch.verification.draws import Draw, recorder
+from axonlaunch.verification.draws import Draw, DrawProbe, MaskRecorder
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import PREDICTED, Reference
 from axonlaunch.verification.tolerances import PARAMETER_FLOOR, floors, state_floors
 
+STEPS_OF_MASKS = 2
+"""Steps whose masks are compared, of models with dropout."""
 
-def prepared_engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
-    """Build a rank's engine without dropout, with its initial weights, and its data."""
+
+def prepared_engine(
+    config: RunConfig, world: World, *, drops: bool = False
+) -> tuple[Engine, Loader]:
+    """Build a rank's engine, with its initial weights, and its data.
+
+    Args:
+        config: The layout's.
+        world: Its ranks; all of them call this.
+        drops: Whether dropout stays as the model has it; it is off otherwise.
+    """
     layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
     engine = build_engine(config, world, sample=sample_inputs(dataset))
-    load_initial_weights(engine, config.model, world=world)
+    load_initial_weights(engine, config, world=world)
     inputs.move_vectors(engine.named_parameters())
-    inputs.drop_nothing(engine.modules)
+    if not drops:
+        inputs.drop_nothing(engine.modules)
     return engine, loader
 
 
@@ -73,8 +86,23 @@ def compare(
         folder: Where a checkpoint may be written, the same for every rank.
     """
     run = _LayoutRun(config, world, reference, plan)
-    differences = [replace(one, rank=world.rank) for one in run.differences(folder)]
-    return RankReport(differences, run.draws)
+    differences = [replace(difference, rank=world.rank) for difference in run.differences(folder)]
+    draws = run.draws
+    if reference.dropout and not config.train.compile:
+        draws = _masks(config, world)
+    return RankReport(differences, draws)
+
+
+def _masks(config: RunConfig, world: World) -> list[Draw]:
+    """Return the masks that this rank's model draws in some steps, with dropout on."""
+    engine, loader = prepared_engine(config, world, drops=True)
+    recorder = MaskRecorder(engine.modules, rank=world.rank)
+    for number in range(STEPS_OF_MASKS):
+        recorder.step = number + 1
+        with recorder:
+            engine.backward(loader.batch(number))
+        engine.update()
+    return recorder.draws
 
 
 class _LayoutRun:
@@ -92,7 +120,10 @@ class _LayoutRun:
         """Build an engine that knows nothing of what was before."""
         config, rank = self._config, self._world.rank
         self._engine, self._loader = prepared_engine(config, self._world)
-        self._recorder = recorder(config, self._engine.modules, rank=rank)
+        self._probe: DrawProbe | None = None
+        # What is compiled draws otherwise; a model with dropout draws by itself, with it on.
+        if not config.train.compile and not self._reference.dropout:
+            self._probe = DrawProbe(spec_for(config), self._engine.modules, rank=rank)
 
     def differences(self, folder: Path) -> Iterator[Difference]:
         """Yield what differs, in the order of what is done."""
@@ -112,23 +143,23 @@ class _LayoutRun:
         if plan.saved < plan.steps:
             yield from self._parameters(plan.steps - 1, self._reference.end)
 
-    def _uneven(self, batch: Batch, step: int) -> Batch:
+    def _uneven(self, batch: AnyBatch, step: int) -> AnyBatch:
         """Return this rank's rows of a global batch with targets left out."""
         layout = Layout.of(self._config, world_size=self._world.world_size)
-        first = layout.data_shard(self._world.rank) * len(batch.inputs)
+        first = layout.data_shard(self._world.rank) * len(batch)
         return inputs.uneven(batch, first_row=first, step=step)
 
     def _step(self, number: int) -> Iterator[Difference]:
         engine, expected = self._engine, self._reference.steps[number]
         yield of_number(number, "rate", engine.learning_rate(), expected.rate)
         batch = self._uneven(self._loader.batch(number), number)
-        if self._recorder is not None:
-            self._recorder.step = number + 1
+        if self._probe is not None:
+            self._probe.step = number + 1
         with naming_unknown_tokens(batch, self._loader, step=number):
             loss, _ = engine.backward(batch)
-        if self._recorder is not None:
-            self.draws += self._recorder.draws
-            self._recorder.draws = []
+        if self._probe is not None:
+            self.draws += self._probe.draws
+            self._probe.draws = []
         yield of_number(number, "loss", float(loss), expected.loss)
         gradients = list(self._gradients(number))
         norm, skipped = engine.update()
@@ -150,6 +181,8 @@ class _LayoutRun:
                 # What one process has no gradient of may have one of zero elsewhere.
                 nothing = torch.zeros(parameter.shape) if expected is None else expected
                 yield of_tensor(where, gradient, nothing, floor=floor)
+            if parameter.requires_grad == (name in self._reference.frozen):
+                yield Difference(number + 1, "gradient", name, math.inf)
 
     def _parameters(self, number: int, expected: dict[str, Tensor]) -> Iterator[Difference]:
         for name, parameter in self._engine.named_parameters():
@@ -181,14 +214,10 @@ class _LayoutRun:
         half = self._plan.halfway - 1
         yield of_number(half, "evaluation", float(sums[0] / sums[1].clamp(min=1)), loss)
         yield of_number(half, "evaluation", float(sums[1]), counted)
-        whole_batch = Loader(
-            self._loader.dataset,
-            seed=self._config.seed,
-            global_batch_size=self._config.train.global_batch_size,
-        )
-        first = next(whole_batch.eval_batches(1)).inputs[:PREDICTED]
         if self._reference.prediction is not None:
-            outputs = self._engine.predict(first)
+            whole_batch = next(whole_loader(self._config, self._loader.dataset).eval_batches(1))
+            assert isinstance(whole_batch, Batch)
+            outputs = self._engine.predict(whole_batch.inputs[:PREDICTED])
             where, expected = (half, "prediction", ""), self._reference.prediction
             yield of_tensor(where, outputs, expected, floor=0.0)
             if outputs.dtype != expected.dtype and not self._plan.fp64:

@@ -1,32 +1,36 @@
 """Where a layout begins to compute something else than one process: the first module, by its name.
 
 Outputs of modules are compared in order of computation, each rank's with its part of what the plain
-model gives; where they agree, gradients of parameters are, from the loss backwards.
+model gives; then gradients of outputs and of parameters, from the loss backwards; then updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.verification import inputs
+from axonlaunch.config.layout import Layout
+from axonlaunch.config.plugins import import_plugins
+from axonlaunch.verification import dump
+from axonlaunch.verification.both_sides import BothSides, Pair, Quantity
 from axonlaunch.verification.differences import Difference, of_tensor, simple_ratio
-from axonlaunch.verification.layout_run import prepared_engine
-from axonlaunch.verification.plain_model import threads_for
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import PlainRun
 from axonlaunch.verification.result import tolerance_of
 from axonlaunch.verification.tolerances import GRADIENT_FLOOR, root_mean_square
 
 _TIMES = 10.0
 """Of the base tolerance: far more than rounding, for what differs here differs in earnest."""
+_OF_UPDATES = 1e-2
+"""What an update may be off by in any case: of a small part of a weight the last bits are lost."""
+_TIMES_OF_UPDATES = 3.0
+"""By how much more than a gradient: AdamW makes a whole step of one that is nearly nothing."""
 
 
 @dataclass(frozen=True)
@@ -45,76 +49,172 @@ class FirstDifference:
         return f"{self.module or 'the model'}: {self.what}"
 
 
-@dataclass
-class _Recorded:
-    """What the modules of one side gave in the first step, and its gradients.
+@dataclass(frozen=True)
+class _Compared:
+    """A pair of tensors and how far they are apart."""
 
-    Attributes:
-        outputs: By a module's name in order of calls: a tensor for each micro-batch.
-        gradients: Of parameters.
-    """
-
-    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    pair: Pair
+    difference: Difference
 
 
-def first_difference(config: RunConfig) -> FirstDifference | None:
-    """Return the first module whose outputs, or the last whose gradients, are not one process's.
+def locate_difference(
+    config: RunConfig, plan: ComparisonPlan, folder: Path | None = None
+) -> FirstDifference | None:
+    """Run both sides again, module by module; return the first difference.
 
     Args:
         config: Checked, small enough to be run on the mock world twice.
+        plan: What was compared.
+        folder: Where both sides are kept; None: nowhere.
     """
-    layout = Layout.of(config, world_size=num_ranks(config))
-    with threads_for(config):
-        expected = _plain(config)
-        ranks = World.mock(num_ranks(config)).run(lambda world: _compared(config, world, expected))
+    import_plugins(config.plugins)
+    sides = BothSides(config, fp64=plan.fp64)
+    if folder is not None:
+        dump.write_sides(sides, folder)
+    return first_difference(sides, config)
+
+
+def first_difference(sides: BothSides, config: RunConfig) -> FirstDifference | None:
+    """Return the first module whose output, gradient or update is not one process's.
+
+    Of a gradient of an output that is wrong the module is named that gives it back: the one that
+    reads the output, if its own output's gradient is right.
+
+    Args:
+        sides: What both gave.
+        config: The run's.
+    """
     passing = _TIMES * tolerance_of(config)
-    for kind, names in (
-        ("output", [*expected.outputs]),
-        ("gradient", _backwards(expected)),
-    ):
-        for name in names:
-            found = [d for rank in ranks for d in rank if (d.kind, d.name) == (kind, name)]
-            wrong = [d for d in found if not d.relative <= passing]
-            if wrong:
-                module = name if kind == "output" else name.rpartition(".")[0] or name
-                return FirstDifference(module, _what(kind, name, wrong, found, layout))
+    right: set[tuple[int, str]] = set()
+    floors = _floors(sides)
+    for quantity in sides.quantities():
+        if not bool(quantity.plain.isfinite().all()):
+            continue  # fp16 overflowed
+        if quantity.missing:
+            return _fewer(quantity, sides.layout)
+        least = passing
+        if quantity.kind == "parameter":
+            least = max(_TIMES_OF_UPDATES * passing, _OF_UPDATES)
+        compared = [_compare(quantity, pair, floors) for pair in quantity.pairs]
+        wrong = [one for one in compared if not one.difference.relative <= least]
+        if wrong:
+            module, of = _at_fault(quantity, sides, right)
+            return FirstDifference(module, _what(of, quantity, wrong, compared, sides, least))
+        if quantity.kind == "output gradient" and compared:
+            right.add((quantity.step, quantity.name))
     return None
 
 
-def _backwards(expected: _Recorded) -> list[str]:
-    """Return parameters in the order in which a backward reaches their modules."""
-    order = {name: place for place, name in enumerate(expected.outputs)}
-    return sorted(
-        expected.gradients, key=lambda name: -order.get(name.rpartition(".")[0], len(order))
+def _floors(sides: BothSides) -> dict[tuple[int, str], float]:
+    """Return by step and kind what an element of a gradient or update is at least taken for."""
+    of_kind: dict[tuple[int, str], list[Tensor]] = {}
+    for quantity in sides.quantities():
+        if quantity.kind in ("gradient", "parameter"):
+            tensor = quantity.plain
+            moved = tensor if quantity.before is None else tensor - quantity.before
+            of_kind.setdefault((quantity.step, quantity.kind), []).append(moved)
+    return {key: GRADIENT_FLOOR * root_mean_square(tensors) for key, tensors in of_kind.items()}
+
+
+def _compare(quantity: Quantity, pair: Pair, floors: dict[tuple[int, str], float]) -> _Compared:
+    seen, expected = pair.seen, pair.expected
+    if quantity.before is not None:  # how they move, for what they were is the same
+        before = quantity.before[pair.index]
+        seen, expected = seen.double() - before, expected.double() - before
+    floor = floors.get((quantity.step, quantity.kind), 0.0)
+    where = (quantity.step - 1, quantity.kind, quantity.name)
+    return _Compared(pair, of_tensor(where, seen, expected, floor=floor, rank=pair.rank))
+
+
+def _at_fault(quantity: Quantity, sides: BothSides, right: set[tuple[int, str]]) -> tuple[str, str]:
+    """Return the module to name, and what of it is wrong."""
+    name = quantity.name
+    if quantity.kind == "output":
+        return name, "its output"
+    if quantity.kind == "output gradient":
+        readers = sides.readers(quantity.step, name)
+        if readers and all((quantity.step, reader) in right for reader in readers):
+            return readers[0], f"the gradient of its input, {name}'s output,"
+        return name, "the gradient of its output"
+    of = "gradient" if quantity.kind == "gradient" else "update"
+    return name.rpartition(".")[0] or name, f"the {of} of {name}"
+
+
+def _fewer(quantity: Quantity, layout: Layout) -> FirstDifference:
+    count = min(quantity.missing.values())
+    ranks = ", ".join(map(str, sorted(quantity.missing)))
+    return FirstDifference(
+        quantity.name,
+        f"it computes {count} of {layout.micro_batches} micro-batches on rank {ranks}",
     )
 
 
 def _what(
-    kind: str, name: str, wrong: Sequence[Difference], found: Sequence[Difference], layout: Layout
+    of: str,
+    quantity: Quantity,
+    wrong: Sequence[_Compared],
+    found: Sequence[_Compared],
+    sides: BothSides,
+    passing: float,
 ) -> str:
-    worst = max(wrong, key=lambda difference: difference.relative)
-    of = "its output" if kind == "output" else f"the gradient of {name}"
-    times = simple_ratio(worst)
-    how = f"is off by {worst.relative:.2g} of its size"
+    layout = sides.layout
+    worst = max(wrong, key=lambda one: one.difference.relative)
+    times = simple_ratio(worst.difference)
+    how = f"is off by {worst.difference.relative:.2g} of its size"
     if times is not None:
         how = f"is {times} what it should be"
         for axis, size in layout.axes.items():
-            if size > 1 and _near(worst.ratio, size):
+            if size > 1 and _near(worst.difference.ratio, size):
                 how += f", as if summed once too often over {axis}"
-            elif size > 1 and _near(worst.ratio, 1 / size):
+            elif size > 1 and _near(worst.difference.ratio, 1 / size):
                 how += f", as if not summed, or averaged twice, over {axis}"
-    return f"{of} {how} {_where(wrong, found, layout)}"
+    elif quantity.before is None:
+        others = [one.pair for one in found if one.pair.rank != worst.pair.rank]
+        how += _mistaken(worst.pair, others, partial(_is_near, within=passing))
+    step = "" if quantity.step == 1 else f" in step {quantity.step}"
+    return f"{of} {how}{step} {_where(wrong, found, layout)}"
+
+
+def _mistaken(
+    worst: Pair, others: Sequence[Pair], is_near: Callable[[Tensor, Tensor], bool]
+) -> str:
+    """Say that one half of a dim alone is wrong, and whose part it is, where that is so."""
+    seen, expected = worst.seen, worst.expected
+    for other in others:
+        if other.expected.shape == seen.shape and is_near(seen, other.expected):
+            return f": it is rank {other.rank}'s"
+    for dim, size in enumerate(seen.shape):
+        if size < 2 or size % 2:
+            continue
+        halves = [*zip(seen.chunk(2, dim), expected.chunk(2, dim), strict=True)]
+        rights = [is_near(*half) for half in halves]
+        if sum(rights) != 1:
+            continue
+        place = rights.index(False)
+        which = f"the {('first', 'second')[place]} half of dim {dim}"
+        for other in others:
+            if other.expected.shape == seen.shape and is_near(
+                halves[place][0], other.expected.chunk(2, dim)[place]
+            ):
+                return f": {which} is rank {other.rank}'s"
+        return f", all of it in {which}"
+    return ""
+
+
+def _is_near(seen: Tensor, expected: Tensor, *, within: float) -> bool:
+    size = float(torch.linalg.vector_norm(expected.double()))
+    apart = float(torch.linalg.vector_norm(seen.double() - expected))
+    return math.isfinite(apart) and apart <= within * size
 
 
 def _near(ratio: float | None, value: float) -> bool:
     return ratio is not None and abs(ratio - value) < 1e-2 * value
 
 
-def _where(wrong: Sequence[Difference], found: Sequence[Difference], layout: Layout) -> str:
+def _where(wrong: Sequence[_Compared], found: Sequence[_Compared], layout: Layout) -> str:
     """Say on which ranks, and what they have in common that others have not."""
-    here = sorted({one.rank for one in wrong})
-    everyone = {one.rank for one in found}
+    here = sorted({one.pair.rank for one in wrong})
+    everyone = {one.pair.rank for one in found}
     if set(here) == everyone:
         return "on every rank that computes it"
     places = []
@@ -125,89 +225,3 @@ def _where(wrong: Sequence[Difference], found: Sequence[Difference], layout: Lay
             places.append(f"{axis} {seen.pop()}")
     common = f" ({', '.join(places)})" if places else ""
     return f"on rank {', '.join(map(str, here))}{common}"
-
-
-def _plain(config: RunConfig) -> _Recorded:
-    """Run the first step of the plain model."""
-    with torch.random.fork_rng(devices=[]):
-        run = PlainRun(config, ComparisonPlan(steps=1))
-        recorded = _Recorded()
-        _record(recorded, [run.model])
-        recorded.gradients = run.step(0).gradients
-    return recorded
-
-
-def _compared(config: RunConfig, world: World, expected: _Recorded) -> list[Difference]:
-    """Run the first step as a rank, and compare what its modules gave."""
-    engine, loader = prepared_engine(config, world)
-    layout = Layout.of(config, world_size=world.world_size)
-    recorded = _Recorded()
-    _record(recorded, engine.modules)
-    batch = loader.batch(0)
-    first = layout.data_shard(world.rank) * len(batch.inputs)
-    engine.backward(inputs.uneven(batch, first_row=first, step=0))
-    differences = []
-    for name, calls in recorded.outputs.items():
-        for number, seen in enumerate(calls[: layout.micro_batches]):
-            row = first + number * layout.micro_batch_size
-            wanted = _part(expected.outputs.get(name, []), seen, row, layout, world.rank)
-            if wanted is not None:
-                differences.append(of_tensor((0, "output", name), seen, wanted, floor=0.0))
-    floor = GRADIENT_FLOOR * root_mean_square(expected.gradients.values())
-    for name, parameter in engine.named_parameters():
-        gradient, wanted = parameter.grad, expected.gradients.get(name)
-        if gradient is not None and wanted is not None:
-            differences.append(of_tensor((0, "gradient", name), gradient, wanted, floor=floor))
-    return [replace(one, rank=world.rank) for one in differences]
-
-
-def _part(
-    calls: Sequence[Tensor], seen: Tensor, row: int, layout: Layout, rank: int
-) -> Tensor | None:
-    """Return the part of the plain model's output that a rank's micro-batch has; None: not known.
-
-    Samples are those of the micro-batch. A dim that is as much smaller as an axis is large is this
-    rank's piece of it.
-    """
-    if not calls or any(call.ndim != seen.ndim for call in calls) or seen.ndim < 2:
-        return None
-    whole = torch.cat([*calls]) if len(calls) > 1 else calls[0]
-    samples = layout.micro_batch_size * layout.micro_batches * layout.data_ranks
-    if (whole.shape[0], seen.shape[0]) != (samples, layout.micro_batch_size):
-        return None  # not of samples: of positions, or of tokens that experts share out
-    part, place = whole[row : row + seen.shape[0]], layout.coordinates(rank)
-    if layout.context > 1 and part.shape[1] % (2 * layout.context) == 0:
-        pieces = part.chunk(2 * layout.context, 1)  # one of the beginning and one of the end
-        part = torch.cat((pieces[place["cp"]], pieces[-1 - place["cp"]]), 1)
-    for dim in range(1, seen.ndim):
-        if part.shape[dim] == seen.shape[dim]:
-            continue
-        if part.shape[dim] != seen.shape[dim] * layout.tensor:
-            return None
-        part = part.chunk(layout.tensor, dim)[place["tp"]]
-    return part
-
-
-def _record(recorded: _Recorded, modules: Iterable[nn.Module]) -> None:
-    for module in modules:
-        for name, part in module.named_modules():
-            if name:
-                part.register_forward_hook(_noting(recorded.outputs, name))
-
-
-def _noting(outputs: dict[str, list[Tensor]], name: str) -> Any:
-    def note(module: nn.Module, _inputs: Any, output: Any) -> None:
-        if not (torch.is_grad_enabled() and module.training):
-            return  # shapes are tried out
-        for tensor in _floating(output):
-            calls = outputs.setdefault(name, [])
-            if not any(torch.equal(tensor, before) for before in calls):  # not computed again
-                calls.append(tensor.detach().clone())
-
-    return note
-
-
-def _floating(outputs: Any) -> Iterable[Tensor]:
-    """Return the first tensor of numbers that a module returns."""
-    parts = outputs if isinstance(outputs, tuple) else (outputs,)
-    return [one for one in parts if isinstance(one, Tensor) and one.is_floating_point()][:1]

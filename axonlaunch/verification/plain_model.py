@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config import RunConfig
-from axonlaunch.data.dataset import IGNORE_INDEX
+from axonlaunch.data.dataset import IGNORE_INDEX, AnyBatch, Batch
 from axonlaunch.models.build import on_meta
 from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.own_loss import OwnLoss
 from axonlaunch.models.spec import ModelSpec
 
 _SMALL = 20_000_000
@@ -28,7 +29,7 @@ def threads_for(config: RunConfig) -> Iterator[None]:
         config: The run's.
     """
     before = torch.get_num_threads()
-    parameters = sum(p.numel() for p in on_meta(config.model, seed=config.seed).parameters())
+    parameters = sum(p.numel() for p in on_meta(config, seed=config.seed).parameters())
     if parameters < _SMALL:
         torch.set_num_threads(1)
     try:
@@ -54,6 +55,16 @@ def loss_sum(spec: ModelSpec, outputs: Any, targets: Tensor) -> Tensor:
     if not isinstance(outputs, Tensor):
         total = total + outputs.auxiliary_loss.to(total.dtype) * counted.sum()
     return total
+
+
+def count_of(own: OwnLoss | None, batch: AnyBatch, *, micro_batch_size: int) -> int:
+    """Return what the sum of a global batch's losses is divided by, as ``register_loss`` says."""
+    if isinstance(batch, Batch) and (own is None or own.count is None):
+        return int((batch.targets != IGNORE_INDEX).sum())
+    parts = [part for part in batch.micro_batches(micro_batch_size) if part.is_counted]
+    if own is None or own.count is None:
+        return sum(part.num_samples for part in parts)
+    return sum(int(own.count(part.whole)) for part in parts)
 
 
 @dataclass

@@ -81,7 +81,7 @@ def plain_rate(schedule: Any, step: int, *, peak: float, steps: int) -> float:
 
 
 def plain_optimizers(
-    config: Any, spec: ModelSpec, model: nn.Module, held: Mapping[str, Tensor]
+    config: Any, spec: ModelSpec, model: nn.Module, parameters: Mapping[str, Tensor]
 ) -> list[Optimizer]:
     """Build what updates a model: an optimizer for each class, a group for each parameter.
 
@@ -89,17 +89,17 @@ def plain_optimizers(
         config: The run's optimizer.
         spec: The model's, for which parameters are hidden matrices.
         model: Whole.
-        held: What is updated, by the parameter's name.
+        parameters: What is updated, by name.
     """
     blocks = tuple(f"{name}." for name in spec.blocks(model))
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     by_class: dict[Any, list[dict[str, Any]]] = {}
     for name, parameter in model.named_parameters():
-        if name not in held:
+        if name not in parameters:
             continue
         is_hidden = parameter.ndim == 2 and name.startswith(blocks) and id(parameter) not in tables
         make, options = _chosen(config, name, parameter.ndim, is_hidden=is_hidden)
-        group = {"params": [held[name]], **options, PEAK: options["lr"]}
+        group = {"params": [parameters[name]], **options, PEAK: options["lr"]}
         by_class.setdefault(make, []).append(group)
     return [_made(make, groups) for make, groups in by_class.items()]
 

@@ -26,6 +26,7 @@ from axonlaunch.models.build import on_meta
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.system import cache
 from axonlaunch.verification import locate
+from axonlaunch.verification.both_sides import BothSides
 from axonlaunch.verification.compare import on_mock
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult, Proof, layout_of
@@ -58,9 +59,9 @@ def prove(config: RunConfig) -> Proof:
         parameters = _refuse_unlike(config, small)
     except _NotReducibleError as why:
         return replace(proof, reason=str(why), seconds=time.monotonic() - began)
-    found = on_mock(small, ComparisonPlan(steps=STEPS))
-    if not found.passed:
-        raise ConfigError([_difference(config, small, found)])
+    result = on_mock(small, ComparisonPlan(steps=STEPS))
+    if not result.passed:
+        raise ConfigError([_difference(config, small, result)])
     if file is not None:
         cache.keep(file, json.dumps(to_tree(small)))
     seconds = time.monotonic() - began
@@ -102,6 +103,8 @@ def reduced(config: RunConfig) -> RunConfig:
             "train.micro_batch_size": 1 if is_single else "auto",
             "train.precision": "fp32",
             "train.compile": False,
+            "train.loss": None,
+            "train.loss_options": None,
             "train.steps": STEPS,
             "optimizer": AdamWConfig(),
             "scheduler": ConstantConfig(),
@@ -125,6 +128,7 @@ def _layout(config: RunConfig, degrees: dict[str, int]) -> dict[str, Any]:
         "launch.nproc": math.prod(degrees.values()),
         "launch.nnodes": 1,
         "launch.backend": "mock",
+        "launch.device": "cpu",
         "strategy.tensor.degree": degrees["tp"],
         "strategy.context.degree": degrees["cp"],
         "strategy.pipeline.degree": degrees["pp"],
@@ -183,7 +187,7 @@ def _refuse_unlike(config: RunConfig, small: RunConfig) -> int:
         except hf.NotReducibleError as error:
             raise _NotReducibleError(str(error)) from error
     else:
-        count = sum(p.numel() for p in on_meta(small.model, seed=0).parameters())
+        count = sum(p.numel() for p in on_meta(small, seed=0).parameters())
         if count > _LARGEST:
             raise _NotReducibleError(f"it has {count / 1e6:.0f}M parameters")
     if problems := find_issues(small, devices=None):
@@ -199,6 +203,7 @@ def _file(small: RunConfig) -> Path | None:
 
     matters = {
         "model": hf.identity(small.model),
+        "adapter": None if small.adapter is None else to_tree(small.adapter),
         "data": to_tree(small.data),
         "strategy": to_tree(small.strategy),
         "train": to_tree(replace(small.train, prove="auto")),
@@ -212,10 +217,10 @@ def _file(small: RunConfig) -> Path | None:
     return cache.cache_folder() / "proofs" / f"{digest[:32]}.json"
 
 
-def _difference(config: RunConfig, small: RunConfig, found: ParityResult) -> ConfigIssue:
+def _difference(config: RunConfig, small: RunConfig, result: ParityResult) -> ConfigIssue:
     """Say what a layout computes otherwise than one process, and where that begins."""
-    what = found.failure or found.differences[0]
-    first = None if found.failure else locate.first_difference(small)
+    what = result.failure or result.differences[0]
+    first = None if result.failure else locate.first_difference(BothSides(small), small)
     where = f"; the first module that differs is {first.module}" if first is not None else ""
     message = (
         f"{layout_of(config)} does not compute what one process does, in a small model of the "

@@ -50,7 +50,7 @@ class Proved:
     @property
     def named(self) -> dict[str, Family]:
         """Families by every ``model_type``, also those that share a class."""
-        also = {other: one for one in self.families.values() for other in one.also}
+        also = {other: family for family in self.families.values() for other in family.also}
         return dict(sorted((also | dict(self.families)).items()))
 
     def count(self, layout: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,13 +22,16 @@ from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.data.dataset import IGNORE_INDEX, Batch
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
+from axonlaunch.data.loader import whole_loader
+from axonlaunch.data.samples import map_tensors
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.models.build import build_model, initial_weights, spec_for
+from axonlaunch.models.module_state import evaluating
+from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
 from axonlaunch.verification import inputs
-from axonlaunch.verification.plain_model import LoadableWeights, loss_sum, threads_for
+from axonlaunch.verification.plain_model import LoadableWeights, count_of, loss_sum, threads_for
 from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plain_rate
 from axonlaunch.verification.plan import ComparisonPlan
 
@@ -73,6 +76,7 @@ class Reference:
         end: Parameters after the last step.
         evaluation: Mean loss and counted targets of the first held-out batch, halfway.
         prediction: Outputs for ``PREDICTED`` samples of it, then.
+        frozen: Names of parameters that are not trained.
         dropout: Largest rate of dropout in the model, which is off here.
         saved_step: Steps before the state that is saved.
         halfway: Steps before the evaluation.
@@ -86,6 +90,7 @@ class Reference:
     end: dict[str, Tensor]
     evaluation: tuple[float, float] | None = None
     prediction: Tensor | None = None
+    frozen: tuple[str, ...] = ()
     dropout: float = 0.0
     saved_step: int = 0
     halfway: int = 0
@@ -94,7 +99,8 @@ class Reference:
 def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, Reference]:
     """Run some steps in plain torch, and again from weights that are rounded otherwise.
 
-    What the two differ by is what rounding alone makes of this model, step by step.
+    What the two differ by is what rounding alone makes of this model, step by step. Beside one in
+    float64 the other has the same weights and computes as the run does.
 
     Raises:
         NoReferenceError: They fail, or the model is random by itself.
@@ -102,9 +108,11 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
     try:
         with threads_for(config), torch.random.fork_rng(devices=[]):
             first = PlainRun(config, plan)
-            found = first.run()
-            _refuse_random(found, PlainRun(config, plan))
-            return found, PlainRun(config, plan, roughness=_roughness(config)).run()
+            reference = first.run()
+            _refuse_random(reference, PlainRun(config, plan))
+            if plan.fp64:
+                return reference, PlainRun(config, replace(plan, fp64=False)).run()
+            return reference, PlainRun(config, plan, roughness=_roughness(config)).run()
     except NoReferenceError:
         raise
     except Exception as error:
@@ -113,13 +121,13 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
         ) from error
 
 
-def _refuse_random(found: Reference, again: PlainRun) -> None:
+def _refuse_random(reference: Reference, again: PlainRun) -> None:
     """Run the first step another time.
 
     Raises:
         NoReferenceError: It gives something else.
     """
-    expected, seen = found.steps[0], again.step(0)
+    expected, seen = reference.steps[0], again.step(0)
     if not math.isfinite(expected.loss):
         raise NoReferenceError(f"the first loss of one process is {expected.loss}")
     same = all(_is_same(expected.gradients[n], g) for n, g in seen.gradients.items())
@@ -148,12 +156,11 @@ class PlainRun:
 
     def __init__(self, config: RunConfig, plan: ComparisonPlan, *, roughness: float = 0.0) -> None:
         self._config, self._plan = config, plan
-        self._spec = spec_for(config.model)
+        self._spec = spec_for(config)
         self._layout = Layout.of(config, world_size=num_ranks(config))
         dataset = data.build_dataset(config.data, config.tokenizer)
-        self._loader = Loader(
-            dataset, seed=config.seed, global_batch_size=config.train.global_batch_size
-        )
+        self._loader = whole_loader(config, dataset)
+        self._own = own_loss(config.train)
         self._dtype = torch.float64 if plan.fp64 else _DTYPES[config.train.precision]
         self.model = self._built()
         inputs.move_vectors(self.model.named_parameters())
@@ -165,7 +172,7 @@ class PlainRun:
             inputs.roughen(self._parameters, relative=roughness)
         self._held = self._masters()
         self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._held)
-        is_fp16 = config.train.precision == "fp16" and not plan.fp64
+        is_fp16 = config.train.precision == "fp16"
         self._scaler = torch.amp.GradScaler("cpu", enabled=is_fp16)
         # Gradients that data ranks average are as many times larger before that as there are ranks,
         # which decides what overflows.
@@ -173,18 +180,18 @@ class PlainRun:
 
     def _built(self) -> nn.Module:
         config = self._config
-        model = build_model(config.model, seed=config.seed)
+        model = build_model(config, seed=config.seed)
         if initial_weights(config.model) is not None:
             World.mock(1).run(
-                lambda world: load_initial_weights(
-                    LoadableWeights(model), config.model, world=world
-                )
+                lambda world: load_initial_weights(LoadableWeights(model), config, world=world)
             )
         if self._plan.fp64:
             model.double()
         elif config.train.param_dtype != "fp32":
             for parameter in model.parameters():
-                if parameter.is_floating_point():
+                # Beside an adapter what is trained stays in fp32.
+                is_kept = config.adapter is not None and parameter.requires_grad
+                if parameter.is_floating_point() and not is_kept:
                     parameter.data = parameter.data.to(_DTYPES[config.train.param_dtype])
         return model.train()
 
@@ -211,6 +218,7 @@ class PlainRun:
             _copies(self._parameters),
             evaluation,
             prediction,
+            tuple(name for name in self._parameters if name not in self._trained),
             self._dropout,
             self._plan.saved,
             self._plan.halfway,
@@ -221,7 +229,7 @@ class PlainRun:
         config = self._config
         torch.manual_seed(config.seed + number)
         batch = self._batch(number)
-        counted = int((batch.targets != IGNORE_INDEX).sum())
+        counted = self._count(batch)
         total = 0.0
         with naming_unknown_tokens(batch, self._loader, step=number):
             for piece in self._pieces(batch):
@@ -245,7 +253,7 @@ class PlainRun:
         norm, skipped = self._update(number)
         return ReferenceStep(total, rate, norm, skipped, gradients)
 
-    def _batch(self, number: int) -> Batch:
+    def _batch(self, number: int) -> AnyBatch:
         """Return a step's global batch, uneven.
 
         Raises:
@@ -259,11 +267,11 @@ class PlainRun:
     def _update(self, number: int) -> tuple[float, bool]:
         """Clip and update; return the gradient's norm, and whether fp16 left the update out."""
         config = self._config
-        for name, held in self._held.items():
+        for name, parameter in self._held.items():
             gradient = self._trained[name].grad
-            if held is not self._trained[name]:
-                held.copy_(self._trained[name].detach())
-                held.grad = None if gradient is None else gradient.float()
+            if parameter is not self._trained[name]:
+                parameter.copy_(self._trained[name].detach())
+                parameter.grad = None if gradient is None else gradient.float()
         updated = [tensor for tensor in self._held.values() if tensor.grad is not None]
         if updated:
             for optimizer in self._optimizers:
@@ -287,51 +295,64 @@ class PlainRun:
                 master.grad = self._trained[name].grad = None
         return norm, skipped
 
-    def _pieces(self, batch: Batch) -> Iterator[Batch]:
+    def _pieces(self, batch: AnyBatch) -> Iterator[MicroBatch]:
         """Yield what one forward takes: all, or the layout's micro-batches where that matters.
 
         Buffers are those that the samples of the first data rank move, as a layout's are.
         """
         mixes = self._spec.mixes_samples or _has_batch_norm(self.model)
-        rows = len(batch.inputs)
-        if not mixes and self._dtype in (torch.float32, torch.float64):
+        is_fp32 = self._dtype in (torch.float32, torch.float64)
+        if isinstance(batch, Batch) and self._own is None and not mixes and is_fp32:
             yield batch
             return
-        share = rows // self._layout.data_ranks
-        kept: dict[str, Tensor] = {}
-        for start in range(0, rows, self._layout.micro_batch_size):
-            if start == share:
-                kept = _copies(self._buffers())
-            yield batch.rows(start, start + self._layout.micro_batch_size)
+        size, share = self._layout.micro_batch_size, len(batch) // self._layout.data_ranks
+        buffers: dict[str, Tensor] = {}
+        pieces: Iterator[MicroBatch] = batch.micro_batches(size)
+        for number, piece in enumerate(pieces):
+            if number * size == share:
+                buffers = _copies(self._buffers())
+            yield piece
         for name, buffer in self._buffers().items():
-            if kept:
-                buffer.copy_(kept[name])
+            if buffers:
+                buffer.copy_(buffers[name])
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
-        return loss_sum(self._spec, self._outputs(batch), batch.targets)
+    def _loss_sum(self, batch: MicroBatch) -> Tensor:
+        outputs = self._outputs(batch)
+        if self._own is None:
+            assert isinstance(batch, Batch)
+            return loss_sum(self._spec, outputs, batch.targets)
+        total = self._own.sum(outputs, batch.whole)
+        return total if batch.is_counted else total * 0
 
-    def _outputs(self, batch: Batch) -> Any:
+    def _count(self, batch: AnyBatch) -> int:
+        return count_of(self._own, batch, micro_batch_size=self._layout.micro_batch_size)
+
+    def _outputs(self, batch: MicroBatch) -> Any:
         """Run forward in the run's arithmetic.
 
         Replicas compute under autocast; shards are gathered in the lower precision, and so all of
         their model computes in it.
         """
-        given = {} if batch.positions is None else {"positions": batch.positions}
-        taken, dtype = batch.inputs, self._dtype
+        dtype = self._dtype
+
+        def in_type(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        taken, positions = batch.forward_arguments(self.model.forward)
         if dtype is torch.float64:
-            outputs = self.model(taken.double() if taken.is_floating_point() else taken, **given)
-        elif dtype is torch.float32:
-            outputs = self.model(taken, **given)
+            taken, positions = map_tensors(in_type, (taken, positions))
+        if dtype in (torch.float32, torch.float64):
+            outputs = self.model(*taken, **positions)
         elif self._layout.facts.shards_parameters or self._config.train.param_dtype != "fp32":
             cast = {
                 n: p.to(dtype) if p.is_floating_point() else p for n, p in self._parameters.items()
             }
-            taken = taken.to(dtype) if taken.is_floating_point() else taken
-            outputs = functional_call(self.model, cast, (taken,), given)
+            taken, positions = map_tensors(in_type, (taken, positions))
+            outputs = functional_call(self.model, cast, tuple(taken), positions)
         else:
             with torch.autocast("cpu", dtype=dtype):
-                outputs = self.model(taken, **given)
-        if not isinstance(outputs, Tensor | ModelOutputs):
+                outputs = self.model(*taken, **positions)
+        if self._own is None and not isinstance(outputs, Tensor | ModelOutputs):
             raise NoReferenceError(str(not_a_tensor(outputs)))
         return outputs
 
@@ -341,19 +362,19 @@ class PlainRun:
         batch = next(iter(self._loader.eval_batches(1)), None)
         if batch is None:
             return None, None
+        if problem := inputs.held_out_problem(self._config.data, self._loader, batch):
+            raise NoReferenceError(problem)
         batch = inputs.uneven(batch, first_row=0, step=0)
-        modes = {part: part.training for part in self.model.modules()}
-        self.model.eval()
         # Micro-batches are as large as the layout's, for models that mix samples.
-        size = self._layout.micro_batch_size
-        pieces = [batch.rows(start, start + size) for start in range(0, len(batch.inputs), size)]
-        total = sum(float(self._loss_sum(piece)) for piece in pieces)
-        counted = float((batch.targets != IGNORE_INDEX).sum())
-        outputs = self._outputs(Batch(batch.inputs[:PREDICTED], batch.targets[:PREDICTED]))
-        for part, mode in modes.items():
-            part.training = mode
-        logits = outputs if isinstance(outputs, Tensor) else outputs.logits
-        return (total / max(1.0, counted), counted), logits.clone()
+        pieces = batch.micro_batches(self._layout.micro_batch_size)
+        counted, logits = float(self._count(batch)), None
+        with evaluating([self.model]):
+            total = sum(float(self._loss_sum(piece)) for piece in pieces)
+            if self._own is None:
+                assert isinstance(batch, Batch)
+                outputs = self._outputs(Batch(batch.inputs[:PREDICTED], batch.targets[:PREDICTED]))
+                logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).clone()
+        return (total / max(1.0, counted), counted), logits
 
     def _buffers(self) -> dict[str, Tensor]:
         saved = self.model.state_dict()

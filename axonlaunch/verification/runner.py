@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from axonlaunch import config as configuration
-from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.planning import auto_strategy
@@ -34,11 +34,21 @@ def verify(
     config_dirs: Sequence[Path],
     steps: int,
     fp64: bool = False,
+    dump: Path | None = None,
 ) -> ParityResult:
     """Check a configuration, run its layout and one process, compare.
 
     ``launch.backend=auto`` means the mock world here, which needs neither ports nor devices; what
     is compiled needs processes.
+
+    Args:
+        context: Starts the processes.
+        overrides: Of the configuration.
+        config_name: Its file.
+        config_dirs: Where files are looked for first.
+        steps: Optimizer steps.
+        fp64: Whether the one process computes in float64.
+        dump: Where both sides of the first steps are kept; None: nowhere.
 
     Raises:
         ConfigError: The configuration can't be run.
@@ -47,6 +57,9 @@ def verify(
     config = auto_strategy.load_auto_strategy(
         overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
     )
+    if dump is not None and config.train.compile:
+        message = "train.compile=true: compiled blocks can't be recorded; use false, or no --dump"
+        raise ConfigError([ConfigIssue("train.compile", message)])
     if isinstance(config.model, HuggingFaceConfig):
         # Any weights do, and those of the seed need no files.
         config = configuration.with_values(config, {"model.init": "random"})
@@ -62,10 +75,12 @@ def verify(
         )
     else:
         verdict = _on_processes(context, config, plan)
-    if verdict.verdict != "failed" or verdict.failure is not None or config.train.compile:
+    has_failed = verdict.verdict == "failed"
+    if verdict.failure is not None or config.train.compile or not (has_failed or dump):
         return verdict
-    first = forked_call.call(context, "axonlaunch.verification.locate:first_difference", config)
-    return verdict if first is None else replace(verdict, first_difference=str(first))
+    locating = (config, plan, dump)
+    first = forked_call.call(context, "axonlaunch.verification.locate:locate_difference", *locating)
+    return replace(verdict, first_difference=str(first)) if has_failed and first else verdict
 
 
 def is_to_be_proved(config: RunConfig) -> bool:

@@ -98,8 +98,8 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
             if world.is_main:
                 (here / "dd").unlink(missing_ok=True)
                 count = f"count={round(size / MB)}"
-                words = ["dd", "if=/dev/zero", f"of={here}/dd", "bs=1MB", count, "conv=fsync"]
-                subprocess.run(words, check=True, capture_output=True)
+                overrides = ["dd", "if=/dev/zero", f"of={here}/dd", "bs=1MB", count, "conv=fsync"]
+                subprocess.run(overrides, check=True, capture_output=True)
 
         def torch_save() -> None:
             local = {

@@ -72,7 +72,7 @@ def axonlaunch(work: Work, *, model: Sequence[str] = ()) -> Iterator[Contestant]
     """Start ours, with a GPT of the work's sizes or the model that overrides describe."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
-        words = [
+        command = [
             *(BIN / "axonlaunch", "train", f"strategy={work.strategy}", f"run_dir={run}"),
             *("data=synthetic_tokens", f"data.sequence_length={work.length}"),
             *(model or gpt(work)),
@@ -88,7 +88,7 @@ def axonlaunch(work: Work, *, model: Sequence[str] = ()) -> Iterator[Contestant]
         def is_rank(process: Path) -> bool:
             return str((process / "fd" / "1").readlink()).startswith(str(run / "logs"))
 
-        with _running(words, folder) as (process, started):
+        with _running(command, folder) as (process, started):
             yield Contestant(process, Path(folder), run / "metrics.jsonl", started, is_rank)
 
 
@@ -103,7 +103,7 @@ def torchrun(work: Work, *, script: Path = RIVAL) -> Iterator[Contestant]:
     """Start a rival."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "seconds")
-        words = [
+        command = [
             *(BIN / "torchrun", "--standalone", f"--nproc-per-node={work.ranks}", script),
             *(f"--strategy={work.strategy}", f"--steps={work.steps}", f"--batch={work.batch}"),
             *(f"--hidden={work.hidden}", f"--layers={work.layers}", f"--length={work.length}"),
@@ -114,7 +114,7 @@ def torchrun(work: Work, *, script: Path = RIVAL) -> Iterator[Contestant]:
             line = (process / "cmdline").read_bytes()
             return f"--out={out}".encode() in line and b"--standalone" not in line
 
-        with _running(words, folder) as (process, started):
+        with _running(command, folder) as (process, started):
             yield Contestant(process, Path(folder), out, started, is_rank)
 
 
@@ -123,11 +123,11 @@ CONTESTANTS = {"axonlaunch": axonlaunch, "torchrun": torchrun}
 
 @contextmanager
 def _running(
-    words: list[str | Path], folder: str
+    command: list[str | Path], folder: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], float]]:
     started = time.time()
     process = subprocess.Popen(
-        list(map(str, words)),
+        list(map(str, command)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         stdin=subprocess.DEVNULL,

@@ -61,20 +61,20 @@ def learn_tokenizer(corpus: Path, folder: Path) -> Path:
 def by_axonlaunch(corpus: Path, tokenizer: Path, cores: int) -> tuple[float, int]:
     """Return the seconds in which rows are tokenised, and the peak memory of the process, bytes."""
     with tempfile.TemporaryDirectory() as cache:
-        words = [
+        command = [
             *(str(BIN / "axonlaunch"), "data", "prepare", "--json", "data=documents"),
             *(f"data.files=[{corpus}]", f"tokenizer.path={tokenizer}", f"data.cache_dir={cache}"),
         ]
-        printed, peak = _run(words, cores)
+        printed, peak = _run(command, cores)
         assert printed["tokenised"]
         return float(printed["seconds"]), peak
 
 
 def by_datasets(corpus: Path, tokenizer: Path, cores: int) -> tuple[float, float]:
     """Return the seconds of ``datasets.map``, and those with reading the rows into Arrow."""
-    words = [sys.executable, __file__, "--rival", str(corpus), str(tokenizer), str(cores)]
+    command = [sys.executable, __file__, "--rival", str(corpus), str(tokenizer), str(cores)]
     with tempfile.TemporaryDirectory() as cache:
-        printed, _ = _run(words, cores, HF_DATASETS_CACHE=cache, HF_HUB_OFFLINE="1")
+        printed, _ = _run(command, cores, HF_DATASETS_CACHE=cache, HF_HUB_OFFLINE="1")
     return printed["map_s"], printed["all_s"]
 
 
@@ -98,11 +98,11 @@ def rival(corpus: str, tokenizer: str, cores: int) -> None:
     print(json.dumps({"map_s": ended - loaded, "all_s": ended - began}))
 
 
-def _run(words: list[str], cores: int, **variables: str) -> tuple[dict[str, Any], int]:
+def _run(command: list[str], cores: int, **variables: str) -> tuple[dict[str, Any], int]:
     """Run a command; return what it printed, and the peak of its resident memory, bytes."""
     threads = {"RAYON_NUM_THREADS": str(cores), "OMP_NUM_THREADS": str(cores)}
     environment = {**os.environ, **threads, **variables}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout is not None
         printed: dict[str, Any] = json.loads(process.stdout.read())
         _, status, usage = os.wait4(process.pid, 0)
@@ -126,11 +126,11 @@ def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float]:
 
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as cache:
-        words = ["data=documents", f"data.files=[{corpus}]", f"tokenizer.path={tokenizer}"]
-        words += [f"data.cache_dir={cache}", "data.sequence_length=512", "strategy=single"]
-        words += ["model=gpt", f"model.vocab_size={VOCABULARY}", "train.global_batch_size=8"]
-        words += ["model.max_position_embeddings=512", "launch.nproc=1", "checkpoint.every=0"]
-        chosen = checks.resolve(config.load(words))
+        command = ["data=documents", f"data.files=[{corpus}]", f"tokenizer.path={tokenizer}"]
+        command += [f"data.cache_dir={cache}", "data.sequence_length=512", "strategy=single"]
+        command += ["model=gpt", f"model.vocab_size={VOCABULARY}", "train.global_batch_size=8"]
+        command += ["model.max_position_embeddings=512", "launch.nproc=1", "checkpoint.every=0"]
+        chosen = checks.resolve(config.load(command))
 
         def work(world: World) -> tuple[float, float]:
             dataset = build_dataset(chosen.data, chosen.tokenizer)

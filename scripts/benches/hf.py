@@ -86,13 +86,13 @@ def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
 
     from axonlaunch.config.errors import plain
 
-    words = [
+    overrides = [
         *SETTINGS,
         f"model.config={plain(hf_tiny.tiny(kind))}",
         *LAYOUTS.get(layout, []),
         *more,
     ]
-    return run_config(words)
+    return run_config(overrides)
 
 
 def prove(kind: str, layout: str) -> Row:

@@ -139,8 +139,8 @@ def configured(folder: str, layout: list[str], ranks: int) -> Any:
     """Return the checked configuration of a run that starts from a folder."""
     from configured import run_config
 
-    words = ["model=hf", f"model.path={folder}", *DATA, *layout, f"launch.nproc={ranks}"]
-    return run_config(words)
+    overrides = ["model=hf", f"model.path={folder}", *DATA, *layout, f"launch.nproc={ranks}"]
+    return run_config(overrides)
 
 
 def reading(folder: Path) -> float:
@@ -165,9 +165,9 @@ def main() -> None:
         total = save(folder, layers=chosen.layers, file_mb=400)
         print(f"{total / 1e9:.2f} GB in {len(list(folder.glob('*.safetensors')))} files")
         for _ in range(chosen.repeats):
-            for layout, words in LAYOUTS.items():
+            for layout, overrides in LAYOUTS.items():
                 read = reading(folder)
-                ranks = load(folder, words)
+                ranks = load(folder, overrides)
                 slowest = max(one.seconds for one in ranks)
                 above = max(one.peak - one.part for one in ranks)
                 if chosen.json:

@@ -138,8 +138,8 @@ def page(table: proved.Proved) -> str:
 def _counts(table: proved.Proved) -> list[str]:
     lines = ["| layout | | settings | proved |", "| --- | --- | --- | --- |"]
     total = len(table.families)
-    for layout, words in table.layouts.items():
-        settings = " ".join(word for word in words if not word.startswith("launch."))
+    for layout, overrides in table.layouts.items():
+        settings = " ".join(word for word in overrides if not word.startswith("launch."))
         lines.append(
             f"| {layout} | {HEADINGS[layout]} | `{settings}` | {table.count(layout)} of {total} |"
         )

@@ -76,11 +76,11 @@ TASKS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-def seconds(model: dict[str, Any], words: list[str]) -> tuple[float, float]:
+def seconds(model: dict[str, Any], overrides: list[str]) -> tuple[float, float]:
     """Run a command on a model that has no weights; return seconds, and CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model))
-        command = [COMMAND, *words, "model=hf", f"model.path={folder}"]
+        command = [COMMAND, *overrides, "model=hf", f"model.path={folder}"]
         before, began = _children(), time.monotonic()
         ran = subprocess.run(
             command,
@@ -105,8 +105,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    for name, (model, words) in TASKS.items():
-        runs = [seconds(model, words) for _ in range(args.repeats)]
+    for name, (model, overrides) in TASKS.items():
+        runs = [seconds(model, overrides) for _ in range(args.repeats)]
         clock, cpu = (statistics.median(column) for column in zip(*runs, strict=True))
         print(f"{name:20}  {clock:6.1f} s  {cpu:6.1f} s of CPU", flush=True)
 

@@ -49,7 +49,7 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
     held = cuda_process.held(
         changes,
         peak_bytes=one.peak_bytes,
-        groups=reduced.layout.axes.values(),
+        groups=cuda_process.communicator_sizes(reduced.layout),
         capacity=capacity,
         expandable=run.expandable,
     )

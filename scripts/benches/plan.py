@@ -26,12 +26,12 @@ _NONE = {"train.activation_checkpointing": "none"}
 Layout = tuple[str, ...]
 
 
-def step_seconds(words: list[str], layout: Layout, *, ranks: int, steps: int) -> float:
+def step_seconds(overrides: list[str], layout: Layout, *, ranks: int, steps: int) -> float:
     """Train; return the median seconds of a step, the first two left out."""
     with tempfile.TemporaryDirectory() as folder:
         quiet = ["train.eval_batches=0", "sample.max_new_tokens=0", "checkpoint.every=0"]
         run = [f"run_dir={folder}/run", f"train.steps={steps}", "train.log_every=1"]
-        command = [COMMAND, "train", *words, *layout, f"launch.nproc={ranks}", *quiet, *run]
+        command = [COMMAND, "train", *overrides, *layout, f"launch.nproc={ranks}", *quiet, *run]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise SystemExit(f"{' '.join(command)}\n{ran.stdout}{ran.stderr}")
@@ -39,19 +39,19 @@ def step_seconds(words: list[str], layout: Layout, *, ranks: int, steps: int) ->
     return statistics.median(json.loads(line)["step_s"] for line in lines[2:])
 
 
-def every_layout(words: list[str], *, ranks: int) -> list[Layout]:
+def every_layout(overrides: list[str], *, ranks: int) -> list[Layout]:
     """Return the settings of every layout that recomputes nothing."""
-    config = load([*words, f"launch.nproc={ranks}"])
+    config = load([*overrides, f"launch.nproc={ranks}"])
     found = candidates(config, devices=ranks, in_node=ranks, kept=_NONE)
     return [tuple(f"{k}={plain(v)}" for k, v in one.settings.items()) for one in found]
 
 
-def planned(words: list[str], *, ranks: int) -> tuple[Layout, dict[str, Any]]:
+def planned(overrides: list[str], *, ranks: int) -> tuple[Layout, dict[str, Any]]:
     """Return the first choice, with all its settings, and what the command printed."""
-    command = [COMMAND, "plan", "--json", "--devices", str(ranks), *words, "hardware=cpu"]
+    command = [COMMAND, "plan", "--json", "--devices", str(ranks), *overrides, "hardware=cpu"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(ran.stdout)
-    config = load([*words, *found["candidates"][0]["overrides"]])
+    config = load([*overrides, *found["candidates"][0]["overrides"]])
     for one in candidates(config, devices=ranks, in_node=ranks, kept={}):
         if with_values(one.config, {"hardware": None}) == config:
             return tuple(f"{k}={plain(v)}" for k, v in one.settings.items()), found
@@ -71,20 +71,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("words", nargs="*", help="overrides of the run")
+    parser.add_argument("overrides", nargs="*", help="overrides of the run")
     args = parser.parse_args()
     for ranks in args.ranks:
-        first, reported = planned(args.words, ranks=ranks)
+        first, reported = planned(args.overrides, ranks=ranks)
         once = {
-            layout: step_seconds(args.words, layout, ranks=ranks, steps=8)
-            for layout in every_layout(args.words, ranks=ranks)
+            layout: step_seconds(args.overrides, layout, ranks=ranks, steps=8)
+            for layout in every_layout(args.overrides, ranks=ranks)
         }
         best = sorted(once, key=lambda layout: once[layout])[:FINALISTS]
         finalists = list(dict.fromkeys([first, *best]))
         times: dict[Layout, list[float]] = {layout: [] for layout in finalists}
         for _ in range(args.repeats):
             for layout in finalists:
-                seconds = step_seconds(args.words, layout, ranks=ranks, steps=args.steps)
+                seconds = step_seconds(args.overrides, layout, ranks=ranks, steps=args.steps)
                 times[layout].append(seconds)
         medians = {layout: statistics.median(found) for layout, found in times.items()}
         print(f"\n{ranks} ranks, {len(once)} layouts run, planned in {reported['seconds']} s")

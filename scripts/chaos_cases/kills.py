@@ -64,7 +64,7 @@ def _disturb(
     strategy = list(STRATEGIES)[seed % len(STRATEGIES)]
     saves = f"checkpoint.async_save={str(chance.random() < 0.5).lower()}"
     log(f"{strategy} {saves}")
-    words = [*COMMON, *STRATEGIES[strategy], saves]
+    overrides = [*COMMON, *STRATEGIES[strategy], saves]
     folder = lab.new(f"kill-{seed}")
     # Every second round of strategies is of programs that a user's shell would start; the others
     # have no fork server of their own, and start in a third of the time.
@@ -75,7 +75,7 @@ def _disturb(
     process = None
     for _ in range(FAULTS):
         victim, action = chance.choice(pairs)
-        process = process or command.start("train", *words)
+        process = process or command.start("train", *overrides)
         moment(chance, command, process, log)
         _act(chance, command, process, victim, action, log)
         if (victim, action) in HARMLESS and _is_alive(process.pid):
@@ -86,7 +86,7 @@ def _disturb(
             break
     if process is not None:
         _judge(command, end(process), victim, action)
-    complete(command, words, lab.losses(strategy))
+    complete(command, overrides, lab.losses(strategy))
 
 
 def _any_moment(chance: random.Random, command: Command, process: Any, log: Log) -> None:
@@ -177,14 +177,14 @@ def _is(pid: int, victim: str) -> bool:
         if victim == "rank":
             output = Path(f"/proc/{pid}/fd/1").readlink().name
             return output.startswith("rank_") and output.endswith(".log")
-        words = Path(f"/proc/{pid}/cmdline").read_text()
+        arguments = Path(f"/proc/{pid}/cmdline").read_text()
         parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
         module = {"fork server": "forkserver", "resource tracker": "resource_tracker"}[victim]
         # What the server forked has its words, and not its parent.
         above = Path(f"/proc/{parent}/cmdline").read_text()
     except OSError:
         return False
-    return f"multiprocessing.{module}" in words and "multiprocessing." not in above
+    return f"multiprocessing.{module}" in arguments and "multiprocessing." not in above
 
 
 def _is_alive(pid: int) -> bool:

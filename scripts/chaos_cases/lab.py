@@ -208,9 +208,9 @@ def check_complete(command: Command, expected: list[float], *, from_step: int = 
     check_no_partial(command)
 
 
-def complete(command: Command, words: list[str], expected: list[float]) -> Ended:
+def complete(command: Command, overrides: list[str], expected: list[float]) -> Ended:
     """Run the same command again, undisturbed, and hold that it completes the run."""
-    done = end(command.start("train", *words))
+    done = end(command.start("train", *overrides))
     assert done.status == 0, (
         f"the same command again: exit status {done.status}: {done.text[-1500:]}"
     )

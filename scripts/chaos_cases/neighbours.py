@@ -62,8 +62,8 @@ def run(lab: Lab, seed: int, log: Log) -> None:
 def _train(made: Machines, nodes: int) -> list[Ended]:
     if nodes == 1:
         return [end(made.command(0).start("train", *WORDS))]
-    words = [word for word in WORDS if not word.startswith("launch.nproc")]
-    return [end(process) for process in made.start(*words, nproc=1)]
+    overrides = [word for word in WORDS if not word.startswith("launch.nproc")]
+    return [end(process) for process in made.start(*overrides, nproc=1)]
 
 
 def _judge(result: Ended) -> None:

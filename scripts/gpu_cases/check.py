@@ -70,14 +70,14 @@ def main() -> int:
         return table.run([*commands, *runs], given.only, case)
 
 
-def command(name: str, words: list[str], folder: Path) -> table.Row:
+def command(name: str, overrides: list[str], folder: Path) -> table.Row:
     """Run a command that starts no rank, with the devices seen and with them hidden."""
     problems = []
     for devices in (None, ""):
         environment = dict(os.environ)
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = devices
-        ran = axonlaunch(words, folder, environment)
+        ran = axonlaunch(overrides, folder, environment)
         if ran.returncode:
             problems.append(f"status {ran.returncode}: {_last(ran.stderr)}")
     return table.Row(name, problem="; ".join(problems))
@@ -90,8 +90,15 @@ def trained(name: str, overrides: list[str], folder: Path, *, on_cuda: bool) -> 
     devices = ("nccl", "gloo") if is_fp32 else ("nccl",)
     for backend in devices if on_cuda else ("gloo",):
         run = f"{name} {backend}".replace(" ", "-").replace(",", "")
-        words = ["train", *SMALL, *overrides, f"launch.backend={backend}", f"name={run}", "--json"]
-        ran = axonlaunch(words, folder, dict(os.environ))
+        arguments = [
+            "train",
+            *SMALL,
+            *overrides,
+            f"launch.backend={backend}",
+            f"name={run}",
+            "--json",
+        ]
+        ran = axonlaunch(arguments, folder, dict(os.environ))
         if ran.returncode:
             return table.Row(name, problem=f"status {ran.returncode}: {_last(ran.stderr)}")
         lines = (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
@@ -109,11 +116,11 @@ def trained(name: str, overrides: list[str], folder: Path, *, on_cuda: bool) -> 
 
 
 def axonlaunch(
-    words: list[str], folder: Path, environment: dict[str, str]
+    overrides: list[str], folder: Path, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "axonlaunch", *words],
+        [sys.executable, "-m", "axonlaunch", *overrides],
         cwd=folder,
         env=environment,
         capture_output=True,

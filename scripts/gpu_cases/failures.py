@@ -95,12 +95,12 @@ def failed(name: str, case: Case, folder: Path, *, on_cuda: bool) -> table.Row:
     """Let a run fail and look at how it ended."""
     overrides = [word for word in RUN if not (word.startswith("model=") and _has_model(case))]
     backend = "launch.backend=nccl" if on_cuda else "launch.backend=gloo"
-    words = ["train", *overrides, *case.overrides, backend]
+    arguments = ["train", *overrides, *case.overrides, backend]
     run_dir = folder / "runs" / name.replace(" ", "-")
     metrics = run_dir / "metrics.jsonl"
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "axonlaunch", *words, f"name={run_dir.name}"],
+        [sys.executable, "-m", "axonlaunch", *arguments, f"name={run_dir.name}"],
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -148,9 +148,9 @@ def _process_bytes() -> int:
 
 def estimated(overrides: list[str], ranks: int) -> dict[str, Any]:
     """Return what ``axonlaunch estimate`` prints."""
-    words = [*overrides, f"launch.nproc={ranks}", "--json"]
+    arguments = [*overrides, f"launch.nproc={ranks}", "--json"]
     ran = subprocess.run(
-        [sys.executable, "-m", "axonlaunch", "estimate", *words],
+        [sys.executable, "-m", "axonlaunch", "estimate", *arguments],
         capture_output=True,
         text=True,
         check=True,

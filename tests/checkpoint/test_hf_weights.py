@@ -227,7 +227,7 @@ def test_what_was_exported_can_be_imported_and_continues_text(tmp_path: Path) ->
     found = checkpoint.latest(tmp_path / "run")
     assert found is not None
     weights.export_weights(found, config, tmp_path / "out", dtype=None, file_bytes=10**9)
-    taken = weights.take_in(tmp_path / "out", tmp_path / "again", config)
+    taken = weights.import_weights(tmp_path / "out", tmp_path / "again", config)
     assert taken.exists()
     how: dict[str, Any] = {"tokens": 8, "temperature": 0.0, "top_k": None, "seed": 0}
     expected = continue_prompt(tmp_path / "run", "def ", **how)

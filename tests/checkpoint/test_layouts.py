@@ -78,8 +78,8 @@ REPEATED = [name for name in TWO_AXES if name.startswith("zero2") or TWO_AXES[na
 def run(name: str, work: Callable[[Engine, Loader, World], Any], *extra: str) -> list[Any]:
     """Build a layout's engine on the mock world and return what each rank makes of it."""
     ranks, overrides = (LAYOUTS | TWO_AXES)[name]
-    words = [*MODEL, *DATA, *overrides, f"launch.nproc={ranks}", "optimizer.eps=1e-5", *extra]
-    chosen = run_config(words)
+    arguments = [*MODEL, *DATA, *overrides, f"launch.nproc={ranks}", "optimizer.eps=1e-5", *extra]
+    chosen = run_config(arguments)
     layout = Layout.of(chosen, world_size=ranks)
 
     def on_rank(world: World) -> Any:

@@ -24,13 +24,13 @@ MOMENTUM = "optimizer=sgd optimizer.weight_decay=0.1"
 NO_MOMENTUM = f"{MOMENTUM} optimizer.momentum=0"
 
 
-def chosen(folder: Path, *words: str) -> RunConfig:
-    loaded = config.load([*SMALL, f"run_dir={folder}", *" ".join(words).split()])
+def chosen(folder: Path, *overrides: str) -> RunConfig:
+    loaded = config.load([*SMALL, f"run_dir={folder}", *" ".join(overrides).split()])
     return resolved(loaded, accelerators=0)
 
 
-def save(folder: Path, *words: str, steps: int = 1) -> None:
-    run = chosen(folder, *words)
+def save(folder: Path, *overrides: str, steps: int = 1) -> None:
+    run = chosen(folder, *overrides)
 
     def on_rank(world: World) -> None:
         engine, loader = rank_engine(run, world)
@@ -43,8 +43,8 @@ def save(folder: Path, *words: str, steps: int = 1) -> None:
     World.mock(run.launch.nproc).run(on_rank)
 
 
-def refusals(folder: Path, *words: str) -> list[str]:
-    run = chosen(folder, "strategy=single", *words)
+def refusals(folder: Path, *overrides: str) -> list[str]:
+    run = chosen(folder, "strategy=single", *overrides)
     return [str(one) for one in checkpoint_problems(run, on_meta(run.model, seed=0))]
 
 

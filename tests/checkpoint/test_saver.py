@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import saver_checks
+import torch.distributed as dist
 
+from axonlaunch.checkpoint.save_progress import SharedProgress
 from axonlaunch.system import forked_call
 
 
@@ -31,6 +34,23 @@ def test_one_save_is_in_flight_at_most(tmp_path: Path) -> None:
     for first, second in on_ranks(tmp_path, "twice"):
         assert first == []
         assert second == [1]
+
+
+def test_who_waits_for_the_slowest_rank_of_a_save_is_seen_to_move(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, "waiting") == [[1], [1]]
+
+
+def test_a_save_in_which_no_rank_writes_is_not_seen_to_move() -> None:
+    moved = threading.Event()
+    store = dist.HashStore()
+    with SharedProgress(store, "save", moved=moved.set, interval_s=0.001) as progress:
+        assert not moved.wait(0.05)
+        with SharedProgress(store, "save", moved=lambda: None, interval_s=0.001) as other:
+            other.wrote()
+            assert moved.wait(30)
+        moved.clear()
+        progress.wrote()
+        assert moved.wait(30)
 
 
 def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_one_before(tmp_path: Path) -> None:

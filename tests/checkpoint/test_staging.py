@@ -129,9 +129,9 @@ def test_an_estimate_counts_it() -> None:
     breakdown: Any = {"parameters": 100, "optimizer": 200, "activations": 1000}
     of_rank = RankEstimate(rank=0, coords={}, peak_bytes=1300, host_bytes=7, breakdown=breakdown)
     estimate = Estimate(2, {}, 1, 1300, 1300, 1300, [of_rank])
-    words = ["launch.nproc=2", "hardware=h100_80gb"]
+    arguments = ["launch.nproc=2", "hardware=h100_80gb"]
     saved = ["checkpoint.every=5", "checkpoint.async_save=true"]
     for overrides, per_rank in (([], 7), (saved[:1], 7), (saved, 307)):
-        found = host_memory(estimate_config([*words, *overrides]), estimate)
+        found = host_memory(estimate_config([*arguments, *overrides]), estimate)
         assert found is not None
         assert found.bytes_per_rank == per_rank

@@ -136,7 +136,7 @@ def test_what_hugging_face_wrote_is_taken_in(kind: str, tmp_path: Path) -> None:
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.2)
     theirs.eval().save_pretrained(tmp_path / "theirs")
-    weights.take_in(tmp_path / "theirs", tmp_path / "run", config.load(["strategy=single"]))
+    weights.import_weights(tmp_path / "theirs", tmp_path / "run", config.load(["strategy=single"]))
     taken = config.read_frozen(tmp_path / "run")
     module = build_model(taken.model, seed=1).eval()
     found = checkpoint.latest(tmp_path / "run")
@@ -161,8 +161,8 @@ def test_a_run_of_any_layout_starts_from_weights(name: str, source: str, tmp_pat
         path = tmp_path / "out"
         export(found, config.read_frozen(tmp_path / "run"), path)
     ranks, overrides = LAYOUTS[name]
-    words = [*MODELS["llama"], *overrides, f"launch.nproc={ranks}", f"model.weights={path}"]
-    chosen = run_config([*words, "train.global_batch_size=8"])
+    arguments = [*MODELS["llama"], *overrides, f"launch.nproc={ranks}", f"model.weights={path}"]
+    chosen = run_config([*arguments, "train.global_batch_size=8"])
     layout = Layout.of(chosen, world_size=ranks)
 
     def on_rank(world: World) -> dict[str, torch.Tensor]:

@@ -109,7 +109,7 @@ def test_without_a_command_it_shows_its_own(trained: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["ls", "nowhere"], "nowhere: there is no such folder"),
         (["diff", "runs/a", "runs"], "runs: contains no checkpoint; give a run or a checkpoint"),
@@ -120,15 +120,15 @@ def test_without_a_command_it_shows_its_own(trained: Served) -> None:
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    words: list[str], message: str, trained: Served
+    overrides: list[str], message: str, trained: Served
 ) -> None:
-    ran = trained("checkpoint", *words, status=2)
+    ran = trained("checkpoint", *overrides, status=2)
     [error] = ran.stderr.splitlines()
     assert error.startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["model.weights=nowhere"], "model.weights=nowhere: there is no such folder; give a run"),
         (["model.weights=runs"], "model.weights=runs: runs: contains no *.safetensors and no chec"),
@@ -147,8 +147,8 @@ def test_a_mistake_is_one_line_and_status_2(
     ],
 )
 def test_weights_that_do_not_fit_start_no_rank(
-    words: list[str], message: str, trained: Served
+    overrides: list[str], message: str, trained: Served
 ) -> None:
-    ran = trained.train("name=new", *words, status=2)
+    ran = trained.train("name=new", *overrides, status=2)
     assert f"error: {message}" in ran.stderr
     assert not (trained.folder / "runs" / "new").exists()

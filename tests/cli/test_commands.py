@@ -44,7 +44,7 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["trian"], "error: No such command 'trian'"),
         (["train", "--fast"], "error: No such option: --fast; options are in --help, and settings"),
@@ -55,8 +55,10 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
         (["doctor", "--ranks", "0"], "error: --ranks=0: must be at least 1"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(words: list[str], message: str, run: Served) -> None:
-    ran = run(*words, status=2)
+def test_a_mistake_is_one_line_and_status_2(
+    overrides: list[str], message: str, run: Served
+) -> None:
+    ran = run(*overrides, status=2)
     assert ran.stdout == ""
     assert ran.stderr.startswith(message)
     assert len(ran.stderr.splitlines()) == 1
@@ -88,8 +90,8 @@ def test_config_prints_yaml_that_is_the_configuration(run: Served, tmp_path: Pat
 
 
 def test_config_prints_what_a_run_here_would_have_instead_of_auto(run: Served) -> None:
-    words = ["strategy=fsdp", "strategy.pipeline.degree=2", "train.global_batch_size=32"]
-    printed = json.loads(run("config", *words, "--json").stdout)
+    overrides = ["strategy=fsdp", "strategy.pipeline.degree=2", "train.global_batch_size=32"]
+    printed = json.loads(run("config", *overrides, "--json").stdout)
     assert printed["strategy"]["data_parallel"] == "fsdp"
     ranks = printed["launch"]["nproc"]
     share = 32 // (ranks // 2)
@@ -104,29 +106,29 @@ def test_config_prints_what_a_run_here_would_have_instead_of_auto(run: Served) -
 
 
 def test_config_explains_what_auto_became(run: Served) -> None:
-    words = ["config", "launch.nproc=2", "--explain", "--json"]
-    explained = json.loads(run(*words).stdout)
+    overrides = ["config", "launch.nproc=2", "--explain", "--json"]
+    explained = json.loads(run(*overrides).stdout)
     assert explained["train.micro_batch_size"] == {
         "value": 8,
-        "origin": "resolved here; auto: config.yaml",
+        "origin": "automatic: config.yaml has auto",
     }
     assert explained["strategy.data_parallel"]["value"] == "ddp"
 
 
 def test_config_refuses_a_batch_that_the_ranks_here_cannot_share(run: Served) -> None:
-    words = ["config", "launch.nproc=2", "train.global_batch_size=15"]
-    ran = run(*words, status=2)
+    overrides = ["config", "launch.nproc=2", "train.global_batch_size=15"]
+    ran = run(*overrides, status=2)
     assert ran.stderr.startswith("error: train.global_batch_size=15: must be divisible by 2 ranks")
 
 
 def test_config_explains_where_each_value_comes_from(run: Served) -> None:
-    words = ["config", "strategy=hsdp", "train.steps=7", "--explain"]
-    lines = dict(line.rsplit("  ", 1) for line in run(*words).stdout.splitlines())
+    overrides = ["config", "strategy=hsdp", "train.steps=7", "--explain"]
+    lines = dict(line.rsplit("  ", 1) for line in run(*overrides).stdout.splitlines())
     lines = {key.strip(): origin for key, origin in lines.items()}
     assert lines["strategy.fsdp.sharding=hybrid_shard"] == "strategy/hsdp.yaml"
     assert lines["train.steps=7"] == "override train.steps=7"
     assert lines["train.compile=false"] == "default"
-    explained = json.loads(run(*words, "--json").stdout)
+    explained = json.loads(run(*overrides, "--json").stdout)
     assert explained["train.steps"] == {"value": 7, "origin": "override train.steps=7"}
 
 

@@ -48,8 +48,8 @@ def test_what_counts_is_shown_between_brackets_where_there_is_no_colour(command:
 
 
 def test_rows_are_shown_to_programs_token_by_token(command: Served) -> None:
-    words = [*WORDS, TOKENIZER, "data.packing=best_fit", "--samples", "2", "--json"]
-    shown = json.loads(command("data", "show", *words).stdout)
+    overrides = [*WORDS, TOKENIZER, "data.packing=best_fit", "--samples", "2", "--json"]
+    shown = json.loads(command("data", "show", *overrides).stdout)
     assert (shown["documents"], shown["held_out_rows"], len(shown["samples"])) == (50, 1, 2)
     for row in shown["samples"]:
         for piece in row["pieces"]:
@@ -61,19 +61,19 @@ def test_rows_are_shown_to_programs_token_by_token(command: Served) -> None:
 
 
 def test_what_is_prepared_is_tokenised_once_and_reported(command: Served) -> None:
-    words = [*WORDS, TOKENIZER, "data.train_on=all"]
+    overrides = [*WORDS, TOKENIZER, "data.train_on=all"]
     first, again = (
-        json.loads(command("data", "prepare", *words, "--json").stdout) for _ in range(2)
+        json.loads(command("data", "prepare", *overrides, "--json").stdout) for _ in range(2)
     )
     assert (first.pop("tokenised"), again.pop("tokenised")) == (True, False)
     assert first.pop("seconds") > 0 < again.pop("seconds")
     assert first == again
     assert first["counted_tokens"] == first["tokens"] - 50
-    assert "it was tokenised before" in command("data", "prepare", *words).stdout
+    assert "it was tokenised before" in command("data", "prepare", *overrides).stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (
             ["data=python_source"],
@@ -91,8 +91,8 @@ def test_what_is_prepared_is_tokenised_once_and_reported(command: Served) -> Non
     ],
 )
 def test_what_is_wrong_is_an_error_of_one_line(
-    words: list[str], message: str, command: Served
+    overrides: list[str], message: str, command: Served
 ) -> None:
-    error = command("data", "show", *words, status=2).stderr
+    error = command("data", "show", *overrides, status=2).stderr
     assert error.startswith(f"error: {message.format(folder=command.folder)}")
     assert error.count("\n") == 1

@@ -10,26 +10,26 @@ import pytest
 COMMAND = """
 import atexit, ctypes, sys, threading, time
 {before}
-sys.argv = ["axonlaunch", *{words}]
+sys.argv = ["axonlaunch", *{arguments}]
 from axonlaunch.cli import main
 main()
 """
 ABORTS = "libc = ctypes.CDLL(None); libc.__cxa_atexit(libc.abort, None, None)"
 
 
-def _run(before: str, *words: str) -> subprocess.CompletedProcess[str]:
-    program = COMMAND.format(before=before, words=words)
+def _run(before: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = COMMAND.format(before=before, arguments=arguments)
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
     )
 
 
-@pytest.mark.parametrize(("words", "status"), [(["--version"], 0), (["ls", "nothing"], 2)])
+@pytest.mark.parametrize(("overrides", "status"), [(["--version"], 0), (["ls", "nothing"], 2)])
 def test_a_library_that_aborts_in_its_teardown_changes_no_status(
-    words: list[str], status: int
+    overrides: list[str], status: int
 ) -> None:
     # As gloo's threads did once in nine runs: std::terminate, status 134.
-    ran = _run(ABORTS, *words)
+    ran = _run(ABORTS, *overrides)
     assert ran.returncode == status, ran.stderr
     assert ran.stdout or ran.stderr  # what was written before was flushed
 

@@ -119,11 +119,11 @@ def shown(found: Forecast, *, width: int, **options: Any) -> str:
 
 @pytest.mark.timeout(240)
 def test_512_ranks_are_reported_on_one_machine_and_kept(axonlaunch: Command) -> None:
-    words = [
+    overrides = [
         *("estimate", *TINY, "strategy=hybrid", "model.num_attention_heads=4", "--json"),
         *("launch.nproc=512", "train.global_batch_size=1024", "hardware=h100_80gb"),
     ]
-    first = axonlaunch(*words)
+    first = axonlaunch(*overrides)
     reported = json.loads(first.stdout)
     assert (reported["world_size"], reported["fits"], reported["changes"]) == (512, True, [])
     assert reported["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 2}
@@ -132,7 +132,7 @@ def test_512_ranks_are_reported_on_one_machine_and_kept(axonlaunch: Command) -> 
         assert set(one["breakdown"]) == set(CATEGORIES)
         assert sum(one["breakdown"].values()) == one["peak_bytes"] <= reported["peak_bytes"]
     assert len(list((axonlaunch.folder / "cache" / "axonlaunch" / "estimates").iterdir())) == 1
-    assert axonlaunch(*words).stdout == first.stdout
+    assert axonlaunch(*overrides).stdout == first.stdout
     assert [path.name for path in axonlaunch.folder.iterdir()] == ["cache"]
 
 
@@ -154,10 +154,10 @@ def test_a_dry_run_starts_nothing_and_says_what_would_fit(axonlaunch: Command) -
 def test_a_dry_run_of_what_this_machine_can_not_hold_prints_its_estimate_first(
     axonlaunch: Command,
 ) -> None:
-    words = ["strategy=fsdp", "model=llama3_8b", "model.num_hidden_layers=2"]
-    words += ["model.vocab_size=40000000", "data=tokens", "data.path=tokens.bin"]
-    words += ["checkpoint.every=0"]
-    ran = axonlaunch("train", "--dry-run", *words)
+    overrides = ["strategy=fsdp", "model=llama3_8b", "model.num_hidden_layers=2"]
+    overrides += ["model.vocab_size=40000000", "data=tokens", "data.path=tokens.bin"]
+    overrides += ["checkpoint.every=0"]
+    ran = axonlaunch("train", "--dry-run", *overrides)
     table, _, rest = ran.stdout.partition("a launch on this node would be refused:\n")
     assert "8,192 positions, bf16, selective" in " ".join(table.split())
     assert "highest peak" in table
@@ -166,15 +166,15 @@ def test_a_dry_run_of_what_this_machine_can_not_hold_prints_its_estimate_first(
     assert "model=llama: 328B parameters" in said
     assert "use a smaller model, more ranks with strategy=fsdp" in said
     assert "add hardware=h100_80gb" in said
-    assert rest.splitlines()[-1] == f"  axonlaunch estimate {' '.join(words)}"
-    reported = json.loads(axonlaunch("train", "--dry-run", *words, "--json").stdout)
+    assert rest.splitlines()[-1] == f"  axonlaunch estimate {' '.join(overrides)}"
+    reported = json.loads(axonlaunch("train", "--dry-run", *overrides, "--json").stdout)
     assert [one["key"] for one in reported["obstacles"]] == ["data.path", "model"]
     assert reported["fits"] is reported["verdict"] is None
 
 
 def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Command) -> None:
-    words = [*(word for word in TINY if not word.startswith("data")), "data=tokens"]
-    ran = axonlaunch("train", "--dry-run", *words, "data.sequence_length=16")
+    overrides = [*(word for word in TINY if not word.startswith("data")), "data=tokens"]
+    ran = axonlaunch("train", "--dry-run", *overrides, "data.sequence_length=16")
     assert "highest peak" in ran.stdout
     assert "data.path" in ran.stdout.partition("would be refused")[2]
 
@@ -186,8 +186,8 @@ def test_a_dry_run_of_what_no_machine_can_run_is_refused(axonlaunch: Command) ->
 
 
 def test_data_that_is_not_there_is_no_obstacle(axonlaunch: Command) -> None:
-    words = ["data=tokens", "data.sequence_length=16"]
-    ran = axonlaunch("estimate", *TINY[:3], "train.global_batch_size=8", *words)
+    overrides = ["data=tokens", "data.sequence_length=16"]
+    ran = axonlaunch("estimate", *TINY[:3], "train.global_batch_size=8", *overrides)
     assert "highest peak" in ran.stdout
 
 
@@ -195,13 +195,13 @@ def test_a_model_that_can_not_be_traced_is_reported_by_operation_and_module(
     axonlaunch: Command,
 ) -> None:
     (axonlaunch.folder / "choosing.py").write_text(CHOOSING)
-    words = ["plugins=[choosing]", "model=choosing", *TINY[3:]]
-    ran = axonlaunch("estimate", *words, status=2)
+    overrides = ["plugins=[choosing]", "model=choosing", *TINY[3:]]
+    ran = axonlaunch("estimate", *overrides, status=2)
     [error] = ran.stderr.splitlines()
     assert error.startswith("error: model.name=choosing: ")
     assert "in Choosing depends on values" in error
     assert "axonlaunch estimate --analytic" in error
-    reported = axonlaunch("estimate", *words, "--analytic", "hardware=h100_80gb").stdout
+    reported = axonlaunch("estimate", *overrides, "--analytic", "hardware=h100_80gb").stdout
     assert "note by closed formulas: parameters, their gradients and optimizer states" in reported
     assert "may fit " in reported
 
@@ -210,11 +210,11 @@ def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
     axonlaunch: Command,
 ) -> None:
     (axonlaunch.folder / "choosing.py").write_text(CHOOSING)
-    words = ["plugins=[choosing]", "model=staged", "strategy=pipeline", *TINY[3:]]
-    [error] = axonlaunch("estimate", *words, status=2).stderr.splitlines()
+    overrides = ["plugins=[choosing]", "model=staged", "strategy=pipeline", *TINY[3:]]
+    [error] = axonlaunch("estimate", *overrides, status=2).stderr.splitlines()
     assert error.startswith("error: strategy.pipeline.split=auto: where to cut Staged can't")
-    words += ["strategy.pipeline.split=[2,1]", "--analytic", "--json"]
-    reported = json.loads(axonlaunch("estimate", *words).stdout)
+    overrides += ["strategy.pipeline.split=[2,1]", "--analytic", "--json"]
+    reported = json.loads(axonlaunch("estimate", *overrides).stdout)
     states = [sum(one["breakdown"][name] for name in STATES) for one in reported["ranks"]]
     first, last = 8 * 256 + 2 * 8 * 9, 8 * 9 + 9 * 256
     # Four numbers of fp32 a parameter, as AdamW has it, and for each tensor a count of steps.
@@ -222,7 +222,7 @@ def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["--plot", "memory.pdf"], "--plot=memory.pdf: must end in .png or .svg"),
         (["--plot", "nowhere/a.png"], "--plot=nowhere/a.png: there is no folder nowhere"),
@@ -236,9 +236,9 @@ def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    words: list[str], message: str, axonlaunch: Command
+    overrides: list[str], message: str, axonlaunch: Command
 ) -> None:
-    ran = axonlaunch("estimate", *TINY, *words, status=2)
+    ran = axonlaunch("estimate", *TINY, *overrides, status=2)
     assert ran.stdout == ""
     [error] = ran.stderr.splitlines()
     assert error.startswith(f"error: {message}")

@@ -88,13 +88,13 @@ def freeze(foreign: Served, **changed: Any) -> Path:
 
 
 @pytest.mark.parametrize("named", NAMED)
-@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("overrides", WORDS)
 def test_a_foreign_configuration_s_code_does_not_run(
-    words: str, named: str, foreign: Served
+    overrides: str, named: str, foreign: Served
 ) -> None:
     changed, reported = NAMED[named]
     text = freeze(foreign, **changed).read_text()
-    ran = foreign(*WORDS[words], status=2)
+    ran = foreign(*WORDS[overrides], status=2)
     [error] = ran.stderr.splitlines()
     key = reported.partition("=")[0].rpartition(".")[2]
     [line] = [n for n, one in enumerate(text.splitlines(), 1) if one.strip().startswith(f"{key}:")]
@@ -105,10 +105,10 @@ def test_a_foreign_configuration_s_code_does_not_run(
     assert not (foreign.folder / "out").exists()
 
 
-@pytest.mark.parametrize("words", WORDS)
-def test_it_runs_for_who_trusts_it(words: str, foreign: Served) -> None:
+@pytest.mark.parametrize("overrides", WORDS)
+def test_it_runs_for_who_trusts_it(overrides: str, foreign: Served) -> None:
     freeze(foreign, plugins=["evil"], model=NAMED["a target"][0]["model"])
-    foreign(*WORDS[words], "--trust")
+    foreign(*WORDS[overrides], "--trust")
     assert (foreign.folder / "victim").exists()
 
 
@@ -139,10 +139,10 @@ def test_what_an_entry_point_offers_is_foreign_code(
         config.read_frozen(file.parent)
 
 
-@pytest.mark.parametrize("words", [["ls", "foreign"], ["diff", "foreign", "foreign"]])
-def test_what_needs_no_model_needs_no_trust(words: list[str], foreign: Served) -> None:
+@pytest.mark.parametrize("overrides", [["ls", "foreign"], ["diff", "foreign", "foreign"]])
+def test_what_needs_no_model_needs_no_trust(overrides: list[str], foreign: Served) -> None:
     freeze(foreign, plugins=["evil"])
-    foreign("checkpoint", *words)
+    foreign("checkpoint", *overrides)
     assert not (foreign.folder / "victim").exists()
 
 

@@ -23,7 +23,7 @@ def served(tmp_path: Path, server: Server) -> Served:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("words", "reported"),
+    ("overrides", "reported"),
     [
         (["sample.prompt=" + "ab " * 20_000], "sample.prompt=ab ab ab ab ab "),
         (["name=" + "x" * 60_000], "name=xxxxxxxxxxxxxxxxxxxx"),
@@ -39,9 +39,9 @@ def served(tmp_path: Path, server: Server) -> Served:
     ],
     ids=["long", "long name", "a name of 300", "a long path", "15000", "500", "lists", "layers"],
 )
-def test_an_override_is_refused_in_a_line(words: list[str], reported: str) -> None:
+def test_an_override_is_refused_in_a_line(overrides: list[str], reported: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.load(words)
+        config.load(overrides)
     [line] = str(caught.value).splitlines()
     assert line.startswith(reported)
     assert len(line) < 500

@@ -49,8 +49,10 @@ def planned(*, step_s: float, verdict: FitVerdict = "fits", **breakdown: float) 
 @pytest.mark.timeout(240)
 def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)
-    words = [*MODEL, "strategy.tensor.degree=2", "train.global_batch_size=1"]
-    ran = axonlaunch("plan", *words, "--devices", "2", "--json", "--write", "experiment/best.yaml")
+    overrides = [*MODEL, "strategy.tensor.degree=2", "train.global_batch_size=1"]
+    ran = axonlaunch(
+        "plan", *overrides, "--devices", "2", "--json", "--write", "experiment/best.yaml"
+    )
     reported = json.loads(ran.stdout)
     assert reported["searched"] > 1
     assert reported["seconds"] > 0
@@ -62,22 +64,22 @@ def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: S
     assert all(one["mesh"]["tp"] == 2 for one in reported["candidates"])
     steps = [one["step_s"] for one in reported["candidates"] if one["fits"]]
     assert steps == sorted(steps)
-    estimated = json.loads(axonlaunch("estimate", *words, *best["overrides"], "--json").stdout)
+    estimated = json.loads(axonlaunch("estimate", *overrides, *best["overrides"], "--json").stdout)
     assert estimated["peak_bytes"] == best["peak_bytes"]
     assert estimated["mesh"] == best["mesh"]
     chosen = config.load(["experiment=best"], config_dirs=[tmp_path])
-    assert chosen == config.load([*words, *best["overrides"]])
+    assert chosen == config.load([*overrides, *best["overrides"]])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_what_fits_no_other_way_is_offloaded(tmp_path: Path, server: Server) -> None:
-    words = ["model=llama3_8b", "data=synthetic_tokens", "data.sequence_length=2048"]
-    words += ["train.global_batch_size=2", "train.precision=bf16"]
-    words += ["hardware=h100_80gb", "hardware.memory_gib=60"]
-    ran = Served(tmp_path, server)("plan", *words, "--devices", "1", "--json", status=2)
+    overrides = ["model=llama3_8b", "data=synthetic_tokens", "data.sequence_length=2048"]
+    overrides += ["train.global_batch_size=2", "train.precision=bf16"]
+    overrides += ["hardware=h100_80gb", "hardware.memory_gib=60"]
+    ran = Served(tmp_path, server)("plan", *overrides, "--devices", "1", "--json", status=2)
     assert "no layout of 1 devices fits" in ran.stderr
-    ran = Served(tmp_path, server)("plan", *words, "--devices", "2", "--json")
+    ran = Served(tmp_path, server)("plan", *overrides, "--devices", "2", "--json")
     best = json.loads(ran.stdout)["candidates"][0]
     assert best["fits"]
     assert "strategy.fsdp.cpu_offload=optimizer_states" in best["overrides"]
@@ -86,7 +88,7 @@ def test_what_fits_no_other_way_is_offloaded(tmp_path: Path, server: Server) -> 
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["--devices", "2"], "hardware: is needed: speed and memory depend on the devices; use "),
         (["hardware=h100_80gb"], "--devices: must be the number of devices to plan for, 1 or more"),
@@ -104,9 +106,9 @@ def test_what_fits_no_other_way_is_offloaded(tmp_path: Path, server: Server) -> 
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    words: list[str], message: str, tmp_path: Path, server: Server
+    overrides: list[str], message: str, tmp_path: Path, server: Server
 ) -> None:
-    ran = Served(tmp_path, server)("plan", *words, status=2)
+    ran = Served(tmp_path, server)("plan", *overrides, status=2)
     [error] = ran.stderr.splitlines()
     assert error.startswith(f"error: {message}")
     assert ran.stdout == ""
@@ -115,8 +117,8 @@ def test_a_mistake_is_one_line_and_status_2(
 def test_all_figures_that_hardware_lacks_are_reported_at_once(
     tmp_path: Path, server: Server
 ) -> None:
-    words = [*MODEL[:-1], "--devices", "8", "hardware=rtx4090"]
-    reported = Served(tmp_path, server)("plan", *words, status=2).stderr.splitlines()
+    overrides = [*MODEL[:-1], "--devices", "8", "hardware=rtx4090"]
+    reported = Served(tmp_path, server)("plan", *overrides, status=2).stderr.splitlines()
     lacking = ["devices_per_node", "matrix_efficiency", "attention_efficiency", "link_efficiency"]
     assert [line.partition("=")[0] for line in reported] == [
         f"error: hardware.{n}" for n in lacking

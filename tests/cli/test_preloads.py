@@ -24,6 +24,6 @@ def test_what_is_imported_for_all_ranks_has_transformers_models_imported() -> No
     assert ran.stdout == "True\n"
 
 
-@pytest.mark.parametrize("words", [None, [], ["model=gpt", "data=text"]])
-def test_other_models_import_no_more_than_before(words: list[str] | None) -> None:
-    assert preloads(words) == []
+@pytest.mark.parametrize("overrides", [None, [], ["model=gpt", "data=text"]])
+def test_other_models_import_no_more_than_before(overrides: list[str] | None) -> None:
+    assert preloads(overrides) == []

@@ -31,9 +31,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
 
 
 def test_a_run_its_export_and_that_imported_write_the_same_text(trained: Served) -> None:
-    words = ["--prompt", "to be ", "--tokens", "40", "--json"]
+    overrides = ["--prompt", "to be ", "--tokens", "40", "--json"]
     run, exported, imported = (
-        json.loads(trained("sample", folder, *words).stdout)
+        json.loads(trained("sample", folder, *overrides).stdout)
         for folder in ("runs/text", "exported/text", "imported/text")
     )
     assert run["prompt"] == "to be "

@@ -42,8 +42,8 @@ def schedule(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "140")
 
-    def command(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["axonlaunch", "schedule", BATCH, *words])
+    def command(*overrides: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["axonlaunch", "schedule", BATCH, *overrides])
         with pytest.raises(SystemExit) as ended:
             run_command()
         output, errors = capsys.readouterr()
@@ -53,8 +53,8 @@ def schedule(
     return command
 
 
-def in_json(schedule: Schedule, *words: str) -> dict[str, Any]:
-    status, output, errors = schedule(*words, "--json")
+def in_json(schedule: Schedule, *overrides: str) -> dict[str, Any]:
+    status, output, errors = schedule(*overrides, "--json")
     assert (status, errors) == (0, "")
     content: dict[str, Any] = json.loads(output)
     return content
@@ -69,9 +69,9 @@ def test_the_picture_of_1f1b_is_the_one_of_the_papers(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules\n"
         "try:\n    run_command()\nfinally:\n    assert 'matplotlib' not in sys.modules"
     )
-    words = ["strategy=pipeline", "strategy.pipeline.degree=3", "train.global_batch_size=6"]
+    overrides = ["strategy=pipeline", "strategy.pipeline.degree=3", "train.global_batch_size=6"]
     ran = subprocess.run(
-        [sys.executable, "-c", script, "schedule", *words, "train.micro_batch_size=1"],
+        [sys.executable, "-c", script, "schedule", *overrides, "train.micro_batch_size=1"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -131,9 +131,9 @@ def test_a_step_may_be_several_rounds_and_ranks_may_have_other_work(schedule: Sc
 
 def test_spans_can_be_compared_between_schedules(schedule: Schedule) -> None:
     """More stages a rank are the same work in smaller parts."""
-    words = ["strategy=pipeline", "strategy.pipeline.degree=4", "train.micro_batch_size=4"]
+    overrides = ["strategy=pipeline", "strategy.pipeline.degree=4", "train.micro_batch_size=4"]
     span = {
-        name: in_json(schedule, *words, f"strategy.pipeline.schedule={name}")["span"]
+        name: in_json(schedule, *overrides, f"strategy.pipeline.schedule={name}")["span"]
         for name in SCHEDULES
     }
     assert span["gpipe"] == span["1f1b"] == 3 * (8 + 3)
@@ -151,7 +151,7 @@ def test_without_a_pipeline_there_is_no_schedule(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["--plot", "bubble.pdf"], "--plot=bubble.pdf: must end in .png or .svg"),
         (["--plot", "nowhere/a.png"], "--plot=nowhere/a.png: there is no folder nowhere; make it"),
@@ -161,9 +161,9 @@ def test_without_a_pipeline_there_is_no_schedule(schedule: Schedule) -> None:
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    words: list[str], message: str, schedule: Schedule, tmp_path: Path
+    overrides: list[str], message: str, schedule: Schedule, tmp_path: Path
 ) -> None:
-    status, output, errors = schedule("strategy=pipeline", *words)
+    status, output, errors = schedule("strategy=pipeline", *overrides)
     assert (status, output) == (2, "")
     assert errors.startswith(f"error: {message}")
     assert len(errors.splitlines()) == 1
@@ -222,10 +222,10 @@ def test_colour_is_for_terminals_and_nothing_hangs_on_it() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_zero_bubble", "dualpipev"])
 def test_pictures_name_what_they_show(name: str, schedule: Schedule, tmp_path: Path) -> None:
-    words = ["strategy=pipeline", f"strategy.pipeline.schedule={name}"]
-    assert in_json(schedule, *words, "--plot", "a.png")["plot"] == "a.png"
+    overrides = ["strategy=pipeline", f"strategy.pipeline.schedule={name}"]
+    assert in_json(schedule, *overrides, "--plot", "a.png")["plot"] == "a.png"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
-    status, output, _ = schedule(*words, "--plot", "b.svg")
+    status, output, _ = schedule(*overrides, "--plot", "b.svg")
     assert status == 0
     assert output.splitlines()[-1].split() == ["plot", "b.svg"]
     drawing = (tmp_path / "b.svg").read_text()
@@ -240,12 +240,12 @@ def test_pictures_name_what_they_show(name: str, schedule: Schedule, tmp_path: P
 @pytest.mark.timeout(120)
 def test_activations_are_reported_in_bytes_of_a_traced_step(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)
-    words = ["schedule", "strategy=pipeline", BATCH, "train.micro_batch_size=4", "--memory"]
-    reported = json.loads(axonlaunch(*words, "--json").stdout)
+    overrides = ["schedule", "strategy=pipeline", BATCH, "train.micro_batch_size=4", "--memory"]
+    reported = json.loads(axonlaunch(*overrides, "--json").stdout)
     assert reported["live_activations"] == [2, 1]
     first, last = reported["activation_bytes"]
     assert first > last > 2**20
-    output = axonlaunch(*words).stdout
+    output = axonlaunch(*overrides).stdout
     assert re.fullmatch(r"in bytes     0:[\d.]+ MiB 1:[\d.]+ MiB", output.splitlines()[-1])
 
 

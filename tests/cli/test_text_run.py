@@ -49,9 +49,9 @@ def test_the_tokenizer_is_kept_and_text_is_generated_by_it(trained: str, command
     command("checkpoint", "export", "runs/text", "exported")
     exported = command.folder / "exported"
     assert {name: (exported / name).read_bytes() for name in kept} == kept
-    words = ["--prompt", "def ", "--tokens", "8", "--json"]
+    overrides = ["--prompt", "def ", "--tokens", "8", "--json"]
     texts = [
-        json.loads(command("sample", folder, *words).stdout)["text"]
+        json.loads(command("sample", folder, *overrides).stdout)["text"]
         for folder in ("runs/text", "exported")
     ]
     assert texts[0] == texts[1] != ""
@@ -67,7 +67,7 @@ def test_a_run_does_not_resume_with_another_tokenizer(trained: str, command: Ser
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (
             [*MODEL, *DATA, *TOKENIZER, "model.vocab_size=300"],
@@ -92,14 +92,14 @@ def test_a_run_does_not_resume_with_another_tokenizer(trained: str, command: Ser
     ],
 )
 def test_what_does_not_fit_is_reported_before_a_rank_starts(
-    words: list[str], message: str, command: Served
+    overrides: list[str], message: str, command: Served
 ) -> None:
-    assert f"error: {message}" in command("train", *words, *SHORT, status=2).stderr
+    assert f"error: {message}" in command("train", *overrides, *SHORT, status=2).stderr
     assert not [*(command.folder / "runs").glob("llama-*")]
 
 
 def test_nothing_is_tokenised_before_all_else_is_well(command: Served) -> None:
     folder = command.folder / "cache"
-    words = [*MODEL, *DATA, *TOKENIZER, f"data.cache_dir={folder}", "model.vocab_size=300"]
-    command("train", *words, *SHORT, status=2)
+    overrides = [*MODEL, *DATA, *TOKENIZER, f"data.cache_dir={folder}", "model.vocab_size=300"]
+    command("train", *overrides, *SHORT, status=2)
     assert not folder.exists()

@@ -1014,9 +1014,9 @@ def test_yaml_that_does_not_parse_is_named_with_its_line(tmp_path: Path) -> None
 
 
 def test_a_wrong_configuration_exits_2_with_a_line_a_problem_and_no_torch(tmp_path: Path) -> None:
-    words = ["train.stepz=3", "optimizer.lr=x", "strategy=fsdq", "launch.nproc=3"]
+    overrides = ["train.stepz=3", "optimizer.lr=x", "strategy=fsdq", "launch.nproc=3"]
     ran = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "axonlaunch", "config", *words],
+        [sys.executable, "-X", "importtime", "-m", "axonlaunch", "config", *overrides],
         capture_output=True,
         text=True,
         cwd=tmp_path,

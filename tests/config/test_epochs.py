@@ -25,14 +25,14 @@ def test_epochs_are_the_steps_in_which_every_row_was_seen_as_often(
 
 def test_an_epoch_of_text_is_of_packed_rows(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "ten bytes!"}\n' * 101)
-    words = [f"data.files=[{tmp_path}/rows.jsonl]", f"data.cache_dir={tmp_path}"]
-    words += ["data.held_out=1", "data.sequence_length=18", "train.eval_batches=0"]
-    chosen = ["data=documents", *DATA[2:4], *words, "train.epochs=3"]
+    overrides = [f"data.files=[{tmp_path}/rows.jsonl]", f"data.cache_dir={tmp_path}"]
+    overrides += ["data.held_out=1", "data.sequence_length=18", "train.eval_batches=0"]
+    chosen = ["data=documents", *DATA[2:4], *overrides, "train.epochs=3"]
     assert run_config(chosen).train.steps == 3 * 50 // 8 + 1
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (
             ["train.epochs=1", "train.steps=9"],
@@ -50,9 +50,9 @@ def test_an_epoch_of_text_is_of_packed_rows(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(words: list[str], message: str) -> None:
+def test_what_contradicts_itself_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        config.load([*DATA, *words])
+        config.load([*DATA, *overrides])
     assert str(raised.value).startswith(message)
 
 
@@ -76,5 +76,5 @@ def test_warmup_ratio_is_a_share_of_the_run() -> None:
 
 
 def test_an_estimate_of_epochs_reads_no_file() -> None:
-    words = ["data=documents", "data.files=[none.jsonl]", "train.epochs=2", "strategy=single"]
-    assert estimate_config(words).train.num_steps > 0
+    overrides = ["data=documents", "data.files=[none.jsonl]", "train.epochs=2", "strategy=single"]
+    assert estimate_config(overrides).train.num_steps > 0

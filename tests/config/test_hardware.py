@@ -33,5 +33,5 @@ def test_the_common_ones_lack_no_figure(name: str) -> None:
     hardware = configs.load([f"hardware={name}"]).hardware
     assert hardware is not None
     # Not what its speed follows from.
-    other = ("device", "allgather_bw_gb_s", "host_memory_gib")
+    other = ("device", "allgather_bw_gb_s", "host_memory_gib", "price_per_hour")
     assert None not in [value for name, value in vars(hardware).items() if name not in other]

@@ -102,7 +102,7 @@ def test_what_degrees_leave_over_is_data_parallel(
     layout = Layout.of(config.load(["train.global_batch_size=32", *overrides]), world_size=world)
     assert tuple(layout.axes.values()) == axes
     assert (layout.micro_batch_size, layout.micro_batches) == (micro, micro_batches)
-    assert layout.rounds * layout.round_microbatches == micro_batches
+    assert layout.rounds * layout.microbatches_per_round == micro_batches
 
 
 def test_a_layout_is_reported_in_a_few_words() -> None:
@@ -118,4 +118,4 @@ def test_a_layout_is_reported_in_a_few_words() -> None:
 def test_a_pipeline_runs_in_rounds() -> None:
     chosen = ["strategy=pipeline", "train.micro_batch_size=1", "strategy.pipeline.microbatches=4"]
     layout = Layout.of(config.load(["train.global_batch_size=32", *chosen]), world_size=2)
-    assert (layout.micro_batches, layout.round_microbatches, layout.rounds) == (32, 4, 8)
+    assert (layout.micro_batches, layout.microbatches_per_round, layout.rounds) == (32, 4, 8)

@@ -65,7 +65,7 @@ def test_chats_need_no_more_than_their_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (
             ["data=python_source"],
@@ -81,7 +81,7 @@ def test_chats_need_no_more_than_their_rows(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(words: list[str], message: str) -> None:
+def test_what_does_not_fit_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        config.load(["tokenizer=train", *words])
+        config.load(["tokenizer=train", *overrides])
     assert str(raised.value).startswith(message)

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def words(folder: Path, *, a: str = "", b: str = "") -> list[str]:
+def overrides_of(folder: Path, *, a: str = "", b: str = "") -> list[str]:
     """The keys of a mix of both files, a text a row."""
     sources = f"{{a: {{files: [{folder}/a.jsonl]{a}}}, b: {{files: [{folder}/b.jsonl]{b}}}}}"
     data = ["data=documents", f"data.mix={sources}", f"data.cache_dir={folder}/cache"]
@@ -41,7 +41,7 @@ def words(folder: Path, *, a: str = "", b: str = "") -> list[str]:
 
 
 def mixed(folder: Path, *more: str, a: str = "", b: str = "") -> TextMix:
-    dataset: Any = build_dataset(config.load([*words(folder, a=a, b=b), *more]).data)
+    dataset: Any = build_dataset(config.load([*overrides_of(folder, a=a, b=b), *more]).data)
     return dataset
 
 
@@ -106,7 +106,7 @@ def test_rows_of_a_batch_have_the_order_of_their_indices(folder: Path) -> None:
 def test_each_source_is_evaluated_by_itself(folder: Path) -> None:
     chosen = run_config(
         [
-            *words(folder, a=", held_out: 3", b=", held_out: 2"),
+            *overrides_of(folder, a=", held_out: 3", b=", held_out: 2"),
             *("model=gpt", "model.hidden_size=16", "model.num_hidden_layers=1", "launch.nproc=2"),
             *("model.num_attention_heads=2", "strategy=ddp", "train.steps=1", "checkpoint.every=0"),
             *("train.global_batch_size=4", "sample.max_new_tokens=0", f"run_dir={folder}/run"),
@@ -134,7 +134,7 @@ TINY += ["train.log_every=1", "train.eval_batches=0", "scheduler=constant"]
 
 def losses(folder: Path, *more: str, stop_at: int | None = None) -> list[float]:
     """The losses that a run on the mix has logged when it ends, or stops after a step."""
-    chosen = run_config([*words(folder, b=", epochs: 3"), *TINY, "train.epochs=1", *more])
+    chosen = run_config([*overrides_of(folder, b=", epochs: 3"), *TINY, "train.epochs=1", *more])
     run = Path(chosen.run_dir)
     run.mkdir(exist_ok=True)
     steps: list[int] = []

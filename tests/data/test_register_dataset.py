@@ -51,12 +51,12 @@ def shape_of(config: CountsConfig) -> SampleShape:
 def test_a_registered_one_is_chosen_by_its_name_and_has_its_own_keys(tmp_path: Path) -> None:
     register_dataset("counts", config=CountsConfig, sample=shape_of)(Counts)
     (tmp_path / "first").write_text("3")
-    words = [*SMALL, "data=counts", f"data.file={tmp_path}/first", "data.sequence_length=4"]
-    chosen = run_config(words)
+    overrides = [*SMALL, "data=counts", f"data.file={tmp_path}/first", "data.sequence_length=4"]
+    chosen = run_config(overrides)
     assert chosen.data == CountsConfig(file=f"{tmp_path}/first", sequence_length=4)
     assert build_dataset(chosen.data).samples([2], split="train").inputs.tolist() == [[5, 6, 7, 8]]
     with pytest.raises(ConfigError, match=r"did you mean data\.sequence_length"):
-        config.load([*words, "data.sequence_lenght=4"])
+        config.load([*overrides, "data.sequence_lenght=4"])
     with pytest.raises(ConfigError, match=r"data=count: .*did you mean counts\?"):
         config.load(["data=count"])
 
@@ -197,10 +197,6 @@ class Tokens(Pairs):
 
 class Bare(Pairs):
     classes = property()
-
-class Single(Tokens):
-    def __getitem__(self, index):
-        return torch.zeros(3)
 """
 
 
@@ -216,10 +212,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("module")
 def test_custom_takes_a_map_style_dataset_and_holds_its_last_samples_out() -> None:
-    words = ["data=custom", "data.target=pairs_of_a_test:Pairs", "data.arguments={count: 60}"]
+    overrides = ["data=custom", "data.target=pairs_of_a_test:Pairs", "data.arguments={count: 60}"]
     chosen = run_config(
         [
-            *words,
+            *overrides,
             "data.eval_fraction=0.1",
             "model=mlp",
             "model.input_size=16",
@@ -255,16 +251,15 @@ def test_custom_takes_pairs_of_tokens() -> None:
         ("math:pi", "is float, not a class or function"),
         (
             "builtins:object",
-            "returned object, which is neither a map-style dataset (__len__ and __getitem__) nor "
-            "one of ours: it has no kind, num_samples, num_eval_samples, num_classes, "
-            "sample_shape, samples",
+            "returned object, which is neither a map-style dataset (__len__ and __getitem__), nor "
+            "a stream (__iter__), nor one of ours: it has no kind, num_samples, num_eval_samples, "
+            "num_classes, sample_shape, samples",
         ),
         ("builtins:dict", "its dataset is empty"),
         (
             "pairs_of_a_test:Bare",
             "the dataset has no attribute num_classes or vocab_size; set data.num_classes",
         ),
-        ("pairs_of_a_test:Single", "its items are Tensor; return a pair (inputs, targets)"),
     ],
 )
 def test_what_is_no_dataset_is_refused_before_anything_starts(target: str, message: str) -> None:

@@ -36,12 +36,12 @@ ZERO_BUBBLE = [
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [GPT, [*without_folder("gemma2", **CAPPED), "data.sequence_length=16"]],
     ids=["gpt", "gemma2"],
 )
-def test_loss_and_gradients_are_those_of_torch_s_cross_entropy(words: list[str]) -> None:
-    chosen = run_config([*words, CHUNK, "strategy=single"])
+def test_loss_and_gradients_are_those_of_torch_s_cross_entropy(overrides: list[str]) -> None:
+    chosen = run_config([*overrides, CHUNK, "strategy=single"])
     model = build_model(chosen.model, seed=0)
 
     def run(world: World) -> None:
@@ -74,7 +74,7 @@ def test_loss_and_gradients_are_those_of_torch_s_cross_entropy(words: list[str])
         ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2"],
         ["strategy=hybrid", "launch.nproc=8"],
     ],
-    ids=lambda words: words[-1],
+    ids=lambda overrides: overrides[-1],
 )
 def test_every_layout_gives_what_one_process_gives_without_chunks(layout: list[str]) -> None:
     verdict = compare.on_mock(run_config([*GPT, CHUNK, *layout]), ComparisonPlan(steps=2))
@@ -105,8 +105,8 @@ def test_models_of_transformers_do_too(
 
 
 def test_bf16_computes_each_chunk_in_bf16() -> None:
-    words = ["strategy=ddp", "launch.nproc=2", "train.precision=bf16"]
-    verdict = compare.on_mock(run_config([*GPT, CHUNK, *words]), ComparisonPlan(steps=2))
+    overrides = ["strategy=ddp", "launch.nproc=2", "train.precision=bf16"]
+    verdict = compare.on_mock(run_config([*GPT, CHUNK, *overrides]), ComparisonPlan(steps=2))
     assert verdict.passed, verdict.differences
 
 
@@ -126,10 +126,10 @@ def test_predictions_are_logits() -> None:
 def test_the_estimate_has_the_logits_of_one_chunk() -> None:
     """A vocabulary so large that the loss makes the peak: three fp32 numbers a logit."""
     large = ["model.vocab_size=4096", "data.vocab_size=4096", "data.sequence_length=128"]
-    words = [*GPT, *large, "model.num_hidden_layers=1", "strategy=ddp", "launch.nproc=2"]
+    overrides = [*GPT, *large, "model.num_hidden_layers=1", "strategy=ddp", "launch.nproc=2"]
 
     def peak(chunk: int | str) -> int:
-        chosen = estimate_config([*words, f"train.loss_chunk={chunk}", "hardware=cpu"])
+        chosen = estimate_config([*overrides, f"train.loss_chunk={chunk}", "hardware=cpu"])
         return int(estimate(chosen).peak_bytes)
 
     of_a_token = 4096 * 4
@@ -165,12 +165,12 @@ def test_a_model_that_uses_its_logits_together_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("overrides", "reason"),
     [
         (["model=vit", "data=synthetic_images"], "which module makes the model's logits is not"),
     ],
 )
-def test_what_has_no_plain_head_is_refused(words: list[str], reason: str) -> None:
+def test_what_has_no_plain_head_is_refused(overrides: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as refused:
-        run_config([*words, "train.loss_chunk=16", "strategy=single"])
+        run_config([*overrides, "train.loss_chunk=16", "strategy=single"])
     assert "train.loss_chunk=16: " in str(refused.value)

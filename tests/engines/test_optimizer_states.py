@@ -156,13 +156,13 @@ SGD = {
 STEPS = 3
 
 
-def as_a_command_does(words: list[str]) -> RunConfig:
-    return resolved(configuration.load([*SMALL, *words]), accelerators=0)
+def as_a_command_does(overrides: list[str]) -> RunConfig:
+    return resolved(configuration.load([*SMALL, *overrides]), accelerators=0)
 
 
-def plain_sgd(words: list[str]) -> dict[str, Tensor]:
+def plain_sgd(overrides: list[str]) -> dict[str, Tensor]:
     """Train by hand, on one process and all samples, with torch's SGD."""
-    chosen = as_a_command_does([*words, "strategy=single", "launch.nproc=1"])
+    chosen = as_a_command_does([*overrides, "strategy=single", "launch.nproc=1"])
     assert isinstance(chosen.optimizer, SGDConfig)
     model = build_model(chosen.model, seed=chosen.seed)
     optimizer = torch.optim.SGD(
@@ -189,8 +189,8 @@ def test_a_run_whose_states_are_loaded_before_its_first_step_is_plain_sgd(
 ) -> None:
     """As every run with ``model.weights=`` does, and one that saves before it has stepped."""
     ranks, strategy = LAYOUTS[layout]
-    words = SGD[momentum].split()
-    chosen = as_a_command_does([*words, *strategy.split(), f"launch.nproc={ranks}"])
+    overrides = SGD[momentum].split()
+    chosen = as_a_command_does([*overrides, *strategy.split(), f"launch.nproc={ranks}"])
 
     def run(world: World) -> dict[str, Tensor]:
         engine, loader = rank_engine(chosen, world)
@@ -199,7 +199,7 @@ def test_a_run_whose_states_are_loaded_before_its_first_step_is_plain_sgd(
             engine.train_step(loader.batch(step))
         return {n: whole(p.detach()).clone() for n, p in engine.named_parameters()}
 
-    expected, seen = plain_sgd(words), set()
+    expected, seen = plain_sgd(overrides), set()
     for parameters in World.mock(ranks).run(run):
         for name, parameter in parameters.items():
             torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6)

@@ -182,8 +182,8 @@ LAYOUTS = {
 }
 
 
-def run(words: list[str], ranks: int, steps: int = 3) -> dict[str, Tensor]:
-    chosen = run_config([*SMALL, *words, f"launch.nproc={ranks}"])
+def run(overrides: list[str], ranks: int, steps: int = 3) -> dict[str, Tensor]:
+    chosen = run_config([*SMALL, *overrides, f"launch.nproc={ranks}"])
 
     def on_rank(world: World) -> dict[str, Tensor]:
         engine, loader = rank_engine(chosen, world)
@@ -214,17 +214,17 @@ _EXCHANGING = [
 
 
 @functools.cache
-def alone(kind: str, *words: str, steps: int = 3) -> dict[str, Tensor]:
-    return run([*WORDS[kind], "strategy=single", *words], 1, steps=steps)
+def alone(kind: str, *overrides: str, steps: int = 3) -> dict[str, Tensor]:
+    return run([*WORDS[kind], "strategy=single", *overrides], 1, steps=steps)
 
 
 @pytest.mark.parametrize(("layout", "kind"), [*_ELEMENTWISE, *_EXCHANGING])
 def test_a_layout_trains_as_one_process_does(layout: str, kind: str) -> None:
     ranks, strategy = LAYOUTS[layout]
-    words = strategy.split()
-    size = [word for word in words if "global_batch" in word]
+    overrides = strategy.split()
+    size = [word for word in overrides if "global_batch" in word]
     start, expected = alone(kind, *size, steps=0), alone(kind, *size)
-    got = run([*WORDS[kind], *words], ranks)
+    got = run([*WORDS[kind], *overrides], ranks)
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         moved = float((tensor - start[name]).norm())

@@ -35,25 +35,25 @@ LAYOUTS = {
 }
 
 
-def words(model: str) -> list[str]:
+def overrides_of(model: str) -> list[str]:
     return [*MODELS[model], "model.num_hidden_layers=4", *DATA]
 
 
 @cache
 def single(model: str) -> Trained:
-    return train([*words(model), "strategy=single"], 1)
+    return train([*overrides_of(model), "strategy=single"], 1)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_keeps_documents_apart_as_one_process_does(layout: str, model: str) -> None:
     overrides, ranks = LAYOUTS[layout]
-    trained = train([*words(model), *overrides], ranks)
+    trained = train([*overrides_of(model), *overrides], ranks)
     assert_same(trained, single(model), tolerance=1e-5)
 
 
 def test_documents_of_a_row_change_what_is_learned() -> None:
-    together = train([*words("gpt"), "data.document_length=null", "strategy=single"], 1)
+    together = train([*overrides_of("gpt"), "data.document_length=null", "strategy=single"], 1)
     assert together.losses != single("gpt").losses
 
 

@@ -44,8 +44,8 @@ LAYOUTS = {
 }
 
 
-def in_layout(words: list[str]) -> list[float]:
-    chosen = run_config([*SETTINGS, *words])
+def in_layout(overrides: list[str]) -> list[float]:
+    chosen = run_config([*SETTINGS, *overrides])
     assert chosen.launch.nproc != "auto"
 
     def run(world: World) -> list[float]:
@@ -54,7 +54,7 @@ def in_layout(words: list[str]) -> list[float]:
         for _, parameter in engine.named_parameters():
             assert parameter.dtype is torch.bfloat16
         states = {local_part(s).dtype for s in engine.optimizer_states() if s.ndim}
-        assert states == {torch.float32 if FP32_STATES in words else torch.bfloat16}
+        assert states == {torch.float32 if FP32_STATES in overrides else torch.bfloat16}
         return losses
 
     return World.mock(chosen.launch.nproc).run(run)[0]
@@ -108,8 +108,8 @@ def test_losses_are_those_of_a_model_in_bf16_under_torch(layout: str, states: li
 
 
 def test_tied_weights_stay_tied_and_buffers_stay_as_they_are() -> None:
-    words = ["model=llama_debug", "model.tie_word_embeddings=true"]
-    model: Any = build_model(run_config([*words, "strategy=single"]).model)
+    overrides = ["model=llama_debug", "model.tie_word_embeddings=true"]
+    model: Any = build_model(run_config([*overrides, "strategy=single"]).model)
     before = {name: buffer.dtype for name, buffer in model.named_buffers()}
     keep_parameters_in(model, torch.bfloat16)
     assert model.lm_head.weight is model.embed_tokens.weight
@@ -117,8 +117,8 @@ def test_tied_weights_stay_tied_and_buffers_stay_as_they_are() -> None:
     assert {name: buffer.dtype for name, buffer in model.named_buffers()} == before
 
 
-def saved(folder: Path, words: list[str]) -> None:
-    chosen = run_config([*SETTINGS, *words])
+def saved(folder: Path, overrides: list[str]) -> None:
+    chosen = run_config([*SETTINGS, *overrides])
 
     def run(world: World) -> None:
         engine, loader = rank_engine(chosen, world)
@@ -131,32 +131,32 @@ def saved(folder: Path, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("overrides", "problem"),
     [
         (["train.param_dtype=fp32"], "train.param_dtype=fp32: "),
         ([FP32_STATES], "optimizer.state_dtype=fp32: "),
     ],
 )
 def test_a_run_does_not_resume_in_another_type(
-    words: list[str], problem: str, tmp_path: Path
+    overrides: list[str], problem: str, tmp_path: Path
 ) -> None:
     saved(tmp_path, LAYOUTS["fsdp"])
     resume = [*SETTINGS, f"checkpoint.resume={tmp_path}"]
     run_config([*resume, *LAYOUTS["zero1"]])  # another layout resumes it
     with pytest.raises(ConfigError) as refused:
-        run_config([*resume, *LAYOUTS["fsdp"], *words])
+        run_config([*resume, *LAYOUTS["fsdp"], *overrides])
     assert problem in str(refused.value)
     assert " in bf16; use " in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("overrides", "problem"),
     [
         (["train.precision=fp32"], "weights in bf16 compute in bf16, not in fp32; use bf16"),
         (["optimizer=muon", FP32_STATES], "optimizer=muon updates weights as they are kept"),
     ],
 )
-def test_what_can_not_be_is_refused(words: list[str], problem: str) -> None:
+def test_what_can_not_be_is_refused(overrides: list[str], problem: str) -> None:
     settings = [one for one in SETTINGS if not one.startswith("optimizer.")]
     with pytest.raises(ConfigError, match=problem):
-        run_config([*settings, *LAYOUTS["fsdp"], *words])
+        run_config([*settings, *LAYOUTS["fsdp"], *overrides])

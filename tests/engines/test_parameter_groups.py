@@ -132,7 +132,7 @@ def test_the_schedule_multiplies_each_groups_own_rate_in_every_layout(layout: st
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (
             ['optimizer.groups={"*.bias": {weight_decy: 0}}'],
@@ -179,7 +179,9 @@ def test_the_schedule_multiplies_each_groups_own_rate_in_every_layout(layout: st
         ),
     ],
 )
-def test_what_can_t_be_is_refused_before_anything_starts(words: list[str], message: str) -> None:
+def test_what_can_t_be_is_refused_before_anything_starts(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
-        run_config(["data=synthetic_tokens", "data.sequence_length=8", *words])
+        run_config(["data=synthetic_tokens", "data.sequence_length=8", *overrides])
     assert any(str(problem).startswith(message) for problem in raised.value.problems), raised.value

@@ -45,8 +45,8 @@ class Frozen(nn.Module):
 def train(name: str, *overrides: str, steps: int) -> tuple[list[dict[str, Tensor]], list[float]]:
     """Return rank 0's whole parameters after each step, and the rates that it said it would use."""
     ranks, layout = LAYOUTS[name]
-    words = [*TOKENS, *layout, *overrides, f"launch.nproc={ranks}", "launch.backend=mock"]
-    chosen = run_config([*words, f"train.steps={steps}", "train.grad_clip=null"])
+    arguments = [*TOKENS, *layout, *overrides, f"launch.nproc={ranks}", "launch.backend=mock"]
+    chosen = run_config([*arguments, f"train.steps={steps}", "train.grad_clip=null"])
 
     def run(world: ax.World) -> tuple[list[dict[str, Tensor]], list[float]]:
         engine, loader = rank_engine(chosen, world)

@@ -100,9 +100,9 @@ LAYOUTS = {
 
 
 def run(
-    words: list[str], ranks: int, *, before: Callable[[Any], None] = lambda engine: None
+    overrides: list[str], ranks: int, *, before: Callable[[Any], None] = lambda engine: None
 ) -> dict[str, Tensor]:
-    chosen = run_config([*SMALL, *words, f"launch.nproc={ranks}"])
+    chosen = run_config([*SMALL, *overrides, f"launch.nproc={ranks}"])
 
     def on_rank(world: World) -> dict[str, Tensor]:
         engine, loader = rank_engine(chosen, world)
@@ -120,10 +120,10 @@ def run(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_class_by_its_target_trains_in_every_layout_as_in_one_process(layout: str) -> None:
     ranks, strategy = LAYOUTS[layout]
-    words = [*TEMPERED, *strategy.split()]
-    size = [word for word in words if "global_batch" in word]
+    overrides = [*TEMPERED, *strategy.split()]
+    size = [word for word in overrides if "global_batch" in word]
     expected = run([*TEMPERED, *size, "strategy=single"], 1)
-    got = run(words, ranks)
+    got = run(overrides, ranks)
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
@@ -165,9 +165,9 @@ def test_states_are_saved_and_loaded_numbers_among_them() -> None:
 
 
 def test_an_estimate_counts_its_states() -> None:
-    words = [*SMALL, *TEMPERED, "strategy=fsdp", "launch.nproc=2"]
-    estimate = memory_estimate.estimate(estimate_config(words))
-    chosen = run_config(words)
+    overrides = [*SMALL, *TEMPERED, "strategy=fsdp", "launch.nproc=2"]
+    estimate = memory_estimate.estimate(estimate_config(overrides))
+    chosen = run_config(overrides)
 
     def held(world: World) -> int:
         engine, loader = rank_engine(chosen, world)
@@ -179,15 +179,15 @@ def test_an_estimate_counts_its_states() -> None:
     assert estimate.ranks[0].breakdown["optimizer"] == World.mock(2).run(held)[0]
 
 
-def refusal(*words: str) -> str:
+def refusal(*overrides: str) -> str:
     with pytest.raises(ConfigError) as raised:
-        run_config([*SMALL, "strategy=fsdp", "launch.nproc=2", *words])
+        run_config([*SMALL, "strategy=fsdp", "launch.nproc=2", *overrides])
     [problem] = raised.value.problems
     return str(problem)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (
             "optimizer.target=somebodys:Normed",
@@ -223,8 +223,8 @@ def refusal(*words: str) -> str:
         ("optimizer.target=somebodys", "optimizer.target=somebodys: is not of the form"),
     ],
 )
-def test_what_can_t_be_used_is_refused_with_the_reason(words: str, message: str) -> None:
-    assert refusal(*CUSTOM, *words.split()).startswith(message)
+def test_what_can_t_be_used_is_refused_with_the_reason(overrides: str, message: str) -> None:
+    assert refusal(*CUSTOM, *overrides.split()).startswith(message)
 
 
 @dataclass(frozen=True)
@@ -237,9 +237,9 @@ class TemperedConfig:
 
 def test_a_registered_class_is_chosen_typed_and_grouped_by_its_dataclass() -> None:
     ax.register_optimizer("tempered", config=TemperedConfig)(Tempered)
-    words = ["optimizer=tempered", "optimizer.groups={*.bias:{beta:0.5}}", "strategy=zero1"]
+    overrides = ["optimizer=tempered", "optimizer.groups={*.bias:{beta:0.5}}", "strategy=zero1"]
     expected = run([*TEMPERED, "optimizer.groups={*.bias:{beta:0.5}}", "strategy=single"], 1)
-    got = run(words, 2)
+    got = run(overrides, 2)
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
     assert refusal("optimizer=tempered", "optimizer.betta=1").startswith(

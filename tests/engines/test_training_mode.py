@@ -57,8 +57,8 @@ def test_a_model_that_comes_in_evaluation_mode_is_trained_in_training_mode() -> 
     def build() -> nn.Module:
         return nn.Sequential(nn.Embedding(256, 4), nn.Dropout(0.5), nn.Linear(4, 256)).eval()
 
-    words = ["model=came_in_eval", "data=synthetic_tokens", "data.sequence_length=8"]
-    chosen = run_config([*words, "launch.nproc=1", "strategy=single"])
+    overrides = ["model=came_in_eval", "data=synthetic_tokens", "data.sequence_length=8"]
+    chosen = run_config([*overrides, "launch.nproc=1", "strategy=single"])
 
     def run(world: World) -> bool:
         engine, _ = rank_engine(chosen, world)

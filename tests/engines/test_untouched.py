@@ -28,10 +28,10 @@ def _registered() -> None:
     ax.register_model("idle", inputs="tokens")(Idle)
 
 
-def losses(*words: str) -> list[float]:
+def losses(*overrides: str) -> list[float]:
     chosen = run_config(
         [
-            *("model=idle", "data=synthetic_tokens", "data.sequence_length=8", *words),
+            *("model=idle", "data=synthetic_tokens", "data.sequence_length=8", *overrides),
             *("launch.nproc=2", "launch.backend=mock", "train.global_batch_size=4"),
         ]
     )

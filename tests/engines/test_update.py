@@ -200,9 +200,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     from axonlaunch.data.dataset import Batch
     from axonlaunch.engines.build import build_engine
 
-    words = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
-    words += ["train.precision=fp16", "strategy=fsdp", "launch.nproc=2"]
-    chosen: RunConfig = run_config(["data=synthetic_tokens", *words])
+    overrides = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+    overrides += ["train.precision=fp16", "strategy=fsdp", "launch.nproc=2"]
+    chosen: RunConfig = run_config(["data=synthetic_tokens", *overrides])
 
     def run(world: World) -> tuple[bool, bool, bool]:
         engine = build_engine(chosen, world)

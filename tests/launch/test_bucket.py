@@ -26,8 +26,8 @@ def endpoint() -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(lambda: _listens(port))
         yield f"http://127.0.0.1:{port}"
@@ -59,34 +59,34 @@ def bucket(endpoint: str, served: Command, monkeypatch: pytest.MonkeyPatch) -> s
 def test_a_run_continues_from_a_bucket_in_another_folder(
     served: Command, faulty: list[str], bucket: str
 ) -> None:
-    words = ["train", *faulty, "plugins=[access,faulty_plugin]", "strategy=fsdp"]
+    overrides = ["train", *faulty, "plugins=[access,faulty_plugin]", "strategy=fsdp"]
     kept = [f"checkpoint.path={bucket}", "checkpoint.every=2"]
-    served(*words, "name=whole")
+    served(*overrides, "name=whole")
     fault = "model.arguments={fault:SIGKILL,rank:1,step:6}"
-    ran = served(*words, *kept, "name=first", fault, status=1)
+    ran = served(*overrides, *kept, "name=first", fault, status=1)
     assert f"saved {bucket}/checkpoints/step_4" in ran.stdout
     assert not (served.folder / "runs/first/checkpoints").exists()
-    ran = served(*words, *kept, "name=second")
+    ran = served(*overrides, *kept, "name=second")
     assert f"{bucket}/checkpoints/step_4" in ran.stdout
     assert served.losses("second") == served.losses("whole")[4:]
     for where in (bucket, "runs/second"):
         reported = json.loads(served("checkpoint", "ls", where, "--json").stdout)
         assert [one["step"] for one in reported["checkpoints"]] == [4, 6]
     assert "whole" in served("checkpoint", "check", bucket, "--trust").stdout
-    served(*words, "name=third", f"checkpoint.resume={bucket}/checkpoints/step_4")
+    served(*overrides, "name=third", f"checkpoint.resume={bucket}/checkpoints/step_4")
     assert served.losses("third") == served.losses("second")
-    ran = served(*words, *kept, "name=fourth", "checkpoint.resume=never", status=2)
+    ran = served(*overrides, *kept, "name=fourth", "checkpoint.resume=never", status=2)
     assert ran.stderr.startswith(f"error: checkpoint.resume=never: {bucket}/checkpoints/step_6 is ")
 
 
 def test_a_bucket_that_is_not_there_is_reported_before_a_rank_starts(
     served: Command, faulty: list[str], bucket: str
 ) -> None:
-    words = ["train", *faulty, "plugins=[access,faulty_plugin]", "checkpoint.every=2"]
+    overrides = ["train", *faulty, "plugins=[access,faulty_plugin]", "checkpoint.every=2"]
     other = bucket.replace("/run", "-2/run")
-    ran = served(*words, f"checkpoint.path={other}", status=2)
+    ran = served(*overrides, f"checkpoint.path={other}", status=2)
     assert ran.stderr.startswith(f"error: checkpoint.path={other}: can't be ")
-    ran = served(*words, "checkpoint.path=gs://nowhere/run", status=2)
+    ran = served(*overrides, "checkpoint.path=gs://nowhere/run", status=2)
     [error] = ran.stderr.splitlines()
     assert error.startswith("error: checkpoint.path=gs://nowhere/run: Please install gcsfs")
     assert "pip install 'axonlaunch[remote]'" in error

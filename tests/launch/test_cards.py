@@ -164,14 +164,14 @@ def test_who_sleeps_in_a_collective_waits_in_it() -> None:
     assert [frame.name for frame in frames] == ["all_reduce", "wrapper", "fit", "main"]
     where = locate(frames, is_asleep=True)
     assert where.is_waiting
-    assert where.words == "waiting in all_reduce, called by fit (training/trainer.py:90)"
+    assert where.doing == "waiting in all_reduce, called by fit (training/trainer.py:90)"
 
 
 def test_who_is_in_code_of_its_own_does_not_wait() -> None:
     own = STACKS.replace("torch/distributed/distributed_c10d.py", "me/model.py")
     where = locate(main_stack(own), is_asleep=True)
     assert not where.is_waiting
-    assert where.words == "is in all_reduce (me/model.py:2806)"
+    assert where.doing == "is in all_reduce (me/model.py:2806)"
 
 
 def test_a_stack_of_no_rank_is_none() -> None:

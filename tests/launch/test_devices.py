@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from configured import estimate_config, run_config
 
-from axonlaunch.comm import nccl
+from axonlaunch.comm import Backend, World, nccl, world
 from axonlaunch.config import ConfigError
 from axonlaunch.diagnostics.flight_recorder import Record
 from axonlaunch.launch.external.joining import devices_each
@@ -28,7 +28,7 @@ from axonlaunch.launch.local import rank_process
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.preflight import checks
+from axonlaunch.preflight import checks, devices
 from axonlaunch.system.authentication import Credentials
 from axonlaunch.training.peak_memory import DevicePeak
 from axonlaunch.training.worker import device_notes
@@ -45,14 +45,64 @@ def _have(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "nproc", "backend"),
-    [(8, 8, "nccl"), (8, 2, "nccl"), (1, 2, "gloo"), (0, 2, "gloo")],
+    ("devices", "nproc", "asked", "backend", "device"),
+    [
+        (8, 8, "auto", "nccl", "cuda"),
+        (8, 2, "auto", "nccl", "cuda"),
+        (8, 2, "cuda", "nccl", "cuda"),
+        (8, 2, "cpu", "gloo", "cpu"),
+        (1, 2, "auto", "gloo", "cpu"),
+        (1, 2, "cuda", "mock", "cuda"),  # they share it
+        (0, 2, "auto", "gloo", "cpu"),
+    ],
 )
-def test_ranks_are_given_the_backend_that_auto_stands_for(
-    monkeypatch: pytest.MonkeyPatch, devices: int, nproc: int, backend: str
+def test_ranks_are_given_the_backend_and_the_device_that_auto_stands_for(
+    monkeypatch: pytest.MonkeyPatch,
+    devices: int,
+    nproc: int,
+    asked: str,
+    backend: str,
+    device: str,
 ) -> None:
     _have(monkeypatch, devices)
-    assert run_config([f"launch.nproc={nproc}"]).launch.backend == backend
+    launch = run_config([f"launch.nproc={nproc}", f"launch.device={asked}"]).launch
+    assert (launch.backend, launch.device) == (backend, device)
+
+
+@pytest.mark.parametrize(
+    ("devices", "overrides", "message"),
+    [
+        (0, ["launch.device=cuda"], "launch.device=cuda: this node has no accelerator"),
+        (0, ["launch.device=cuda", "launch.backend=gloo"], "launch.device=cuda: this node has no"),
+        (8, ["launch.device=cpu", "launch.backend=nccl"], "launch.device=cpu: NCCL works on"),
+        (
+            1,
+            ["launch.device=cuda", "launch.backend=gloo", "strategy=fsdp"],
+            "launch.backend=gloo: gloo reduces and broadcasts tensors of a GPU, .* use mock",
+        ),
+    ],
+)
+def test_a_device_that_ranks_can_not_compute_on_is_refused(
+    monkeypatch: pytest.MonkeyPatch, devices: int, overrides: list[str], message: str
+) -> None:
+    _have(monkeypatch, devices)
+    with pytest.raises(ConfigError, match=message):
+        run_config(["launch.nproc=2", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gib"),
+    [
+        (["launch.nproc=2"], 80),
+        (["launch.nproc=4", "launch.device=cuda"], 20),  # threads share the first
+        (["launch.nproc=4", "launch.device=cuda", "launch.backend=gloo", "strategy=ddp"], 40),
+    ],
+)
+def test_ranks_that_share_a_device_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], gib: int
+) -> None:
+    _have(monkeypatch, 2)
+    assert devices.memory_of_a_rank(run_config(overrides))[0] == gib * GIB
 
 
 def test_an_estimate_leaves_the_backend_to_the_node_that_runs() -> None:
@@ -74,6 +124,7 @@ def test_a_driver_that_fails_is_reported_rather_than_the_cpu_used(
     monkeypatch.setattr(nccl, "devices", fail)
     with pytest.raises(ConfigError, match="CUDA fails here: CUDA unknown error; repair it"):
         run_config(["launch.nproc=2"])
+    assert run_config(["launch.nproc=2", "launch.device=cpu"]).launch.backend == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -94,10 +145,35 @@ def test_ranks_of_another_launcher_have_the_devices_that_each_of_them_sees(
 
 def test_a_run_on_the_cpu_of_a_node_with_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("axonlaunch.training.worker.device_count", lambda: 2)
-    [note] = device_notes("gloo")
+    [note] = device_notes(_world("cpu", "gloo"))
     assert "the ranks compute on the CPU, and rank 0 sees 2 devices" in note
-    assert "launch.nproc=2 launch.backend=nccl" in note
-    assert not [*device_notes("nccl"), *device_notes("mock")]
+    assert "launch.device=cuda launch.nproc=2" in note
+    assert [*device_notes(_world("cpu", "mock"))] == [note]
+    assert not [*device_notes(_world("cuda", "nccl"))]
+
+
+def test_ranks_that_share_a_device_say_whose_memory_is_measured() -> None:
+    [threads], [processes] = (device_notes(_world("cuda", name)) for name in ("mock", "gloo"))
+    assert "ranks share cuda to be debugged on it" in threads
+    assert threads.endswith("memory figures are those of all ranks")
+    assert processes.endswith("memory figures are its own")
+
+
+def test_ranks_on_gloo_are_dealt_out_to_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)
+    monkeypatch.setattr(torch.cuda, "init", lambda: done.append("init"))
+    found = [world._device(Backend.GLOO, rank, asked="cuda") for rank in range(3)]
+    assert found == [torch.device("cuda", index) for index in (0, 1, 0)]
+    assert done == [0, "init", 1, "init", 0, "init"]
+    with pytest.raises(ValueError, match="backend=nccl, device=cpu: NCCL works on GPUs alone"):
+        world._device(Backend.NCCL, 0, asked="cpu")
+
+
+def _world(device: str, backend: str) -> World:
+    about = {"device": torch.device(device), "backend": Backend(backend), "world_size": 2}
+    return cast("World", SimpleNamespace(**about))
 
 
 # No process that forks initialises CUDA.
@@ -182,7 +258,7 @@ def _reports_of_a_rank(folder: Path) -> list[Report]:
         credentials=Credentials.random(sender="rank 0"),
         listener=None,
         log=folder / "rank0.log",
-        pulse=HeartbeatTable.of(1),
+        heartbeats=HeartbeatTable.of(1),
         threads=1,
         cores=None,
     )

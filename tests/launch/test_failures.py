@@ -131,11 +131,11 @@ def test_wrong_words_start_no_rank_and_leave_no_process(axonlaunch: Command) -> 
 def test_a_folder_in_which_a_run_continues_takes_no_second_one(
     served: Command, faulty: list[str]
 ) -> None:
-    words = [*faulty, "name=run", "train.steps=1000"]
-    first = served.start("train", *words, "model.arguments={pause:0.2}")
+    overrides = [*faulty, "name=run", "train.steps=1000"]
+    first = served.start("train", *overrides, "model.arguments={pause:0.2}")
     metrics = served.folder / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
-    ran = served("train", *words, status=2)
+    ran = served("train", *overrides, status=2)
     assert "another process is training in" in ran.stderr
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=60)
@@ -144,20 +144,20 @@ def test_a_folder_in_which_a_run_continues_takes_no_second_one(
 
 
 def test_a_run_that_continues_with_other_settings_says_which(served: Command) -> None:
-    words = ["strategy=single", "name=run", "checkpoint.every=3"]
-    assert "other settings" not in served.train(*words, "train.steps=3").stdout
-    assert "other settings" not in served.train(*words, "strategy=ddp").stdout
-    reported = served.train(*words, "train.steps=9", "seed=4", "optimizer.lr=1e-5").stdout
+    overrides = ["strategy=single", "name=run", "checkpoint.every=3"]
+    assert "other settings" not in served.train(*overrides, "train.steps=3").stdout
+    assert "other settings" not in served.train(*overrides, "strategy=ddp").stdout
+    reported = served.train(*overrides, "train.steps=9", "seed=4", "optimizer.lr=1e-5").stdout
     said = "resuming with changed settings: seed=4 (was 0), optimizer.lr=1e-05 (was 0.003)"
     assert said in " ".join(reported.split())
 
 
 def test_a_corrupt_checkpoint_is_reported_rather_than_trained_over(served: Command) -> None:
-    words = ["strategy=fsdp", "name=run", "checkpoint.every=6", "checkpoint.keep_last=1"]
-    served.train(*words)
+    overrides = ["strategy=fsdp", "name=run", "checkpoint.every=6", "checkpoint.keep_last=1"]
+    served.train(*overrides)
     shard = next((served.folder / "runs/run/checkpoints/step_6").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:100])
-    ran = served.train(*words, "train.steps=8", status=2)
+    ran = served.train(*overrides, "train.steps=8", status=2)
     assert ran.stderr.startswith(
         "error: checkpoint.resume=auto: runs/run/checkpoints/step_6 has 100 bytes of "
     )
@@ -221,12 +221,12 @@ def test_a_corrupt_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
 
 
 def test_with_no_good_checkpoint_left_nothing_is_trained_over(served: Command) -> None:
-    words = ["strategy=fsdp", "name=run", "checkpoint.every=3"]
-    served.train(*words)
+    overrides = ["strategy=fsdp", "name=run", "checkpoint.every=3"]
+    served.train(*overrides)
     for step in (3, 6):
         flip(served.folder / f"runs/run/checkpoints/step_{step}/__1_0.distcp")
     for status in (1, 2):  # it is found while they are loaded, and reported at the next start
-        ran = served.train(*words, "train.steps=8", status=status)
+        ran = served.train(*overrides, "train.steps=8", status=status)
         reported = ran.stderr if status == 2 else served.summary("run")["reason"]
         assert "step_3.corrupt __1_0.distcp is not what was written" in reported
         assert "; use another name, or remove what is corrupt" in reported
@@ -234,29 +234,29 @@ def test_with_no_good_checkpoint_left_nothing_is_trained_over(served: Command) -
 
 
 def test_a_flipped_bit_is_reported_and_the_checkpoint_before_offered(served: Command) -> None:
-    words = ["strategy=fsdp", "name=run", "checkpoint.every=3", "checkpoint.fallback=false"]
-    served.train(*words)
+    overrides = ["strategy=fsdp", "name=run", "checkpoint.every=3", "checkpoint.fallback=false"]
+    served.train(*overrides)
     flip(served.folder / "runs/run/checkpoints/step_6/__1_0.distcp")
-    ran = served.train(*words, "train.steps=8", status=1)
+    ran = served.train(*overrides, "train.steps=8", status=1)
     assert "failed first: CorruptCheckpointError: " in ran.stderr
     assert "Traceback" not in ran.stderr
     reason = served.summary("run")["reason"]
     assert "step_6: __1_0.distcp is not what was written" in reason
     offered = reason.rpartition(" with ")[2]
     assert offered.endswith("runs/run/checkpoints/step_3")
-    served.train(*words, "train.steps=8", offered)
+    served.train(*overrides, "train.steps=8", offered)
     assert len(served.losses("run")) == 8
 
 
 def test_checkpoints_that_can_not_be_listed_end_the_start(served: Command) -> None:
     """A loop of links stands for a stale mount, and for folders of other users."""
-    words = ["strategy=fsdp", "name=run", "checkpoint.every=3"]
-    served.train(*words)
+    overrides = ["strategy=fsdp", "name=run", "checkpoint.every=3"]
+    served.train(*overrides)
     folder = served.folder / "runs/run/checkpoints"
     folder.rename(served.folder / "aside")
     folder.symlink_to(folder)
     before = (served.folder / "runs/run/metrics.jsonl").read_bytes()
-    ran = served.train(*words, "train.steps=8", status=2)
+    ran = served.train(*overrides, "train.steps=8", status=2)
     assert ran.stderr.startswith("error: checkpoint.resume=auto: ")
     assert "can't be read: Too many levels of symbolic links" in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
@@ -268,12 +268,12 @@ def test_checkpoints_that_can_not_be_listed_end_the_start(served: Command) -> No
 
 
 def test_a_run_that_loads_nothing_keeps_the_metrics_of_the_one_before(served: Command) -> None:
-    words = ["strategy=single", "name=run", "train.steps=3", "checkpoint.every=0"]
-    served.train(*words)
+    overrides = ["strategy=single", "name=run", "train.steps=3", "checkpoint.every=0"]
+    served.train(*overrides)
     before = served.losses("run")
     metrics = served.folder / "runs/run/metrics.jsonl"
     (served.folder / "runs/run/summary.json").unlink()  # it was killed
-    ran = served.train(*words, "seed=4")
+    ran = served.train(*overrides, "seed=4")
     assert "metrics.jsonl: of a run before, which this one does not resume; it is kept as " in (
         " ".join(ran.stdout.split())
     )
@@ -283,14 +283,14 @@ def test_a_run_that_loads_nothing_keeps_the_metrics_of_the_one_before(served: Co
 
 
 def test_bad_bytes_in_metrics_stop_no_run_and_are_kept(served: Command) -> None:
-    words = ["strategy=single", "name=run", "checkpoint.every=3"]
-    served.train(*words)
+    overrides = ["strategy=single", "name=run", "checkpoint.every=3"]
+    served.train(*overrides)
     metrics = served.folder / "runs/run/metrics.jsonl"
     whole = metrics.read_bytes()
     lines = whole.splitlines(keepends=True)
     broken = b"".join([b"\xff\xfe\x00\n", b"[" * 15_000 + b"\n", b"3\n", *lines])
     metrics.write_bytes(broken)
-    ran = served.train(*words, "train.steps=7")
+    ran = served.train(*overrides, "train.steps=7")
     assert "metrics.jsonl: 3 of its lines can't be read; it is kept as metrics.1.jsonl" in " ".join(
         ran.stdout.split()
     )
@@ -301,9 +301,9 @@ def test_bad_bytes_in_metrics_stop_no_run_and_are_kept(served: Command) -> None:
 
 def test_another_optimizers_states_are_reported_before_a_rank_starts(served: Command) -> None:
     served.train("strategy=single", "name=run", "checkpoint.every=6")
-    words = [word for word in TINY if not word.startswith("optimizer.")]
-    words += ["optimizer=sgd", "strategy=single", "checkpoint.resume=runs/run", "train.steps=8"]
-    ran = served("train", *words, status=2)
+    overrides = [word for word in TINY if not word.startswith("optimizer.")]
+    overrides += ["optimizer=sgd", "strategy=single", "checkpoint.resume=runs/run", "train.steps=8"]
+    ran = served("train", *overrides, status=2)
     assert "error: optimizer.name=sgd:" in ran.stderr
     assert (
         "was saved with a different optimizer; it has states exp_avg, exp_avg_sq, step"
@@ -312,14 +312,14 @@ def test_another_optimizers_states_are_reported_before_a_rank_starts(served: Com
 
 
 def test_sgd_without_momentum_resumes_and_not_with_it(served: Command) -> None:
-    words = [word for word in TINY if not word.startswith("optimizer.")]
-    words += ["optimizer=sgd", "strategy=single", "checkpoint.every=3", "name=run"]
-    served("train", *words, "optimizer.momentum=0", "train.steps=3")
-    refused = served("train", *words, status=2).stderr
+    overrides = [word for word in TINY if not word.startswith("optimizer.")]
+    overrides += ["optimizer=sgd", "strategy=single", "checkpoint.every=3", "name=run"]
+    served("train", *overrides, "optimizer.momentum=0", "train.steps=3")
+    refused = served("train", *overrides, status=2).stderr
     assert "error: optimizer.momentum=0.9: runs/run/checkpoints/step_3 has no states; use 0" in (
         refused
     )
-    served("train", *words, "optimizer.momentum=0")
+    served("train", *overrides, "optimizer.momentum=0")
     assert len(served.losses("run")) == 6
 
 
@@ -327,8 +327,8 @@ def test_sgd_without_momentum_resumes_and_not_with_it(served: Command) -> None:
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_first_parameter(
     served: Command, strategy: str
 ) -> None:
-    words = ["name=run", "optimizer.lr=1e30", "train.grad_clip=null", f"strategy={strategy}"]
-    ran = served.train(*words, "scheduler.warmup_steps=0", "launch.nproc=2", status=1)
+    overrides = ["name=run", "optimizer.lr=1e30", "train.grad_clip=null", f"strategy={strategy}"]
+    ran = served.train(*overrides, "scheduler.warmup_steps=0", "launch.nproc=2", status=1)
     reported = " ".join(ran.stderr.replace("│", " ").split())
     assert "failed first: NotFiniteError: the loss of step 2 is " in reported
     assert " is the first parameter whose gradient is not finite (" in reported
@@ -341,9 +341,9 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_first_parameter(
 
 
 def test_nothing_is_saved_from_a_loss_on_that_is_no_number(served: Command) -> None:
-    words = ["strategy=single", "name=run", "checkpoint.every=1", "checkpoint.keep_last=1"]
+    overrides = ["strategy=single", "name=run", "checkpoint.every=1", "checkpoint.keep_last=1"]
     ruined = ["optimizer.lr=1e30", "train.grad_clip=null", "scheduler.warmup_steps=0"]
-    served.train(*words, *ruined, "train.steps=9", "train.log_every=9", status=1)
+    served.train(*overrides, *ruined, "train.steps=9", "train.log_every=9", status=1)
     assert [path.name for path in (served.folder / "runs/run/checkpoints").iterdir()] == ["step_1"]
 
 
@@ -356,14 +356,19 @@ def test_a_crash_is_not_reported_of_the_next_run_in_its_folder(served: Command) 
 
 
 def test_a_loss_that_is_no_number_is_gone_on_from_before_it(served: Command) -> None:
-    words = ["strategy=single", "name=run", "train.steps=4", "checkpoint.every=2"]
-    served.train(*words)
-    ruined = [*words, "train.steps=9", "optimizer.lr=1e30", "train.grad_clip=null"]
+    overrides = ["strategy=single", "name=run", "train.steps=4", "checkpoint.every=2"]
+    served.train(*overrides)
+    ruined = [*overrides, "train.steps=9", "optimizer.lr=1e30", "train.grad_clip=null"]
     reported = served.train(*ruined, status=1).stderr
     assert "with name=run it resumes from step 4" in " ".join(reported.split())
 
 
 def test_a_run_of_a_sweep_that_fails_takes_no_other_s_turn(served: Command) -> None:
-    words = ["train.grad_clip=null", "scheduler.warmup_steps=0", "strategy=single", "name=sweep"]
-    served.train("-m", "optimizer.lr=1e30,1e-3", *words, status=1)
+    overrides = [
+        "train.grad_clip=null",
+        "scheduler.warmup_steps=0",
+        "strategy=single",
+        "name=sweep",
+    ]
+    served.train("-m", "optimizer.lr=1e30,1e-3", *overrides, status=1)
     assert [served.summary(f"sweep/{index}")["status"] for index in range(2)] == ["failed", "done"]

@@ -80,15 +80,15 @@ class Faulty:
         self.command = command
         (command.folder / "fault.py").write_text(PLUGIN)
 
-    def __call__(self, fault: str, *words: str, status: int = 0) -> str:
+    def __call__(self, fault: str, *overrides: str, status: int = 0) -> str:
         """Train with a fault; return what it said on standard error."""
         self._set(fault)
-        return self.command(*words, status=status).stderr
+        return self.command(*overrides, status=status).stderr
 
-    def start(self, fault: str, *words: str) -> Any:
+    def start(self, fault: str, *overrides: str) -> Any:
         """Begin to train with a fault."""
         self._set(fault)
-        return self.command.start(*words)
+        return self.command.start(*overrides)
 
     def _set(self, fault: str) -> None:
         (self.command.folder / "fault.txt").write_text(fault)
@@ -109,9 +109,9 @@ def reason(fault: str) -> str:
 
 
 def check(faulted: Faulty, strategy: str, fault: str, rank: int, phase: str) -> None:
-    command, words = faulted.command, [*RUN, *STRATEGIES[strategy]]
+    command, overrides = faulted.command, [*RUN, *STRATEGIES[strategy]]
     begun = time.monotonic()
-    process = faulted.start(f"{fault}:{rank}:{phase}", *words, "name=run", "launch.timeout_s=3")
+    process = faulted.start(f"{fault}:{rank}:{phase}", *overrides, "name=run", "launch.timeout_s=3")
     crash = command.folder / "runs/run/crash.json"
     wait_for(crash.exists, seconds=30)
     _, reported = process.communicate(timeout=100)
@@ -144,8 +144,8 @@ def test_the_rank_at_fault_is_named_and_the_run_continues_from_there(
     check(faulted, *case)
     strategy = case[0]
     steps = 8 if case[3] == "end" else 6  # at the end all of them were done and saved
-    words = [*RUN, *STRATEGIES[strategy], f"train.steps={steps}"]
-    faulted("none:0:none", *words, "name=run")
+    overrides = [*RUN, *STRATEGIES[strategy], f"train.steps={steps}"]
+    faulted("none:0:none", *overrides, "name=run")
     assert len(faulted.command.losses("run")) == steps
     assert faulted.command.summary("run")["status"] == "done"
 
@@ -172,8 +172,14 @@ def test_the_collective_that_a_rank_never_came_to_is_on_the_hang_card(served: Co
         "    return update(engine, *args, **kwargs)\n"
         "MeshEngine.update = late\n"
     )
-    words = ["plugins=[late]", "strategy=ddp", "launch.nproc=2", "name=run", "launch.timeout_s=3"]
-    ran = served.train(*words, status=1)
+    overrides = [
+        "plugins=[late]",
+        "strategy=ddp",
+        "launch.nproc=2",
+        "name=run",
+        "launch.timeout_s=3",
+    ]
+    ran = served.train(*overrides, status=1)
     reported = " ".join(ran.stderr.replace("│", " ").split())
     assert "rank 1 of 2 hung: no progress for 3 s: it is in late (" in reported
     assert re.search(
@@ -189,8 +195,8 @@ def test_the_collective_that_a_rank_never_came_to_is_on_the_hang_card(served: Co
 def test_memory_that_ran_out_is_reported_beside_the_estimate_and_what_needs_less(
     faulted: Faulty,
 ) -> None:
-    words = ["plugins=[fault]", "strategy=ddp", "launch.nproc=2", "name=run"]
-    reported = faulted("memory:1:middle", "train", *words, status=1)
+    overrides = ["plugins=[fault]", "strategy=ddp", "launch.nproc=2", "name=run"]
+    reported = faulted("memory:1:middle", "train", *overrides, status=1)
     reported = " ".join(reported.split())
     assert "hint: the highest rank needs" in reported
     assert "parameters" in reported
@@ -229,17 +235,17 @@ def test_a_run_that_fails_once_is_started_again_and_ends_as_if_it_had_not(
     (HERE / "failed").touch()
     if False:"""
     plugin.write_text(PLUGIN.replace('if os.environ.get("RANK") != RANK:', once))
-    words = [*RUN, *STRATEGIES["fsdp"], "launch.max_restarts=2"]
-    reported = faulted("SIGKILL:1:middle", *words, "name=run")
+    overrides = [*RUN, *STRATEGIES["fsdp"], "launch.max_restarts=2"]
+    reported = faulted("SIGKILL:1:middle", *overrides, "name=run")
     assert "rank 1 of 2 failed first: killed by SIGKILL" in reported
-    command(*words, "name=whole")
+    command(*overrides, "name=whole")
     assert command.losses("run") == command.losses("whole")
 
 
 @pytest.mark.slow
 def test_closing_the_terminal_saves_and_leaves_nothing(served: Command, faulty: list[str]) -> None:
-    words = [*faulty, "checkpoint.every=500", "train.steps=1000", "name=run"]
-    process = served.start("train", *words, "model.arguments={pause:0.2}")
+    overrides = [*faulty, "checkpoint.every=500", "train.steps=1000", "name=run"]
+    process = served.start("train", *overrides, "model.arguments={pause:0.2}")
     logged(served.folder / "runs/run/metrics.jsonl", 2)
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=20)
@@ -251,9 +257,9 @@ def test_closing_the_terminal_saves_and_leaves_nothing(served: Command, faulty: 
 def test_what_a_terminal_or_a_scheduler_reports_the_whole_group_is_the_parents_to_handle(
     axonlaunch: Command, faulty: list[str]
 ) -> None:
-    words = [*faulty, "checkpoint.every=500", "train.steps=1000", "model.arguments={pause:0.2}"]
+    overrides = [*faulty, "checkpoint.every=500", "train.steps=1000", "model.arguments={pause:0.2}"]
     for name in ("SIGHUP", "SIGTERM"):
-        process = By(axonlaunch.folder, ["setsid"]).start("train", *words, f"name={name}")
+        process = By(axonlaunch.folder, ["setsid"]).start("train", *overrides, f"name={name}")
         logged(axonlaunch.folder / "runs" / name / "metrics.jsonl", 2)
         os.killpg(process.pid, getattr(signal, name))
         if name == "SIGHUP":  # the shell tells its jobs too
@@ -273,9 +279,9 @@ def test_noise_on_the_rendezvous_port_does_the_run_no_harm(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [*faulty, "strategy=fsdp", "train.steps=30", "name=run"]
+    overrides = [*faulty, "strategy=fsdp", "train.steps=30", "name=run"]
     process = served.start(
-        "train", *words, f"launch.master_port={port}", "model.arguments={pause:0.2}"
+        "train", *overrides, f"launch.master_port={port}", "model.arguments={pause:0.2}"
     )
     logged(served.folder / "runs/run/metrics.jsonl", 2)
     noise, held = random.Random(0), []
@@ -293,20 +299,20 @@ def test_noise_on_the_rendezvous_port_does_the_run_no_harm(
     for connection in held:
         connection.close()
     assert process.returncode == 0
-    served("train", *words, "name=quiet")
+    served("train", *overrides, "name=quiet")
     assert served.losses("run") == served.losses("quiet")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_hundred_kills_change_no_bit(served: Command, faulty: list[str]) -> None:
-    words = [word for word in faulty if not word.startswith(("launch.nproc", "train.steps"))]
-    words += ["strategy=fsdp", "launch.nproc=4", "train.steps=800", "checkpoint.every=3"]
-    served("train", *words, "name=whole", "checkpoint.every=0")
+    overrides = [word for word in faulty if not word.startswith(("launch.nproc", "train.steps"))]
+    overrides += ["strategy=fsdp", "launch.nproc=4", "train.steps=800", "checkpoint.every=3"]
+    served("train", *overrides, "name=whole", "checkpoint.every=0")
     chance, kills = random.Random(5), 0
     metrics = served.folder / "runs/run/metrics.jsonl"
     while kills < 100:
-        process = served.start("train", *words, "name=run", "model.arguments={pause:0.01}")
+        process = served.start("train", *overrides, "name=run", "model.arguments={pause:0.01}")
         lines = _lines(metrics) + chance.randint(1, 4)
         wait_for(lambda n=lines: _lines(metrics) >= n)  # type: ignore[misc]
         time.sleep(chance.random() * 0.1)
@@ -316,7 +322,7 @@ def test_a_hundred_kills_change_no_bit(served: Command, faulty: list[str]) -> No
         assert process.returncode == 1
         kills += 1
         served.wait_until_gone(seconds=10)
-    served("train", *words, "name=run")
+    served("train", *overrides, "name=run")
     assert served.losses("run") == served.losses("whole")
 
 
@@ -327,9 +333,9 @@ def _lines(path: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_64_ranks_start_and_take_their_first_step(axonlaunch: Command) -> None:
-    words = [word for word in TINY if "global_batch" not in word and "steps" not in word]
+    overrides = [word for word in TINY if "global_batch" not in word and "steps" not in word]
     process = axonlaunch.start(
-        "train", *words, "train.global_batch_size=64", "train.steps=1", "launch.nproc=64"
+        "train", *overrides, "train.global_batch_size=64", "train.steps=1", "launch.nproc=64"
     )
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors

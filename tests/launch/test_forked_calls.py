@@ -48,25 +48,25 @@ def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log() 
     prediction = BackgroundEstimate(
         context, config.load(["launch.nproc=1", "model.hidden_size=24"])
     )
-    prediction._call = forked_call.ForkedCall(context, "failing:raises", ())
+    prediction.memory._call = forked_call.ForkedCall(context, "failing:raises", ())
     prediction.wait()
     prediction.close()
-    assert prediction.reason == "ValueError: what was wrong"
-    assert "in _deep_inside" in prediction.traceback
+    assert prediction.memory.reason == "ValueError: what was wrong"
+    assert "in _deep_inside" in prediction.memory.traceback
 
 
 def test_debug_shows_the_traceback_of_a_rank_and_nothing_else_does(
     served: Command, faulty: list[str]
 ) -> None:
-    words = [*faulty, "model.arguments.fault=exception", "launch.backend=gloo"]
-    ran = served("--debug", "verify", *words, status=1)
+    overrides = [*faulty, "model.arguments.fault=exception", "launch.backend=gloo"]
+    ran = served("--debug", "verify", *overrides, status=1)
     assert "debug: axonlaunch.verification.runner: rank 1 failed" in ran.stderr
     assert "in forward" in ran.stderr
     assert ran.stdout.endswith("failed\n")
 
 
 def test_debug_shows_where_a_mistake_was_found(served: Command) -> None:
-    words = ["estimate", "strategy=tensor", "strategy.tensor.degree=3"]
-    shown = served("--debug", *words, status=2).stderr
+    overrides = ["estimate", "strategy=tensor", "strategy.tensor.degree=3"]
+    shown = served("--debug", *overrides, status=2).stderr
     assert "Traceback (most recent call last)" in shown
-    assert shown.endswith(served(*words, status=2).stderr)
+    assert shown.endswith(served(*overrides, status=2).stderr)

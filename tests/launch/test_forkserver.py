@@ -103,19 +103,19 @@ def _server_of(command: Command, parent: int) -> int:
     """Return the fork server of a run: the child whose children are the ranks."""
     for pid in command.processes():
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if int(fields[1]) == parent and b"multiprocessing.forkserver" in words:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if int(fields[1]) == parent and b"multiprocessing.forkserver" in arguments:
             return pid
     raise AssertionError("no fork server")
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("fault", ["Ctrl-C", "a rank's end"])
+@pytest.mark.parametrize("fault", [pytest.param("Ctrl-C", marks=pytest.mark.slow), "a rank's end"])
 def test_a_run_ends_as_it_should_while_its_fork_server_is_stopped(
     axonlaunch: Command, faulty: list[str], fault: str
 ) -> None:
-    words = [*faulty, "name=run", "checkpoint.every=9999", "train.steps=9999"]
-    process = axonlaunch.start("train", *words, "model.arguments={pause:0.2}")
+    overrides = [*faulty, "name=run", "checkpoint.every=9999", "train.steps=9999"]
+    process = axonlaunch.start("train", *overrides, "model.arguments={pause:0.2}")
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2, seconds=120)
     server = _server_of(axonlaunch, process.pid)
     ranks = Path(f"/proc/{server}/task/{server}/children").read_text().split()

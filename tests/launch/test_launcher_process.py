@@ -102,9 +102,9 @@ def test_a_rank_whose_mpirun_was_killed_before_it_looked_ends() -> None:
     )
     reading, writing = os.pipe()
     os.close(reading)
-    words = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program]
     with os.fdopen(writing, "w") as unread:
-        ran = subprocess.run(words, stdout=unread, timeout=30, check=False)
+        ran = subprocess.run(command, stdout=unread, timeout=30, check=False)
     assert ran.returncode == 1
 
 
@@ -140,7 +140,9 @@ def test_a_failure_that_followed_from_the_launchers_end_is_not_the_cause(
     monkeypatch.setattr(JobWatch, "_end", end)
     watch = JobWatch(
         cast("Any", None),
-        cast("Any", SimpleNamespace(rank=1, local_rank=0, log=None, pulse=HeartbeatTable.of(1))),
+        cast(
+            "Any", SimpleNamespace(rank=1, local_rank=0, log=None, heartbeats=HeartbeatTable.of(1))
+        ),
         cast("Any", SimpleNamespace(root_cause=root_cause, report=lambda report: None)),
         launcher,
         cast("Any", None),

@@ -72,22 +72,25 @@ def test_under_srun_on_two_nodes(
 def test_four_ranks_of_any_launcher_agree_with_the_local_one_to_the_bit(
     axonlaunch: Command, cluster: dict[str, str], kind: str
 ) -> None:
-    folder, words = axonlaunch.folder, ["train", *TINY, "strategy=hsdp", "strategy.tensor.degree=2"]
+    folder, overrides = (
+        axonlaunch.folder,
+        ["train", *TINY, "strategy=hsdp", "strategy.tensor.degree=2"],
+    )
     if kind == "torchrun":
         command = torchrun(folder, 4)
     elif kind == "mpirun":
         command = mpirun(folder, 4)
     elif kind == "sbatch":
         command = By(folder, [], cluster)
-        words += ["launch=slurm", "launch.nnodes=2", "launch.nproc=2", "launch.backend=gloo"]
+        overrides += ["launch=slurm", "launch.nnodes=2", "launch.nproc=2", "launch.backend=gloo"]
     elif kind == "srun of machines":
         command = By(folder, ["srun", "-N2", "--ntasks-per-node=1"], cluster)
-        words.append("launch.nproc=2")
+        overrides.append("launch.nproc=2")
     else:
         command = By(folder, ["srun", "-N2", "--ntasks-per-node=2"], cluster)
-    words.append("strategy.fsdp.replicate=2")
-    command(*words, "name=run")
-    there = [word for word in words if not word.startswith("launch")]
+    overrides.append("strategy.fsdp.replicate=2")
+    command(*overrides, "name=run")
+    there = [word for word in overrides if not word.startswith("launch")]
     axonlaunch(*there, "name=local", "launch.nproc=4")
     assert axonlaunch.losses("run") == axonlaunch.losses("local")
 
@@ -108,10 +111,10 @@ def test_ranks_that_a_person_starts_one_by_one(axonlaunch: Command, expected: li
 def test_a_rank_that_fails_under_torchrun_is_on_one_card(
     axonlaunch: Command, server: Server, faulty: list[str]
 ) -> None:
-    words = [word for word in faulty if not word.startswith("launch.")]
+    overrides = [word for word in faulty if not word.startswith("launch.")]
     fault = "model.arguments={fault:exception,rank:1,step:3}"
     by_torchrun = torchrun(axonlaunch.folder, 2).served(server)
-    ran = by_torchrun("train", *words, "name=run", fault, status=1)
+    ran = by_torchrun("train", *overrides, "name=run", fault, status=1)
     assert ran.stderr.count("rank 1 of 2 failed first: ValueError: the fault of a test") == 1
     crash = json.loads((axonlaunch.folder / "runs/run/crash.json").read_text())
     assert (crash["rank"], crash["step"], crash["kind"]) == (1, 2, "error")
@@ -120,9 +123,9 @@ def test_a_rank_that_fails_under_torchrun_is_on_one_card(
 def test_where_a_rank_hangs_under_torchrun_is_on_its_card(
     axonlaunch: Command, server: Server, faulty: list[str]
 ) -> None:
-    words = [word for word in faulty if not word.startswith("launch.")]
-    words += ["launch.timeout_s=3", "model.arguments={fault:SIGALRM,rank:9,pause:60.0}"]
-    ran = torchrun(axonlaunch.folder, 2).served(server)("train", *words, "name=run", status=1)
+    overrides = [word for word in faulty if not word.startswith("launch.")]
+    overrides += ["launch.timeout_s=3", "model.arguments={fault:SIGALRM,rank:9,pause:60.0}"]
+    ran = torchrun(axonlaunch.folder, 2).served(server)("train", *overrides, "name=run", status=1)
     reported = " ".join(ran.stderr.replace("│", " ").split())
     assert "hung: no progress for 3 s: it is in forward (" in reported
 
@@ -138,10 +141,10 @@ def test_the_mock_backend_is_refused_under_torchrun(axonlaunch: Command, server:
 def test_a_rank_that_dies_or_stops_under_mpirun_leaves_nothing(
     axonlaunch: Command, faulty: list[str], fault: str
 ) -> None:
-    words = [word for word in faulty if not word.startswith("launch.")]
+    overrides = [word for word in faulty if not word.startswith("launch.")]
     arguments = f"model.arguments={{fault:{fault},rank:1,step:3}}"
     process = mpirun(axonlaunch.folder, 2).start(
-        "train", *words, "name=run", "launch.timeout_s=4", arguments
+        "train", *overrides, "name=run", "launch.timeout_s=4", arguments
     )
     process.communicate(timeout=60)
     assert process.returncode != 0
@@ -153,10 +156,10 @@ def test_a_rank_that_dies_or_stops_under_mpirun_leaves_nothing(
 def test_no_rank_outlives_a_launcher_that_was_killed(
     axonlaunch: Command, faulty: list[str], launcher: str
 ) -> None:
-    words = [word for word in faulty if not word.startswith(("launch.", "train.steps"))]
+    overrides = [word for word in faulty if not word.startswith(("launch.", "train.steps"))]
     by = {"mpirun": mpirun, "torchrun": torchrun}[launcher](axonlaunch.folder, 2)
     process = by.start(
-        "train", *words, "train.steps=9999", "name=run", "model.arguments={pause:0.2}"
+        "train", *overrides, "train.steps=9999", "name=run", "model.arguments={pause:0.2}"
     )
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2, seconds=120)
     process.kill()
@@ -199,19 +202,19 @@ def test_launch_local_starts_ranks_whatever_the_environment_says(served: Command
 
 
 def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
-    words = ["launch=slurm", "launch.nnodes=4", "launch.nproc=8", "launch.slurm.partition=gpu"]
-    words += [
+    overrides = ["launch=slurm", "launch.nnodes=4", "launch.nproc=8", "launch.slurm.partition=gpu"]
+    overrides += [
         "name=big",
         "strategy=fsdp",
         "train.global_batch_size=32",
         "launch.slurm.time=8:00:00",
     ]
-    words += [
+    overrides += [
         "launch.slurm.extra_args=['--qos=high']",
         "launch.slurm.prologue=['module load cuda']",
     ]
-    words = [word for word in TINY if not word.startswith("train.global")] + words
-    script = served("train", *words, "--render").stdout
+    overrides = [word for word in TINY if not word.startswith("train.global")] + overrides
+    script = served("train", *overrides, "--render").stdout
     folder = f"{served.folder}/runs/big"
     options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
     assert options == [
@@ -248,9 +251,9 @@ def test_a_job_that_is_queued_again_saves_and_continues_in_its_folder(
     axonlaunch: Command, cluster: dict[str, str], faulty: list[str], reported: list[str]
 ) -> None:
     """By hand or pre-emption, and shortly before its time is up, when SLURM tells it by USR1."""
-    words = ["train", *faulty, "checkpoint.every=100", "train.steps=30", "strategy=fsdp"]
-    axonlaunch(*words, "name=whole")
-    job = [*words[:1], *(word for word in words[1:] if not word.startswith("launch."))]
+    overrides = ["train", *faulty, "checkpoint.every=100", "train.steps=30", "strategy=fsdp"]
+    axonlaunch(*overrides, "name=whole")
+    job = [*overrides[:1], *(word for word in overrides[1:] if not word.startswith("launch."))]
     job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo"]
     process = By(axonlaunch.folder, [], cluster).start(
         *job, "name=job", "model.arguments={pause:0.2}"
@@ -275,8 +278,8 @@ def test_a_job_that_is_queued_again_saves_and_continues_in_its_folder(
 def test_a_finished_run_is_not_evaluated_again_and_one_killed_after_its_last_save_is_completed(
     axonlaunch: Command, served: Command, server: Server
 ) -> None:
-    words = [*RUN, "name=run", "checkpoint.every=6"]
-    served(*words, "launch.nproc=2")
+    overrides = [*RUN, "name=run", "checkpoint.every=6"]
+    served(*overrides, "launch.nproc=2")
     folder = axonlaunch.folder / "runs/run"
     finished, losses = axonlaunch.summary("run"), axonlaunch.losses("run")
     by_torchrun = torchrun(axonlaunch.folder, 2).served(server)
@@ -285,14 +288,14 @@ def test_a_finished_run_is_not_evaluated_again_and_one_killed_after_its_last_sav
 
     def on_two_nodes() -> list[tuple[int, str, str]]:
         started = [
-            served.start(*words, *nodes, *port, f"launch.node_rank={node}") for node in range(2)
+            served.start(*overrides, *nodes, *port, f"launch.node_rank={node}") for node in range(2)
         ]
         return ended(started)
 
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
-    for start in (lambda: ended([by_torchrun.start(*words)]), on_two_nodes):
+    for start in (lambda: ended([by_torchrun.start(*overrides)]), on_two_nodes):
         (folder / "summary.json").unlink()  # what a run that was killed has not written
         assert all(status == 0 for status, _, _ in start())
         assert axonlaunch.summary("run")["eval_loss"] == finished["eval_loss"]

@@ -20,15 +20,15 @@ def two(axonlaunch: Command) -> Iterator[Machines]:
         yield made
 
 
-def without_launch(words: list[str]) -> list[str]:
-    return [word for word in words if not word.startswith("launch.")]
+def without_launch(overrides: list[str]) -> list[str]:
+    return [word for word in overrides if not word.startswith("launch.")]
 
 
 def test_two_machines_train_as_one_and_leave_one_port_open_on_their_wire(
     two: Machines, axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
-    words = [*without_launch(faulty), "strategy=fsdp", "train.steps=8"]
-    processes = two.start(*words, "name=run", "model.arguments={pause:0.2}", nproc=1)
+    overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=8"]
+    processes = two.start(*overrides, "name=run", "model.arguments={pause:0.2}", nproc=1)
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2)
     # Only the store is left: gloo's ports are closed once the ranks have connected.
     assert two.listening(0) == [f"{two.addresses[0]}:29500"]
@@ -36,7 +36,7 @@ def test_two_machines_train_as_one_and_leave_one_port_open_on_their_wire(
     reported = ended(processes)
     assert [status for status, _, _ in reported] == [0, 0], reported
     assert "node 1 of 2: rank 1 of 2; node 0 at 10.77.0.1 reports progress" in reported[1][1]
-    served("train", *words, "name=local", "launch.nproc=2")
+    served("train", *overrides, "name=local", "launch.nproc=2")
     assert axonlaunch.losses("run") == served.losses("local")
     estimated = [served.summary(name)["predicted_peak_bytes"] for name in ("run", "local")]
     assert estimated[0] == estimated[1] > 0
@@ -45,8 +45,8 @@ def test_two_machines_train_as_one_and_leave_one_port_open_on_their_wire(
 def test_a_pulled_cable_ends_the_run_on_both_machines(
     two: Machines, axonlaunch: Command, faulty: list[str]
 ) -> None:
-    words = [*without_launch(faulty), "train.steps=1000", "checkpoint.every=2"]
-    processes = two.start(*words, "name=run", "model.arguments={pause:0.1}", nproc=1)
+    overrides = [*without_launch(faulty), "train.steps=1000", "checkpoint.every=2"]
+    processes = two.start(*overrides, "name=run", "model.arguments={pause:0.1}", nproc=1)
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 3)
     two.pull(1)
     begun = time.monotonic()
@@ -62,14 +62,14 @@ def test_a_pulled_cable_ends_the_run_on_both_machines(
 def test_a_cable_that_is_put_back_soon_was_never_missed(
     two: Machines, axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
-    words = [*without_launch(faulty), "train.steps=20"]
-    processes = two.start(*words, "name=run", "model.arguments={pause:0.2}", nproc=1)
+    overrides = [*without_launch(faulty), "train.steps=20"]
+    processes = two.start(*overrides, "name=run", "model.arguments={pause:0.2}", nproc=1)
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 3)
     two.pull(1)
     time.sleep(2)
     two.plug(1)
     assert [status for status, _, _ in ended(processes)] == [0, 0]
-    served("train", *words, "name=local", "launch.nproc=2")
+    served("train", *overrides, "name=local", "launch.nproc=2")
     assert axonlaunch.losses("run") == served.losses("local")
 
 
@@ -77,10 +77,10 @@ def test_a_cable_that_is_put_back_soon_was_never_missed(
 def test_a_hybrid_layout_trains_across_machines_to_the_bit(
     two: Machines, axonlaunch: Command, served: Command
 ) -> None:
-    words = [*TINY, "strategy=hybrid"]
-    reported = ended(two.start(*words, "name=run", nproc=4), timeout=100)
+    overrides = [*TINY, "strategy=hybrid"]
+    reported = ended(two.start(*overrides, "name=run", nproc=4), timeout=100)
     assert [status for status, _, _ in reported] == [0, 0], reported
-    served("train", *words, "name=local", "launch.nproc=8")
+    served("train", *overrides, "name=local", "launch.nproc=8")
     assert axonlaunch.losses("run") == served.losses("local")
 
 
@@ -90,8 +90,8 @@ def test_the_rank_that_failed_first_is_named_on_every_machine(
     two: Machines, axonlaunch: Command, faulty: list[str], fault: str, rank: int
 ) -> None:
     arguments = f"model.arguments={{fault:{fault},rank:{rank},step:3}}"
-    words = [*without_launch(faulty), "name=run", arguments]
-    reported = ended(two.start(*words, nproc=2))
+    overrides = [*without_launch(faulty), "name=run", arguments]
+    reported = ended(two.start(*overrides, nproc=2))
     assert [status for status, _, _ in reported] == [1, 1]
     assert all(f"rank {rank} of 4 failed first" in errors for _, _, errors in reported)
     crash = json.loads((axonlaunch.folder / "runs/run/crash.json").read_text())
@@ -103,10 +103,10 @@ def test_the_rank_that_failed_first_is_named_on_every_machine(
 def test_a_machine_whose_launcher_is_killed_is_lost_and_leaves_no_rank(
     two: Machines, axonlaunch: Command, faulty: list[str]
 ) -> None:
-    words = [*without_launch(faulty), "train.steps=1000", "model.arguments={pause:0.1}"]
+    overrides = [*without_launch(faulty), "train.steps=1000", "model.arguments={pause:0.1}"]
     for victim in (1, 0):
         name = f"run{victim}"
-        processes = two.start(*words, f"name={name}", nproc=2)
+        processes = two.start(*overrides, f"name={name}", nproc=2)
         logged(axonlaunch.folder / "runs" / name / "metrics.jsonl", 2)
         begun = time.monotonic()
         processes[victim].kill()
@@ -122,9 +122,9 @@ def test_a_machine_whose_launcher_is_killed_is_lost_and_leaves_no_rank(
 def test_a_rank_that_is_stopped_on_another_machine_is_on_the_hang_card(
     two: Machines, axonlaunch: Command, faulty: list[str]
 ) -> None:
-    words = [*without_launch(faulty), "name=run", "launch.timeout_s=4"]
+    overrides = [*without_launch(faulty), "name=run", "launch.timeout_s=4"]
     fault = "model.arguments={fault:SIGSTOP,rank:2,step:3}"
-    reported = ended(two.start(*words, fault, nproc=2))
+    reported = ended(two.start(*overrides, fault, nproc=2))
     assert [status for status, _, _ in reported] == [1, 1]
     assert "rank 2 of 4 hung: no progress for 4 s: it is stopped by a signal" in reported[0][2]
     card = " ".join(reported[0][2].replace("│", " ").split())
@@ -135,8 +135,8 @@ def test_a_rank_that_is_stopped_on_another_machine_is_on_the_hang_card(
 def test_ctrl_c_on_one_machine_saves_and_ends_all(
     two: Machines, axonlaunch: Command, faulty: list[str]
 ) -> None:
-    words = [*without_launch(faulty), "train.steps=1000", "checkpoint.every=500", "name=run"]
-    processes = two.start(*words, "model.arguments={pause:0.2}", nproc=1)
+    overrides = [*without_launch(faulty), "train.steps=1000", "checkpoint.every=500", "name=run"]
+    processes = two.start(*overrides, "model.arguments={pause:0.2}", nproc=1)
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2)
     processes[1].send_signal(signal.SIGINT)
     assert [status for status, _, _ in ended(processes, timeout=30)] == [130, 130]
@@ -198,9 +198,15 @@ def test_what_a_machine_must_know_of_the_others_is_asked_for(served: Command) ->
     ]
 
 
+def nodes_of(run: Path) -> list[int]:
+    """How many nodes took part in each attempt."""
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [len(event["machines"]) for event in events if event["event"] == "nodes"]
+
+
 def elastic(three: Machines) -> list[str]:
-    words = ["launch.nnodes=2:3", "launch.nproc=1", "launch.max_restarts=3"]
-    return [*words, f"launch.master_addr={three.addresses[0]}"]
+    overrides = ["launch.nnodes=2:3", "launch.nproc=1", "launch.max_restarts=3"]
+    return [*overrides, f"launch.master_addr={three.addresses[0]}"]
 
 
 @pytest.mark.slow
@@ -208,13 +214,13 @@ def elastic(three: Machines) -> list[str]:
 def test_a_machine_that_comes_late_takes_part_and_no_step_is_lost(
     axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
-    words = [*without_launch(faulty), "strategy=fsdp", "train.steps=40", "checkpoint.every=100"]
-    words += ["train.global_batch_size=12", "checkpoint.resume=never"]
+    overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=40", "checkpoint.every=100"]
+    overrides += ["train.global_batch_size=12", "checkpoint.resume=never"]
     with machines(axonlaunch.folder, 3) as three:
 
         def start(machine: int) -> Any:
             paused = [*elastic(three), "name=run", "model.arguments={pause:0.5}"]
-            return three.command(machine).start("train", *words, *paused)
+            return three.command(machine).start("train", *overrides, *paused)
 
         processes = [start(machine) for machine in (0, 1)]
         logged(axonlaunch.folder / "runs/run/metrics.jsonl", 3)
@@ -222,7 +228,8 @@ def test_a_machine_that_comes_late_takes_part_and_no_step_is_lost(
     assert [status for status, _, _ in reported] == [0, 0, 0], reported
     assert "a new node joined: checkpointing and restarting with it" in reported[0][1]
     assert reported[0][1].index("fsdp 2 on cpu") < reported[0][1].index("fsdp 3 on cpu")
-    served("train", *words, "name=local", "launch.nproc=1")
+    served("train", *overrides, "name=local", "launch.nproc=1")
+    assert nodes_of(axonlaunch.folder / "runs/run") == [2, 3]
     losses = axonlaunch.losses("run")
     assert len(losses) == 40
     assert losses == pytest.approx(served.losses("local"), rel=1e-5)
@@ -233,12 +240,12 @@ def test_a_machine_that_comes_late_takes_part_and_no_step_is_lost(
 def test_a_machine_that_is_lost_is_done_without_and_the_losses_continue(
     axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
-    words = [*without_launch(faulty), "strategy=fsdp", "train.steps=16", "checkpoint.every=2"]
-    words += ["train.global_batch_size=12"]
+    overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=16", "checkpoint.every=2"]
+    overrides += ["train.global_batch_size=12"]
     with machines(axonlaunch.folder, 3) as three:
         processes = [
             three.command(machine).start(
-                "train", *words, *elastic(three), "name=run", "model.arguments={pause:0.3}"
+                "train", *overrides, *elastic(three), "name=run", "model.arguments={pause:0.3}"
             )
             for machine in range(3)
         ]
@@ -251,7 +258,8 @@ def test_a_machine_that_is_lost_is_done_without_and_the_losses_continue(
     assert "restart 1 of 3" in reported[0][1]
     assert "fsdp 3 on cpu" in reported[0][1]
     assert "fsdp 2 on cpu" in reported[0][1]
-    served("train", *words, "name=local", "launch.nproc=1")
+    served("train", *overrides, "name=local", "launch.nproc=1")
+    assert nodes_of(axonlaunch.folder / "runs/run") == [3, 2]
     losses = axonlaunch.losses("run")
     assert len(losses) == 16
     assert losses == pytest.approx(served.losses("local"), rel=1e-5)

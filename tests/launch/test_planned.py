@@ -51,23 +51,31 @@ def measured(ranks: int) -> dict[str, Any]:
     return figures
 
 
-def load(words: list[str], context: ForkServerContext | None = None) -> config.RunConfig:
-    def compose(words: Any) -> Composed:
-        return config.compose(words)
+def load(overrides: list[str], context: ForkServerContext | None = None) -> config.RunConfig:
+    def compose(overrides: Any) -> Composed:
+        return config.compose(overrides)
 
     def server() -> ForkServerContext:
         assert context is not None, "no server is needed"
         return context
 
-    return auto_strategy.load_auto_strategy(words, compose=compose, server=server, config_dirs=[])
+    return auto_strategy.load_auto_strategy(
+        overrides, compose=compose, server=server, config_dirs=[]
+    )
 
 
 @pytest.mark.timeout(120)
 def test_a_run_trains_in_the_layout_that_was_planned_for_it(tmp_path: Path, server: Server) -> None:
     measured(2)
-    words = [*MLP, "strategy=auto", "strategy.tensor.degree=2", "launch.nproc=2", "train.steps=2"]
-    words += ["train.micro_batch_size=4", "train.activation_checkpointing=none"]
-    ran = Served(tmp_path, server)("train", *words, "launch.backend=mock", "run_dir=run")
+    overrides = [
+        *MLP,
+        "strategy=auto",
+        "strategy.tensor.degree=2",
+        "launch.nproc=2",
+        "train.steps=2",
+    ]
+    overrides += ["train.micro_batch_size=4", "train.activation_checkpointing=none"]
+    ran = Served(tmp_path, server)("train", *overrides, "launch.backend=mock", "run_dir=run")
     assert ran.stdout.startswith("tensor 2 on cpu: ")
     assert ran.stderr.startswith(
         "planning the layout of 2 ranks\nplanned tensor 2, micro-batch 4: "
@@ -96,7 +104,7 @@ def test_hardware_is_known_by_the_name_of_its_device(devices: list[str], option:
 
 
 @pytest.mark.parametrize(
-    ("device", "words", "reported"),
+    ("device", "overrides", "reported"),
     [
         (
             "NVIDIA GB200",
@@ -107,16 +115,16 @@ def test_hardware_is_known_by_the_name_of_its_device(devices: list[str], option:
     ],
 )
 def test_hardware_that_is_not_known_is_to_be_named(
-    device: str, words: list[str], reported: str
+    device: str, overrides: list[str], reported: str
 ) -> None:
     with pytest.raises(ConfigError, match=reported):
-        auto_strategy._option([device], config.load(words), [])
+        auto_strategy._option([device], config.load(overrides), [])
 
 
 def test_a_measurement_of_one_machine_is_not_for_several(context: ForkServerContext) -> None:
-    words = [*MLP, "strategy=auto", "launch.nnodes=2", "launch.nproc=1", "launch.master_addr=a"]
+    overrides = [*MLP, "strategy=auto", "launch.nnodes=2", "launch.nproc=1", "launch.master_addr=a"]
     with pytest.raises(ConfigError, match="hardware=cpu: is measured on one node"):
-        load(words, context)
+        load(overrides, context)
 
 
 @pytest.mark.timeout(120)

@@ -13,10 +13,13 @@ from command import TINY, Served
 from configured import run_config
 
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError, to_yaml
+from axonlaunch.config import ConfigError, read_frozen, to_yaml
+from axonlaunch.config.layout import Layout
 from axonlaunch.config.schema import ProfileConfig
 from axonlaunch.diagnostics import step_breakdown
+from axonlaunch.diagnostics.pipeline_actions import CLOCK_AHEAD, pipeline_actions
 from axonlaunch.diagnostics.step_breakdown import breakdown, read_trace
+from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.training.profiling import StepProfiler
 
 
@@ -219,3 +222,47 @@ def test_a_run_without_a_trace_is_refused(
     if content is not None:
         (folder / "rank_0.json.gz").write_bytes(content)
     assert message in served("profile", "run", status=2).stderr
+
+
+# What a pipeline's ranks did, and when.
+
+
+def test_actions_of_a_pipeline_are_those_of_the_first_step_on_one_clock() -> None:
+    def named(name: str, start: float, end: float) -> dict[str, Any]:
+        return event(f"axonlaunch pipeline {name}", start, end, "user_annotation")
+
+    first = trace(*steps(100.0, 200.0), named("0F0", 10, 30), named("0F0", 110, 130))
+    second = trace(*steps(100.0), named("1F0", 40, 50), named("1B0", 50, 60), base=5_000)
+    second[CLOCK_AHEAD] = 5_000
+    found = pipeline_actions({0: first, 1: second})
+    assert [(rank, action) for rank, _, _, action in found] == [(0, "0F0"), (1, "1F0"), (1, "1B0")]
+    assert [start for _, start, _, _ in found] == pytest.approx([0.0, 30e-6, 40e-6])
+
+
+def test_of_a_gpu_the_actions_are_when_its_kernels_ran() -> None:
+    queued = event("axonlaunch pipeline 0F0", 0, 1, "user_annotation")
+    ran = event("axonlaunch pipeline 0F0", 20, 50, "gpu_user_annotation")
+    step = event("axonlaunch step 4", 10, 90, "gpu_user_annotation")
+    [(rank, start, stop, action)] = pipeline_actions({3: trace(*steps(100.0), queued, step, ran)})
+    assert (rank, start, action) == (3, 0.0, "0F0")
+    assert stop == pytest.approx(30e-6)
+
+
+def test_a_profiled_pipeline_shows_every_action_of_its_schedule(served: Served) -> None:
+    schedule = "interleaved_zero_bubble"
+    overrides = ["strategy=pipeline", f"strategy.pipeline.schedule={schedule}", "launch.nproc=2"]
+    overrides += ["train.profile.steps=[1,1]", "train.profile.ranks=[0,1]", "launch.backend=gloo"]
+    served.train(*overrides, "name=run", "train.steps=1", "model.num_hidden_layers=4")
+    folder = served.folder / "runs/run"
+    read = {rank: read_trace(path) for rank, path in step_breakdown.traces(folder).items()}
+    config = read_frozen(folder)
+    layout = Layout.of(config, world_size=2)
+    expected = PipelineSchedule(
+        schedule,
+        degree=2,
+        microbatches=layout.round_microbatches,
+        stages_per_rank=layout.stages_per_rank,
+    )
+    found = pipeline_actions(read)
+    for rank, actions in enumerate(expected.actions):
+        assert sorted(a for r, _, _, a in found if r == rank) == sorted(map(str, actions))

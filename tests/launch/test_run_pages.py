@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleDimensions
 from run_folders import run_folder
 
 from axonlaunch.cli.run_screen import screen_of
-from axonlaunch.diagnostics.report.page_data import page_data
+from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.run_record import read_run
 
 MOCK = ["launch.nproc=2", "launch.backend=mock"]
@@ -47,9 +47,21 @@ def test_a_run_writes_what_happened_to_it_in_the_order_of_time(run: Path) -> Non
 
 def test_where_its_profiled_steps_went_is_on_its_page(served: Command) -> None:
     served.train("strategy=ddp", *MOCK, "name=demo", "train.steps=3", "train.profile.steps=[2,3]")
-    [rank] = page_data([read_run(served.folder / "runs/demo")])["runs"][0]["steps"]
-    assert rank["name"] == "rank 0"
+    steps = page_data([read_run(served.folder / "runs/demo")])["runs"][0]["steps"]
+    [rank] = steps["bars"]
+    assert rank["name"] == "rank 0, profiled"
+    assert steps["reason"].startswith("ranks of launch.backend=mock take turns")
     assert sum(rank["parts"].values()) == pytest.approx(rank["step_s"], rel=1e-3)
+
+
+def test_it_writes_what_set_each_value_of_its_configuration(run: Path) -> None:
+    origins = json.loads((run / "origins.json").read_text())
+    assert origins["train.steps"] == "override train.steps=4"
+    assert origins["strategy.data_parallel"] == "strategy/fsdp.yaml"
+    assert origins["launch.threads"] == "automatic: default has auto"
+    config = page_data([read_run(run)])["runs"][0]["config"]
+    assert ["train.steps", "4", "override train.steps=4"] in config
+    assert all(origin for _, _, origin in config)
 
 
 def test_its_estimate_is_kept_with_its_parts(run: Path) -> None:
@@ -124,15 +136,15 @@ def test_compare_lists_what_differs(served: Command) -> None:
 def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> None:
     (served.folder / "empty").mkdir()
     run_folder(served.folder / "runs/demo")
-    words = ["empty", *(["demo"] if command == "compare" else [])]
-    errors = served(command, *words, status=2).stderr.splitlines()
+    overrides = ["empty", *(["demo"] if command == "compare" else [])]
+    errors = served(command, *overrides, status=2).stderr.splitlines()
     assert errors[0] == "error: empty: holds neither config.yaml nor metrics.jsonl of a run"
     if command == "compare":
         assert errors[1].endswith("; did you mean runs/demo?")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["runs", "nowhere"], "nowhere: there is no such folder"),
         (["runs", ".", "--where", "loss"], "--where loss: write KEY=VALUE, model.name=llama"),
@@ -140,8 +152,8 @@ def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> N
         (["compare", "a"], "give two runs, or more"),
     ],
 )
-def test_a_users_mistake_is_a_line(words: list[str], message: str, served: Command) -> None:
-    assert message in served(*words, status=2).stderr
+def test_a_users_mistake_is_a_line(overrides: list[str], message: str, served: Command) -> None:
+    assert message in served(*overrides, status=2).stderr
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -167,3 +179,15 @@ def test_the_report_of_a_run_replaces_a_link_and_does_not_write_through_it(
     os.symlink(other, folder / "report.html")  # noqa: PTH211
     served("report", "runs/demo")
     assert other.read_text() == "kept"
+
+
+def test_what_a_run_cost_is_listed(run: Path, served: Command) -> None:
+    priced = ["hardware=cpu", "hardware.price_per_hour=3600"]
+    served.train("strategy=ddp", *MOCK, "name=priced", "train.steps=1", *priced)
+    rows = {row["run"]: row for row in json.loads(served("runs", "--json").stdout)["runs"]}
+    cost = rows["runs/priced"]["cost"]
+    assert 0 < cost < 3600
+    assert rows["runs/demo"]["cost"] is None
+    compared = json.loads(served("compare", "runs/demo", "runs/priced", "--json").stdout)
+    assert compared["results"]["cost"] == [None, cost]
+    assert dict(facts(read_run(served.folder / "runs/priced")))["cost"].endswith(" at 3600)")

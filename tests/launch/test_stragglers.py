@@ -62,8 +62,8 @@ def test_a_slow_rank_is_named_on_the_console_and_in_the_metrics(
     served: Command, strategy: str
 ) -> None:
     (served.folder / "slow.py").write_text(SLOW)
-    words = [*RUN, f"strategy={strategy}", "launch.nproc=3", "train.steps=60"]
-    ran = served("train", *words)
+    overrides = [*RUN, f"strategy={strategy}", "launch.nproc=3", "train.steps=60"]
+    ran = served("train", *overrides)
     reported = [line.get("slowest") for line in served.lines("run")]
     assert reported[0] is None  # too little was seen in the first step
     assert {one["rank"] for one in reported[2:]} == {2}
@@ -78,8 +78,8 @@ def test_a_slow_rank_is_named_on_the_console_and_in_the_metrics(
 
 def test_a_rank_that_shares_its_core_with_another_process_is_not_reported(served: Command) -> None:
     (served.folder / "slow.py").write_text(BUSY)
-    words = [*RUN, "strategy=ddp", "launch.nproc=2", "train.steps=60", "train.log_every=8"]
-    ran = served("train", *words)
+    overrides = [*RUN, "strategy=ddp", "launch.nproc=2", "train.steps=60", "train.log_every=8"]
+    ran = served("train", *overrides)
     seen = [line["slowest"] for line in served.lines("run") if line.get("slowest")]
     assert max(one["starved"] for one in seen if one["rank"] == 1) > 0.2
     assert "is slow" not in ran.stdout

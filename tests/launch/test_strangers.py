@@ -26,9 +26,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.launch.failures.report import Crash
-from axonlaunch.launch.multinode import meeting, run_identity
+from axonlaunch.launch.multinode import run_identity
 from axonlaunch.launch.multinode.coordination import Coordinator
-from axonlaunch.launch.multinode.meeting import meet, member_name
+from axonlaunch.launch.multinode.handshake import handshake, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend, as_plain, from_plain
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
@@ -126,7 +126,7 @@ def channels(master: Any, members: int = 2, **about: Any) -> list[Channel]:
 
 
 def met(channel: Channel, member: int, *, confirm: Any = lambda: None) -> list[str]:
-    _, nonces = meet(
+    _, nonces = handshake(
         channel,
         member=member,
         members=2,
@@ -255,7 +255,7 @@ def test_the_first_node_does_not_wait_for_others_where_a_stranger_wrote_over_its
 def test_a_message_that_is_deleted_is_not_waited_for(
     master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_ANSWER_S", 0.2)
+    monkeypatch.setattr("axonlaunch.launch.multinode.handshake._ANSWER_S", 0.2)
     [lead, _] = channels(master)
     theirs = joined(master)
     with pytest.raises(ForgedMessageError, match="joined/0: a stranger deleted it"):
@@ -286,13 +286,13 @@ def test_the_fork_servers_socket_is_its_users_alone(server: Server) -> None:
     assert folder.stat().st_uid == os.geteuid()
 
 
-def beset(command: Command, kind: str, amount: int, *words: str) -> tuple[int, str, float]:
+def beset(command: Command, kind: str, amount: int, *overrides: str) -> tuple[int, str, float]:
     """Train while a stranger is at every port that opens; return status, errors and seconds."""
     program = [sys.executable, str(SUPPORT / "stranger.py"), kind, "127.0.0.1", str(amount)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as neighbour:
         assert neighbour.stdout is not None
         assert neighbour.stdout.readline() == "ready\n"
-        process = command.start("train", *TINY, "strategy=fsdp", "launch.nproc=2", *words)
+        process = command.start("train", *TINY, "strategy=fsdp", "launch.nproc=2", *overrides)
         try:
             log = command.folder / "runs/run/logs/rank_0.log"
             wait_for(lambda: log.exists() or process.returncode is not None)

@@ -76,18 +76,18 @@ def test_standard_output_that_was_closed_is_not_the_next_file_that_is_opened() -
         "print('lost'); os.write(2, b'lost'); import sys; sys.stdout.flush();"
         "assert file.fileno() > 2 and file.read() == b'', file.fileno()"
     )
-    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program]
-    assert subprocess.run(words, timeout=60, check=False).returncode == 0
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
 def test_a_run_outlives_a_console_that_takes_nothing(tmp_path: Path, server: Server) -> None:
     run = Command(tmp_path)
 
-    words = ["train", *TINY, "strategy=ddp", "name=run", "checkpoint.every=6"]
+    overrides = ["train", *TINY, "strategy=ddp", "name=run", "checkpoint.every=6"]
     process = Forked(
         command,
         server,
-        *words,
+        *overrides,
         folder=tmp_path,
         environment=run.environment(),
         console="/dev/full",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from axonlaunch.config import compose
 from axonlaunch.launch.cluster_environment import (
     ClusterEnvironment,
     apply_to_config,
@@ -223,3 +224,10 @@ def test_a_first_rank_inside_another_machine_is_refused() -> None:
 )
 def test_the_first_of_slurms_nodes_is_where_rank_0_is(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+def test_what_a_launcher_says_of_a_value_is_known_as_its_origin() -> None:
+    composed = compose(["launch.nproc=2"])
+    origins = found(OPEN_MPI).applied_to(composed, accelerators=lambda: 0).origins()
+    assert origins["launch.master_addr"] == origins["launch.nproc"] == "environment (mpirun)"
+    assert origins["launch.name"] == "launch/auto.yaml"

@@ -22,8 +22,8 @@ worker.fit = fit
 @pytest.mark.parametrize("threads", ["auto", 3])
 def test_the_number_of_threads_is_frozen_and_used(served: Command, threads: str | int) -> None:
     (served.folder / "says.py").write_text(SAYS)
-    words = ["strategy=ddp", "launch.nproc=2", "plugins=[says]", f"launch.threads={threads}"]
-    ran = served.train(*words, "name=run", "train.steps=1")
+    overrides = ["strategy=ddp", "launch.nproc=2", "plugins=[says]", f"launch.threads={threads}"]
+    ran = served.train(*overrides, "name=run", "train.steps=1")
     used = host.threads(ranks=2) if threads == "auto" else threads
     frozen = yaml.safe_load((served.folder / "runs/run/config.yaml").read_text())
     assert frozen["launch"]["threads"] == used
@@ -31,10 +31,10 @@ def test_the_number_of_threads_is_frozen_and_used(served: Command, threads: str 
 
 
 def test_a_resume_on_other_threads_says_that_bits_may_differ(served: Command) -> None:
-    words = ["strategy=ddp", "launch.nproc=2", "name=run", "checkpoint.every=2"]
-    served.train(*words, "train.steps=2", "launch.threads=1")
-    same = served.train(*words, "train.steps=4", "launch.threads=1").stdout
+    overrides = ["strategy=ddp", "launch.nproc=2", "name=run", "checkpoint.every=2"]
+    served.train(*overrides, "train.steps=2", "launch.threads=1")
+    same = served.train(*overrides, "train.steps=4", "launch.threads=1").stdout
     assert "launch.threads" not in same
-    other = " ".join(served.train(*words, "train.steps=6", "launch.threads=2").stdout.split())
+    other = " ".join(served.train(*overrides, "train.steps=6", "launch.threads=2").stdout.split())
     assert "resuming with launch.threads=2 (was 1): sums round otherwise" in other
     assert "launch.threads=1 keeps them" in other

@@ -129,9 +129,9 @@ def test_what_ranks_sign_with_is_in_no_argument_variable_or_file_that_others_rea
     plugin = axonlaunch.folder / "faulty_plugin.py"
     plugin.write_text(plugin.read_text() + KEY)
     command = axonlaunch if by == "local" else torchrun(axonlaunch.folder, 2)
-    words = [word for word in faulty if by == "local" or not word.startswith("launch.")]
+    overrides = [word for word in faulty if by == "local" or not word.startswith("launch.")]
     process = command.start(
-        "train", *words, "train.steps=1000", "name=run", "model.arguments={pause:0.1}"
+        "train", *overrides, "train.steps=1000", "name=run", "model.arguments={pause:0.1}"
     )
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2)
     key = (axonlaunch.folder / "key").read_bytes()
@@ -164,9 +164,9 @@ def two(axonlaunch: Command) -> Iterator[Machines]:
         yield made
 
 
-def start(two: Machines, node: int, *words: str) -> Any:
+def start(two: Machines, node: int, *overrides: str) -> Any:
     world = ["launch.nnodes=2", "launch.nproc=1", f"launch.master_addr={two.addresses[0]}"]
-    return two.command(node).start("train", *TINY, *world, f"launch.node_rank={node}", *words)
+    return two.command(node).start("train", *TINY, *world, f"launch.node_rank={node}", *overrides)
 
 
 @pytest.mark.slow
@@ -191,9 +191,9 @@ def test_nodes_without_a_token_say_once_what_a_neighbour_can_do(two: Machines) -
 @pytest.mark.parametrize("node", [0, 1])
 def test_nodes_that_must_have_a_token_and_have_none_are_refused(served: Command, node: int) -> None:
     """Each by itself: it waits for no other."""
-    words = ["launch.nnodes=2", "launch.nproc=1", "launch.master_addr=127.0.0.1"]
-    words += [f"launch.node_rank={node}", "launch.require_token=true"]
-    ran = served("train", *TINY, *words, status=2)
+    overrides = ["launch.nnodes=2", "launch.nproc=1", "launch.master_addr=127.0.0.1"]
+    overrides += [f"launch.node_rank={node}", "launch.require_token=true"]
+    ran = served("train", *TINY, *overrides, status=2)
     assert "launch.require_token=true: the nodes share no secret" in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
 
@@ -204,8 +204,8 @@ def test_a_node_never_runs_the_configuration_that_a_stranger_wrote_first(
     file = secret_file(axonlaunch.folder / "token")
     executed = axonlaunch.folder / "executed"
     (axonlaunch.folder / "evil.py").write_text(f"open({str(executed)!r}, 'w')\n")
-    words = ["name=run", f"launch.token_file={file}", "launch.timeout_s=60"]
-    first = start(two, 0, *words)
+    overrides = ["name=run", f"launch.token_file={file}", "launch.timeout_s=60"]
+    first = start(two, 0, *overrides)
     ours = axonlaunch("config", *TINY, "launch.nproc=1").stdout
     assert "plugins: []" in ours
     evil = ours.replace("plugins: []", "plugins: [evil]")
@@ -214,7 +214,7 @@ def test_a_node_never_runs_the_configuration_that_a_stranger_wrote_first(
         *stranger_words
     )
     assert "frozen" in written.stdout
-    second = start(two, 1, *words)
+    second = start(two, 1, *overrides)
     reported = ended([second, first])
     assert reported[0][0] == 2
     assert "was not written by a node of this run" in reported[0][2]

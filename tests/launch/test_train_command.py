@@ -71,8 +71,8 @@ def test_eight_processes_of_a_hybrid_mesh_have_the_curve_of_one(served: Command)
     common += ["data.sequence_length=32", "model.num_hidden_layers=2", "model.hidden_size=64"]
     curves = {}
     for strategy in ("hybrid", "single"):
-        words = ["train", f"strategy={strategy}", f"name={strategy}", *common]
-        served(*words, "sample.max_new_tokens=0")
+        overrides = ["train", f"strategy={strategy}", f"name={strategy}", *common]
+        served(*overrides, "sample.max_new_tokens=0")
         curves[strategy] = served.losses(strategy)
     assert len(curves["hybrid"]) == 6
     assert curves["hybrid"] == pytest.approx(curves["single"], rel=1e-5)
@@ -105,10 +105,10 @@ def test_an_unnamed_run_is_named_after_its_layout(overrides: list[str], name: st
 
 
 def test_replicas_that_are_not_there_are_reported(served: Command) -> None:
-    words = ["launch.nproc=2", "train.steps=1"]
-    one = " ".join(served.train("strategy=hsdp", *words).stdout.split())
+    overrides = ["launch.nproc=2", "train.steps=1"]
+    one = " ".join(served.train("strategy=hsdp", *overrides).stdout.split())
     assert "note strategy.fsdp.sharding=hybrid_shard: there is one replica" in one
-    two = served.train("strategy=hsdp", "strategy.fsdp.replicate=2", *words).stdout
+    two = served.train("strategy=hsdp", "strategy.fsdp.replicate=2", *overrides).stdout
     assert "there is one replica" not in two
 
 
@@ -123,11 +123,11 @@ def test_a_sweep_runs_one_after_another_each_in_its_own_folder(served: Command) 
 
 
 def test_a_sweep_that_was_interrupted_continues_with_what_is_left_of_it(served: Command) -> None:
-    words = ["-m", "optimizer.lr=1e-3,2e-3", "name=sweep", "strategy=single", "train.steps=2"]
-    served.train(*words)
+    overrides = ["-m", "optimizer.lr=1e-3,2e-3", "name=sweep", "strategy=single", "train.steps=2"]
+    served.train(*overrides)
     (served.folder / "runs/sweep/1/summary.json").unlink()
     shutil.rmtree(served.folder / "runs/sweep/1/checkpoints", ignore_errors=True)
-    reported = served.train(*words).stdout
+    reported = served.train(*overrides).stdout
     assert "run 1 of 2: optimizer.lr=0.001 (finished before)\n" in reported
     assert "run 2 of 2: optimizer.lr=0.002\n" in reported
     assert len(served.losses("sweep/1")) == 2
@@ -141,7 +141,7 @@ def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(served: Command) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("overrides", "problem"),
     [
         (["model=mlp"], "model.name=mlp: is fed images, but data=synthetic_tokens gives tokens"),
         (["data.sequence_length=5000"], "data.sequence_length=5000: longer than model.max_"),
@@ -156,14 +156,14 @@ def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(served: Command) -> No
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_needs_the_model_or_the_data_to_report_is_reported_before_a_rank_starts(
-    served: Command, words: list[str], problem: str
+    served: Command, overrides: list[str], problem: str
 ) -> None:
     tiny = TINY
-    if words[0] in ("model=mlp", "model=llama3_70b", "model=custom"):
+    if overrides[0] in ("model=mlp", "model=llama3_70b", "model=custom"):
         tiny = [word for word in TINY if not word.startswith("model.")]
-    if words[0] == "data=text":
+    if overrides[0] == "data=text":
         tiny = [word for word in TINY if not word.startswith("data=")]
-    ran = served("train", *tiny, *words, status=2)
+    ran = served("train", *tiny, *overrides, status=2)
     assert ran.stdout == ""
     assert ran.stderr.startswith(f"error: {problem}"), ran.stderr
     assert all(line.startswith("error: ") for line in ran.stderr.splitlines())
@@ -171,22 +171,22 @@ def test_what_needs_the_model_or_the_data_to_report_is_reported_before_a_rank_st
 
 
 def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> None:
-    words = ["name=run", "strategy=single", "checkpoint.every=3"]
-    served.train(*words)
+    overrides = ["name=run", "strategy=single", "checkpoint.every=3"]
+    served.train(*overrides)
     folder = served.folder / "runs" / "run"
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    ran = served.train(*words)
+    ran = served.train(*overrides)
     assert ran.stdout.startswith(
         "run is finished: it has trained all of its 6 steps; to continue, use"
     )
-    assert json.loads(served.train(*words, "--json").stdout) == served.summary("run")
+    assert json.loads(served.train(*overrides, "--json").stdout) == served.summary("run")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    ran = served.train(*words, "seed=4", status=2)
+    ran = served.train(*overrides, "seed=4", status=2)
     assert (
         "has already trained as many steps, with other settings than seed=4 (was 0); use more"
         in ran.stderr
     )
-    ran = served.train(*words, "train.steps=5", status=2)
+    ran = served.train(*overrides, "train.steps=5", status=2)
     assert "has done 6 already; use more to train on" in ran.stderr
     again = ["name=run", "strategy=single", "checkpoint.resume=never"]
     ran = served.train(*again, status=2)
@@ -195,16 +195,16 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
 
 def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command) -> None:
     """By the same command: evaluated, summed up, and with the metrics of one never killed."""
-    words = ["strategy=ddp", "launch.nproc=2", "checkpoint.every=3"]
-    served.train(*words, "name=whole")
-    served.train(*words, "name=killed")
+    overrides = ["strategy=ddp", "launch.nproc=2", "checkpoint.every=3"]
+    served.train(*overrides, "name=whole")
+    served.train(*overrides, "name=killed")
     folder = served.folder / "runs" / "killed"
     (folder / "summary.json").unlink()
     last = [line for line in served.lines("killed") if "loss" in line]
     text = "".join(json.dumps(line) + "\n" for line in last)
     (folder / "metrics.jsonl").write_text(text)  # killed before it evaluated
     for _ in range(2):
-        ran = served.train(*words, "name=killed")
+        ran = served.train(*overrides, "name=killed")
         assert "done after step 6" in ran.stdout
         assert [one.get("eval_loss") for one in served.lines("killed")] == [
             one.get("eval_loss") for one in served.lines("whole")
@@ -213,7 +213,7 @@ def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command)
         for key in ("status", "steps", "loss", "eval_loss"):
             assert summary[key] == whole[key], key
         (folder / "summary.json").unlink()  # once more: no line twice
-    served.train(*words, "name=killed", "train.steps=8")
+    served.train(*overrides, "name=killed", "train.steps=8")
     assert served.summary("killed")["steps"] == 8
 
 
@@ -229,8 +229,8 @@ def test_a_taken_port_is_reported_before_a_rank_starts(served: Command) -> None:
 
 
 def test_a_run_on_one_machine_listens_on_loopback_alone(served: Command, faulty: list[str]) -> None:
-    words = [*faulty, "name=run", "train.steps=2"]
-    process = served.start("train", *words, "model.arguments={pause:1.0}")
+    overrides = [*faulty, "name=run", "train.steps=2"]
+    process = served.start("train", *overrides, "model.arguments={pause:1.0}")
     metrics = served.folder / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
     listening = _listening(served.processes())
@@ -265,9 +265,14 @@ def test_a_named_model_of_a_plugin_trains(served: Command, faulty: list[str]) ->
 
 @pytest.mark.slow
 def test_compiled_blocks_have_the_same_losses(served: Command) -> None:
-    words = ["strategy=fsdp", "model.num_hidden_layers=1", "train.steps=3", "train.eval_batches=0"]
-    served.train("name=plain", *words)
-    served.train("name=compiled", *words, "train.compile=true")
+    overrides = [
+        "strategy=fsdp",
+        "model.num_hidden_layers=1",
+        "train.steps=3",
+        "train.eval_batches=0",
+    ]
+    served.train("name=plain", *overrides)
+    served.train("name=compiled", *overrides, "train.compile=true")
     assert served.losses("compiled") == pytest.approx(served.losses("plain"), rel=1e-5)
     compiled = served.summary("compiled")
     assert compiled["measured_peak_bytes"] is None  # nothing on a CPU sees what kernels allocate
@@ -282,9 +287,9 @@ def test_what_a_users_module_prints_stays_out_of_json(served: Command) -> None:
         "    print('built')\n"
         "    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))\n"
     )
-    words = ["model=custom", "model.target=chatty:build", "plugins=[chatty]", "train.steps=1"]
+    overrides = ["model=custom", "model.target=chatty:build", "plugins=[chatty]", "train.steps=1"]
     tiny = [word for word in TINY if not word.startswith("model.")]
-    ran = served("train", *tiny, *words, "--json")
+    ran = served("train", *tiny, *overrides, "--json")
     assert json.loads(ran.stdout)["status"] == "done"
 
 
@@ -300,9 +305,9 @@ def test_a_users_module_prints_what_a_rank_does_and_nothing_of_the_estimate(
         "def build():\n"
         "    return Loud(nn.Embedding(256, 8), nn.Linear(8, 256))\n"
     )
-    words = ["model=custom", "model.target=loud:build", "strategy=single", "train.steps=3"]
+    overrides = ["model=custom", "model.target=loud:build", "strategy=single", "train.steps=3"]
     tiny = [word for word in TINY if not word.startswith("model.")]
-    ran = served("train", *tiny, *words, "train.eval_batches=0", "sample.max_new_tokens=0")
+    ran = served("train", *tiny, *overrides, "train.eval_batches=0", "sample.max_new_tokens=0")
     assert ran.stdout.splitlines().count("forward") == 3
     assert "forward" not in ran.stderr
 
@@ -323,8 +328,8 @@ def test_a_file_named_torch_in_the_working_folder_does_no_harm(axonlaunch: Comma
 
 
 def test_a_reader_that_leaves_early_ends_no_run(axonlaunch: Command) -> None:
-    words = ["train", *TINY, "name=run", "checkpoint.every=6"]
-    with axonlaunch.start(*words) as process:
+    overrides = ["train", *TINY, "name=run", "checkpoint.every=6"]
+    with axonlaunch.start(*overrides) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline()

@@ -179,9 +179,9 @@ def test_what_a_users_configuration_class_prints_when_it_is_imported_is_in_the_l
         "def build(config):\n"
         "    return nn.Sequential(nn.Embedding(256, config.width), nn.Linear(config.width, 256))\n"
     )
-    words = [word for word in TINY if not word.startswith("model.")]
-    words += ["plugins=[sized]", "model=sized", "model.width=4", "launch.nproc=2", "name=run"]
-    ran = served("train", *words, "--json")
+    overrides = [word for word in TINY if not word.startswith("model.")]
+    overrides += ["plugins=[sized]", "model=sized", "model.width=4", "launch.nproc=2", "name=run"]
+    ran = served("train", *overrides, "--json")
     assert json.loads(ran.stdout)["status"] == "done"
     for rank in range(2):
         log = served.folder / "runs/run/logs" / f"rank_{rank}.log"

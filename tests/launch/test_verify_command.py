@@ -23,8 +23,8 @@ step.gradient_norm = gradient_norm
 """
 
 
-def verify(served: Command, *words: str, status: int = 0) -> dict[str, Any]:
-    ran = served("verify", *TINY, *words, "--json", status=status)
+def verify(served: Command, *overrides: str, status: int = 0) -> dict[str, Any]:
+    ran = served("verify", *TINY, *overrides, "--json", status=status)
     content: dict[str, Any] = json.loads(ran.stdout)
     return content
 
@@ -45,8 +45,8 @@ def test_it_passes_and_says_by_how_much(served: Command) -> None:
 @pytest.mark.parametrize("backend", ["mock", "gloo"])
 def test_it_fails_and_says_where(served: Command, backend: str) -> None:
     (served.folder / "wrong_norm.py").write_text(WRONG_NORM)
-    words = ["strategy=ddp", "plugins=[wrong_norm]", f"launch.backend={backend}"]
-    reported = verify(served, *words, status=1)
+    overrides = ["strategy=ddp", "plugins=[wrong_norm]", f"launch.backend={backend}"]
+    reported = verify(served, *overrides, status=1)
     assert reported["passed"] is False
     assert reported["differences"][0].startswith("step 1: gradient norm is ")
 
@@ -54,8 +54,8 @@ def test_it_fails_and_says_where(served: Command, backend: str) -> None:
 def test_a_rank_that_fails_is_a_verdict_and_no_traceback(
     served: Command, faulty: list[str]
 ) -> None:
-    words = [*faulty, "model.arguments.fault=exception", "launch.backend=gloo"]
-    ran = served("verify", *words, status=1)
+    overrides = [*faulty, "model.arguments.fault=exception", "launch.backend=gloo"]
+    ran = served("verify", *overrides, status=1)
     assert "rank 1 failed: ValueError: the fault of a test" in ran.stdout
     assert ran.stdout.endswith("failed\n")
     assert "Traceback" not in ran.stdout + ran.stderr
@@ -72,19 +72,22 @@ def test_a_wrong_configuration_is_reported_as_by_train(served: Command) -> None:
 @pytest.mark.parametrize(
     ("overrides", "ranks", "layout", "backend"),
     [
-        ([], 2, "context 2", "mock"),
+        pytest.param([], 2, "context 2", "mock", marks=pytest.mark.slow),
         ([], 2, "context 2", "gloo"),
         (["strategy=tensor"], 4, "context 2 x tensor 2", "mock"),
-        (["strategy=pipeline"], 4, "context 2 x pipeline 2 (1f1b)", "gloo"),
+        pytest.param(
+            *(["strategy=pipeline"], 4, "context 2 x pipeline 2 (1f1b)", "gloo"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_context_ranks_without_data_parallel_ones_train_as_one_process(
     served: Command, overrides: list[str], ranks: int, layout: str, backend: str
 ) -> None:
-    words = [*overrides, "strategy.context.degree=2", f"launch.nproc={ranks}"]
-    words.append(f"launch.backend={backend}")
-    reported = verify(served, *words, "--steps", "2")
+    arguments = [*overrides, "strategy.context.degree=2", f"launch.nproc={ranks}"]
+    arguments.append(f"launch.backend={backend}")
+    reported = verify(served, *arguments, "--steps", "2")
     assert (reported["passed"], reported["layout"]) == (True, layout)
-    served.train(*words, "name=parts")
+    served.train(*arguments, "name=parts")
     served.train("strategy=single", "name=whole")
     assert served.losses("parts") == pytest.approx(served.losses("whole"), rel=1e-5)

@@ -100,8 +100,8 @@ def test_a_preset_loses_against_the_command_line(override, section, key):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_preset_loses_against_data_that_is_chosen(before):
-    words = ["data=digits", "model=llama3_8b"]
-    assert config.load(words if before else words[::-1]).data.name == "digits"
+    overrides = ["data=digits", "model=llama3_8b"]
+    assert config.load(overrides if before else overrides[::-1]).data.name == "digits"
     kept = config.load(["model=llama3_8b", "data=text", "data.files=[x]"]).data
     assert (kept.name, kept.sequence_length) == ("text", 8192)
 
@@ -113,8 +113,8 @@ def test_a_preset_loses_against_an_experiment_and_a_users_file(tmp_path):
     )
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "own.yaml").write_text("name: synthetic_tokens\nsequence_length: 64\n")
-    words = ["model=llama3_8b", "experiment=mine", "data=own"]
-    chosen = config.load(words, config_dirs=[tmp_path])
+    overrides = ["model=llama3_8b", "experiment=mine", "data=own"]
+    chosen = config.load(overrides, config_dirs=[tmp_path])
     assert (chosen.train.precision, chosen.data.sequence_length) == ("fp32", 64)
 
 

@@ -50,8 +50,12 @@ def chat(row: dict[str, str]) -> list[dict[str, str]]:
 
 
 def data(model: Path, packing: str) -> list[str]:
-    words = ["data=documents", f"data.files=[{model}/rows.jsonl]", f"data.cache_dir={model}/cache"]
-    return [*words, f"data.packing={packing}", "data.sequence_length=64"]
+    overrides = [
+        "data=documents",
+        f"data.files=[{model}/rows.jsonl]",
+        f"data.cache_dir={model}/cache",
+    ]
+    return [*overrides, f"data.packing={packing}", "data.sequence_length=64"]
 
 
 @cache
@@ -143,8 +147,13 @@ def test_losses_of_documents_are_those_of_transformers(
 
 
 def chats(model: Path, packing: str) -> list[str]:
-    words = ["data=chat", f"data.files=[{model}/chats.jsonl]", f"data.cache_dir={model}/cache"]
-    return [*words, f"data.packing={packing}", "data.sequence_length=128", "data.too_long=error"]
+    overrides = ["data=chat", f"data.files=[{model}/chats.jsonl]", f"data.cache_dir={model}/cache"]
+    return [
+        *overrides,
+        f"data.packing={packing}",
+        "data.sequence_length=128",
+        "data.too_long=error",
+    ]
 
 
 @cache

@@ -83,8 +83,8 @@ def test_every_stage_holds_what_the_long_one_does_to_an_activation(overrides: st
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_micro_batches_without_a_pipeline_add_their_samples_and_losses(strategy: str) -> None:
-    words = [*LONG[:-1], f"strategy={strategy}", "launch.nproc=2", "train.global_batch_size=12"]
-    chosen = estimate_config([*words, "model.num_hidden_layers=2"])
+    overrides = [*LONG[:-1], f"strategy={strategy}", "launch.nproc=2", "train.global_batch_size=12"]
+    chosen = estimate_config([*overrides, "model.num_hidden_layers=2"])
     assert ReducedRun.of(chosen).reduce(0)[0].layout.micro_batches == 3
     assert estimate(chosen) == estimate(chosen, exact=True)
 

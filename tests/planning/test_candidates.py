@@ -20,8 +20,8 @@ TINY = [
 ]
 
 
-def listed(*words: str, devices: int = 8, **kept: Any) -> list[Candidate]:
-    chosen = config.load([*TINY, *words])
+def listed(*overrides: str, devices: int = 8, **kept: Any) -> list[Candidate]:
+    chosen = config.load([*TINY, *overrides])
     return [*candidates(chosen, devices=devices, in_node=4, fixed=kept)]
 
 
@@ -38,8 +38,8 @@ def test_each_fills_the_devices_and_breaks_no_rule() -> None:
 def test_what_is_written_for_several_machines_is_the_layout_that_was_looked_at() -> None:
     given = config.load(TINY)
     for one in listed():
-        words = _overrides(given, one, (2, 4))
-        assert words[-2:] == ["launch.nnodes=2", "launch.nproc=4"]
+        overrides = _overrides(given, one, (2, 4))
+        assert overrides[-2:] == ["launch.nnodes=2", "launch.nproc=4"]
         run = config.with_values(given, {**one.settings, "launch.nnodes": 2, "launch.nproc": 4})
         assert Layout.of(run, world_size=8) == one.layout
 

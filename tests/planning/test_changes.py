@@ -22,8 +22,8 @@ SAMPLE = 100
 
 @cache
 def run(*overrides: str) -> RunConfig:
-    words = ["launch.nproc=8", "train.global_batch_size=64", *overrides]
-    return estimate_config(words)
+    arguments = ["launch.nproc=8", "train.global_batch_size=64", *overrides]
+    return estimate_config(arguments)
 
 
 def estimate(chosen: RunConfig) -> Estimate:
@@ -139,8 +139,8 @@ def test_traffic_is_reported_as_the_engine_causes_it() -> None:
     chosen = run("strategy=ddp", "train.micro_batch_size=2")
     costs = [
         cost
-        for lever in candidate_changes(chosen)
-        for option in lever
+        for change in candidate_changes(chosen)
+        for option in change
         if "replicas" in (cost := option.cost)
     ]
     assert [cost.partition(": ")[2] for cost in costs] == [
@@ -149,18 +149,18 @@ def test_traffic_is_reported_as_the_engine_causes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "first"),
+    ("overrides", "first"),
     [
         (["strategy=zero1"], "shard_grad_op"),
         (["strategy=zero2"], "full_shard"),
         (["strategy=fsdp"], None),
     ],
 )
-def test_sharding_continues_from_where_it_is(words: list[str], first: str | None) -> None:
+def test_sharding_continues_from_where_it_is(overrides: list[str], first: str | None) -> None:
     kinds = [
         option.settings["strategy.fsdp.sharding"]
-        for lever in candidate_changes(run(*words))
-        for option in lever
+        for change in candidate_changes(run(*overrides))
+        for option in change
         if "strategy.fsdp.sharding" in option.settings
     ]
     assert (kinds or [None])[0] == first
@@ -218,9 +218,9 @@ def test_a_change_whose_estimate_runs_out_of_time_counts_as_untried() -> None:
 def test_what_is_offloaded_is_reported_per_rank_and_node_and_needs_the_host(
     node_gib: int | None, fits: bool | None
 ) -> None:
-    words = ["hardware=h100_80gb", f"hardware.host_memory_gib={node_gib or 'null'}"]
-    words += ["train.micro_batch_size=1", "train.activation_checkpointing=full"]
-    chosen = run("strategy=fsdp", *words)
+    overrides = ["hardware=h100_80gb", f"hardware.host_memory_gib={node_gib or 'null'}"]
+    overrides += ["train.micro_batch_size=1", "train.activation_checkpointing=full"]
+    chosen = run("strategy=fsdp", *overrides)
 
     def offloading(one: RunConfig) -> Estimate | None:
         if one.strategy.fsdp.cpu_offload == "none":

@@ -116,7 +116,7 @@ LLAMA = [
 
 
 @pytest.mark.parametrize(
-    "words",
+    "layout",
     [
         "strategy=fsdp",
         pytest.param("strategy=ddp train.precision=bf16", marks=pytest.mark.slow),
@@ -128,10 +128,10 @@ LLAMA = [
         pytest.param("strategy=fsdp train.activation_checkpointing=full", marks=pytest.mark.slow),
     ],
 )
-def test_what_a_compiler_computes_again_is_not_kept(words: str) -> None:
+def test_what_a_compiler_computes_again_is_not_kept(layout: str) -> None:
     def peak(compile_: str) -> int:
-        overrides = [*LLAMA, *words.split(), f"train.compile={compile_}"]
+        overrides = [*LLAMA, *layout.split(), f"train.compile={compile_}"]
         return estimate(estimate_config(overrides)).peak_bytes
 
     eager, fused = peak("false"), peak("true")
-    assert fused < eager or (fused == eager and "full" in words)
+    assert fused < eager or (fused == eager and "full" in layout)

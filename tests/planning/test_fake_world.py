@@ -182,15 +182,20 @@ def test_what_forks_its_traces_computes_no_gradient_itself(
 
 @pytest.mark.costly
 def test_a_plan_that_divides_some_blocks_alone_is_traced_with_all_of_them() -> None:
-    words = ["model=llama_debug", "strategy=tensor", "launch.nproc=2", "model.num_hidden_layers=8"]
+    overrides = [
+        "model=llama_debug",
+        "strategy=tensor",
+        "launch.nproc=2",
+        "model.num_hidden_layers=8",
+    ]
     styles = {"up_proj": "column", "gate_proj": "column", "down_proj": "row"}
     plan = ",".join(f"layers.5.mlp.{name}: {style}" for name, style in styles.items())
-    chosen = estimate_config([*TINY, *words, f"strategy.tensor.plan={{{plan}}}"])
+    chosen = estimate_config([*TINY, *overrides, f"strategy.tensor.plan={{{plan}}}"])
     assert estimate(chosen) == estimate(chosen, exact=True)
 
 
 def test_a_plan_that_fits_no_model_is_reported_by_its_key() -> None:
-    words = ["model=llama_debug", "strategy=tensor", "launch.nproc=2"]
-    chosen = estimate_config([*TINY, *words, "strategy.tensor.plan={*.up_proj: column}"])
+    overrides = ["model=llama_debug", "strategy=tensor", "launch.nproc=2"]
+    chosen = estimate_config([*TINY, *overrides, "strategy.tensor.plan={*.up_proj: column}"])
     with pytest.raises(ConfigError, match=r"strategy\.tensor\.plan: the model, divided so, fails"):
         estimate(chosen)

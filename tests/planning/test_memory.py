@@ -37,14 +37,18 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return places
 
 
-def run(*words: str) -> RunConfig:
-    return estimate_config([*TINY, *words])
+def run(*overrides: str) -> RunConfig:
+    return estimate_config([*TINY, *overrides])
 
 
-@pytest.mark.parametrize("words", [["strategy=fsdp"], PIPELINE], ids=["fsdp", "pipeline"])
-def test_what_fits_is_reported_as_by_an_estimate(words: list[str]) -> None:
-    reported = estimate(run(*words))
-    assert estimate_fitting(run(*words), memory=reported.process_bytes) == reported
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param(["strategy=fsdp"], marks=pytest.mark.slow), PIPELINE],
+    ids=["fsdp", "pipeline"],
+)
+def test_what_fits_is_reported_as_by_an_estimate(overrides: list[str]) -> None:
+    reported = estimate(run(*overrides))
+    assert estimate_fitting(run(*overrides), memory=reported.process_bytes) == reported
 
 
 def test_what_does_not_fit_is_seen_by_its_tensors(recorded: list[int]) -> None:
@@ -56,13 +60,13 @@ def test_what_does_not_fit_is_seen_by_its_tensors(recorded: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "highest"),
+    ("overrides", "highest"),
     [([], 0), (["strategy.pipeline.split=[1,5,1,1]"], 1)],
     ids=["the first", "the second"],
 )
 def test_the_rank_that_holds_most_is_recorded_and_no_other(
-    recorded: list[int], words: list[str], highest: int
+    recorded: list[int], overrides: list[str], highest: int
 ) -> None:
-    ranks = estimate(run(*PIPELINE, *words)).ranks
+    ranks = estimate(run(*PIPELINE, *overrides)).ranks
     assert max(ranks, key=lambda one: one.peak_bytes).coords["pp"] == highest
     assert recorded == [highest]

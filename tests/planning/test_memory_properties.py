@@ -19,11 +19,11 @@ GROWING = {
 }
 
 
-def peak(*, ranks: int, samples: int, length: int, depth: int, words: tuple[str, ...]) -> int:
+def peak(*, ranks: int, samples: int, length: int, depth: int, overrides: tuple[str, ...]) -> int:
     chosen = estimate_config(
         [
             *TINY,
-            *words,
+            *overrides,
             f"launch.nproc={ranks}",
             f"model.hidden_size={32}",
             f"model.num_hidden_layers={depth}",
@@ -51,7 +51,7 @@ STRATEGIES = st.sampled_from(
 @pytest.mark.timeout(600)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    words=STRATEGIES,
+    overrides=STRATEGIES,
     size=st.fixed_dictionaries(
         {
             "samples": st.integers(1, 3),
@@ -62,10 +62,10 @@ STRATEGIES = st.sampled_from(
     grown=st.sampled_from(sorted(GROWING)),
 )
 def test_memory_never_falls_when_the_work_grows(
-    words: tuple[str, ...], size: dict[str, Any], grown: str
+    overrides: tuple[str, ...], size: dict[str, Any], grown: str
 ) -> None:
     more = {**size, grown: 2 * size[grown]}
-    assert peak(ranks=2, words=words, **more) >= peak(ranks=2, words=words, **size)
+    assert peak(ranks=2, overrides=overrides, **more) >= peak(ranks=2, overrides=overrides, **size)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_memory_never_falls_when_the_work_grows(
     ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero1", "zero2"))],
 )
 def test_memory_never_rises_when_the_sharding_does(strategy: str) -> None:
-    words = (f"strategy={strategy}",)
+    overrides = (f"strategy={strategy}",)
     size = {"samples": 1, "length": 16, "depth": 2}
-    few, more = (peak(ranks=ranks, words=words, **size) for ranks in (2, 4))
+    few, more = (peak(ranks=ranks, overrides=overrides, **size) for ranks in (2, 4))
     assert more <= few

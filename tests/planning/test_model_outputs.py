@@ -119,7 +119,7 @@ def test_the_model_itself_is_left_as_it_was() -> None:
 @pytest.mark.parametrize("resolve", [checks.resolve, checks.resolve_anywhere])
 def test_every_command_checks_it_before_anything_starts(resolve: object) -> None:
     register_model("returns", inputs="tokens")(Model)
-    words = ["model=returns", "data=synthetic_tokens", "data.vocab_size=50", "launch.nproc=1"]
+    overrides = ["model=returns", "data=synthetic_tokens", "data.vocab_size=50", "launch.nproc=1"]
     arguments = ["model.arguments.returns=tuple", "data.sequence_length=8"]
     with pytest.raises(ConfigError, match=r"^model.name=returns: its forward returns tuple"):
-        resolve(config.load([*words, *arguments]))  # type: ignore[operator] # both are functions
+        resolve(config.load([*overrides, *arguments]))  # type: ignore[operator] # both are functions

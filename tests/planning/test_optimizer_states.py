@@ -20,15 +20,15 @@ pytestmark = pytest.mark.costly
 NO_MOMENTUM = ["optimizer=sgd", "optimizer.momentum=0"]
 
 
-def chosen(*words: str) -> RunConfig:
-    return resolved(config.load(words), accelerators=0)
+def chosen(*overrides: str) -> RunConfig:
+    return resolved(config.load(overrides), accelerators=0)
 
 
 @pytest.mark.parametrize("strategy", ["single", "zero1", "fsdp"])
 def test_sgd_without_momentum_has_no_state_bytes_in_an_estimate(strategy: str) -> None:
-    words = ["model.hidden_size=16", "model.num_attention_heads=2", "data=synthetic_tokens"]
-    words += ["data.sequence_length=8", "hardware=cpu"]
-    run = chosen(*words, f"strategy={strategy}", *NO_MOMENTUM)
+    overrides = ["model.hidden_size=16", "model.num_attention_heads=2", "data=synthetic_tokens"]
+    overrides += ["data.sequence_length=8", "hardware=cpu"]
+    run = chosen(*overrides, f"strategy={strategy}", *NO_MOMENTUM)
     for estimate in (memory_estimate.estimate(run), states_only.estimate_states(run)):
         assert [rank.breakdown["optimizer"] for rank in estimate.ranks] == [0] * len(estimate.ranks)
 
@@ -49,20 +49,20 @@ def test_sgd_without_momentum_has_no_state_bytes_in_an_estimate(strategy: str) -
 def test_an_estimate_has_the_bytes_that_a_run_holds(
     optimizer: str, strategy: str, ranks: int
 ) -> None:
-    words = [
+    overrides = [
         *("model.hidden_size=16", "model.num_hidden_layers=6", "model.num_attention_heads=2"),
         *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"),
         *(f"optimizer={optimizer}", *strategy.split(), f"launch.nproc={ranks}"),
         "hardware=cpu",  # of which no allocator's cache is estimated, which takes a trace more
     ]
-    run = run_config(words)
+    run = run_config(overrides)
 
     def held(world: World) -> int:
         engine, _ = rank_engine(run, world)
         return sum(local_part(state).nbytes for state in engine.optimizer_states())
 
     by_rank = World.mock(ranks).run(held)
-    for rank in memory_estimate.estimate(estimate_config(words)).ranks:
+    for rank in memory_estimate.estimate(estimate_config(overrides)).ranks:
         assert rank.breakdown["optimizer"] == by_rank[rank.rank]
 
 

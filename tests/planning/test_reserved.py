@@ -1,11 +1,17 @@
 """The replayed allocator keeps the rules of torch's, and what a process holds is kept apart."""
 
+import os
 import random
 
 import pytest
+from configured import estimate_config
 
+from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
-from axonlaunch.planning.memory.cuda_process import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING, held
+from axonlaunch.planning.memory.cuda_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING
+from axonlaunch.planning.memory.cuda_process import communicator_sizes, held
+from axonlaunch.system import allocator_settings
 
 
 def reserved(*sizes: float, expandable: bool = False) -> float:
@@ -101,6 +107,57 @@ def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
     one = held([Change(0, 30 * MIB)], peak_bytes=30 * MIB, groups=(1, 2, 8), workspace=10 * MIB)
     assert one.allocator == 50 * MIB
     assert one.process == one.allocator + CUDA_CONTEXT + NCCL_PAIR + NCCL_RING
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        (["strategy=ddp", "launch.nproc=8"], [8]),
+        (["strategy=hsdp", "strategy.fsdp.replicate=2", "launch.nproc=8"], [8, 2, 4]),
+        (["strategy=fsdp", "strategy.tensor.degree=2", "launch.nproc=8"], [8, 4, 2]),
+        (["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=8"], [8, 2]),
+        (["strategy=single", "launch.nproc=1"], []),
+    ],
+)
+def test_a_rank_is_in_the_worlds_communicator_in_one_for_each_axis_and_in_its_sequences(
+    overrides: list[str], sizes: list[int]
+) -> None:
+    config = estimate_config(["model=llama_debug", "train.global_batch_size=8", *overrides])
+    layout = Layout.of(config, world_size=num_ranks(config))
+    assert communicator_sizes(layout) == sizes
+
+
+@pytest.mark.parametrize(
+    ("variables", "grows"),
+    [
+        ({}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)
+def test_segments_grow_unless_the_user_has_settings_of_his_own(
+    variables: dict[str, str], grows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in allocator_settings._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert allocator_settings.segments_grow() is grows
+    monkeypatch.setattr("os.environ", before := dict(os.environ))
+    allocator_settings.grow_segments()
+    assert allocator_settings.segments_grow() is grows
+    asked = {n: v for n, v in before.items() if n in allocator_settings._VARIABLES}
+    assert asked == (variables or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+def test_an_estimate_depends_on_whether_segments_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = estimate_config(["launch.nproc=1", "hardware=h100_80gb"])
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    growing = estimate_cache._file(config, exact=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert estimate_cache._file(config, exact=False) != growing
 
 
 def test_what_a_recording_misses_of_the_peak_is_held_besides() -> None:

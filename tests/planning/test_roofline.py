@@ -56,6 +56,32 @@ def test_each_type_has_its_rate() -> None:
     assert rate(single) == pytest.approx(rate(half), rel=0.01)
 
 
+@pytest.mark.parametrize(("precision", "times"), [("highest", 1), ("high", 5), ("medium", 5)])
+def test_products_in_fp32_have_the_rate_of_tf32_where_that_is_allowed(
+    precision: str, times: int
+) -> None:
+    hardware = replace(HARDWARE, tf32_tflops=50, kernel_us=1e-9)
+    roofline = Roofline(hardware, matmul_precision=precision)
+    attention = AttentionOp("forward", 32, 16384, 16384, 128, torch.float32)
+
+    def seconds(dtype: torch.dtype) -> float:
+        return roofline.seconds(product(8192, 8192, 8192, dtype), Amount(1))
+
+    plain = Roofline(hardware)
+    key = product(8192, 8192, 8192, torch.float32)
+    assert plain.seconds(key, Amount(1)) / seconds(torch.float32) == pytest.approx(times)
+    assert seconds(torch.bfloat16) == plain.seconds(product(8192, 8192, 8192), Amount(1))
+    amount = Amount(1, 0, 1e12)
+    assert roofline.seconds(attention, amount) == plain.seconds(attention, amount)
+
+
+def test_a_cpu_has_no_tf32() -> None:
+    cpu = replace(HARDWARE, name="cpu", tf32_tflops=None)
+    key = product(8192, 8192, 8192, torch.float32)
+    plain, high = Roofline(cpu), Roofline(cpu, matmul_precision="high")
+    assert plain.seconds(key, Amount(1)) == high.seconds(key, Amount(1))
+
+
 def test_a_kernel_takes_its_bytes_and_a_launch() -> None:
     roofline, key = Roofline(HARDWARE), Kernel("forward", "aten::add")
     one = roofline.seconds(key, Amount(1, 9e11))

@@ -8,6 +8,7 @@ import pytest
 from configured import estimate_config
 
 from axonlaunch.config.layout import Layout
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.planning.memory import analytic
 from axonlaunch.planning.memory.analytic import on_one_device
 from axonlaunch.planning.memory.estimate import estimate
@@ -64,15 +65,15 @@ def sent(work: Work) -> float:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         pytest.param("strategy=ddp launch.nproc=2", marks=pytest.mark.slow),
         "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
         "strategy=tensor launch.nproc=2 strategy.tensor.sequence_parallel=true",
     ],
 )
-def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -> None:
-    chosen = estimate_config([*MODEL, *words.split()])
+def test_a_layer_computes_and_sends_what_is_counted(overrides: str, one: StepWork) -> None:
+    chosen = estimate_config([*MODEL, *overrides.split()])
     layout = Layout.of(chosen, world_size=2)
     reported = scaled(one, chosen, layout, layers=(4,)).first.micro_layer.work
     [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=2)])
@@ -84,7 +85,7 @@ def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         pytest.param("strategy=ddp launch.nproc=2", marks=pytest.mark.slow),
         "strategy=fsdp launch.nproc=2",
@@ -95,18 +96,20 @@ def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -
     ],
 )
 def test_memory_by_formulas_is_near_what_is_traced(
-    words: str, one: StepWork, held: dict[str, analytic.ActivationBytes]
+    overrides: str, one: StepWork, held: dict[str, analytic.ActivationBytes]
 ) -> None:
-    chosen = estimate_config([*MODEL, *words.split()])
+    chosen = estimate_config([*MODEL, *overrides.split()])
     layout = Layout.of(chosen, world_size=2)
-    reported = analytic.peak_bytes(chosen, layout, work=one, activations=held, layers=4)
+    reported = analytic.peak_bytes(
+        chosen, layout, work=one, activations=held, layers=4, shares=TrainingShares()
+    )
     assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
 
 
 def test_a_model_that_takes_no_single_sample_has_formulas_too() -> None:
-    words = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]
-    words += ["hardware=h100_80gb", "train.global_batch_size=4"]
-    chosen = estimate_config([*words, "launch.nproc=2", "train.micro_batch_size=2"])
+    overrides = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]
+    overrides += ["hardware=h100_80gb", "train.global_batch_size=4"]
+    chosen = estimate_config([*overrides, "launch.nproc=2", "train.micro_batch_size=2"])
     assert analytic.Formulas.of(chosen).process_bytes(chosen) > 0
 
 
@@ -114,8 +117,8 @@ def test_a_sample_leaves_in_a_layer_what_a_deeper_model_holds_more(
     held: dict[str, analytic.ActivationBytes],
 ) -> None:
     def most(layers: int) -> int:
-        words = ["strategy=fsdp", "launch.nproc=2", f"model.num_hidden_layers={layers}"]
-        events = traced(ReducedRun.of(estimate_config([*MODEL, *words])), 0).events
+        overrides = ["strategy=fsdp", "launch.nproc=2", f"model.num_hidden_layers={layers}"]
+        events = traced(ReducedRun.of(estimate_config([*MODEL, *overrides])), 0).events
         saved = CATEGORIES.index("activations")
         return max(point[saved] for event in events for point in event.points)
 
@@ -128,8 +131,12 @@ def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
     one: StepWork, held: dict[str, analytic.ActivationBytes]
 ) -> None:
     def of_ranks(ranks: int) -> float:
-        words = ["strategy=pipeline", f"strategy.pipeline.degree={ranks}", f"launch.nproc={ranks}"]
-        chosen = estimate_config([*MODEL, *words])
+        overrides = [
+            "strategy=pipeline",
+            f"strategy.pipeline.degree={ranks}",
+            f"launch.nproc={ranks}",
+        ]
+        chosen = estimate_config([*MODEL, *overrides])
         formulas = analytic.Formulas(replace(one, layers=(0,)), held)
         return formulas.process_bytes(chosen)
 

@@ -71,8 +71,8 @@ def test_gathering_hides_under_computation(fsdp: StepWork) -> None:
 
 
 def test_nothing_hides_where_exchanges_take_the_cores_that_compute(fsdp: StepWork) -> None:
-    words = ["strategy=fsdp", "launch.nproc=8"]
-    apart, together = run(*words), run(*words, "hardware.link=loopback")
+    overrides = ["strategy=fsdp", "launch.nproc=8"]
+    apart, together = run(*overrides), run(*overrides, "hardware.link=loopback")
     hidden = reported(apart, fsdp).breakdown["communication dp"]
     assert reported(together, fsdp).breakdown["communication dp"] > 2 * hidden
 
@@ -126,17 +126,17 @@ def test_a_users_own_hardware_works(tmp_path: Path, fsdp: StepWork) -> None:
 
 
 def test_what_is_offloaded_crosses_the_link_to_the_host(fsdp: StepWork) -> None:
-    words = ["strategy=fsdp", "launch.nproc=8", "hardware.host_gb_s=1"]
+    overrides = ["strategy=fsdp", "launch.nproc=8", "hardware.host_gb_s=1"]
     shard_s = 4 * fsdp.parameters / 8 / (1e9 * 0.79)
 
     def host_s(*more: str) -> float:
-        return reported(run(*words, *more), fsdp).breakdown.get("host memory", 0.0)
+        return reported(run(*overrides, *more), fsdp).breakdown.get("host memory", 0.0)
 
     key = "strategy.fsdp.cpu_offload"
     assert host_s() == 0
     assert host_s(f"{key}=optimizer_states") == pytest.approx(4 * shard_s)  # two, there and back
     # Two micro-batches' two reads and a gradient each, beside computation, then an update's three.
-    computing = reported(run(*words), fsdp).step_s
+    computing = reported(run(*overrides), fsdp).step_s
     assert host_s(f"{key}=params") == pytest.approx((2 * 3 + 3) * shard_s - computing)
     with pytest.raises(
         ConfigError, match="the speed of updates on the host's cores can't be estimated"

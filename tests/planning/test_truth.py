@@ -27,6 +27,10 @@ CASES: dict[int, list[str]] = {
         "strategy=zero2",
         "strategy=fsdp train.precision=bf16 train.loss_chunk=24",
         f"strategy=fsdp {BF16}",
+        "strategy=fsdp train.freeze=[embed_*,layers.*.mlp.*] train.unfreeze=[layers.*.up_proj.*]",
+        "strategy=ddp train.freeze=[layers.*.mlp.*]",
+        f"strategy=fsdp adapter=lora {BF16}",
+        "strategy=tensor adapter=lora adapter.targets=[q_proj,down_proj]",
         f"strategy=ddp {BF16} optimizer.state_dtype=fp32",
         f"{FSDP}.sharding=no_shard train.activation_checkpointing=full",
         f"{FSDP}.cpu_offload=params",
@@ -40,6 +44,7 @@ CASES: dict[int, list[str]] = {
         "strategy=hybrid strategy.pipeline.degree=1 train.activation_checkpointing=selective",
         "strategy=fsdp strategy.context.degree=2",
         f"{PIPELINE}=1f1b strategy.data_parallel=fsdp",
+        f"{PIPELINE}=zbv_zero_bubble strategy.data_parallel=fsdp train.freeze=[layers.*.mlp.*]",
         "strategy=zero1 strategy.tensor.degree=2 optimizer=sgd",
     ],
 }

@@ -39,10 +39,10 @@ class Command:
 
     folder: Path
 
-    def start(self, *words: str) -> Any:
+    def start(self, *overrides: str) -> Any:
         """Start it without waiting."""
         return subprocess.Popen(
-            [sys.executable, "-m", "axonlaunch", *words],
+            [sys.executable, "-m", "axonlaunch", *overrides],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -55,16 +55,16 @@ class Command:
         """Return the variables it sees."""
         return {**os.environ, "COLUMNS": "140"}
 
-    def __call__(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *overrides: str, status: int = 0) -> subprocess.CompletedProcess[str]:
         """Run it to its end and hold its exit status against what is expected."""
-        process = self.start(*words)
+        process = self.start(*overrides)
         output, errors = process.communicate(timeout=90)
         assert process.returncode == status, f"{process.returncode}\n{output}\n{errors}"
-        return subprocess.CompletedProcess(words, process.returncode, output, errors)
+        return subprocess.CompletedProcess(overrides, process.returncode, output, errors)
 
-    def train(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    def train(self, *overrides: str, status: int = 0) -> subprocess.CompletedProcess[str]:
         """Train the tiny model."""
-        return self("train", *TINY, *words, status=status)
+        return self("train", *TINY, *overrides, status=status)
 
     def losses(self, run: str) -> list[float]:
         """Return the losses that a run logged, by step."""
@@ -107,12 +107,12 @@ class Served(Command):
 
     server: Server
 
-    def start(self, *words: str) -> served.Forked:
+    def start(self, *overrides: str) -> served.Forked:
         """Start it without waiting."""
         return served.Forked(
             served.command,
             self.server,
-            *words,
+            *overrides,
             folder=self.folder,
             environment=self.environment(),
         )

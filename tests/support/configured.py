@@ -35,8 +35,8 @@ def estimate_config(overrides: Sequence[str], *, config_dirs: Sequence[Path] = (
 
 
 def _loaded(overrides: Sequence[str], config_dirs: Sequence[Path]) -> RunConfig:
-    def compose(words: Sequence[str]) -> configuration.Composed:
-        return configuration.compose(words, config_dirs=config_dirs)
+    def compose(arguments: Sequence[str]) -> configuration.Composed:
+        return configuration.compose(arguments, config_dirs=config_dirs)
 
     def server() -> ForkServerContext:
         raise AssertionError("only strategy=auto asks for processes")

@@ -39,7 +39,7 @@ class By(Command):
     """The command, started by a launcher.
 
     Attributes:
-        prefix: The launcher's words.
+        prefix: The launcher's own arguments.
         variables: Added to the environment.
         program: What Python runs.
     """
@@ -57,11 +57,11 @@ class By(Command):
         variables = {**self.variables, "PYTHONPATH": path}
         return By(self.folder, self.prefix, variables, [str(SUPPORT / "served_rank.py"), str(file)])
 
-    def start(self, *words: str) -> Any:
+    def start(self, *overrides: str) -> Any:
         """Start it without waiting."""
         outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         process = subprocess.Popen(
-            [*self.prefix, sys.executable, *self.program, *words],
+            [*self.prefix, sys.executable, *self.program, *overrides],
             cwd=self.folder,
             stdout=outputs[0],
             stderr=outputs[1],
@@ -136,7 +136,7 @@ class Machines:
         prefix = ["ip", "netns", "exec", self.names[machine]]
         return By(self.folder, prefix, variables)
 
-    def start(self, *words: str, nproc: int) -> list[Any]:
+    def start(self, *overrides: str, nproc: int) -> list[Any]:
         """Start a run on all machines by environment variables."""
         world = {
             "MASTER_ADDR": self.addresses[0],
@@ -145,7 +145,7 @@ class Machines:
         }
         return [
             self.command(machine, **world, RANK=str(nproc * machine)).start(
-                "train", *words, f"launch.nproc={nproc}"
+                "train", *overrides, f"launch.nproc={nproc}"
             )
             for machine in range(len(self.names))
         ]
@@ -160,13 +160,13 @@ class Machines:
 
     def listening(self, machine: int) -> list[str]:
         """Return the addresses on which something listens on a machine."""
-        words = ["ip", "netns", "exec", self.names[machine], "ss", "-Htln"]
-        reported = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        overrides = ["ip", "netns", "exec", self.names[machine], "ss", "-Htln"]
+        reported = subprocess.run(overrides, capture_output=True, text=True, check=True).stdout
         return [line.split()[3] for line in reported.splitlines()]
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(*overrides: str) -> None:
+    subprocess.run(["ip", *overrides], check=True, capture_output=True)
 
 
 def _cable(name: str) -> str:

@@ -11,6 +11,7 @@ from rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch.comm import World
+from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch
 from axonlaunch.models.dtensor_regions import whole
 
@@ -64,6 +65,16 @@ def train(overrides: list[str], ranks: int) -> Trained:
             for name, tensor in theirs.items():
                 assert torch.equal(mine.setdefault(name, tensor), tensor), f"ranks differ on {name}"
     return first
+
+
+def unequal_batches(chosen: RunConfig, *, steps: int) -> list[Batch]:
+    """The global batches that ``train`` trains on."""
+
+    def run(world: World) -> list[Batch]:
+        _, loader = rank_engine(chosen, world)
+        return [_unequal(loader.batch(step)) for step in range(steps)]
+
+    return World.mock(1).run(run)[0]
 
 
 def _unequal(batch: Batch) -> Batch:

@@ -104,8 +104,8 @@ class Combination:
         return [*MODELS[self.model], f"model.num_hidden_layers={blocks}"]
 
     def __str__(self) -> str:
-        words = (self.layout.label, self.layout.ranks, self.model, self.precision)
-        return "-".join(map(str, (*words, self.accumulation))).replace(" ", "_")
+        overrides = (self.layout.label, self.layout.ranks, self.model, self.precision)
+        return "-".join(map(str, (*overrides, self.accumulation))).replace(" ", "_")
 
 
 def layouts() -> Iterator[Layout]:
@@ -167,8 +167,10 @@ def combinations() -> list[Combination]:
     """Return every combination; those that ``_pairwise`` chooses are fast."""
     found = []
     for layout in layouts():
-        words = set(layout.label.split())
-        models = [m for m in MODELS if m in WITH_SEQUENCES or not words & {"sequence", "context"}]
+        overrides = set(layout.label.split())
+        models = [
+            m for m in MODELS if m in WITH_SEQUENCES or not overrides & {"sequence", "context"}
+        ]
         for model, precision, accumulation in itertools.product(models, ("fp32", "bf16"), (1, 3)):
             found.append(Combination(layout, model, precision, accumulation, fast=False))
     chosen = _pairwise(found)

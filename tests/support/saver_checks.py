@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, dcp_writer, step_folders
+from axonlaunch.checkpoint import Retention, dcp_writer, save_progress, step_folders
 from axonlaunch.checkpoint.saver import SaveError, Saver
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place
@@ -29,6 +29,31 @@ def on_rank(rank: int, folder: str, check: str) -> Any:
         run_dir = Path(folder) / "run"
         saver = Saver(run_dir, world=world, retention=Retention(newest=9), background=True)
         return CHECKS[check](world, saver, run_dir)
+
+
+def waiting(world: World, saver: Saver, run_dir: Path) -> Any:
+    """Write for as long as the other rank, which has written its part, is not seen to move."""
+    del saver
+    seen = run_dir.parent / "seen"
+
+    def wrote() -> None:
+        if world.rank == 0 and threading.current_thread() is not threading.main_thread():
+            seen.touch()
+
+    saver = Saver(run_dir, world=world, retention=Retention(newest=9), wrote=wrote)
+    write = dcp_writer.Writer.write_data
+
+    def write_slowly(self: dcp_writer.Writer, *args: Any) -> Any:
+        while world.rank == 1 and not seen.exists():
+            self._summing.wrote()
+            time.sleep(0.01)
+        return write(self, *args)
+
+    with (
+        mock.patch.object(dcp_writer.Writer, "write_data", write_slowly),
+        mock.patch.object(save_progress, "_INTERVAL_S", 0.01),
+    ):
+        return [one.step for one in saver.save(state(), step=1, samples=8)]
 
 
 def state() -> dict[str, Any]:
@@ -140,6 +165,7 @@ def _anonymous_bytes() -> int:
 CHECKS = {
     "changing": changing,
     "twice": twice,
+    "waiting": waiting,
     "failing": failing,
     "early": early,
     "measured": measured,

@@ -137,18 +137,19 @@ def _run(
     program(*arguments)
 
 
-def command(server: Server, *words: str) -> None:
+def command(server: Server, *overrides: str) -> None:
     """Be the ``axonlaunch`` command."""
     from axonlaunch.cli import app, train
 
     ours.warm = partial(reached, server)
     train.STARTED = time.time()
-    sys.argv = ["axonlaunch", *words]
+    sys.argv = ["axonlaunch", *overrides]
     app.run_command()
 
 
-def script(path: str, *words: str) -> None:
+def script(path: str, *overrides: str) -> None:
     """Be a Python file whose warnings are errors."""
     warnings.simplefilter("error")
-    sys.argv = [path, *words]
+    sys.argv = [path, *overrides]
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as python does
     runpy.run_path(path, run_name="__main__")

@@ -15,11 +15,11 @@ from pathlib import Path
 import served
 
 
-def main(server_file: str, *words: str) -> None:
+def main(server_file: str, *overrides: str) -> None:
     server = pickle.loads(Path(server_file).read_bytes())
     with served.reached(server):
         rank = served.Forked(
-            served.command, server, *words, folder=Path.cwd(), environment=dict(os.environ)
+            served.command, server, *overrides, folder=Path.cwd(), environment=dict(os.environ)
         )
         signal.signal(signal.SIGTERM, lambda number, frame: rank.send_signal(number))
         output, errors = rank.communicate()

@@ -76,7 +76,7 @@ def unused() -> nn.Module:
         [*MODELS["mlp"], *FSDP, "train.precision=bf16", "train.param_dtype=bf16"],
         [*MODELS["mlp"], *DDP, "strategy.reduce_dtype=bf16"],
     ],
-    ids=lambda words: " ".join(words[-3:]),
+    ids=lambda overrides: " ".join(overrides[-3:]),
 )
 def test_it_passes(overrides: list[str]) -> None:
     verdict = verify(overrides)
@@ -93,6 +93,6 @@ def test_steps_that_fp16_skips_are_equal_skips() -> None:
 
 
 def test_forty_steps_at_a_large_rate_pass() -> None:
-    words = ["optimizer.lr=0.03", "model.num_hidden_layers=2", "data.sequence_length=8"]
-    verdict = verify([*MODELS["gpt"], *TENSOR, *words], steps=40)
+    overrides = ["optimizer.lr=0.03", "model.num_hidden_layers=2", "data.sequence_length=8"]
+    verdict = verify([*MODELS["gpt"], *TENSOR, *overrides], steps=40)
     assert verdict.passed, (verdict.reason, verdict.differences)

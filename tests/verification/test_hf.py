@@ -16,10 +16,15 @@ from axonlaunch.verification.result import ParityResult
 
 def verify(kind: str, *overrides: str, **changes: Any) -> ParityResult:
     content = plain({**FAMILIES[kind], **changes}).replace(":", ": ")
-    words = ["model=hf", f"model.config={content}", "model.init=random", "data=synthetic_tokens"]
+    arguments = [
+        "model=hf",
+        f"model.config={content}",
+        "model.init=random",
+        "data=synthetic_tokens",
+    ]
     batch = ["data.sequence_length=16", "train.global_batch_size=8", "scheduler.warmup_steps=0"]
     return compare.on_mock(
-        run_config([*words, *batch, "launch.nproc=2", *overrides]), ComparisonPlan(steps=2)
+        run_config([*arguments, *batch, "launch.nproc=2", *overrides]), ComparisonPlan(steps=2)
     )
 
 

@@ -12,6 +12,7 @@ from parity_table import MODELS
 from axonlaunch.comm import gradient_bucket
 from axonlaunch.engines.tensor import layers
 from axonlaunch.verification import locate
+from axonlaunch.verification.plan import ComparisonPlan
 
 Patch = pytest.MonkeyPatch
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
@@ -20,7 +21,7 @@ DDP = ["strategy=ddp", "strategy.ddp.sync=synchronous", "launch.nproc=2"]
 
 def first(overrides: list[str]) -> locate.FirstDifference | None:
     chosen = [*MODELS["gpt"], "train.global_batch_size=8", *overrides]
-    return locate.first_difference(run_config(chosen))
+    return locate.locate_difference(run_config(chosen), ComparisonPlan(steps=2))
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ def test_what_is_frozen_is_named() -> None:
     verdict = verify(["model=custom", f"model.target={__name__}:frozen", "data=digits", *DDP])
     assert verdict.passed
     assert (verdict.parameters, verdict.parameters_with_gradient) == (4, 1)
-    assert verdict.unproved_parameters == ["1.weight", "1.bias", "2.weight"]
+    assert verdict.frozen_parameters == ["1.weight", "1.bias", "2.weight"]
+    assert verdict.unproved_parameters == []
 
 
 class ByNumpy(nn.Module):

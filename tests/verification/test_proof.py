@@ -33,8 +33,8 @@ def _nothing_was_proved(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def run(kind: str, *words: str, **changes: Any) -> RunConfig:
-    return run_config(without_folder(kind, *words, **changes))
+def run(kind: str, *overrides: str, **changes: Any) -> RunConfig:
+    return run_config(without_folder(kind, *overrides, **changes))
 
 
 def test_a_layout_is_proved_once_for_all_models_that_differ_in_size_alone() -> None:
@@ -49,14 +49,18 @@ def test_a_layout_is_proved_once_for_all_models_that_differ_in_size_alone() -> N
 
 def test_rows_of_several_documents_are_proved_with_such_rows(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n' * 40)
-    words = ["data=documents", f"data.files=[{tmp_path / 'rows.jsonl'}]", "data.sequence_length=16"]
-    config = run("qwen3", *FSDP, *words, "train.global_batch_size=2", vocab_size=256)
+    overrides = [
+        "data=documents",
+        f"data.files=[{tmp_path / 'rows.jsonl'}]",
+        "data.sequence_length=16",
+    ]
+    config = run("qwen3", *FSDP, *overrides, "train.global_batch_size=2", vocab_size=256)
     data = proof.reduced(config).data
     assert isinstance(data, SyntheticTokensConfig)
     assert data.document_length is not None
     assert proof.prove(config).outcome == "proved"
     alone = run(
-        "qwen3", *FSDP, *words, "data.packing=none", "train.global_batch_size=2", vocab_size=256
+        "qwen3", *FSDP, *overrides, "data.packing=none", "train.global_batch_size=2", vocab_size=256
     )
     assert proof.foresee(alone).outcome == "to be proved"
 
@@ -68,8 +72,8 @@ def test_a_proof_is_of_one_version_of_the_code(monkeypatch: Patch) -> None:
 
 
 def test_many_ranks_are_proved_by_two_on_each_axis() -> None:
-    words = ["strategy.tensor.degree=4", "strategy.pipeline.degree=4", "launch.nproc=64"]
-    given = run("llama", "strategy=hybrid", *words, num_hidden_layers=8, num_key_value_heads=4)
+    overrides = ["strategy.tensor.degree=4", "strategy.pipeline.degree=4", "launch.nproc=64"]
+    given = run("llama", "strategy=hybrid", *overrides, num_hidden_layers=8, num_key_value_heads=4)
     small = proof.reduced(with_values(given, {"train.precision": "bf16"}))
     layout = Layout.of(small, world_size=num_ranks(small))
     assert layout.axes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
@@ -112,7 +116,7 @@ def test_what_can_not_be_made_small_names_the_other_way(monkeypatch: Patch) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "due"),
+    ("overrides", "due"),
     [
         (["model=gpt", *FSDP], False),
         (["model=gpt", "train.prove=always", *FSDP], True),
@@ -122,10 +126,15 @@ def test_what_can_not_be_made_small_names_the_other_way(monkeypatch: Patch) -> N
         ([*without_folder("llama"), "train.prove=never", *FSDP], False),
     ],
 )
-def test_what_is_proved(words: list[str], due: bool) -> None:
-    assert is_to_be_proved(run_config(words)) is due
+def test_what_is_proved(overrides: list[str], due: bool) -> None:
+    assert is_to_be_proved(run_config(overrides)) is due
 
 
 def test_a_model_of_one_s_own_is_proved_as_it_is() -> None:
-    words = ["model=gpt", "model.num_hidden_layers=2", "model.hidden_size=32", "train.prove=always"]
-    assert proof.prove(run_config([*words, *TENSOR])).outcome == "proved"
+    overrides = [
+        "model=gpt",
+        "model.num_hidden_layers=2",
+        "model.hidden_size=32",
+        "train.prove=always",
+    ]
+    assert proof.prove(run_config([*overrides, *TENSOR])).outcome == "proved"

@@ -1,8 +1,9 @@
 """The mock world: ranks as threads of one process, real collectives between them.
 
-``world`` starts the ranks; ``baton`` lets one run at a time; ``meeting`` is where they exchange
-data; ``group``, ``work`` and ``store`` are what torch sees of it; ``internals`` holds the private
-names of torch that it stands on. Nothing here uses an accelerator, a port or a second process.
+``world`` starts the ranks; ``turn_scheduler`` lets one run at a time; ``exchange`` is where they
+exchange data; ``process_group``, ``work`` and ``store`` are what torch sees of it;
+``torch_internals`` holds the private names of torch that it stands on. Nothing here uses an
+accelerator, a port or a second process.
 """
 
 from axonlaunch.comm.mock.world import MockWorld

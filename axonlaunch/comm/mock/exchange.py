@@ -19,7 +19,7 @@ from axonlaunch.comm.errors import CommError, MismatchError, say_mismatch, say_r
 from axonlaunch.comm.mock.turn_scheduler import TurnScheduler
 
 here = threading.local()
-"""``board`` and ``rank`` of the mock world whose rank this thread is."""
+"""``exchange`` and ``rank`` of the mock world whose rank this thread is."""
 
 
 class CollectiveCall(NamedTuple):
@@ -130,11 +130,11 @@ class PendingMessage(PendingOperation):
 
 
 class Exchange:
-    """All meetings and messages of one mock world, shared by its ranks."""
+    """All collectives and messages of one mock world, shared by its ranks."""
 
-    def __init__(self, baton: TurnScheduler) -> None:
-        self.baton = baton
-        self._meetings: dict[tuple[Any, int], PendingCollective] = {}
+    def __init__(self, turns: TurnScheduler) -> None:
+        self.turns = turns
+        self._collectives: dict[tuple[Any, int], PendingCollective] = {}
         self._sends: defaultdict[Any, list[PendingMessage]] = defaultdict(list)
         self._receives: defaultdict[Any, list[PendingMessage]] = defaultdict(list)
         self._generations: Counter[Any] = Counter()
@@ -144,7 +144,7 @@ class Exchange:
         self._generations[name, ranks, rank] += 1
         return name, ranks, self._generations[name, ranks, rank]
 
-    def meet(
+    def join(
         self,
         key: tuple[Any, int],
         ranks: tuple[int, ...],
@@ -156,32 +156,36 @@ class Exchange:
         label: str = "",
     ) -> PendingCollective:
         """Arrive at a collective; the last rank to come does the work and wakes the others."""
-        self.baton.progress(rank)
-        meeting = self._meetings.get(key)
-        if meeting is None:
-            meeting = self._meetings[key] = PendingCollective(ranks)
-        if meeting.arrive(rank, asked, label, payload):
-            del self._meetings[key]
-            meeting.finish(work)
-        if meeting.done:
-            self.baton.wake(ranks, meeting)
-        return meeting
+        self.turns.progress(rank)
+        collective = self._collectives.get(key)
+        if collective is None:
+            collective = self._collectives[key] = PendingCollective(ranks)
+        if collective.arrive(rank, asked, label, payload):
+            del self._collectives[key]
+            self.turns.device.wait()
+            collective.finish(work)
+            self.turns.device.wait()
+        if collective.done:
+            self.turns.wake(ranks, collective)
+        return collective
 
-    def post(self, group: Any, letter: PendingMessage) -> None:
+    def post(self, group: Any, message: PendingMessage) -> None:
         """Post one end of a message; move the data if the other end is there, first come first."""
-        self.baton.progress(letter.rank)
-        sending = letter.verb == "send"
-        receiver = letter.peer if sending else letter.rank
-        address = (group, receiver, letter.tag)
+        self.turns.progress(message.rank)
+        sending = message.verb == "send"
+        receiver = message.peer if sending else message.rank
+        address = (group, receiver, message.tag)
         mine, theirs = (self._sends, self._receives) if sending else (self._receives, self._sends)
         for other in theirs[address]:
-            send, receive = (letter, other) if sending else (other, letter)
+            send, receive = (message, other) if sending else (other, message)
             if receive.peer in (None, send.rank):
                 theirs[address].remove(other)
+                self.turns.device.wait()
                 deliver(send, receive)
-                self.baton.wake([other.rank], other)
+                self.turns.device.wait()
+                self.turns.wake([other.rank], other)
                 return
-        mine[address].append(letter)
+        mine[address].append(message)
 
 
 def deliver(send: PendingMessage, receive: PendingMessage) -> None:

@@ -58,11 +58,11 @@ class MockProcessGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, size: int, *, ranks: Sequence[int], name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._board: Exchange = here.board
+        self._world_exchange: Exchange = here.exchange
         self._global_rank: int = here.rank
         self._ranks = tuple(ranks)
         self._name = name
-        self._key = self._board.join_group(name, self._ranks, self._global_rank)
+        self._key = self._world_exchange.join_group(name, self._ranks, self._global_rank)
         self._num_calls = 0
         self._num_exchanges: Counter[int] = Counter()
         self._coalesced: list[MockWork] | None = None
@@ -88,7 +88,7 @@ class MockProcessGroup(dist.ProcessGroup):
                 target.extend(said for said, _ in payloads)
 
         label = line.partition("|")[0]
-        meeting = self._board.meet(
+        collective = self._world_exchange.join(
             key,
             ranks,
             self._global_rank,
@@ -97,7 +97,7 @@ class MockProcessGroup(dist.ProcessGroup):
             work,
             label=label,
         )
-        self._work([meeting], lines).wait()
+        self._work([collective], lines).wait()
         return lines
 
     # Collectives, by their names on the wire.
@@ -247,14 +247,15 @@ class MockProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        shared = self._world_exchange.turns.device
+        return [torch.device("cpu")] + ([] if shared.is_cpu else [shared.device])
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> MockWork:
         works, self._coalesced = self._coalesced or [], None
-        return self._work([errand for work in works for errand in work._errands], [])
+        return self._work([operation for work in works for operation in work._operations], [])
 
     def shutdown(self) -> None:
         pass
@@ -278,10 +279,10 @@ class MockProcessGroup(dist.ProcessGroup):
     ) -> MockWork:
         key = (self._key, self._num_calls)
         self._num_calls += 1
-        meeting = self._board.meet(
+        collective = self._world_exchange.join(
             key, self._ranks, self._global_rank, asked, payload, work, label=label
         )
-        return self._work([meeting], result)
+        return self._work([collective], result)
 
     def _gather(
         self,
@@ -314,14 +315,18 @@ class MockProcessGroup(dist.ProcessGroup):
         return self._collective(asked, payload, work, outputs)
 
     def _post(self, verb: str, tensors: list[Tensor], peer: int | None, tag: int) -> MockWork:
-        letters = [PendingMessage(verb, self._global_rank, peer, t.data, tag) for t in tensors]
-        for letter in letters:
-            self._board.post(self._key, letter)
-        return self._work(letters, tensors)
+        messages = [PendingMessage(verb, self._global_rank, peer, t.data, tag) for t in tensors]
+        for message in messages:
+            self._world_exchange.post(self._key, message)
+        return self._work(messages, tensors)
 
-    def _work(self, errands: Sequence[PendingOperation], result: Any) -> MockWork:
+    def _work(self, operations: Sequence[PendingOperation], result: Any) -> MockWork:
         work = MockWork(
-            self._board.baton, self._global_rank, errands, result=result, ranks=self._ranks
+            self._world_exchange.turns,
+            self._global_rank,
+            operations,
+            result=result,
+            ranks=self._ranks,
         )
         if self._coalesced is not None:
             self._coalesced.append(work)

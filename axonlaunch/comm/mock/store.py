@@ -1,4 +1,4 @@
-"""A torch store between rank threads: to wait for a key is to pass the baton on."""
+"""A torch store between rank threads: to wait for a key is to pass the turn on."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class _Keys:
 class MockStore(dist.Store):
     """The store that the ranks of one mock world share."""
 
-    def __init__(self, board: Exchange) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         super().__init__()
-        self._board = board
+        self._exchange = exchange
         self._values: dict[str, bytes] = {}
         self._waiting: dict[int, _Keys] = {}
 
@@ -43,7 +43,7 @@ class MockStore(dist.Store):
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
         for rank, keys in self._waiting.items():
             if keys.done:
-                self._board.baton.wake([rank], keys)
+                self._exchange.turns.wake([rank], keys)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -76,5 +76,5 @@ class MockStore(dist.Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002
         awaited = _Keys(keys, self._values)
         self._waiting[here.rank] = awaited
-        self._board.baton.wait(here.rank, awaited)
+        self._exchange.turns.wait(here.rank, awaited)
         del self._waiting[here.rank]

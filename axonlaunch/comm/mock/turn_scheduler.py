@@ -1,7 +1,7 @@
 """Whose turn it is: of all rank threads one runs at a time, until it has to wait for another.
 
-The baton goes to the rank that has been ready longest, so a run is the same every time. It also
-carries the random state of torch's CPU generator, which each rank keeps for itself. It knows
+The turn goes to the rank that has been ready longest, so a run is the same every time. It also
+carries the random states of torch's generators, which each rank keeps for itself. It knows
 nothing of groups or tensors; what ranks wait for is anything that can say whether it is done.
 """
 
@@ -19,6 +19,7 @@ from typing import NamedTuple, NoReturn, Protocol
 import torch
 
 from axonlaunch.comm.errors import CommError, DeadlockError, PeerFailedError
+from axonlaunch.comm.mock.shared_device import SharedDevice
 
 _UNWIND_S = 2.0
 """How long a rank that was given up may take to leave, before it is left behind."""
@@ -45,7 +46,10 @@ class Failure(NamedTuple):
 class TurnScheduler:
     """The turns of the ranks of one mock world."""
 
-    def __init__(self, world_size: int, *, timeout_s: float) -> None:
+    def __init__(
+        self, world_size: int, *, timeout_s: float, device: SharedDevice | None = None
+    ) -> None:
+        self.device = device or SharedDevice(torch.device("cpu"))
         self.failure: Failure | None = None
         self._timeout_s = timeout_s
         self._turns = [threading.Lock() for _ in range(world_size)]
@@ -61,7 +65,7 @@ class TurnScheduler:
         self._holder = -1
         self._called_off = False
         self._moved_at = 0.0
-        self._random_states = [torch.default_generator.get_state()] * world_size
+        self._random_states = [self.device.random_states()] * world_size
 
     # What rank threads call.
 
@@ -73,7 +77,7 @@ class TurnScheduler:
         """
         self._threads[rank] = threading.current_thread()
         self._turns[rank].acquire()
-        torch.default_generator.set_state(self._random_states[rank])
+        self.device.set_random_states(self._random_states[rank])
         if self._called_off:
             self.check(rank)
 
@@ -202,7 +206,7 @@ class TurnScheduler:
         late = f"rank {rank} has not communicated for {self._timeout_s:g} s{where}"
         return "; ".join([late, *self._waits()])
 
-    # The turns themselves; the lock is held, or the caller holds the baton alone.
+    # The turns themselves; the lock is held, or the caller has the turn alone.
 
     def _hand_over(self, rank: int) -> None:
         with self._lock:
@@ -210,11 +214,11 @@ class TurnScheduler:
                 self._raise_failure(rank, "late")
             heir = self._next()
             if heir != rank:
-                self._random_states[rank] = torch.default_generator.get_state()
+                self._random_states[rank] = self.device.random_states()
                 self._give_to(heir)
         if heir != rank:
             self._turns[rank].acquire()
-            torch.default_generator.set_state(self._random_states[rank])
+            self.device.set_random_states(self._random_states[rank])
 
     def _next(self) -> int:
         """Choose who runs next; -1 when none is left."""

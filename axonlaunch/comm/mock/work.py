@@ -18,34 +18,34 @@ class MockWork(dist.Work):
 
     def __init__(
         self,
-        baton: TurnScheduler,
+        turns: TurnScheduler,
         rank: int,
-        errands: Sequence[PendingOperation],
+        operations: Sequence[PendingOperation],
         *,
         result: Any,
         ranks: Sequence[int],
     ) -> None:
         super().__init__()
-        self._baton, self._rank = baton, rank
-        self._errands, self._result, self._ranks = errands, result, ranks
+        self._turns, self._rank = turns, rank
+        self._operations, self._result, self._ranks = operations, result, ranks
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         """Let other ranks run until the operation is done; the world's own time limit holds."""
-        for errand in self._errands:
-            self._baton.wait(self._rank, errand)
-            errand.raise_if_failed()
+        for operation in self._operations:
+            self._turns.wait(self._rank, operation)
+            operation.raise_if_failed()
         return True
 
     def is_completed(self) -> bool:
         """Say whether it is done, after a turn for each rank that could bring it about."""
-        if not all(errand.done for errand in self._errands):
-            self._baton.pause(self._rank)
-        return all(errand.done for errand in self._errands)
+        if not all(operation.done for operation in self._operations):
+            self._turns.pause(self._rank)
+        return all(operation.done for operation in self._operations)
 
     def get_future(self) -> Future[Any]:
-        """Wait, then return a completed future: C++ waits for it while it holds the baton."""
+        """Wait, then return a completed future: C++ waits for it while it has the turn."""
         self.wait()
-        future: Future[Any] = Future()
+        future = self._turns.device.future()
         future.set_result(self._result)
         return future
 
@@ -58,9 +58,9 @@ class MockWork(dist.Work):
         self.wait()
 
     def _source_rank(self) -> int:
-        letter = self._errands[0]
-        assert isinstance(letter, PendingMessage)
-        assert letter.source is not None
-        return self._ranks.index(letter.source)
+        message = self._operations[0]
+        assert isinstance(message, PendingMessage)
+        assert message.source is not None
+        return self._ranks.index(message.source)
 
     source_rank = _source_rank

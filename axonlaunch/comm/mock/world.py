@@ -1,8 +1,9 @@
 """A world of rank threads in one process: real collectives, one rank running at a time.
 
-Nothing here needs a network, a second process or an accelerator, and a run gives the same bits
-every time. Ranks share what a process shares: ``os.environ``, the default dtype, module state,
-and the random state of ``random`` and NumPy (that of torch's CPU generator is each rank's own).
+Nothing here needs a network or a second process, and on a CPU a run gives the same bits every
+time. On a GPU all ranks compute on the same one. Ranks share what a process shares:
+``os.environ``, the default dtype, module state, and the random state of ``random`` and NumPy (those
+of torch's generators are each rank's own).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.errors import CommError, RankFailedError
 from axonlaunch.comm.mock.exchange import Exchange, here
 from axonlaunch.comm.mock.process_group import MockProcessGroup
+from axonlaunch.comm.mock.shared_device import SharedDevice
 from axonlaunch.comm.mock.store import MockStore
 from axonlaunch.comm.mock.torch_internals import forget_meshes_of_thread, isolated_threads
 from axonlaunch.comm.mock.turn_scheduler import TurnScheduler
@@ -42,18 +44,27 @@ class MockWorld(Generic[W]):
     Attributes:
         world_size: The number of ranks.
         timeout_s: How long a rank may compute without communicating before it is given up.
+        device: Where all ranks compute.
     """
 
-    def __init__(self, world_size: int, *, join: Callable[..., W], timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        join: Callable[..., W],
+        timeout_s: float = 60.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """Describe it; ``World.mock`` is how users do.
 
         Args:
             world_size: The number of ranks.
             join: Makes a rank's world on its default process group: ``World``.
             timeout_s: How long a rank may compute without communicating.
+            device: ``cpu``, or ``cuda`` for one GPU that all ranks share.
 
         Raises:
-            ValueError: There is no rank, or no time.
+            ValueError: There is no rank, or no time, or no such device.
         """
         if world_size < 1:
             raise ValueError(f"world_size={world_size}: a world has at least one rank")
@@ -61,13 +72,18 @@ class MockWorld(Generic[W]):
             raise ValueError(f"timeout_s={timeout_s}: a time limit is more than 0 seconds")
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device={device}: ranks compute on cpu or cuda; use one of them")
+        if self.device.type == "cuda" and not torch.accelerator.is_available():
+            raise ValueError(f"device={device}: torch sees no GPU here; use cpu")
         self._make_world = join
 
     def run(self, fn: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call ``fn(world, *args, **kwargs)`` on every rank and return the results by rank.
 
-        Every rank starts with the random state that torch's CPU generator has here, which is
-        left as it was. An accelerator is not used.
+        Every rank starts with the random states that torch's generators have here, which are
+        left as they were.
 
         Raises:
             RankFailedError: A rank raised, was late by ``timeout_s``, or all ranks waited for
@@ -79,28 +95,32 @@ class MockWorld(Generic[W]):
                 "a mock world is running in this process already: they share torch's state, so "
                 "run one after another"
             )
-        random_state = torch.default_generator.get_state()
         try:
-            with isolated_threads():
-                return self._run(lambda world: fn(world, *args, **kwargs))
+            shared = SharedDevice(self.device)
+            random_states = shared.random_states()
+            try:
+                with isolated_threads():
+                    return self._run(lambda world: fn(world, *args, **kwargs), shared)
+            finally:
+                shared.set_random_states(random_states)
         finally:
-            torch.default_generator.set_state(random_state)
             _one_at_a_time.release()
 
-    def _run(self, fn: Callable[[W], R]) -> list[R]:
-        baton = TurnScheduler(self.world_size, timeout_s=self.timeout_s)
-        board = Exchange(baton)
-        store = MockStore(board)
+    def _run(self, fn: Callable[[W], R], shared: SharedDevice) -> list[R]:
+        turns = TurnScheduler(self.world_size, timeout_s=self.timeout_s, device=shared)
+        exchange = Exchange(turns)
+        store = MockStore(exchange)
         results: dict[int, R] = {}
         isolated = True
 
         def be_rank(rank: int) -> None:
             error: BaseException | None = None
             try:
-                baton.enter(rank)
-                here.board, here.rank = board, rank
+                turns.enter(rank)
+                shared.enter()
+                here.exchange, here.rank = exchange, rank
                 with torch.autograd.set_multithreading_enabled(False):
-                    results[rank] = fn(self._join(rank, store))
+                    results[rank] = fn(self._join(rank, store, shared.device))
             except BaseException as raised:
                 error = raised
             try:
@@ -110,7 +130,7 @@ class MockWorld(Generic[W]):
             except BaseException as raised:
                 error = error or raised
             finally:
-                baton.leave(rank, error)
+                turns.leave(rank, error)
 
         threads = [
             threading.Thread(
@@ -126,20 +146,20 @@ class MockWorld(Generic[W]):
                 try:
                     thread.start()
                 except RuntimeError as error:  # the system has no thread left
-                    baton.call_off(error, num_started=rank)
+                    turns.call_off(error, num_started=rank)
                     break
-            baton.supervise()
+            turns.supervise()
         finally:
-            baton.join()
+            turns.join()
             isolated = False
-        if baton.failure is not None:
-            culprit, cause = baton.failure
+        if turns.failure is not None:
+            culprit, cause = turns.failure
             raise RankFailedError(
                 culprit, f"rank {culprit} failed: {type(cause).__name__}: {cause}"
             ) from cause
         return [results[rank] for rank in range(self.world_size)]
 
-    def _join(self, rank: int, store: dist.Store) -> W:
+    def _join(self, rank: int, store: dist.Store, device: torch.device) -> W:
         """Make this thread's default process group and its world."""
         timeout = timedelta(seconds=self.timeout_s)
         dist.init_process_group(
@@ -153,7 +173,7 @@ class MockWorld(Generic[W]):
             rank=rank,
             local_rank=rank,
             world_size=self.world_size,
-            device=torch.device("cpu"),
+            device=device,
             backend=Backend.MOCK,
             timeout_s=self.timeout_s,
         )
@@ -167,4 +187,6 @@ def _create_group(options: Any, _: Any) -> MockProcessGroup:
     )
 
 
-dist.Backend.register_backend(Backend.MOCK.value, _create_group, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(
+    Backend.MOCK.value, _create_group, extended_api=True, devices=["cpu", "cuda"]
+)

@@ -60,9 +60,9 @@ def _driver() -> str | None:
 
 def try_rank(backend: str, rank: int, world_size: int, store: str) -> float:
     """Be one rank of an all-reduce between processes; return the sum of 1 over the ranks."""
-    meeting = dist.FileStore(store, world_size)
+    file_store = dist.FileStore(store, world_size)
     with World.join(
-        local_place(rank, world_size), backend=backend, timeout_s=30, store=meeting
+        local_place(rank, world_size), backend=backend, timeout_s=30, store=file_store
     ) as world:
         return float(all_reduce_sum(torch.ones(8, device=world.device))[0])
 

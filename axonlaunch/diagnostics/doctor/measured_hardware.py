@@ -34,7 +34,18 @@ def of_this_node(
         hardware: As composed.
         ranks: Of the run, all on this node.
     """
-    figures = _kept(ranks) or measure_hardware(context, ranks=ranks)
+    if (before := known(hardware, ranks=ranks)) is not None:
+        return before
+    return _completed(hardware, measure_hardware(context, ranks=ranks))
+
+
+def known(hardware: HardwareConfig, *, ranks: int) -> HardwareConfig | None:
+    """Do as ``of_this_node`` with what was measured before; None where nothing was."""
+    figures = _kept(ranks)
+    return None if figures is None else _completed(hardware, figures)
+
+
+def _completed(hardware: HardwareConfig, figures: dict[str, Any]) -> HardwareConfig:
     fields = dataclasses.asdict(hardware)
     empty = dataclasses.asdict(HardwareConfig(name=hardware.name))
     return HardwareConfig(

@@ -47,8 +47,8 @@ def run_microbenchmarks(rank: int, ranks: int, threads: int, store: str) -> dict
         store: File to meet by.
     """
     torch.set_num_threads(threads)
-    meeting = dist.FileStore(store, ranks)
-    with World.join(local_place(rank, ranks), backend="gloo", timeout_s=120, store=meeting):
+    file_store = dist.FileStore(store, ranks)
+    with World.join(local_place(rank, ranks), backend="gloo", timeout_s=120, store=file_store):
         return {**_computing(), **_moving(), **(_talking(ranks) if ranks > 1 else {})}
 
 

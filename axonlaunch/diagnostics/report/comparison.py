@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axonlaunch.config.errors import plain
+from axonlaunch.diagnostics.report.life import cost
 from axonlaunch.diagnostics.report.run_record import RunRecord
 
 _OWN = ("name", "run_dir")
@@ -34,6 +35,7 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
         ("lowest loss", [_lowest(run) for run in runs]),
         ("tokens/s", [run.summary.get("tokens_per_s", _last(run, "tokens_per_s")) for run in runs]),
         ("time to first step (s)", [run.summary.get("first_step_s") for run in runs]),
+        ("cost", [cost(run) for run in runs]),
         ("peak memory (bytes)", [run.summary.get("measured_peak_bytes") for run in runs]),
         ("estimated (bytes)", [run.summary.get("predicted_peak_bytes") for run in runs]),
     ]

@@ -11,12 +11,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from axonlaunch.config.errors import plain
-from axonlaunch.config.url import is_url
-from axonlaunch.diagnostics import step_breakdown
 from axonlaunch.diagnostics.report.comparison import changed_settings, results
 from axonlaunch.diagnostics.report.downsampling import kept
-from axonlaunch.diagnostics.report.life import goodput, spans, step_seconds
+from axonlaunch.diagnostics.report.life import (
+    cost,
+    device_seconds,
+    goodput,
+    nodes_of_run,
+    spans,
+    step_seconds,
+)
 from axonlaunch.diagnostics.report.run_record import RunRecord
+from axonlaunch.diagnostics.report.step_parts import steps_of
 
 _BUCKETS = 800
 """Of a curve: four points each, more than a screen has pixels."""
@@ -74,11 +80,12 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("parameters", _thousands(started.get("parameters"))),
         ("data", run.config.get("data.name")),
         ("device", started.get("device")),
-        ("node", started.get("machine") or launched.get("machine")),
+        ("nodes", ", ".join(nodes_of_run(run))),
         ("started", _moment(run.events[0]["time"]) if run.events else None),
         ("in steps", _duration(step_seconds(run))),
         (str(started.get("counted", "tokens")), _thousands(tokens)),
         ("tokens/s", _thousands(summary.get("tokens_per_s") or last.get("tokens_per_s"))),
+        ("cost", _cost(run)),
         ("goodput", None if share is None else f"{share:.1%} of the time was in steps that count"),
         ("proof", _proof(summary.get("proof"))),
         (
@@ -101,7 +108,7 @@ def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
         "series": _series(run),
         "progress": _progress(run),
         "memory": _memory(run),
-        "steps": _profiled(run),
+        "steps": steps_of(run),
         "ranks": _ranks(run),
         "life": [
             {"kind": span.kind, "start": span.start, "end": span.end, "text": span.text}
@@ -113,19 +120,21 @@ def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
         ],
         "crash": _crash(run),
         "notes": [*run.notes, *(str(event.get("text")) for event in run.of_kind("noted"))],
-        "config": [[key, plain(value)] for key, value in run.config.items()],
+        "config": [
+            [key, plain(value), str(run.origins.get(key, ""))] for key, value in run.config.items()
+        ],
     }
 
 
 def _series(run: RunRecord) -> dict[str, list[list[float | None]]]:
     """Return ``{key: [steps, values]}`` of each curve that the run has."""
-    found: dict[str, list[list[float | None]]] = {}
+    series: dict[str, list[list[float | None]]] = {}
     for key in CURVES:
         if any(key in line for line in run.steps):
-            found[key] = _thinned(run.steps, key)
+            series[key] = _thinned(run.steps, key)
     if run.evaluations:
-        found["eval_loss"] = _thinned(run.evaluations, "eval_loss")
-    return found
+        series["eval_loss"] = _thinned(run.evaluations, "eval_loss")
+    return series
 
 
 def _thinned(lines: Sequence[dict[str, Any]], key: str) -> list[list[float | None]]:
@@ -150,11 +159,11 @@ def _progress(run: RunRecord) -> list[list[float]]:
 
 def _tokens(run: RunRecord) -> list[float]:
     """Return the tokens between each logged step and the one before, as many a step as in it."""
-    found, before = [], 0
+    tokens, before = [], 0
     for line in run.steps:
-        found.append((_finite(line.get("tokens")) or 0.0) * max(0, line["step"] - before))
+        tokens.append((_finite(line.get("tokens")) or 0.0) * max(0, line["step"] - before))
         before = line["step"]
-    return found
+    return tokens
 
 
 def _memory(run: RunRecord) -> dict[str, Any] | None:
@@ -165,9 +174,9 @@ def _memory(run: RunRecord) -> dict[str, Any] | None:
         return None if measured is None else {"measured": measured, "ranks": []}
     rows = []
     for rank in ranks:
-        parts = rank.get("breakdown") if isinstance(rank, dict) else None
-        if isinstance(parts, dict):
-            numbers = {str(name): _finite(size) or 0.0 for name, size in parts.items()}
+        breakdown = rank.get("breakdown") if isinstance(rank, dict) else None
+        if isinstance(breakdown, dict):
+            numbers = {str(name): _finite(size) or 0.0 for name, size in breakdown.items()}
             place = rank.get("coords")
             coords = place.items() if isinstance(place, dict) else []
             where = " ".join(f"{axis}={index}" for axis, index in coords if index)
@@ -176,30 +185,15 @@ def _memory(run: RunRecord) -> dict[str, Any] | None:
     return {"measured": measured, "ranks": rows}
 
 
-def _profiled(run: RunRecord) -> list[dict[str, Any]]:
-    """Return where the steps of each profiled rank went; [] where none was profiled."""
-    if is_url(str(run.path)):
-        return []
-    found = []
-    for rank, path in step_breakdown.traces(run.path).items():
-        try:
-            trace = step_breakdown.read_trace(path)
-            one = step_breakdown.breakdown(trace, rank=rank, world="world")
-        except step_breakdown.UnreadableTraceError:
-            continue  # it is being written, or `axonlaunch profile` says what is wrong with it
-        found.append({"name": f"rank {rank}", "parts": one.parts, "step_s": one.step_s})
-    return found
-
-
 def _ranks(run: RunRecord) -> dict[str, Any] | None:
     """Return the share of its time that each rank worked, by step; None if not measured."""
-    lines = [e for e in run.of_kind("rank_times") if _are_shares(e)]
+    events = run.of_kind("rank_times")
+    every = math.ceil(len(events) / _COLUMNS) or 1
+    lines = [event for event in reversed(events[::-every]) if _are_shares(event)]
     if not lines:
         return None
     number = len(lines[-1]["compute"])
     lines = [line for line in lines if len(line["compute"]) == number]
-    every = math.ceil(len(lines) / _COLUMNS)
-    lines = lines[::every]
     machines = lines[-1].get("machines")
     return {
         "steps": [line["step"] for line in lines],
@@ -232,11 +226,18 @@ def _crash(run: RunRecord) -> dict[str, Any] | None:
     followers = run.crash.get("followers")
     return {key: run.crash.get(key) for key in keys} | {
         "followers": [
-            f"rank {one.get('rank')}: {one.get('reason')}"
-            for one in (followers if isinstance(followers, list) else [])
-            if isinstance(one, dict)
+            f"rank {follower.get('rank')}: {follower.get('reason')}"
+            for follower in (followers if isinstance(followers, list) else [])
+            if isinstance(follower, dict)
         ]
     }
+
+
+def _cost(run: RunRecord) -> str | None:
+    found, price = cost(run), run.config.get("hardware.price_per_hour")
+    if found is None:
+        return None
+    return f"{found:,.2f} ({device_seconds(run) / 3600:,.2f} device hours at {price:g})"
 
 
 def _proof(proof: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""A run as its folder tells of it: whole, still running, crashed, or half written.
+"""A run as its folder has it: whole, still running, crashed, or half written.
 
 Whatever is missing or can't be read is left out and named in ``notes``; nothing here raises for it.
 """
@@ -14,16 +14,24 @@ from typing import Any, Literal
 
 from axonlaunch.config import CONFIG
 from axonlaunch.config.plain import flatten, read_yaml
+from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
 from axonlaunch.system.files import opened
-from axonlaunch.system.run_files import CRASH, ESTIMATE, EVENTS, METRICS, SUMMARY
+from axonlaunch.system.run_files import (
+    CRASH,
+    ESTIMATE,
+    EVENTS,
+    METRICS,
+    ORIGINS,
+    STEP_TIME,
+    SUMMARY,
+)
 
 RunStatus = Literal["running", "done", "interrupted", "failed", "killed"]
 
-FILES = (CONFIG, METRICS, EVENTS, SUMMARY, CRASH, ESTIMATE)
+FILES = (CONFIG, ORIGINS, METRICS, EVENTS, SUMMARY, CRASH, ESTIMATE, STEP_TIME)
 """Of a run's folder, all that is read."""
-_LARGEST = 1 << 30
-"""Bytes of a file of a run folder that are read: metrics of 100,000 steps are 30 MB."""
-_LARGEST_JSON = 1 << 24
+_LARGEST = 1 << 24
+"""Bytes of a file that does not grow."""
 _STARTED, _ENDED = "started", "ended"
 
 
@@ -36,9 +44,11 @@ class RunRecord:
         name: As its configuration has it, else the folder's.
         status: How it ended, or that it runs; killed: it neither runs nor said how it ended.
         config: Its frozen configuration by dotted key.
+        origins: What set each of its values, by the same keys; {} where that is not known.
         summary: ``summary.json``; {} where there is none, or it is of an earlier attempt.
         crash: ``crash.json``; None where no rank failed.
         estimate: ``estimate.json``: the estimated peak with its parts.
+        step_time: ``step_time.json``: a step's predicted time with its parts, or why there is none.
         steps: Lines of ``metrics.jsonl`` with a loss, in the order of their steps.
         evaluations: Lines with ``eval_loss``.
         events: Lines of ``events.jsonl``, in the order in which they happened.
@@ -49,9 +59,11 @@ class RunRecord:
     name: str
     status: RunStatus
     config: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     crash: dict[str, Any] | None = None
     estimate: dict[str, Any] | None = None
+    step_time: dict[str, Any] | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -80,20 +92,46 @@ def read_run(path: Path) -> RunRecord:
     Raises:
         NotARunError: There is no such folder, or neither a configuration nor metrics in it.
     """
-    notes: list[str] = []
-    files = _Files(path, notes)
-    config = files.config()
-    lines = files.lines(METRICS)
-    if config is None and not lines:
-        raise NotARunError(f"{path}: holds neither {CONFIG} nor metrics.jsonl of a run")
+    return RunReader(path).read()
+
+
+class RunReader:
+    """Reads a run's folder again and again; of files that grow, what is new."""
+
+    def __init__(self, path: Path) -> None:
+        """Remember the folder, of this node or of a remote place (``upath``)."""
+        self._path = path
+        self._growing = {name: GrowingLines(path / name) for name in (METRICS, EVENTS)}
+
+    def read(self) -> RunRecord:
+        """Read it.
+
+        Raises:
+            NotARunError: There is no such folder, or neither a configuration nor metrics in it.
+        """
+        notes: list[str] = []
+        files = _Files(self._path, notes)
+        config = files.config()
+        lines, events = (files.lines(self._growing[name], name) for name in (METRICS, EVENTS))
+        if config is None and not lines:
+            raise NotARunError(f"{self._path}: holds neither {CONFIG} nor {METRICS} of a run")
+        return _record(self._path, files, config or {}, lines, events)
+
+
+def _record(
+    path: Path,
+    files: _Files,
+    config: dict[str, Any],
+    lines: list[dict[str, Any]],
+    events: list[dict[str, Any]],
+) -> RunRecord:
     events = [
         event
-        for event in files.lines(EVENTS)
+        for event in events
         if isinstance(event.get("event"), str) and _is_number(event.get("time"))
     ]
     summary = files.object(SUMMARY) or {}
     crash = files.object(CRASH)
-    config = config or {}
     status = _status(path, summary, crash, events)
     if status in ("running", "killed"):
         summary = {}  # an earlier attempt's
@@ -102,9 +140,11 @@ def read_run(path: Path) -> RunRecord:
         name=str(config.get("name", path.name)),
         status=status,
         config=config,
+        origins=files.object(ORIGINS) or {},
         summary=summary,
         crash=crash,
         estimate=files.object(ESTIMATE),
+        step_time=files.object(STEP_TIME),
         steps=_in_order(
             [line for line in lines if _is_number(line.get("step")) and "loss" in line]
         ),
@@ -112,7 +152,7 @@ def read_run(path: Path) -> RunRecord:
             line for line in lines if _is_number(line.get("step")) and "eval_loss" in line
         ],
         events=events,
-        notes=notes,
+        notes=files.notes,
     )
 
 
@@ -170,7 +210,7 @@ class _Files:
     notes: list[str]
 
     def config(self) -> dict[str, Any] | None:
-        content = self._content(CONFIG, _LARGEST_JSON)
+        content = self._content(CONFIG)
         if content is None:
             return None
         try:
@@ -180,44 +220,40 @@ class _Files:
             return None
 
     def object(self, name: str) -> dict[str, Any] | None:
-        content = self._content(name, _LARGEST_JSON)
+        content = self._content(name)
         if content is None:
             return None
         try:
-            found = json.loads(content)
-            if not isinstance(found, dict):
+            value = json.loads(content)
+            if not isinstance(value, dict):
                 raise TypeError("not an object")
         except (ValueError, TypeError, RecursionError) as error:
             self.notes.append(f"{name} can't be read: {error}")
             return None
-        return found
+        return value
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the whole lines of a file; half a one at its end is being written."""
-        content = self._content(name, _LARGEST)
-        found, unreadable = [], 0
-        for text in (content or b"").split(b"\n")[:-1]:
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                line = None
-            if isinstance(line, dict):
-                found.append(line)
-            else:
-                unreadable += 1
-        if unreadable:
-            self.notes.append(f"{unreadable} of the lines of {name} can't be read")
-        return found
+    def lines(self, growing: GrowingLines, name: str) -> list[dict[str, Any]]:
+        try:
+            growing.read()
+        except OSError as error:
+            self.notes.append(f"{name} can't be read: {error.strerror or error}")
+            return []
+        if growing.unreadable:
+            self.notes.append(f"{growing.unreadable} of the lines of {name} can't be read")
+        if growing.is_cut:
+            self.notes.append(f"{name} is larger than {LARGEST_READ} bytes: its beginning is shown")
+        return growing.lines
 
-    def _content(self, name: str, at_most: int) -> bytes | None:
+    def _content(self, name: str) -> bytes | None:
         try:
             with opened(self.folder / name) as stream:
-                content = stream.read(at_most + 1)
+                content = stream.read(_LARGEST + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             self.notes.append(f"{name} can't be read: {error.strerror or error}")
             return None
-        if len(content) > at_most:
-            self.notes.append(f"{name} is larger than {at_most} bytes: its beginning is shown")
-        return content[:at_most]
+        if len(content) > _LARGEST:
+            self.notes.append(f"{name} is larger than {_LARGEST} bytes")
+            return None
+        return content

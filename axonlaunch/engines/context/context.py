@@ -89,8 +89,10 @@ class ContextAxis:
 
     def _own_positions(self, _: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
         """Return a part's positions for 0 and on; those in documents are its own already."""
-        (given,) = inputs
-        return (given if given.ndim > 1 else self._of_part(len(given)).to(given.device),)
+        (positions,) = inputs
+        return (
+            positions if positions.ndim > 1 else self._of_part(len(positions)).to(positions.device),
+        )
 
     def _attend(
         self, module: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None

@@ -217,7 +217,7 @@ class FSDP(nn.Module):
     def ignore_returned_view(self) -> None:
         """Let torch not warn that the module returns a view: whoever is given it changes none."""
         name = type(self.module).__name__
-        blocks = {type(one).__name__ for one in self._sharded()[1:]}
+        blocks = {type(unit).__name__ for unit in self._sharded()[1:]}
         if name not in blocks:  # by which a warning of theirs can't be distinguished from one of it
             returned = rf"FSDP2-wrapped module \({name}\) returned a view"
             warnings.filterwarnings("ignore", message=returned)
@@ -235,10 +235,10 @@ class FSDP(nn.Module):
 
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             del args, kwargs
-            held = module()
-            if held is None or optimizer in STREAMED:
+            sharded = module()
+            if sharded is None or optimizer in STREAMED:
                 return
-            mine = set(held.parameters())
+            mine = set(sharded.parameters())
             if any(p in mine for group in optimizer.param_groups for p in group["params"]):
                 kind = type(optimizer).__name__
                 raise RuntimeError(
@@ -257,10 +257,10 @@ class FSDP(nn.Module):
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 
-def _policy(given: MixedPrecisionPolicy | bool | None) -> MixedPrecisionPolicy:
-    if isinstance(given, bool):
-        return sharded_policy("bf16" if given else "fp32", reduce_dtype=torch.float32)
-    return given or MixedPrecisionPolicy()
+def _policy(precision: MixedPrecisionPolicy | bool | None) -> MixedPrecisionPolicy:
+    if isinstance(precision, bool):
+        return sharded_policy("bf16" if precision else "fp32", reduce_dtype=torch.float32)
+    return precision or MixedPrecisionPolicy()
 
 
 def _unshared(layers: Sequence[nn.Module]) -> list[nn.Module]:

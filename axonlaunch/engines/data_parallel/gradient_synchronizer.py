@@ -44,7 +44,7 @@ class _Share:
 
         A missing gradient counts as zero, so that ranks which used different parts agree.
         """
-        self._absent = [n for n, one in enumerate(self.parameters) if one.grad is None]
+        self._absent = [n for n, parameter in enumerate(self.parameters) if parameter.grad is None]
         for number in self._absent:
             self.parameters[number].grad = torch.zeros_like(self.parameters[number])
         gradients = [p.grad for p in self.parameters if p.grad is not None]

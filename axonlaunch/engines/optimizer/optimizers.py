@@ -61,7 +61,9 @@ def build_optimizers(configs: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 def _build(groups: list[tuple[Any, list[Tensor]]]) -> Optimizer:
     """Build an optimizer of groups of tensors that share a class."""
     config, _ = groups[0]
-    options = [{"params": tensors, **options_of(one), PEAK_LR: one.lr} for one, tensors in groups]
+    options = [
+        {"params": tensors, **options_of(group), PEAK_LR: group.lr} for group, tensors in groups
+    ]
     fixed = OPTIMIZERS.facts(config.name).fixed
     made: Optimizer = optimizer_class(config)(options, **options_of(config), **fixed)
     return made
@@ -113,9 +115,9 @@ def new_state(
     dtype = _dtype(state, dtype or local.dtype)
     whole = state.shape(tuple(parameter.shape))
     assert whole is not None
-    kept = state.kept_dims(parameter.ndim)
+    dims = state.kept_dims(parameter.ndim)
     if len(whole) == parameter.ndim:
-        shape = tuple(local.shape[dim] if dim in kept else 1 for dim in range(local.ndim))
+        shape = tuple(local.shape[dim] if dim in dims else 1 for dim in range(local.ndim))
     else:
         shape = whole
     # What is copied to a device in every update is in page-locked memory, as ``offload`` keeps it.
@@ -144,11 +146,11 @@ def as_divided(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tenso
         return local
     if not local.ndim and state.dtype != "parameter":  # a count of steps
         return local
-    kept = state.kept_dims(parameter.ndim)
+    dims = state.kept_dims(parameter.ndim)
     whole = state.shape(tuple(parameter.shape))
     assert whole is not None
     placements: list[Placement] = [
-        placement if getattr(placement, "dim", None) in kept else Replicate()
+        placement if getattr(placement, "dim", None) in dims else Replicate()
         for placement in parameter.placements
     ]
     stride = torch.empty(whole, device="meta").stride()

@@ -143,12 +143,12 @@ def _is_same_by_halves(config: Any, shape: Shape, dim: int) -> bool:
     """Say whether both halves of a parameter, each by itself, are updated as the whole is."""
     whole, halves = _tensors(shape), [_tensors(shape) for _ in range(2)]
     _tried(config, whole)
-    parts = []
+    updated = []
     for place, tensors in enumerate(halves):
         half = [tensor.chunk(2, dim)[place].clone() for tensor in tensors]
         _tried(config, half)
-        parts.append(half[0])
-    return torch.allclose(torch.cat(parts, dim), whole[0], rtol=1e-5, atol=1e-6)
+        updated.append(half[0])
+    return torch.allclose(torch.cat(updated, dim), whole[0], rtol=1e-5, atol=1e-6)
 
 
 def _states(
@@ -193,10 +193,10 @@ def _rule(shapes: list[Shape], sizes: tuple[Shape, Shape]) -> Callable[[Shape], 
     pairs = [*zip(*sizes, *shapes, strict=True)]
     if not all((a, b) in ((c, d), (1, 1)) for a, b, c, d in pairs):
         return None
-    kept = [a == c for a, _, c, _ in pairs]
+    same = [a == c for a, _, c, _ in pairs]
 
     def rule(shape: Shape) -> Shape:
-        return tuple(size if keeps else 1 for size, keeps in zip(shape, kept, strict=True))
+        return tuple(size if keeps else 1 for size, keeps in zip(shape, same, strict=True))
 
     return rule
 

@@ -57,7 +57,7 @@ def register_optimizer(
 
 def _with_groups(name: str, config: type) -> type:
     """Return a user's dataclass with the field ``groups``, which every optimizer here has."""
-    fields = {one.name for one in dataclasses.fields(config)} if is_dataclass(config) else set()
+    fields = {field.name for field in dataclasses.fields(config)} if is_dataclass(config) else set()
     if not {"name", "lr"} <= fields or not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ValueError(
             f"register_optimizer({name!r}, config={config.__name__}): it is not a frozen dataclass "

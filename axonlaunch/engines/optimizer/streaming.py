@@ -102,14 +102,14 @@ def _taken_back(
     }
 
 
-def _back(value: object, device: torch.device, held: object) -> object:
+def _back(value: object, device: torch.device, pinned: object) -> object:
     """Return a state where it is kept, in the tensor that held it if there is one."""
-    if not isinstance(value, Tensor) or not isinstance(held, Tensor) or value.device == device:
+    if not isinstance(value, Tensor) or not isinstance(pinned, Tensor) or value.device == device:
         return _place(value, device)
-    if (held.device, held.shape, held.dtype) != (device, value.shape, value.dtype):
+    if (pinned.device, pinned.shape, pinned.dtype) != (device, value.shape, value.dtype):
         return _place(value, device)
-    _copy(value, held)
-    return held
+    _copy(value, pinned)
+    return pinned
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

@@ -22,6 +22,7 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.engines.pipeline.dynamic_send import broadcast_tensor, receive_tensor, send_tensor
+from axonlaunch.engines.pipeline.named_stage import NamedStage
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats
 
@@ -221,7 +222,7 @@ class Pipeline:
         except RuntimeError as error:
             # torch wraps what a stage raised into a text about shapes.
             raise error.__cause__ or error from None
-        return [one.detach() for one in losses]
+        return [of_microbatch.detach() for of_microbatch in losses]
 
     @torch.no_grad()
     def forward(self, inputs: Tensor, **beside: Tensor) -> Tensor | None:
@@ -278,10 +279,10 @@ class Pipeline:
             scale_grads=False,
         )
 
-    def _torch_stage(self, stage: PipelineStage) -> pipelining.PipelineStage:
+    def _torch_stage(self, stage: PipelineStage) -> NamedStage:
         assert stage.takes is not None
         assert stage.gives is not None
-        return pipelining.PipelineStage(
+        return NamedStage(
             stage.module,
             stage.index,
             self.schedule.num_stages,

@@ -186,7 +186,7 @@ def stage_blocks(
     device = next(whole.parameters()).device
     batch = torch.zeros((layout.micro_batch_size, *sample.shape), dtype=sample.dtype, device=device)
     return stage_counts(
-        spec_for(config.model),
+        spec_for(config),
         whole,
         num_stages=layout.num_stages,
         sample=batch,
@@ -254,8 +254,8 @@ def _saved_by_few(
         else stand_ins.without(model, flow, blocks=passed_over)
     )
     with left_out:
-        start, one, inner, end, rest = _saved_bytes(model, few, sample)
-    return [start, one, *[inner] * (len(names) - 2), end, rest]
+        start, block, inner, end, rest = _saved_bytes(model, few, sample)
+    return [start, block, *[inner] * (len(names) - 2), end, rest]
 
 
 @contextmanager

@@ -154,12 +154,12 @@ def cut_out(
         _replace(model, name, end)
     whole: Any = model.forward
 
-    def forward(given: Tensor, **beside: Tensor) -> Any:
-        tokens = given
+    def forward(received: Tensor, **beside: Tensor) -> Any:
+        tokens = received
         if first:
-            micro_batch.received = given
+            micro_batch.received = received
             # Their shape is all that the preamble asks for.
-            tokens = torch.zeros(given.shape[:2], dtype=torch.int64, device=given.device)
+            tokens = torch.zeros(received.shape[:2], dtype=torch.int64, device=received.device)
         try:
             return whole(tokens, **beside)
         except _Leaving as leaving:

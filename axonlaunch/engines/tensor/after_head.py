@@ -63,11 +63,11 @@ class AfterHead(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         name = str(getattr(func, "__name__", func)).strip("_")
-        if name in _LOOKING or not any(one is self._stand_in for one in given):
+        if name in _LOOKING or not any(tensor is self._stand_in for tensor in tensors):
             return func(*args, **kwargs)
-        if name not in _OF_EACH_NUMBER or len(given) > 1 or args[0] is not self._stand_in:
+        if name not in _OF_EACH_NUMBER or len(tensors) > 1 or args[0] is not self._stand_in:
             raise LogitsUsedError(f"the model uses its logits in {name}")
         self._steps.append((func, args[1:], kwargs))
         return self._stand_in

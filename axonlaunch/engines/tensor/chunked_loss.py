@@ -85,8 +85,8 @@ class ChunkedLoss:
 
         if not torch.is_grad_enabled():
             return compute(hidden)
-        found: Any = checkpoint(compute, hidden, use_reentrant=False, preserve_rng_state=False)
-        of_chunk: Tensor = found
+        losses: Any = checkpoint(compute, hidden, use_reentrant=False, preserve_rng_state=False)
+        of_chunk: Tensor = losses
         return of_chunk
 
 

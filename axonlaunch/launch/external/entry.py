@@ -9,12 +9,12 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.runs import Request
-from axonlaunch.system import forkserver
+from axonlaunch.system import allocator_settings, forkserver
 
 
 def be_rank(
@@ -43,18 +43,20 @@ def be_rank(
         ConfigError: The ranks can't meet, or the configuration can't be run.
     """
 
-    def resolve(counted: ClusterEnvironment) -> RunConfig:
+    def resolve(counted: ClusterEnvironment) -> tuple[Composed, RunConfig]:
         from axonlaunch.preflight import checks
 
         config = request.load(
             request.overrides, counted, server=server, accelerators=lambda: counted.devices
         )
-        if config.launch.backend == "mock":
+        resolved = checks.resolve(config, devices=counted.devices)
+        if resolved.launch.backend == "mock":
             message = f"its ranks are threads of one process, and {environment.launcher} starts "
             message += "a process for each; use auto, gloo or nccl"
             raise ConfigError([ConfigIssue("launch.backend", message, "mock")])
-        return checks.resolve(config, devices=counted.devices)
+        return request.composed(request.overrides, counted, config), resolved
 
+    allocator_settings.grow_segments()
     with forkserver.private_files():
         launch = _of_token(request)
         from axonlaunch.launch.external import rank

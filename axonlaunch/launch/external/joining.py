@@ -27,7 +27,7 @@ from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator
-from axonlaunch.launch.multinode.meeting import meet, member_name
+from axonlaunch.launch.multinode.handshake import handshake, member_name
 from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
 JOIN_S = 300.0
@@ -115,7 +115,7 @@ def join_ranks(
             "local_rank": environment.local_rank,
             "devices": _devices(),
         }
-        members, nonces = meet(
+        members, nonces = handshake(
             channel,
             member=environment.rank,
             members=environment.world_size,

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from axonlaunch import config as configuration
-from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config import Composed, ConfigError, RunConfig
 from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.config.layout import frozen_threads
 from axonlaunch.launch import run_dir
@@ -34,7 +34,7 @@ from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.output.console import RunConsole
-from axonlaunch.launch.output.summary import RunRecorder, finish_run, log_of
+from axonlaunch.launch.output.summary import RunRecorder, finish_run, log_event, log_of
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.preflight import checks
@@ -50,7 +50,7 @@ training, so a short silence says nothing; a launcher notices a process that end
 
 def main(
     environment: ClusterEnvironment,
-    resolve: Callable[[ClusterEnvironment], RunConfig],
+    resolve: Callable[[ClusterEnvironment], tuple[Composed, RunConfig]],
     *,
     launch: LaunchConfig,
     launcher: LauncherProcess,
@@ -62,7 +62,7 @@ def main(
     Args:
         environment: Which one.
         launch: What is said of the token.
-        resolve: Makes the resolved configuration, on rank 0.
+        resolve: Makes the configuration as it is written, and resolved, on rank 0.
         launcher: What started it, watched.
         started: ``time.time()`` when the command began.
         as_json: Keep standard output free.
@@ -90,7 +90,7 @@ def main(
     with ExitStack() as folder:
         if environment.rank == 0:
             try:
-                resolved = resolve(counted(environment, members))
+                composed, resolved = resolve(counted(environment, members))
                 if (summary := run_dir.finished(resolved)) is not None:
                     _launch_nothing(peers, status=0)
                     text = run_dir.finished_text(resolved, summary)
@@ -101,9 +101,12 @@ def main(
                 proof = prove_layout(multiprocessing.get_context("spawn"), resolved)
                 if proof is not None:
                     announce(proof)
-                config = folder.enter_context(
-                    run_dir.open_run_dir(resolved, announce=announce, sharing=_sharing(resolved))
+                opened = run_dir.open_run_dir(
+                    resolved, announce=announce, composed=composed, sharing=_sharing(resolved)
                 )
+                config = folder.enter_context(opened)
+                named = [member["machine"] for member in members or ()]
+                log_event(config, "nodes", {"machines": list(dict.fromkeys(named))})
             except ConfigError:
                 _launch_nothing(peers, status=2)
                 raise
@@ -170,7 +173,7 @@ def _run(
         credentials=peers.channel.credentials.of(f"rank {environment.rank}"),
         listener=None,
         log=log,
-        pulse=HeartbeatTable.of(config.launch.nproc),
+        heartbeats=HeartbeatTable.of(config.launch.nproc),
         threads=frozen_threads(config),
         cores=None,  # who started this process placed it
     )

@@ -48,8 +48,9 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         "--requeue",
         "--signal=B:USR1@120",
     ]
-    if launch.backend != "gloo":
-        options.append(f"--gpus-per-node={launch.nproc}")
+    if launch.device == "cuda" or (launch.device == "auto" and launch.backend != "gloo"):
+        devices = 1 if launch.backend == "gloo" else launch.nproc  # gloo's ranks share it
+        options.append(f"--gpus-per-node={devices}")
     cpus = launch.slurm.cpus_per_task
     options.append("--exclusive" if cpus is None else f"--cpus-per-task={cpus}")
     if launch.slurm.partition:

@@ -78,9 +78,9 @@ class JobWatch(threading.Thread):
                 self._fail([report])
 
     def _hang(self) -> Report | None:
-        place, beat = self._place, self._place.pulse.read(self._place.local_rank)
+        place, heartbeat = self._place, self._place.heartbeats.read(self._place.local_rank)
         waited = self._config.launch.timeout_s
-        if beat.phase == "done" or time.monotonic() - beat.at < waited:
+        if heartbeat.phase == "done" or time.monotonic() - heartbeat.at < waited:
             return None
         me = {place.local_rank: os.getpid()}
         where = hang.ask(me, {place.local_rank: place.log})[place.local_rank]
@@ -88,9 +88,9 @@ class JobWatch(threading.Thread):
 
     def _report(self, kind: FailureKind, reason: str = "") -> Report:
         place = self._place
-        beat = place.pulse.read(place.local_rank)
+        heartbeat = place.heartbeats.read(place.local_rank)
         return report_of_rank(
-            place.rank, kind, reason, log=place.log, step=beat.step, doing=beat.phase
+            place.rank, kind, reason, log=place.log, step=heartbeat.step, doing=heartbeat.phase
         )
 
     def _fail_without_launcher(self) -> NoReturn:

@@ -55,25 +55,25 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class HangLocation:
     """Where a rank is.
 
     Attributes:
         is_waiting: For other ranks.
-        words: What it does, in half a sentence.
+        doing: What it does, in half a sentence.
         stack: Its main thread's frames for people, the innermost last.
         record: Of its collectives; None where it reported none.
     """
 
     is_waiting: bool
-    words: str
+    doing: str
     stack: str
     record: Record | None = None
 
     def to_report(self, about: Report, *, timeout_s: float) -> Report:
         """Return the report of a rank that made no progress for some seconds."""
         kind: FailureKind = "waiting" if self.is_waiting else "hang"
-        reason = self.words
+        reason = self.doing
         if not self.is_waiting:
             reason = f"no progress for {timeout_s:g} s: it {reason}"
         return replace(
@@ -81,7 +81,7 @@ class Whereabouts:
         )
 
 
-def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
+def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, HangLocation]:
     """Ask ranks where they are.
 
     Args:
@@ -94,7 +94,7 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
             os.kill(pid, SIGNAL)
         except ProcessLookupError:
             continue
-    places: dict[int, Whereabouts] = {}
+    places: dict[int, HangLocation] = {}
     silent = dict(pids)
     asked = time.monotonic()
     while silent:
@@ -120,20 +120,20 @@ def write(log: Path) -> None:
     files.replace(log.with_suffix(FLIGHT_RECORD), flight_recorder.dump())
 
 
-def locate(frames: list[Frame], *, is_asleep: bool) -> Whereabouts:
+def locate(frames: list[Frame], *, is_asleep: bool) -> HangLocation:
     """Say from a rank's frames, the innermost first, whether it waits for others, and in what."""
     frames = [*dropwhile(lambda frame: is_passed_through(frame.file), frames)] or frames
     own = [frames[0], *(frame for frame in frames[1:] if frame_owner(frame.file) != "torch")]
     stack = "\n".join(f"  {frame}" for frame in reversed(own[:_SHOWN]))
     if not waits((frame.file for frame in frames), is_asleep=is_asleep):
-        return Whereabouts(False, f"is in {frames[0]}", stack)
+        return HangLocation(False, f"is in {frames[0]}", stack)
     if _BACKWARD.search(frames[0].file):
-        return Whereabouts(True, "waiting in a collective of backward", stack)
+        return HangLocation(True, "waiting in a collective of backward", stack)
     inside = [*takewhile(lambda frame: frame_owner(frame.file) == "torch", frames)]
     named = [frame.name for frame in inside if frame.name not in _WRAPPERS]
     if not named or len(inside) == len(frames):
-        return Whereabouts(True, f"waiting in {frames[0]}", stack)
-    return Whereabouts(True, f"waiting in {named[-1]}, called by {frames[len(inside)]}", stack)
+        return HangLocation(True, f"waiting in {frames[0]}", stack)
+    return HangLocation(True, f"waiting in {named[-1]}, called by {frames[len(inside)]}", stack)
 
 
 def main_stack(text: str) -> list[Frame]:
@@ -158,12 +158,12 @@ def _record(text: str) -> Record | None:
     return None
 
 
-def _silent(letter: str) -> Whereabouts:
+def _silent(letter: str) -> HangLocation:
     if letter in ("T", "t"):
-        return Whereabouts(False, "is stopped by a signal (SIGSTOP or SIGTSTP)", "")
+        return HangLocation(False, "is stopped by a signal (SIGSTOP or SIGTSTP)", "")
     if letter == "D":
-        return Whereabouts(False, "waits for a disk or a device and can't be interrupted", "")
-    return Whereabouts(False, "is unresponsive (stuck in native code)", "")
+        return HangLocation(False, "waits for a disk or a device and can't be interrupted", "")
+    return HangLocation(False, "is unresponsive (stuck in native code)", "")
 
 
 def _size(log: Path) -> int:

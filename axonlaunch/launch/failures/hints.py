@@ -76,7 +76,7 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
     if context is None:
         return f"axonlaunch estimate shows what each rank needs{there}"
     hardware = config.hardware or HardwareConfig(name="device")
-    if config.launch.backend != "nccl":  # on no GPU no allocator has a cache, nor CUDA a context
+    if config.launch.device != "cuda":  # on no GPU no allocator has a cache, nor CUDA a context
         hardware = HardwareConfig(name="cpu")
     config = dataclasses.replace(config, hardware=hardware)
     try:

@@ -55,12 +55,12 @@ class MissingPeers:
 
     Attributes:
         ranks: Those that have not begun it, as far as is known.
-        words: The same for people.
+        never_joined: The same, as the end of a sentence; empty where every rank has begun it.
     """
 
     call: OpenCollective
     ranks: tuple[int, ...]
-    words: str
+    never_joined: str
 
 
 def _missing(reports: Sequence[Report]) -> dict[int, list[MissingPeers]]:
@@ -97,13 +97,12 @@ def _with_collective(report: Report, missing: Sequence[MissingPeers]) -> Report:
     """
     if not missing:
         return report
-    peer = next((peer for peer in missing if peer.words), missing[0])
-    if report.kind == "hang" and not peer.words:
+    peer = next((peer for peer in missing if peer.never_joined), missing[0])
+    if report.kind == "hang" and not peer.never_joined:
         return report
     size = f" ({peer.call.num_bytes:,} bytes)" if peer.call.num_bytes else ""
-    reason = (
-        f"{report.reason}: {peer.call.op} {peer.call.number} of {peer.call.axis}{size}{peer.words}"
-    )
+    call = f"{peer.call.op} {peer.call.number} of {peer.call.axis}{size}"
+    reason = f"{report.reason}: {call}{peer.never_joined}"
     return dataclasses.replace(report, kind="waiting", reason=reason)
 
 

@@ -30,7 +30,7 @@ class Heartbeat:
 
 
 class HeartbeatTable:
-    """The beats of a node's ranks, each at its own index."""
+    """The heartbeats of a node's ranks, each at its own index."""
 
     def __init__(self, shared: Any) -> None:
         self._shared = shared
@@ -39,12 +39,12 @@ class HeartbeatTable:
     def of(cls, ranks: int, context: ForkServerContext | None = None) -> HeartbeatTable:
         """Make room for some ranks; without a context for the threads of this process alone."""
         size = _FIELDS * ranks
-        pulse = cls([0.0] * size if context is None else context.RawArray("d", size))
+        heartbeats = cls([0.0] * size if context is None else context.RawArray("d", size))
         for index in range(ranks):
-            pulse.beat(index, "starting", step=None)
-        return pulse
+            heartbeats.report_phase(index, "starting", step=None)
+        return heartbeats
 
-    def beat(self, index: int, phase: str, *, step: int | None) -> None:
+    def report_phase(self, index: int, phase: str, *, step: int | None) -> None:
         """Say what a rank begins to do now."""
         start = _FIELDS * index
         self._shared[start + 1] = -1.0 if step is None else float(step)

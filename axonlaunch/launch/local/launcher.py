@@ -88,19 +88,20 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     context = options.context
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
     with ExitStack() as stack:
-        meeting = stack.enter_context(_meeting(config))
-        config = stack.enter_context(run_dir.open_run_dir(config, announce=console.line))
+        rendezvous = stack.enter_context(_rendezvous(config))
+        opened = run_dir.open_run_dir(config, announce=console.line, composed=options.composed)
+        config = stack.enter_context(opened)
         record = RunRecorder(options.started, console, proof=options.proof)
         record.prediction = stack.enter_context(closing(BackgroundEstimate(context, config)))
         restarts = 0
         try:
-            outcome = run_ranks(config, context, meeting, record, console)
+            outcome = run_ranks(config, context, rendezvous, record, console)
             while outcome.crash is not None and restarts < config.launch.max_restarts:
                 restarts += 1
                 console.stop()
                 report_crash(config, outcome.crash, context)
                 console.line(f"restart {restarts} of {config.launch.max_restarts}")
-                with _meeting(config) as restarted_at:
+                with _rendezvous(config) as restarted_at:
                     outcome = run_ranks(
                         config, context, restarted_at, record, console, restarted=True
                     )
@@ -112,7 +113,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
 def run_ranks(
     config: RunConfig,
     context: ForkServerContext,
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     record: RunRecorder,
     console: RunConsole,
     *,
@@ -121,20 +122,20 @@ def run_ranks(
     """Start this node's ranks for one attempt at a run, and follow them to their end."""
     count = num_ranks(config)
     console.wait("starting 1 rank" if count == 1 else f"starting {count} ranks")
-    pulse = HeartbeatTable.of(_processes(config), context)
-    first = meeting.node_rank * _processes(config)
+    heartbeats = HeartbeatTable.of(_processes(config), context)
+    first = rendezvous.node_rank * _processes(config)
     supervisor = Supervisor(
         ranks=[],
-        pulse=pulse,
+        heartbeats=heartbeats,
         timeout_s=config.launch.timeout_s,
         report=record,
         tick=LogTail(log_of(config, first), console) if first == 0 else lambda: None,
         announce=console.line,
-        others=meeting.others,
+        others=rendezvous.others,
     )
     pickled = pickle.dumps(config)
     try:
-        for place in _places(config, meeting, pulse, restarted):
+        for place in _places(config, rendezvous, heartbeats, restarted):
             ours, theirs = context.Pipe(duplex=False)
             process = forkserver.fork(context, RANK, pickled, place, theirs)
             theirs.close()
@@ -153,11 +154,11 @@ def _processes(config: RunConfig) -> int:
 
 
 def _places(
-    config: RunConfig, meeting: Rendezvous, pulse: HeartbeatTable, restarted: bool
+    config: RunConfig, rendezvous: Rendezvous, heartbeats: HeartbeatTable, restarted: bool
 ) -> list[RankSpec]:
     """Return what each process of this node has to know beside the configuration."""
     processes = _processes(config)
-    first = meeting.node_rank * processes
+    first = rendezvous.node_rank * processes
     cores = None
     if config.launch.pin_cores:
         cores = cores_of_ranks(
@@ -172,12 +173,12 @@ def _places(
             world_size=num_ranks(config),
             local_rank=index,
             local_world_size=processes,
-            master_addr=meeting.address,
-            port=meeting.port,
-            credentials=meeting.credentials.of(f"rank {rank}"),
-            listener=meeting.listener if rank == 0 else None,
+            master_addr=rendezvous.address,
+            port=rendezvous.port,
+            credentials=rendezvous.credentials.of(f"rank {rank}"),
+            listener=rendezvous.listener if rank == 0 else None,
             log=log_of(config, rank),
-            pulse=pulse,
+            heartbeats=heartbeats,
             threads=frozen_threads(config),
             cores=None if cores is None else cores[index],
             restarted=restarted,
@@ -187,7 +188,7 @@ def _places(
 
 
 @contextmanager
-def _meeting(config: RunConfig) -> Iterator[Rendezvous]:
+def _rendezvous(config: RunConfig) -> Iterator[Rendezvous]:
     """Hold the rendezvous' port, on loopback, until rank 0 has taken it over.
 
     Raises:

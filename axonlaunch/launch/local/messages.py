@@ -29,7 +29,7 @@ class RankSpec:
         listener: The bound socket for the rank that is to listen, None elsewhere; no port is ever
             free for others to take.
         log: File that takes what this process prints.
-        pulse: Where it says how far it is, at ``local_rank``.
+        heartbeats: Where it says how far it is, at ``local_rank``.
         threads: For the CPU's parallel loops.
         cores: This rank's share of the node; None leaves the choice to the system.
         restarted: Whether this is a later attempt at the run, from its own last checkpoint on.
@@ -44,7 +44,7 @@ class RankSpec:
     credentials: Credentials
     listener: Any
     log: Path
-    pulse: HeartbeatTable
+    heartbeats: HeartbeatTable
     threads: int
     cores: tuple[int, ...] | None
     restarted: bool = False

@@ -9,6 +9,8 @@ import os
 import sys
 from types import TracebackType
 
+from axonlaunch.system import allocator_settings
+
 MODULES = (
     "yaml",
     "torch._dynamo",
@@ -36,6 +38,8 @@ sys.excepthook = _say
 os.environ.pop("PYTHONSAFEPATH", None)
 # Imports make next to no garbage; looking for it would take a fifth of their time.
 gc.disable()
+# torch may read it when it is imported.
+allocator_settings.grow_segments()
 for module in MODULES:
     importlib.import_module(module)
 # Ranks share these objects' pages for as long as no garbage collection touches them.

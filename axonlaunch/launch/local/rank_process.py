@@ -90,7 +90,11 @@ def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
             cpu_peak=CpuPeakMemory,
         )
         if config.launch.backend == "mock":
-            mock = World.mock(num_ranks(config), timeout_s=config.launch.timeout_s)
+            mock = World.mock(
+                num_ranks(config),
+                timeout_s=config.launch.timeout_s,
+                device=config.launch.device,
+            )
             finished = merge_finished(mock.run(train))
         else:
             # Not in a with statement: an error is reported before anything waits for the peers.
@@ -112,7 +116,11 @@ def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
 
 def monitor(place: RankSpec, *, report: Listener, stop: Callable[[], bool]) -> Monitor:
     """Return what follows a rank whose heartbeats go where its parent reads them."""
-    return Monitor(report=report, beat=partial(place.pulse.beat, place.local_rank), stop=stop)
+    return Monitor(
+        report=report,
+        report_phase=partial(place.heartbeats.report_phase, place.local_rank),
+        stop=stop,
+    )
 
 
 def join_world(config: RunConfig, place: RankSpec) -> World:
@@ -132,6 +140,7 @@ def join_world(config: RunConfig, place: RankSpec) -> World:
     return World.join(
         environment,
         backend=config.launch.backend,
+        device=config.launch.device,
         timeout_s=waits_s,
         store=_store(place, waits_s),
     )
@@ -210,14 +219,14 @@ def report_of(error: BaseException, place: RankSpec) -> Report:
         reason = plain_error(error)
     if cause in ("disk", "files", "folder"):
         text = None
-    beat = place.pulse.read(place.local_rank)
+    heartbeat = place.heartbeats.read(place.local_rank)
     report = report_of_rank(
         rank,
         "connection" if _is_connection(error) else "error",
         reason,
         log=place.log,
-        step=beat.step,
-        doing=beat.phase,
+        step=heartbeat.step,
+        doing=heartbeat.phase,
     )
     return dataclasses.replace(
         report,
@@ -240,7 +249,7 @@ def _is_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
+    return isinstance(error, RuntimeError) and any(phrase in text for phrase in _NO_MEMORY)
 
 
 def _cause(error: BaseException) -> str:
@@ -268,7 +277,7 @@ def _is_connection(error: BaseException) -> bool:
     # NCCL raises DistBackendError for failures of its own as well: two ranks on one device, a full
     # /dev/shm, an interface that is not there. Only its text says which it is.
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in text for words in _LOST_PEER)
+    return isinstance(error, RuntimeError) and any(phrase in text for phrase in _LOST_PEER)
 
 
 _LOST_PEER = (

@@ -81,7 +81,7 @@ class Supervisor:
 
     Attributes:
         ranks: Its processes.
-        pulse: How far each is.
+        heartbeats: How far each is.
         timeout_s: Seconds without progress after which a rank hangs.
         report: Takes their events.
         tick: Is called ten times a second.
@@ -90,7 +90,7 @@ class Supervisor:
     """
 
     ranks: list[Rank]
-    pulse: HeartbeatTable
+    heartbeats: HeartbeatTable
     timeout_s: float
     report: Listener
     tick: Callable[[], None]
@@ -227,7 +227,9 @@ class Supervisor:
     def _hanging(self) -> list[Rank]:
         """Return the ranks that still run, once one of them has not moved for too long."""
         running = [rank for rank in self.ranks if rank.finished is None]
-        oldest = min((self.pulse.read(rank.index).at for rank in running), default=time.monotonic())
+        oldest = min(
+            (self.heartbeats.read(rank.index).at for rank in running), default=time.monotonic()
+        )
         return running if time.monotonic() - oldest > self.timeout_s else []
 
     def _located(self, ranks: list[Rank]) -> list[Report]:
@@ -244,9 +246,9 @@ class Supervisor:
         return sorted(reports, key=lambda report: report.step or 0)
 
     def _report(self, rank: Rank, kind: FailureKind, reason: str = "") -> Report:
-        beat = self.pulse.read(rank.index)
+        heartbeat = self.heartbeats.read(rank.index)
         return report_of_rank(
-            rank.number, kind, reason, log=rank.log, step=beat.step, doing=beat.phase
+            rank.number, kind, reason, log=rank.log, step=heartbeat.step, doing=heartbeat.phase
         )
 
     def _note(self, number: int, frame: object) -> None:

@@ -16,7 +16,7 @@ from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.events import Finished
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
-from axonlaunch.launch.multinode.meeting import member_name, read_message
+from axonlaunch.launch.multinode.handshake import member_name, read_message
 from axonlaunch.system.authentication import ForgedMessageError
 
 _BEAT_S = 0.3
@@ -64,7 +64,7 @@ class Coordinator:
 
         Args:
             channel: Where the members meet; used by nobody else while this lives.
-            nonces: Those of all members on member 0, elsewhere this one's, of ``meet``.
+            nonces: Those of all members on member 0, elsewhere this one's, of ``handshake``.
             member: Which one this is.
             members: How many there are.
             first_ranks: The first rank of each.
@@ -286,9 +286,9 @@ class Coordinator:
             self.will_restart = over == _AGAIN
             self._is_over = True
         elif self._is_done:  # the store may live on without member 0
-            self._hear(0, self._said("beat/0"))
+            self._note_heartbeat(0, self._said("beat/0"))
 
-    def _hear(self, member: int, beat: Any | None) -> None:
+    def _note_heartbeat(self, member: int, beat: Any | None) -> None:
         """Take a member's beat, if it is new: it beats until it has left."""
         if beat is not None and beat["count"] > self._heard.get(member, -1):
             self._heard[member] = beat["count"]
@@ -308,7 +308,7 @@ class Coordinator:
             for member, beat in zip(others, beats, strict=True):
                 if beat is None:
                     continue
-                self._hear(member, beat)
+                self._note_heartbeat(member, beat)
                 new = beat["reports"][self._read[member] :]
                 self._reports += [Report.from_json(line) for line in new]
                 self._read[member] += len(new)

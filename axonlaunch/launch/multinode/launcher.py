@@ -58,7 +58,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
             problems = error.problems
         if proof is not None:
             console.line(str(proof))
-    me = NodeMembership(config, problems, console)
+    me = NodeMembership(config, problems, console, composed=options.composed)
     with ExitStack() as folder:
         record = RunRecorder(options.started, console, proof=proof)
         try:
@@ -67,11 +67,11 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
                 if attempt is None:
                     me.leave()
                     return 0, me.summary
-                config, meeting = attempt
+                config, rendezvous = attempt
                 prediction = BackgroundEstimate(context, config)
                 record.prediction = folder.enter_context(closing(prediction))
                 outcome = run_ranks(
-                    config, context, meeting, record, console, restarted=me.attempts > 0
+                    config, context, rendezvous, record, console, restarted=me.attempts > 0
                 )
                 if not me.should_restart(outcome):
                     break
@@ -79,7 +79,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
                 if outcome.crash is None:
                     console.line("waiting for nodes")
                     continue
-                if meeting.node_rank == 0:
+                if rendezvous.node_rank == 0:
                     report_crash(config, outcome.crash)
                 console.line(
                     f"restart {me.restarts} of {config.launch.max_restarts}: waiting for nodes"
@@ -87,7 +87,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         finally:
             console.stop()
         me.leave()
-        if meeting.node_rank == 0:
+        if rendezvous.node_rank == 0:
             return finish_run(config, outcome, record, console, context=context)
     if outcome.crash is not None:
         report_crash(config, outcome.crash)

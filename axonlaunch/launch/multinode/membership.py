@@ -18,7 +18,7 @@ import torch.distributed as dist
 from axonlaunch import config as configuration
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.rendezvous import is_own, meet_at
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import nodes, num_ranks
 from axonlaunch.launch import run_dir
@@ -26,9 +26,10 @@ from axonlaunch.launch.failures.outcome import Outcome, was_interrupted
 from axonlaunch.launch.local.launcher import Rendezvous
 from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator
-from axonlaunch.launch.multinode.meeting import meet, member_name
+from axonlaunch.launch.multinode.handshake import handshake, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.launch.output.summary import log_event
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 NODE_LOST_S = 5.0
@@ -56,6 +57,8 @@ class NodeMembership:
         config: RunConfig,
         problems: list[ConfigIssue],
         console: RunConsole,
+        *,
+        composed: Composed | None = None,
     ) -> None:
         """Listen on node 0, or reach it.
 
@@ -63,6 +66,7 @@ class NodeMembership:
             config: As given to this node.
             problems: What it can't run it for.
             console: Takes lines for the user.
+            composed: What the run's files, overrides and environment say on this node.
 
         Raises:
             ConfigError: The address is not node 0's, its port is taken, nobody answers, or the
@@ -71,6 +75,7 @@ class NodeMembership:
         self._given = config
         self._problems = problems
         self._console = console
+        self._composed = composed
         self._hosts = _is_first(config)
         secret = token.read_token(config.launch)
         if secret is None:
@@ -141,7 +146,7 @@ class NodeMembership:
         )
         own = Channel(run_identity.keys_of(store, credentials, now.name), credentials)
         try:
-            met, nonces = meet(
+            met, nonces = handshake(
                 own,
                 member=now.member,
                 members=now.members,
@@ -175,14 +180,14 @@ class NodeMembership:
         config = configuration.with_values(self._frozen, {"launch.nnodes": now.members})
         peers.watch()
         self._say(config, now.member)
-        meeting = Rendezvous(
+        rendezvous = Rendezvous(
             address=launch.master_addr,
             port=_port(config),
             credentials=credentials,
             node_rank=now.member,
             others=peers,
         )
-        return config, meeting
+        return config, rendezvous
 
     def should_restart(self, outcome: Outcome) -> bool:
         """Whether an attempt that ended so is followed by another, which then counts."""
@@ -245,21 +250,24 @@ class NodeMembership:
 
     def _freeze(self, peers: Coordinator, met: list[dict[str, Any]], folder: ExitStack) -> None:
         """Fix the configuration for all nodes, unless the run is finished; this one leads."""
-        given = configuration.with_values(self._given, {"launch.node_rank": "auto"})
+        asked = configuration.with_values(self._given, {"launch.node_rank": "auto"})
         try:
             _agreed(met)
-            if self._frozen is None and (summary := run_dir.finished(given)) is not None:
+            if self._frozen is None and (summary := run_dir.finished(asked)) is not None:
                 self.summary = summary
-                _launch_nothing(peers, finished=run_dir.finished_text(given, summary))
-                self._console.log(run_dir.finished_text(given, summary))
+                _launch_nothing(peers, finished=run_dir.finished_text(asked, summary))
+                self._console.log(run_dir.finished_text(asked, summary))
                 return
             if self._frozen is None:
                 self._frozen = folder.enter_context(
-                    run_dir.open_run_dir(given, announce=self._console.line)
+                    run_dir.open_run_dir(
+                        asked, announce=self._console.line, composed=self._composed
+                    )
                 )
         except ConfigError as error:
             _launch_nothing(peers, problems=[str(problem) for problem in error.problems])
             raise
+        log_event(self._frozen, "nodes", {"machines": [about["machine"] for about in met]})
         frozen = {
             "config": configuration.to_yaml(self._frozen),
             "attempts": self.attempts,
@@ -319,21 +327,21 @@ def _launch_nothing(peers: Coordinator, **why: Any) -> None:
 
 def unsaid(config: RunConfig) -> list[ConfigIssue]:
     """Return what a node must know of the others, and nobody said."""
-    launch, found = config.launch, []
+    launch, missing = config.launch, []
     least, most = nodes(config)
     if launch.node_rank == "auto" and least == most:
         message = f"which of the {launch.nnodes} nodes is this? write 0 on the first"
-        found.append(ConfigIssue("launch.node_rank", message, "auto"))
+        missing.append(ConfigIssue("launch.node_rank", message, "auto"))
     elif launch.node_rank != "auto" and launch.node_rank >= most:
         message = f"the nodes are 0 to {most - 1} with launch.nnodes={launch.nnodes}"
-        found.append(ConfigIssue("launch.node_rank", message, launch.node_rank))
+        missing.append(ConfigIssue("launch.node_rank", message, launch.node_rank))
     if launch.master_addr == "auto":
         message = "is required for a multi-node run; write the address that reaches node 0"
-        found.append(ConfigIssue("launch.master_addr", message, "auto"))
+        missing.append(ConfigIssue("launch.master_addr", message, "auto"))
     if launch.backend == "mock":
         message = "its ranks are threads of one process; use auto, or launch.nnodes=1"
-        found.append(ConfigIssue("launch.backend", message, "mock"))
-    return found
+        missing.append(ConfigIssue("launch.backend", message, "mock"))
+    return missing
 
 
 def _count(config: RunConfig) -> int:

@@ -2,7 +2,7 @@
 
 All they sign carries the name, so that nothing which an earlier run with the same token wrote is
 taken for this one's. An old name put back by a stranger leads to messages that lack a member's
-nonce (``peers.meet``), which are refused there.
+nonce (``handshake``), which are refused there.
 """
 
 from __future__ import annotations

@@ -144,9 +144,10 @@ class RunConsole:
         self.stop()
         self._counted = "tok" if event.counted == "tokens" else event.counted
         self._of_process = " RSS" if event.device == "cpu" else ""
+        samples = "a stream" if event.samples is None else f"{quantity(event.samples)} samples"
         self.line(
             f"[bold]{event.layout}[/bold] on {event.device}: "
-            f"{quantity(event.parameters)} parameters, {quantity(event.samples)} samples, "
+            f"{quantity(event.parameters)} parameters, {samples}, "
             f"steps {event.step} to {event.steps}"
         )
         self.line(f"[dim]run folder {escape(shortened(event.run_dir))}[/dim]")
@@ -248,15 +249,15 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
 
 def _whereabouts(report: Report, coords: dict[str, int]) -> str:
     """Say where in the mesh, on which node and in which step a rank was."""
-    parts = [" ".join(f"{axis}={index}" for axis, index in coords.items())] if coords else []
+    places = [" ".join(f"{axis}={index}" for axis, index in coords.items())] if coords else []
     if report.machine:
-        parts.append(f"on {report.machine}")
+        places.append(f"on {report.machine}")
     if report.step is not None:
         doing = {"stepping": f"in step {report.step + 1}"}
-        parts.append(doing.get(report.doing, f"{report.doing} after step {report.step}"))
+        places.append(doing.get(report.doing, f"{report.doing} after step {report.step}"))
     elif report.doing:
-        parts.append(f"{report.doing}, before the first step")
-    return ", ".join(parts)
+        places.append(f"{report.doing}, before the first step")
+    return ", ".join(places)
 
 
 def _own_frames(text: str) -> str:
@@ -275,11 +276,11 @@ def _own_frames(text: str) -> str:
     calls = [
         (frame_owner(match["file"]), frame) for frame in frames if (match := _FRAME.match(frame[0]))
     ]
-    is_users = any(one == "user" for one, _ in calls)
+    is_users = any(owner == "user" for owner, _ in calls)
     hidden = {
         id(frame)
-        for one, frame in calls
-        if (one == "torch" and frame is not calls[-1][1]) or (one == "axonlaunch" and is_users)
+        for owner, frame in calls
+        if (owner == "torch" and frame is not calls[-1][1]) or (owner == "axonlaunch" and is_users)
     }
     first, *rest = (frame for frame in frames if id(frame) not in hidden)
     cut = [["  ..."]] if sum(map(len, rest)) > _SHOWN else []

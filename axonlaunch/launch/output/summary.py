@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from axonlaunch.launch.output.console import (
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.files import append_text
 from axonlaunch.system.formatting import quantity, size
-from axonlaunch.system.run_files import CRASH, ESTIMATE, EVENTS, SUMMARY, append_event
+from axonlaunch.system.run_files import CRASH, EVENTS, SUMMARY, append_event
 from axonlaunch.system.strict_json import finite
 from axonlaunch.verification.result import Proof
 
@@ -56,10 +57,13 @@ class RunRecorder:
         self.last: StepLogged | None = None
         self.counted = "tokens"
         self.corrupt: tuple[str, ...] = ()
+        self._kept: set[str] = set()
 
     def __call__(self, event: Event) -> None:
         """Take an event."""
         if isinstance(event, Started):
+            self._folder = Path(event.run_dir)
+            self._keep_predictions()
             self.counted = event.counted
             self.corrupt += event.corrupt
         if isinstance(event, StepLogged):
@@ -67,7 +71,16 @@ class RunRecorder:
             if self.first_step_s is None:
                 self.first_step_s = time.time() - self._started
             self.prediction.begin()
+            self._keep_predictions()
         self._listener(event)
+
+    def _keep_predictions(self) -> None:
+        """Write what has become known; where that can't be done the run's end says so."""
+        with suppress(OSError):
+            for name, content in self.prediction.files().items():
+                if name not in self._kept:
+                    run_dir.write_json(self._folder / name, content)
+                    self._kept.add(name)
 
 
 class LogTail:
@@ -154,7 +167,7 @@ def finish_run(
             _say_refused("what an interrupted save has left could not be deleted", error)
     summary = finite(summary)
     is_written = _write(config, SUMMARY, summary)
-    _append_event(config, "ended", {"status": status, "step": summary["steps"]})
+    log_event(config, "ended", {"status": status, "step": summary["steps"]})
     summary |= _estimated(config, record.prediction, console, is_done=status == "done")
     is_written = is_written and _write(config, SUMMARY, summary)
     if finished is not None or outcome.killed:
@@ -189,7 +202,7 @@ def _log(config: RunConfig, text: str) -> None:
         _say_refused(text.partition("\n")[0], error)
 
 
-def _append_event(config: RunConfig, kind: str, fields: dict[str, Any]) -> None:
+def log_event(config: RunConfig, kind: str, fields: dict[str, Any]) -> None:
     """Add a line to ``events.jsonl``, or say that it takes none."""
     try:
         append_event(Path(config.run_dir), kind, fields)
@@ -204,7 +217,7 @@ def _say_refused(what: str, error: OSError) -> None:
 
 def _estimated(
     config: RunConfig, prediction: BackgroundEstimate, console: RunConsole, *, is_done: bool
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """Return what the summary says of the estimate, which a run that was done waits for."""
     if is_done:
         prediction.begin()
@@ -213,12 +226,19 @@ def _estimated(
         console.stop()
     else:
         prediction.wait(0)
-    if prediction.estimate is None:
-        text = f"summary.json has no predicted_peak_bytes: {prediction.reason}\n"
-        _log(config, text + prediction.traceback)
-        return {}
-    _write(config, ESTIMATE, dataclasses.asdict(prediction.estimate))
-    return {"predicted_peak_bytes": prediction.estimate.peak_bytes}
+    for name, content in prediction.files().items():
+        _write(config, name, content)
+    found: dict[str, float] = {}
+    if prediction.memory.result is None:
+        text = f"summary.json has no predicted_peak_bytes: {prediction.memory.reason}\n"
+        _log(config, text + prediction.memory.traceback)
+    else:
+        found["predicted_peak_bytes"] = prediction.memory.result.peak_bytes
+    if prediction.step.result is not None:
+        found["predicted_step_s"] = prediction.step.result.step_s
+    elif prediction.step.traceback:
+        _log(config, f"a step is not predicted: {prediction.step.traceback}\n")
+    return found
 
 
 def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | None = None) -> None:
@@ -237,9 +257,7 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
     }
     is_written = _write(config, CRASH, content)
     first = crash.first
-    _append_event(
-        config, "failed", {"rank": first.rank, "step": first.step, "reason": first.reason}
-    )
+    log_event(config, "failed", {"rank": first.rank, "step": first.step, "reason": first.reason})
     # An estimate takes seconds, for which the failure summary does not wait.
     hint = hints.hint(crash.first, config, context)
     if hint:
@@ -268,7 +286,7 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
     if peak is not None:
         beside = "" if estimated is None else f", {size(estimated)} estimated"
         # Beside it the console shows what the process holds; on a GPU both are the allocator's.
-        tensors = "" if config.launch.backend == "nccl" else " of tensors"
+        tensors = "" if config.launch.device == "cuda" else " of tensors"
         rows.append(("peak memory", f"{size(peak)}{tensors} per rank{beside}"))
     elif estimated is not None:
         rows.append(("peak memory", f"{size(estimated)} per rank estimated"))

@@ -184,8 +184,12 @@ def _remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> Any:
 
 
 def _refuse_quantised(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
-    given = content.get("quantization_config") or {}
-    if method := given.get("quant_method") if isinstance(given, Mapping) else given:
+    quantization = content.get("quantization_config") or {}
+    if (
+        method := quantization.get("quant_method")
+        if isinstance(quantization, Mapping)
+        else quantization
+    ):
         message = (
             f"its weights are quantised ({method}), which can't be trained; fp32, bf16 and fp16 "
             "are supported: give the model that it was made from"
@@ -202,7 +206,7 @@ def _refuse_kernels(content: Mapping[str, Any], config: HuggingFaceConfig) -> No
     for key, value in content.items():
         named = [*value.values()] if isinstance(value, Mapping) else [value]
         names_code = key.strip("_").removesuffix("_internal") in _IMPLEMENTATIONS
-        if names_code and any("/" in str(one) for one in named):
+        if names_code and any("/" in str(name) for name in named):
             message = (
                 f"its {files.CONFIG_FILE_NAME} has {key}={value}, whose code would be fetched "
             )

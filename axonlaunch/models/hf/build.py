@@ -46,15 +46,15 @@ class CausalLM(nn.Module):
         if positions is not None:
             whole = self._whole_positions
             with library.documents_apart(positions if whole is None else whole(positions)):
-                found: Any = super().forward(input_ids=input_ids, position_ids=positions)
+                outputs: Any = super().forward(input_ids=input_ids, position_ids=positions)
         elif self._part_positions is None:
-            found = super().forward(input_ids=input_ids)
+            outputs = super().forward(input_ids=input_ids)
         else:
             positions = self._part_positions(input_ids.shape[1]).to(input_ids.device)
             with library.positions_of_a_part():
-                found = super().forward(input_ids=input_ids, position_ids=positions[None])
-        logits: Tensor = found.logits
-        auxiliary = getattr(found, "aux_loss", None)
+                outputs = super().forward(input_ids=input_ids, position_ids=positions[None])
+        logits: Tensor = outputs.logits
+        auxiliary = getattr(outputs, "aux_loss", None)
         if auxiliary is None:
             return logits
         return ModelOutputs(logits, auxiliary * _coefficient(self))

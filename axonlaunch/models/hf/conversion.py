@@ -93,7 +93,11 @@ def conversion(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Convers
     for target, entry in collected.items():
         parameters |= _placed(model, target, entry, shapes)
     ignored = library.ignored(model)
-    left = [name for name in unexpected if not any(re.search(one, name) for one in ignored)]
+    left = [
+        name
+        for name in unexpected
+        if not any(re.search(expression, name) for expression in ignored)
+    ]
     return Conversion(_tied(model, parameters), tuple(left))
 
 
@@ -129,25 +133,28 @@ def _placed(
             for name in names:
                 converter.add_tensor(target, name, pattern, values[name])
         made = converter.convert(target, model=model, config=model.config)
-        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+        return {
+            name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
+        }
 
     names = [name for group in entry.sources.values() for name in group]
     try:
-        found: dict[str, Laid | Computed] = convert({n: Laid.whole(n, shapes[n]) for n in names})
+        placed: dict[str, Laid | Computed] = convert({n: Laid.whole(n, shapes[n]) for n in names})
     except (CannotPlaceError, TypeError, AttributeError):
         made = convert({name: torch.empty(tuple(shapes[name]), device="meta") for name in names})
         return {
-            name: Computed(name, one.shape, tuple(names), convert) for name, one in made.items()
+            name: Computed(name, tensor.shape, tuple(names), convert)
+            for name, tensor in made.items()
         }
-    return found
+    return placed
 
 
 def _tied(model: nn.Module, parameters: dict[str, Laid | Computed]) -> dict[str, Laid | Computed]:
     """Call what is tied by its first name, whichever of its names a checkpoint has."""
-    first = {id(one): name for name, one in model.named_parameters()}
-    found = dict(parameters)
-    for name, one in model.named_parameters(remove_duplicate=False):
-        if (own := first[id(one)]) != name and name in found:
-            place = found.pop(name)
-            found.setdefault(own, place)
-    return found
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied = dict(parameters)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (own := first[id(parameter)]) != name and name in tied:
+            place = tied.pop(name)
+            tied.setdefault(own, place)
+    return tied

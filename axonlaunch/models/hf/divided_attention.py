@@ -49,7 +49,7 @@ def divide_attention(model: Any, parts: SequenceParts, *, needs_mask: bool = Fal
     library.register_attention(NAME, attend=attend, mask=mask)
     model._part_positions = parts.positions
     model._whole_positions = lambda part: parts.gather(part[:, None, :, None])[:, 0, :, 0]
-    for config in {id(found): found for found in map(_config, model.modules()) if found}.values():
+    for config in {id(each): each for each in map(_config, model.modules()) if each}.values():
         chosen = config._attn_implementation_internal
         if chosen != NAME:
             object.__setattr__(config, NAME, _Division(parts, chosen, needs_mask))
@@ -89,14 +89,14 @@ def mask(
     """
     if attention_mask is not None and not library.hides_nothing(attention_mask):
         raise ValueError("a padded sequence can't be divided over ranks")
-    found: _Division = getattr(config, NAME)
-    whole = q_length * found.parts.ranks
+    division: _Division = getattr(config, NAME)
+    whole = q_length * division.parts.ranks
     positions = library.document_positions()
     is_causal = allow_is_causal_skip and (local_size is None or whole <= local_size)
-    if is_causal and found.chosen == "sdpa" and positions is None:
+    if is_causal and division.chosen == "sdpa" and positions is None:
         return None
-    with found.parts.around():
-        here = found.parts.positions(q_length).to(device)[None, None, :, None]
+    with division.parts.around():
+        here = division.parts.positions(q_length).to(device)[None, None, :, None]
         there = torch.arange(whole, device=device)[None, None, None, :]
         sample = torch.arange(batch_size, device=device)[:, None, None, None]
         head = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
@@ -104,7 +104,7 @@ def mask(
         if positions is not None:
             documents = (positions == 0).cumsum(-1)
             seen = seen & (documents[sample, here] == documents[sample, there])
-        if found.chosen == "sdpa":
+        if division.chosen == "sdpa":
             return seen
         return torch.zeros((), dtype=dtype, device=device).where(seen, torch.finfo(dtype).min)
 
@@ -128,13 +128,13 @@ def attend(
     Raises:
         ValueError: The mask is not what ``mask`` returned.
     """
-    found: _Division = getattr(module.config, NAME)
-    with found.parts.around():
-        return _attend(found, module, query, key, value, attention_mask, options)
+    division: _Division = getattr(module.config, NAME)
+    with division.parts.around():
+        return _attend(division, module, query, key, value, attention_mask, options)
 
 
 def _attend(
-    found: _Division,
+    division: _Division,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -142,12 +142,12 @@ def _attend(
     attention_mask: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    if found.needs_mask and attention_mask is None:
+    if division.needs_mask and attention_mask is None:
         raise ValueError(f"{type(module).__name__} attends without a mask of transformers'")
-    parts, length = found.parts, query.shape[2]
+    parts, length = division.parts, query.shape[2]
     whole = length * parts.ranks
     if attention_mask is None:
-        if found.chosen == "sdpa" and _fits_a_ring(module, key, value, options):
+        if division.chosen == "sdpa" and _fits_a_ring(module, key, value, options):
             usual, scaling = query.shape[-1] ** -0.5, options.get("scaling")
             if scaling is not None and scaling != usual:
                 query = query * (scaling / usual)
@@ -158,7 +158,7 @@ def _attend(
     elif attention_mask.shape[-2:] != (length, whole):
         shape = tuple(attention_mask.shape)
         raise ValueError(f"{type(module).__name__} attends by a mask {shape} of its own")
-    inner = library.attention_function(found.chosen) or _eager(module)
+    inner = library.attention_function(division.chosen) or _eager(module)
     outputs: tuple[Tensor, Tensor | None] = inner(
         module, query, parts.gather(key), parts.gather(value), attention_mask, **options
     )
@@ -175,15 +175,15 @@ def _fits_a_ring(module: nn.Module, key: Tensor, value: Tensor, options: dict[st
 
 
 def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
-    given = options.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given)
+    causal = options.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if causal is None else causal)
 
 
 def _eager(module: nn.Module) -> Any:
     """Return the attention that a model's own file computes step by step."""
     for cls in type(module).__mro__:
-        if found := getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None):
-            return found
+        if function := getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None):
+            return function
     raise NotImplementedError(f"{type(module).__name__} has no eager_attention_forward")
 
 

@@ -27,12 +27,12 @@ def config_json(config: HuggingFaceConfig) -> dict[str, Any]:
     Raises:
         ConfigError: The model can't be described.
     """
-    found = structure(config)
-    content: dict[str, Any] = json.loads(found.typed.to_json_string(use_diff=True))
+    derived = structure(config)
+    content: dict[str, Any] = json.loads(derived.typed.to_json_string(use_diff=True))
     content.pop("use_cache", None)  # off for training alone
     before = files.read_config(config)
     content |= {key: before[key] for key in ("use_cache", "auto_map") if key in before}
-    content["architectures"] = [type(found.model).__name__]
+    content["architectures"] = [type(derived.model).__name__]
     return content
 
 
@@ -48,7 +48,7 @@ def copy_besides(config: HuggingFaceConfig, folder: Path) -> list[str]:
     patterns = (*files.BESIDES, *(["*.py"] if config.trust_remote_code else []))
     for file in sorted(where.iterdir()) if where is not None else []:
         wanted = any(fnmatch(file.name, pattern) for pattern in patterns)
-        if wanted and not file.is_dir() and not any(fnmatch(file.name, one) for one in _OURS):
+        if wanted and not file.is_dir() and not any(fnmatch(file.name, ours) for ours in _OURS):
             _copy(file, folder / file.name, path=config.path)
             written.append(file.name)
     if "generation_config.json" not in written:

@@ -157,10 +157,10 @@ def _cached(config: HuggingFaceConfig) -> Path | None:
     library.transformers()
     import huggingface_hub
 
-    found = huggingface_hub.try_to_load_from_cache(
+    cached = huggingface_hub.try_to_load_from_cache(
         str(config.path), CONFIG_FILE_NAME, revision=config.revision
     )
-    return Path(found).parent if isinstance(found, str | os.PathLike) else None
+    return Path(cached).parent if isinstance(cached, str | os.PathLike) else None
 
 
 def _refuse_no_id(path: str) -> None:

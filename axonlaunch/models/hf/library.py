@@ -100,13 +100,13 @@ def transformers() -> Any:
         raise ConfigError([ConfigIssue("model.name", message, "hf")])
     # It would look for new versions of what is in the cache whenever it reads a file of it.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    found = importlib.import_module("transformers")
-    found.utils.logging.set_verbosity_error()
-    found.utils.logging.disable_progress_bar()
+    module = importlib.import_module("transformers")
+    module.utils.logging.set_verbosity_error()
+    module.utils.logging.disable_progress_bar()
     _let_masks_be_those_of_a_run()
     _let_masks_keep_documents_apart()
     _let_rotary_tables_be_those_of_a_run()
-    return found
+    return module
 
 
 _MASKED = ("sdpa", "eager", "flex_attention")
@@ -139,10 +139,10 @@ def _let_masks_keep_documents_apart() -> None:
 
 def _keeping_documents_apart(build: Any, masking: Any) -> Any:
     @functools.wraps(build)
-    def build_mask(*, mask_function: Any, allow_is_causal_skip: bool = True, **given: Any) -> Any:
-        positions, padding = _DOCUMENTS.get(), given.get("attention_mask")
+    def build_mask(*, mask_function: Any, allow_is_causal_skip: bool = True, **options: Any) -> Any:
+        positions, padding = _DOCUMENTS.get(), options.get("attention_mask")
         if padding is not None and is_fake(padding) and hides_nothing(padding):
-            given["attention_mask"] = None
+            options["attention_mask"] = None
         if positions is not None:
             documents = (positions == 0).cumsum(-1)
             mask_function = masking.packed_sequence_compatibility_function(
@@ -150,7 +150,7 @@ def _keeping_documents_apart(build: Any, masking: Any) -> Any:
             )
             allow_is_causal_skip = False
         return build(
-            mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **given
+            mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **options
         )
 
     return build_mask
@@ -244,9 +244,15 @@ def targets(model: Any, names: list[str]) -> Iterator[tuple[str, str, str | None
     loading = importlib.import_module("transformers.core_model_loading")
     mapping = importlib.import_module("transformers.conversion_mapping")
     transforms = mapping.get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
-    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings = [
+        transform for transform in transforms if isinstance(transform, loading.WeightRenaming)
+    ]
+    converters = [
+        transform for transform in transforms if isinstance(transform, loading.WeightConverter)
+    ]
+    of_pattern = {
+        pattern: transform for transform in converters for pattern in transform.source_patterns
+    }
     state = model.state_dict()
     prefix = model.base_model_prefix
     for name in sorted(names, key=loading.dot_natural_key):
@@ -259,8 +265,8 @@ def targets(model: Any, names: list[str]) -> Iterator[tuple[str, str, str | None
 def reverted(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return a model's parameters as transformers' saving names and shapes them."""
     loading = importlib.import_module("transformers.core_model_loading")
-    found: dict[str, Any] = loading.revert_weight_conversion(model, tensors)
-    return found
+    original: dict[str, Any] = loading.revert_weight_conversion(model, tensors)
+    return original
 
 
 def ignored(model: Any) -> list[str]:

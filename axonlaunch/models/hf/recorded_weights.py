@@ -197,7 +197,7 @@ class WeightRecorder(TorchDispatchMode):
         return dict(self._each(model))
 
     def _each(self, model: nn.Module) -> Any:
-        of_parameter = {id(one.parameter): one for one in self._programs.values()}
+        of_parameter = {id(recorded.parameter): recorded for recorded in self._programs.values()}
         for name, parameter in model.named_parameters():
             # Code that sets ``parameter.data`` gives it another storage, padded or so.
             program = of_parameter[id(parameter)]
@@ -219,8 +219,8 @@ class WeightRecorder(TorchDispatchMode):
         if isinstance(target, Tensor) and target.is_meta and func._schema.is_mutable:
             program = self._programs.get(_storage(target))
             if program is not None:
-                given = tuple(v for k, v in (kwargs or {}).items() if k != "generator")
-                program.note(func, target, (*args[1:], *given))
+                numbers = tuple(v for k, v in (kwargs or {}).items() if k != "generator")
+                program.note(func, target, (*args[1:], *numbers))
         return result
 
     def _register(
@@ -232,11 +232,11 @@ class WeightRecorder(TorchDispatchMode):
         if parameter.is_meta:
             self._programs.setdefault(_storage(parameter), _Program(parameter, None))
             return None
-        kept = parameter.detach().clone() if parameter.numel() <= _KEPT else None
+        original = parameter.detach().clone() if parameter.numel() <= _KEPT else None
         made = nn.Parameter(
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
         )
-        self._programs[_storage(made)] = _Program(made, kept)
+        self._programs[_storage(made)] = _Program(made, original)
         return made
 
 
@@ -246,17 +246,17 @@ def _storage(tensor: Tensor) -> int:
 
 def _numbers(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return arguments as numbers; None where one is more than that."""
-    found: list[Any] = []
-    for one in arguments:
-        if isinstance(one, Tensor):
-            if one.is_meta or one.numel() != 1:
+    numbers: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if argument.is_meta or argument.numel() != 1:
                 return None
-            found.append(one.item())
-        elif one is None or isinstance(one, bool | int | float):
-            found.append(one)
+            numbers.append(argument.item())
+        elif argument is None or isinstance(argument, bool | int | float):
+            numbers.append(argument)
         else:
             return None
-    return tuple(found)
+    return tuple(numbers)
 
 
 def _as_given(values: Tensor) -> Initializer:
@@ -273,9 +273,9 @@ def _initialise(model: Any, owner: str) -> Any:
     """
     from axonlaunch.models.hf import library
 
-    found, at, path = model, model, [part for part in owner.split(".") if part]
+    module, at, path = model, model, [part for part in owner.split(".") if part]
     for part in path:
         at = getattr(at, part)
         if isinstance(at, library.transformers().PreTrainedModel):
-            found = at
-    return found._init_weights
+            module = at
+    return module._init_weights

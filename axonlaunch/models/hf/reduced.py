@@ -132,10 +132,10 @@ def vocabulary(small: HuggingFaceConfig) -> int:
     Raises:
         NotReducibleError: Its configuration does not say.
     """
-    found = _number(architecture(small), "vocab_size")
-    if found is None:
+    size = _number(architecture(small), "vocab_size")
+    if size is None:
         raise NotReducibleError("its configuration has no vocab_size")
-    return found
+    return size
 
 
 def identity(small: HuggingFaceConfig) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def identity(small: HuggingFaceConfig) -> dict[str, Any]:
     content.pop("_name_or_path", None)
     code = {}
     if small.trust_remote_code and (where := files.folder(small)) is not None:
-        code = {one.name: one.read_text() for one in sorted(where.glob("*.py"))}
+        code = {file.name: file.read_text() for file in sorted(where.glob("*.py"))}
     return {"config": content, "attention": small.attention, "code": code}
 
 
@@ -167,12 +167,12 @@ def refuse_unlike(config: HuggingFaceConfig, small: HuggingFaceConfig) -> int:
             f"what it has besides blocks, heads and experts is large: with few of those it has "
             f"{count / 1e6:.0f}M parameters"
         )
-    for what, one, other in (
+    for what, whole, other in (
         ("parts", _parts(before.model), _parts(after.model)),
         ("kinds of blocks", set(before.kinds), set(after.kinds)),
         ("tied weights", _wild(before.ties), _wild(after.ties)),
     ):
-        if different := sorted(one ^ other):
+        if different := sorted(whole ^ other):
             raise NotReducibleError(
                 f"with few blocks its {what} differ: {', '.join(different[:3])}"
             )
@@ -181,7 +181,9 @@ def refuse_unlike(config: HuggingFaceConfig, small: HuggingFaceConfig) -> int:
 
 def _parts(model: nn.Module) -> set[str]:
     """Return the names of all modules and parameters, without the numbers of blocks, and kinds."""
-    modules = {f"{name} ({type(one).__name__})" for name, one in model.named_modules() if name}
+    modules = {
+        f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name
+    }
     return _wild(modules) | _wild(dict(model.named_parameters()))
 
 
@@ -200,8 +202,8 @@ def _figures(typed: Any, division: ModelDivision) -> Iterator[tuple[str, Any]]:
     hidden, small = _hidden(typed, division)
     yield "hidden_size", small
     for name in _WIDTHS:
-        if (given := _number(typed, name)) is not None and given > 0:
-            width = min(given * small / hidden, _WIDEST * small)
+        if (present := _number(typed, name)) is not None and present > 0:
+            width = min(present * small / hidden, _WIDEST * small)
             yield name, _rounded(width, 8 * division.tensor)
     yield from _head_figures(typed, division)
     yield from _state_figures(typed, small)
@@ -233,10 +235,10 @@ def _token_figures(typed: Any, division: ModelDivision) -> Iterator[tuple[str, A
         if _number(typed, name) is not None:
             yield name, tokens
     for field in fields(typed):
-        given = _read(typed, field.name) if field.name.endswith("_token_id") else None
-        if isinstance(given, int) and given >= tokens:
+        token = _read(typed, field.name) if field.name.endswith("_token_id") else None
+        if isinstance(token, int) and token >= tokens:
             yield field.name, 0
-        elif isinstance(given, list):
+        elif isinstance(token, list):
             yield field.name, [0]
 
 
@@ -248,8 +250,8 @@ def _state_figures(typed: Any, hidden: int) -> Iterator[tuple[str, Any]]:
             yield heads, 4
             yield size, factor * hidden // 4
     for name, figure in _STATE_SIZES.items():
-        if (given := _number(typed, name)) is not None:
-            yield name, min(given, figure)
+        if (present := _number(typed, name)) is not None:
+            yield name, min(present, figure)
 
 
 def _head_figures(typed: Any, division: ModelDivision) -> Iterator[tuple[str, Any]]:
@@ -272,11 +274,11 @@ def _head_figures(typed: Any, division: ModelDivision) -> Iterator[tuple[str, An
 
 def _expert_figures(typed: Any) -> Iterator[tuple[str, Any]]:
     for name in _NUMBERS_OF_EXPERTS:
-        if (given := _number(typed, name)) is not None:
-            yield name, min(given, _EXPERTS)
+        if (present := _number(typed, name)) is not None:
+            yield name, min(present, _EXPERTS)
     for name in _CHOSEN_EXPERTS:
-        if (given := _number(typed, name)) is not None:
-            yield name, min(given, 2)
+        if (present := _number(typed, name)) is not None:
+            yield name, min(present, 2)
     groups, chosen = _number(typed, "n_group"), _number(typed, "topk_group")
     if groups is not None and chosen is not None:
         yield "n_group", min(groups, 2)
@@ -303,22 +305,23 @@ def _blocks(typed: Any, stages: int) -> Iterator[tuple[str, Any]]:
     """Yield the number of blocks, and the entries that lists have for those that are chosen."""
     depth = _number(typed, "num_hidden_layers") or 0
     lists = {
-        field.name: list(given)
+        field.name: list(present)
         for field in fields(typed)
-        if isinstance(given := _read(typed, field.name), list | tuple) and len(given) == depth > 1
+        if isinstance(present := _read(typed, field.name), list | tuple)
+        and len(present) == depth > 1
     }
     least = max(2, stages)
     for name in _PERIODS:
         least = max(least, min(_number(typed, name) or 0, _MOST_BLOCKS))
     for name in _DENSE_FIRST:
-        if (given := _number(typed, name)) is not None and 0 < given < depth:
+        if (present := _number(typed, name)) is not None and 0 < present < depth:
             yield name, 1
-    chosen = _chosen([str([one[n] for one in lists.values()]) for n in range(depth)], least)
+    chosen = _chosen([str([values[n] for values in lists.values()]) for n in range(depth)], least)
     if len(chosen) >= depth:
         return
     yield "num_hidden_layers", len(chosen)
-    for name, given in lists.items():
-        yield name, [given[number] for number in chosen]
+    for name, present in lists.items():
+        yield name, [present[number] for number in chosen]
 
 
 def _chosen(kinds: list[str], least: int) -> list[int]:

@@ -183,13 +183,13 @@ class _Watch(TorchDispatchMode):
         with self._set_aside():
             yield
 
-    def enter(self, block: str, given: Any) -> None:
+    def enter(self, block: str, arguments: Any) -> None:
         """Begin a block.
 
         Raises:
             _MixingError: It is given positions that are not the model's argument.
         """
-        for tensor in tree_leaves(given):
+        for tensor in tree_leaves(arguments):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 self._refuse_counted([tensor])
         self._block = block
@@ -203,23 +203,23 @@ class _Watch(TorchDispatchMode):
         if self._aside:
             return result
         name: str = func.overloadpacket.__name__
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        is_hidden = any(one.requires_grad for one in given)
+        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        is_hidden = any(tensor.requires_grad for tensor in inputs)
         if self._block and is_hidden and self._mixes(name, args, made):
             raise _MixingError(
                 f"{self._block} lets tokens see others by {name}, not by transformers' attention "
                 "functions"
             )
         if is_hidden and not (self._block and any(part in name for part in _BY_INDEX)):
-            self._refuse_counted(given)
-        if self._counts(name, given, made) or (
-            any(_storage(one) in self._counted for one in given)
+            self._refuse_counted(inputs)
+        if self._counts(name, inputs, made) or (
+            any(_storage(tensor) in self._counted for tensor in inputs)
             and not name.startswith("new_")
             and not name.endswith("_like")
         ):
-            for one in made:
-                self._counted[_storage(one)] = one.untyped_storage()
+            for tensor in made:
+                self._counted[_storage(tensor)] = tensor.untyped_storage()
         return result
 
     @contextmanager
@@ -231,23 +231,25 @@ class _Watch(TorchDispatchMode):
             self._aside = before
 
     def _refuse_counted(self, tensors: list[Tensor]) -> None:
-        if any(_storage(one) in self._counted for one in tensors):
+        if any(_storage(tensor) in self._counted for tensor in tensors):
             where = f"{self._block} counts" if self._block else "it counts"
             raise _MixingError(f"{where} positions by itself, from 0, whatever it is given")
 
-    def _counts(self, name: str, given: list[Tensor], made: list[Tensor]) -> bool:
+    def _counts(self, name: str, inputs: list[Tensor], made: list[Tensor]) -> bool:
         """Say whether an operation makes positions: a count up, or the first rows of a table."""
         if name == "arange":
-            return any(one.numel() == self.length for one in made)
-        if not given or not made or self.length not in made[0].shape:
+            return any(tensor.numel() == self.length for tensor in made)
+        if not inputs or not made or self.length not in made[0].shape:
             return False
         if name == "cumsum":
-            return not given[0].is_floating_point()
-        return name in ("slice", "narrow") and not self._block and self.length not in given[0].shape
+            return not inputs[0].is_floating_point()
+        return (
+            name in ("slice", "narrow") and not self._block and self.length not in inputs[0].shape
+        )
 
     def _mixes(self, name: str, args: Any, made: list[Tensor]) -> bool:
         """Say whether an operation on hidden states lets one token see another."""
-        tensors = [one for one in args if isinstance(one, Tensor)]
+        tensors = [value for value in args if isinstance(value, Tensor)]
         if (place := _PRODUCTS.get(name)) is not None:
             return tensors[place].shape[-1] == self.length
         first = next(iter(tensors), None)
@@ -256,11 +258,15 @@ class _Watch(TorchDispatchMode):
         if any(part in name for part in _MIXING):
             return True
         if name in _ALONG_A_DIM:
-            dim = next((one for one in args[1:] if type(one) is int and one < first.ndim), -1)
+            dim = next(
+                (value for value in args[1:] if type(value) is int and value < first.ndim), -1
+            )
             dim = args[2] if name == "topk" and len(args) > 2 else -1 if name == "topk" else dim
             return first.shape[dim] == self.length
         if name in _REDUCING:
-            return any(_count(one, self.length) < _count(first, self.length) for one in made[:1])
+            return any(
+                _count(value, self.length) < _count(first, self.length) for value in made[:1]
+            )
         if name == "constant_pad_nd":  # it is given two numbers a dim, the last dim's first
             dims = range(-1, -1 - len(args[1]) // 2, -1)
             pads = zip(args[1][::2], args[1][1::2], strict=True)
@@ -269,12 +275,12 @@ class _Watch(TorchDispatchMode):
                 for dim, pad in zip(dims, pads, strict=True)
             )
         if name in _CUTTING:
-            return any(self.length not in one.shape for one in made)
+            return any(self.length not in value.shape for value in made)
         return False
 
 
 def _count(tensor: Tensor, size: int) -> int:
-    return sum(one == size for one in tensor.shape)
+    return sum(dim == size for dim in tensor.shape)
 
 
 def _storage(tensor: Tensor) -> int:

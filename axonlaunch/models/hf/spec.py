@@ -35,25 +35,25 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
     Raises:
         ConfigError: It can't be built.
     """
-    found = structure(config)
-    starts: dict[str, Initializer] = dict(found.initializers)
+    derived = structure(config)
+    starts: dict[str, Initializer] = dict(derived.initializers)
     if config.init == "pretrained" and config.path is not None:
         starts = dict.fromkeys(starts, Constant(0.0))  # a checkpoint fills all of them
-    for other, first in found.ties.items():
+    for other, first in derived.ties.items():
         starts[other] = replace(starts[first], key=first)  # type: ignore[type-var]
-    typed: Any = found.typed
+    typed: Any = derived.typed
     return replace(
         spec,
-        layers=found.layers,
-        flow=lambda: found.flow,
-        undivided=lambda: found.undivided,
-        unpackable=lambda: found.unpackable,
-        tensor_plan=lambda module: tensor_plan(module, found.layers),
+        layers=derived.layers,
+        flow=lambda: derived.flow,
+        undivided=lambda: derived.undivided,
+        unpackable=lambda: derived.unpackable,
+        tensor_plan=lambda module: tensor_plan(module, derived.layers),
         initializers=lambda module: starts,
         max_positions=getattr(typed, "max_position_embeddings", None),
-        index_names=found.index_names,
+        index_names=derived.index_names,
         untraceable=untraceable(config),
-        head=found.head,
+        head=derived.head,
         mixes_samples=bool(getattr(typed, "output_router_logits", False)),
     )
 

@@ -132,7 +132,7 @@ def _of(keys: str, content: str) -> Structure:
 def _head(model: Any) -> str | None:
     """Return the path of a model's output embeddings, as transformers calls them."""
     head = model.get_output_embeddings()
-    return next((name for name, one in model.named_modules() if one is head), None)
+    return next((name for name, module in model.named_modules() if module is head), None)
 
 
 def _layers(model: Any) -> tuple[str | None, str]:
@@ -155,10 +155,10 @@ def _layers(model: Any) -> tuple[str | None, str]:
     stages = dict(getattr(model, "pp_plan", None) or {})
     unsplit = set(getattr(model, "_no_split_modules", None) or ())
     for candidates in (
-        [name for name, one in lists.items() if {type(b).__name__ for b in one} <= unsplit],
+        [name for name, layers in lists.items() if {type(b).__name__ for b in layers} <= unsplit],
         [name for name in lists if name.rpartition(".")[2] in stages],
-        [name for name, one in lists.items() if len(one) == depth and id(one) in inside],
-        [name for name, one in lists.items() if id(one) in inside],
+        [name for name, layers in lists.items() if len(layers) == depth and id(layers) in inside],
+        [name for name, layers in lists.items() if id(layers) in inside],
     ):
         outermost = [n for n in candidates if not any(n.startswith(f"{o}.") for o in candidates)]
         deep = [name for name in outermost if len(lists[name]) == depth] or outermost
@@ -179,8 +179,8 @@ def _kinds(model: Any, layers: str | None) -> Iterator[str]:
 
 def _ties(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    ties: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
-            found[name] = first[id(parameter)]
-    return found
+            ties[name] = first[id(parameter)]
+    return ties

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.models.attention import Attention
+from axonlaunch.models.lora import LoraMatrix
 
 _STYLES = {
     "colwise": "column",
@@ -159,7 +160,9 @@ def tensor_plan(model: Any, layers: str | None) -> dict[str, str]:
     theirs = _theirs(model, layers)
     if not theirs:
         return {}
-    modules = dict(model.named_modules())
+    # An adapter is cut as its layer is.
+    named = model.named_modules()
+    modules = {name: module for name, module in named if not isinstance(module, LoraMatrix)}
     styles = {name: style for name in modules if (style := theirs.get(_starred(name)))}
     for name, owner in modules.items():
         for key in owner._parameters:
@@ -178,11 +181,11 @@ def tensor_plan(model: Any, layers: str | None) -> dict[str, str]:
 
 def _theirs(model: Any, layers: str | None) -> dict[str, str]:
     """Return styles of transformers by names in which numbers are stars."""
-    given = OURS.get(model.config.model_type)
-    if given is None or layers is None:
+    plan = OURS.get(model.config.model_type)
+    if plan is None or layers is None:
         corrected = _below(f"{layers}.*", _CORRECTIONS.get(model.config.model_type, {}))
         return dict(getattr(model, "tp_plan", None) or {}) | corrected
-    return _below(f"{layers}.*", given(model.config) if callable(given) else given)
+    return _below(f"{layers}.*", plan(model.config) if callable(plan) else plan)
 
 
 def _starred(name: str) -> str:
@@ -212,16 +215,16 @@ def _ends(
     """
     names = {id(module): name for name, module in modules.items()}
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    found = {}
+    ends = {}
     if inputs is not None and (name := names.get(id(inputs))):
         # What does more than look up, as one with a norm in it, every rank does alike.
         whole = styles.get(name) == "replicated" or any(True for _ in inputs.children())
-        found[name] = "replicated" if whole else "vocabulary"
+        ends[name] = "replicated" if whole else "vocabulary"
     if outputs is not None and (name := names.get(id(outputs))):
         tied = inputs is not None and outputs.weight is inputs.weight
-        whole = tied and "replicated" in found.values()
-        found[name] = "replicated" if whole else "vocabulary"
-    return found
+        whole = tied and "replicated" in ends.values()
+        ends[name] = "replicated" if whole else "vocabulary"
+    return ends
 
 
 def _regions(
@@ -232,12 +235,12 @@ def _regions(
     In a region what is not divided sees a part of the gradient, which is summed; so all that holds
     parameters has to lie before the row layer. The latent keys and values of an MLA attention do.
     """
-    found = []
+    regions = []
     for name, module in modules.items():
         inside = {
             key: styles.get(f"{name}.{key}")
-            for key, one in module.named_modules()
-            if key and one._parameters
+            for key, inner in module.named_modules()
+            if key and inner._parameters
         }
         kinds = [style.partition("/")[0] if style else None for style in inside.values()]
         divided = {"column", "packed_column", "key_value"} & set(kinds)
@@ -253,8 +256,8 @@ def _regions(
             and not isinstance(module, Attention)
             and _one_input(module)
         ):
-            found.append(name)
-    return found
+            regions.append(name)
+    return regions
 
 
 def _one_input(module: nn.Module) -> bool:
@@ -267,12 +270,12 @@ def _patterns(styles: Mapping[str, str], names: list[str]) -> dict[str, str]:
     groups: dict[str, list[str]] = defaultdict(list)
     for name in styles:
         groups[_starred(name)].append(name)
-    found: dict[str, str] = {}
+    patterns: dict[str, str] = {}
     for pattern, members in groups.items():
         kinds = {styles[name] for name in members}
         matched = {name for name in names if fnmatchcase(name, pattern)}
         if len(kinds) == 1 and matched == set(members):
-            found[pattern] = kinds.pop()
+            patterns[pattern] = kinds.pop()
         else:
-            found |= {name: styles[name] for name in members}
-    return found
+            patterns |= {name: styles[name] for name in members}
+    return patterns

@@ -18,8 +18,8 @@ from axonlaunch.engines.optimizer.step import local_part
 from axonlaunch.planning.memory.caching_allocator import Change
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
-Place: TypeAlias = tuple[int, int]
-"""A pipeline stage, and a block's index in it."""
+BlockPlace: TypeAlias = tuple[int, int]
+"""Where a block is: its pipeline stage, and its index there."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Recording:
     """
 
     changes: list[Change]
-    visits: list[tuple[int, Place | None]]
-    owners: dict[int, Place]
+    visits: list[tuple[int, BlockPlace | None]]
+    owners: dict[int, BlockPlace]
 
 
 class RecordingTrace(StorageTrace):
@@ -49,7 +49,7 @@ class RecordingTrace(StorageTrace):
         """Begin to record; arguments as ``StorageTrace``'s."""
         super().__init__(**options)
         self._changes: list[Change] = []
-        self._visits: list[tuple[int, Place | None]] = [(0, None)]
+        self._visits: list[tuple[int, BlockPlace | None]] = [(0, None)]
         self._numbers: dict[int, int] = {}
         self._streams: dict[int, int] = {}
         self._kept_streams: list[Any] = []  # so that no id is used again
@@ -140,7 +140,7 @@ class RecordingTrace(StorageTrace):
 
     def _owners(
         self, engine: Engine, blocks: Mapping[int, Sequence[nn.Module]]
-    ) -> dict[int, Place]:
+    ) -> dict[int, BlockPlace]:
         of_parameter = {
             id(parameter): (stage, index)
             for stage, members in blocks.items()

@@ -8,7 +8,7 @@ traced. Rounding, buckets and messages between stages are left out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.models.figures import model_figures
-from axonlaunch.models.parameter_facts import share_of_states
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
@@ -58,12 +58,12 @@ class Formulas:
     Attributes:
         one: The work of a step of ``SAMPLES``.
         held: What a sample leaves behind under each kind of recomputation.
-        state_share: Bytes of the optimizer's states beside those of the parameters.
+        shares: Of what training keeps beside the parameters.
     """
 
     one: StepWork
     held: dict[str, ActivationBytes]
-    state_share: float = 2.0
+    shares: TrainingShares = field(default_factory=TrainingShares)
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -78,7 +78,7 @@ class Formulas:
             partial(activations, alone),
         ]
         work, by_mode = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
-        return cls(work, by_mode, share_of_states(config))
+        return cls(work, by_mode, TrainingShares.of(config))
 
     def process_bytes(self, config: RunConfig, layout: Layout | None = None) -> float:
         """Return what the highest rank of a layout holds of its device, about.
@@ -95,11 +95,11 @@ class Formulas:
             work=self.one,
             activations=self.held,
             layers=layers,
-            state_share=self.state_share,
+            shares=self.shares,
         )
         if config.hardware is not None and config.hardware.is_cpu:
             return tensors
-        rest = cuda_process.besides(layout.axes.values())
+        rest = cuda_process.besides(cuda_process.communicator_sizes(layout))
         return _CACHED * tensors + rest
 
 
@@ -155,7 +155,7 @@ def peak_bytes(
     work: StepWork,
     activations: dict[str, ActivationBytes],
     layers: int,
-    state_share: float = 2.0,
+    shares: TrainingShares,
 ) -> float:
     """Return what the first and the last stage together hold at most: no rank holds more.
 
@@ -166,16 +166,14 @@ def peak_bytes(
         activations: As ``activations`` gives it.
         layers: Of the stage that has most, all of a rank's stages together; 0 of a model whose
             layers are not known: it is cut evenly.
-        state_share: Bytes of the optimizer's states beside those of the parameters.
+        shares: Of what training keeps beside the parameters.
     """
     half = 1.0 if config.train.precision == "fp32" else 0.5
-    a_layer = work.first.step_layer.gradient_bytes
+    a_layer = work.first.step_layer.parameter_bytes
     cut = 1.0 if layers else 1 / layout.pipeline
-    ends = cut * work.first.step_ends.gradient_bytes
+    ends = cut * work.first.step_ends.parameter_bytes
     whole = layers * a_layer + ends
-    state_bytes = states(
-        config, layout, whole=whole, layer=a_layer, ends=ends, state_share=state_share
-    )
+    state_bytes = states(config, layout, whole=whole, layer=a_layer, ends=ends, shares=shares)
     held_of_states = sum(state_bytes.values())
     mode = config.train.activation_checkpointing
     saved = activations[mode]
@@ -201,7 +199,7 @@ def states(
     whole: float,
     layer: float,
     ends: float,
-    state_share: float,
+    shares: TrainingShares,
 ) -> dict[Category, float]:
     """Return what parameters, gradients and optimizer states take of a rank's device, in bytes.
 
@@ -213,28 +211,33 @@ def states(
         whole: The parameters of the rank's stages, undivided by other axes, in bytes.
         layer: Of these, those of a layer.
         ends: Of these, those of no layer.
-        state_share: Bytes of the optimizer's states beside those of the parameters.
+        shares: Of what training keeps beside the parameters.
     """
     # What is cast, and what it is beside what is kept.
     is_cast = config.train.precision != "fp32" and config.train.parameter_bytes == _FP32
     half = 0.5 if is_cast else 1.0
     whole, layer, ends = (size / layout.tensor for size in (whole, layer, ends))
-    moments = state_share * whole
+    gradients, moments = shares.gradients * whole, shares.states * whole
     cast = 0.0 if half == 1 else whole * half  # autocast keeps what it casts until a forward ends
     if not layout.facts.shards_parameters:
         moments /= layout.optimizer_shards
-        return {"parameters": whole, "gradients": whole, "optimizer": moments, "temporary": cast}
+        return {
+            "parameters": whole,
+            "gradients": gradients,
+            "optimizer": moments,
+            "temporary": cast,
+        }
     working = _WORKING_LAYERS * layer * half + max(layer, ends) * (1 + half)
     if layout.pipeline > 1:
         working = whole * (1 + half)
     elif config.strategy.fsdp.sharding == "shard_grad_op":
         working = whole * half + max(layer, ends)
     offload, shard = config.strategy.fsdp.cpu_offload, 1 / layout.parameter_shards
-    on_device = 0.0 if offload in ("params", "full") else whole * shard
+    on_device = 0.0 if offload in ("params", "full") else shard
     moments = 0.0 if offload in ("optimizer_states", "full") else moments * shard
     return {
-        "parameters": on_device,
-        "gradients": on_device,
+        "parameters": on_device * whole,
+        "gradients": on_device * gradients,
         "optimizer": moments,
         "communication": working,
     }
@@ -251,7 +254,7 @@ def _in_flight(layout: Layout) -> float:
     waiting = float(ranks)
     if SCHEDULES[layout.schedule].in_rounds:
         waiting = (2 * (ranks - 1) + (chunks - 1) * ranks + 1) / chunks
-    return min(waiting, layout.round_microbatches)
+    return min(waiting, layout.microbatches_per_round)
 
 
 def _activations(config: RunConfig) -> float:

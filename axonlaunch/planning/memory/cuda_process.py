@@ -1,42 +1,31 @@
 """What a CUDA process is seen to hold while it runs a rank: the allocator's cache, and the rest.
 
-The rest is a few published figures of one node each, kept apart from what follows from the run.
+The rest, in ``cuda_constants``, does not follow from the run.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from axonlaunch.config.layout import Layout
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
+from axonlaunch.planning.memory.cuda_constants import (
+    CUBLAS_WORKSPACE,
+    CUDA_CONTEXT,
+    NCCL_PAIR,
+    NCCL_RING,
+)
 from axonlaunch.planning.memory.extend_trace import FEWEST, extended
 from axonlaunch.planning.tracing import extrapolate_depth, fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
-from axonlaunch.system.formatting import MIB
-
-CUBLAS_WORKSPACE = 32 * MIB
-"""cuBLAS's workspace on Hopper and later, of torch's allocator, for each thread that multiplies:
-the one of forward and autograd's. Earlier devices take 8.125 MiB.
-
-Source: PyTorch ``aten/src/ATen/cuda/CublasHandlePool.cpp``; cuBLAS, ``CUBLAS_WORKSPACE_CONFIG``.
-"""
-CUDA_CONTEXT = 426 * MIB
-"""The driver's context with torch's kernels loaded when they are first used.
-
-Source: nvidia-smi, PyTorch 2.10 and CUDA 13.0 on an RTX 6000 Ada, unslothai/unsloth-zoo#1053;
-ptrblck gives "around 400MB" since CUDA 11.7, pytorch/pytorch#109888. Not checked against a run.
-"""
-NCCL_PAIR, NCCL_RING = 544 * MIB, 688 * MIB
-"""What NCCL holds for a communicator of two ranks, and of more.
-
-Source: 4 A100 with NVLink, NVIDIA/nccl#964. Not checked against a run.
-"""
 
 
 @dataclass(frozen=True)
@@ -76,7 +65,7 @@ def held(
             buckets that an extended recording can't place, is held besides.
         groups: Sizes of the groups that the rank talks to.
         capacity: Bytes of the device; None: without end.
-        expandable: Whether the allocator's segments grow.
+        expandable: Whether the allocator's segments grow, as ``system.allocator_settings`` says.
         workspace: cuBLAS's.
     """
     changes = list(changes)
@@ -98,6 +87,20 @@ def besides(groups: Iterable[int]) -> int:
 def communicators(groups: Iterable[int]) -> int:
     """Return bytes that NCCL holds for groups of these sizes."""
     return sum(NCCL_PAIR if size == 2 else NCCL_RING for size in groups if size > 1)
+
+
+def communicator_sizes(layout: Layout) -> list[int]:
+    """Return the ranks of each communicator that a rank takes part in.
+
+    torch makes the world's as soon as it knows the device, and splits one for each axis of the mesh
+    from it, unless the mesh is the world. Ranks that share a sequence are part of a data axis,
+    and have one of their own besides.
+    """
+    axes = dict(layout.axes)
+    axes["dp_replicate" if layout.replicates_context else "dp_shard"] *= axes.pop("cp")
+    split = [size for size in axes.values() if size > 1]
+    world = [*split] if len(split) < 2 else [math.prod(split), *split]
+    return [*world, *([layout.context] if layout.context > 1 else [])]
 
 
 def record(
@@ -138,7 +141,7 @@ def _run(
 def _steps(
     reduced: ReducedRun, dry: FakeRank, trace: RecordingTrace
 ) -> tuple[Recording, dict[int, int]]:
-    spec = spec_for(reduced.config.model)
+    spec = spec_for(reduced.config)
     blocks = {n: [*spec.blocks(part).values()] for n, part in enumerate(dry.engine.modules)}
     extrapolate_depth.watch_blocks(blocks, trace)
     batch = dry.batch()

@@ -22,6 +22,7 @@ from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import StageTrace, host_categories
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, TraceEvent, on_device
 from axonlaunch.system import forked_map
+from axonlaunch.system.allocator_settings import segments_grow
 
 
 def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> Estimate:
@@ -112,8 +113,8 @@ class _Run:
 
     @property
     def groups(self) -> list[int]:
-        """Sizes of the groups that a rank talks to."""
-        return list(self.reduced.layout.axes.values())
+        """Ranks of each communicator that a rank takes part in."""
+        return cuda_process.communicator_sizes(self.reduced.layout)
 
     def trace(self, places: Iterable[StageTrace], *, recorded: int | None = None) -> None:
         """Trace what is not traced yet of some places, and record one beside them."""
@@ -191,6 +192,7 @@ def _process(
         peak_bytes=peak_bytes,
         groups=groups,
         capacity=None if memory is None else max(0, memory - cuda_process.besides(groups)),
+        expandable=segments_grow(),
     )
 
 

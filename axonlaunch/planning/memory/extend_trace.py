@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from axonlaunch.planning.memory.allocation_trace import Place, Recording
+from axonlaunch.planning.memory.allocation_trace import BlockPlace, Recording
 from axonlaunch.planning.memory.caching_allocator import Change
 
 _NEAR = 2
@@ -30,7 +30,7 @@ class BlockPass:
         changes: Storages that come and go in it.
     """
 
-    block: Place | None
+    block: BlockPlace | None
     passage: int
     changes: list[Change]
 
@@ -80,14 +80,14 @@ class TraceExtender:
     def changes(self) -> Iterator[Change]:
         """Yield every allocation and release of the deeper model's step, in order."""
         # The deeper model's turns in order; what is between blocks goes by its number instead.
-        slots: dict[tuple[int, Place | None], list[tuple[int, Change]]] = {}
+        slots: dict[tuple[int, BlockPlace | None], list[tuple[int, Change]]] = {}
         for number, turn in enumerate(self._turns):
             for block in self._blocks_for(number):
                 slots[number if block is None else turn.passage, block] = []
         for number, turn in enumerate(self._turns):
             for position, change in enumerate(turn.changes):
                 for shift in self._shifts(change.storage):
-                    key: tuple[int, Place | None] = (number, None)
+                    key: tuple[int, BlockPlace | None] = (number, None)
                     if turn.block is not None:
                         key = turn.passage, self._moved(turn.block, change.storage, shift)
                     if key not in slots:
@@ -99,7 +99,7 @@ class TraceExtender:
             # Within a turn things happen in the order in which they did in the shallow model's.
             yield from (change for _, change in sorted(positioned, key=lambda item: item[0]))
 
-    def _blocks_for(self, number: int) -> list[Place | None]:
+    def _blocks_for(self, number: int) -> list[BlockPlace | None]:
         """Return the deeper model's blocks, in order, that take turns where one did."""
         block = self._turns[number].block
         if block is None:
@@ -108,7 +108,7 @@ class TraceExtender:
         middle = self._middle[stage]
         if index != middle:
             return [(stage, index if index < middle else index + self._more)]
-        copies: list[Place | None] = [(stage, index + n) for n in range(self._more + 1)]
+        copies: list[BlockPlace | None] = [(stage, index + n) for n in range(self._more + 1)]
         return copies if self._ascends(number) else copies[::-1]
 
     def _ascends(self, number: int) -> bool:
@@ -132,7 +132,7 @@ class TraceExtender:
             return range(self._more, self._more + 1)
         return range(self._more + 1)
 
-    def _moved(self, block: Place, storage: int, shift: int) -> Place:
+    def _moved(self, block: BlockPlace, storage: int, shift: int) -> BlockPlace:
         """Return the block in whose turn a copy changes as the storage does in this block's."""
         stage, index = block
         home = self._home[storage]

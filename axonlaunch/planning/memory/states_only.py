@@ -6,14 +6,16 @@ and whoever shows it has to say so.
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.parameter_groups import state_share
+from axonlaunch.config.parameter_groups import state_bytes
 from axonlaunch.engines.pipeline.split import cut, parts
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.parameter_facts import parameter_facts
+from axonlaunch.models.parameter_facts import TrainingShares, parameter_facts
 from axonlaunch.planning.memory.analytic import states
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
@@ -45,7 +47,7 @@ def estimate_states(config: RunConfig) -> Estimate:
 
 def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
     config, layout = reduced.config, reduced.layout
-    spec, modules = spec_for(config.model), [reduced.build()]
+    spec, modules = spec_for(config), [reduced.build()]
     if layout.pipeline > 1:
         stages = parts(reduced.counts)
         modules = [cut(spec, reduced.build(), stages[n]) for n in reduced.stages_of(place)]
@@ -57,8 +59,11 @@ def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
     facts = parameter_facts(spec, reduced.model)
     ties = tied_names(reduced.model)
     names = [ties.get(n, n) for module in modules for n, _ in module.named_parameters()]
-    share = state_share(
-        config.optimizer, [facts[name] for name in names if name in facts], parameter_bytes=element
+    trained = [facts[name] for name in names if name in facts]
+    kept = element if config.adapter is None else 4  # what is trained beside an adapter is fp32
+    shares = TrainingShares(
+        gradients=kept * sum(math.prod(one.shape) for one in trained) / max(1, whole),
+        states=state_bytes(config.optimizer, trained, parameter_bytes=kept) / max(1, whole),
     )
     bytes_of = states(
         config,
@@ -66,7 +71,7 @@ def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
         whole=whole,
         layer=max(blocks, default=0),
         ends=whole - sum(blocks),
-        state_share=share,
+        shares=shares,
     )
     breakdown = {category: round(bytes_of.get(category, 0)) for category in CATEGORIES}
     breakdown["parameters"] += sum(b.nbytes for module in modules for b in module.buffers())
@@ -74,7 +79,7 @@ def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
     host = 0.0
     if layout.facts.shards_parameters and config.strategy.fsdp.cpu_offload != "none":
         shard = whole / layout.tensor / layout.parameter_shards
-        host = (2 + share) * shard - total
+        host = (1 + shares.gradients + shares.states) * shard - total
     rank = place * reduced.world_size // layout.pipeline
     return RankEstimate(
         rank=rank,

@@ -110,7 +110,7 @@ def candidates(
         ):
             if not _fits(figures.num_blocks, schedule, pipeline, batch // ranks // size):
                 continue
-            if SCHEDULES[schedule].splits_backward and recompute != "none":
+            if SCHEDULES[schedule].separate_weight_grad and recompute != "none":
                 continue  # both halves of a backward would recompute
             settings = {
                 **parallel,

@@ -135,7 +135,7 @@ class _Change:
 def _likely(
     config: RunConfig, *, memory: float, formula: Callable[[RunConfig], float]
 ) -> list[tuple[tuple[int, ...], _Change]]:
-    """Return which levers are taken how far, of those that may fit, in the order to try them.
+    """Return which changes are made how far, of those that may fit, in the order to try them.
 
     Those that fit by the formulas come first, the cheapest of them before the others; those that
     don't by little come last, for most of their traces would be in vain.
@@ -152,10 +152,10 @@ def _likely(
 
 
 def _candidates(available: Sequence[Lever]) -> Iterator[tuple[tuple[int, ...], tuple[Option, ...]]]:
-    """Yield which levers are taken, and how far: the fewest first, of as many the least."""
+    """Yield which changes are made, and how far: the fewest first, of as many the least."""
     for count in range(1, TOGETHER + 1):
         for which in combinations(range(len(available)), count):
-            ways = product(*(enumerate(available[lever]) for lever in which))
+            ways = product(*(enumerate(available[index]) for index in which))
             for way in sorted(ways, key=lambda way: sum(far for far, _ in way)):
                 yield which, tuple(option for _, option in way)
 
@@ -261,7 +261,7 @@ def _pipeline(config: RunConfig, layout: Layout) -> Lever:
             new = Layout.of(changed(config, settings), world_size=num_ranks(config))
         except ConfigError:
             continue
-        idle = (degree - 1) / (new.stages_per_rank * new.round_microbatches + degree - 1)
+        idle = (degree - 1) / (new.stages_per_rank * new.microbatches_per_round + degree - 1)
         cost = f"ranks wait {idle:.0%} of a step for each other"
         options.append(Option(settings, cost))
     return options

@@ -90,7 +90,12 @@ def search_layouts(
 def _needed(config: RunConfig, devices: int) -> list[str]:
     """Return the figures of hardware without which no layout can be timed."""
     assert config.hardware is not None
-    names = ["memory_gib", "devices_per_node", f"{config.train.precision}_tflops"]
+    train = config.train
+    peak = config.hardware.peak_figure(
+        precision=train.precision, matmul_precision=train.matmul_precision
+    )
+    names = ["memory_gib", "devices_per_node", f"{train.precision}_tflops"]
+    names += [peak] if peak not in names else []
     names += ["matrix_efficiency", "multiprocessors"]
     if model_figures(config.model).num_attention_heads:
         names.append("attention_efficiency")

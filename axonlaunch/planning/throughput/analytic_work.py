@@ -63,7 +63,7 @@ class _Scaled:
         """Return the whole step's work."""
         stage = self._reference.first
         has_one_stage = self._layout.num_stages == 1
-        layer = self._micro(stage.micro_layer, self._in_layer(stage.step_layer.gradient_bytes))
+        layer = self._micro(stage.micro_layer, self._in_layer(stage.step_layer))
         step_layer = self._step(stage.step_layer)
         first, last = (
             StageWork(
@@ -138,6 +138,7 @@ class _Scaled:
             if key.phase == "update"
         }
         num_bytes = part * share.gradient_bytes / layout.tensor
+        held = part * share.parameter_bytes / layout.tensor
         if facts.gathers_updates:
             _put(
                 work,
@@ -156,14 +157,14 @@ class _Scaled:
             _put(work, summed, Amount(1, num_bytes / layout.dp_shard))
         elif facts.sums_gradients and layout.gradient_ranks > 1:
             _put(work, CollectiveOp("backward", "all_reduce", self._axes), Amount(1, num_bytes))
-        return Share(work, num_bytes)
+        return Share(work, num_bytes, held)
 
     @property
     def _axes(self) -> tuple[str, ...]:
         names = ("dp_replicate", "dp_shard", "cp")
         return tuple(name for name in names if self._layout.axes[name] > 1)
 
-    def _in_layer(self, gradient_bytes: float) -> Work:
+    def _in_layer(self, layer: Share) -> Work:
         """Return what a layer sends for each micro-batch."""
         layout, work = self._layout, Work()
         recomputed = self._config.train.activation_checkpointing == "full"
@@ -177,14 +178,15 @@ class _Scaled:
                     _put(work, key, Amount(2, 2 * self._stream))
         if layout.facts.shards_parameters:
             axes = tuple(name for name in ("dp_shard", "cp") if layout.axes[name] > 1)
-            whole = gradient_bytes / layout.tensor
+            whole = layer.parameter_bytes / layout.tensor
+            gradients = layer.gradient_bytes / layout.tensor
             gathered = whole * self._type / self._config.train.parameter_bytes
             if axes:
                 _put(work, CollectiveOp("forward", "all_gather", axes), Amount(1, gathered))
                 if self._config.strategy.fsdp.sharding != "shard_grad_op":
                     _put(work, CollectiveOp("backward", "all_gather", axes), Amount(1, gathered))
                 summed = FP32 if self._config.strategy.reduce_dtype == "fp32" else HALF
-                reduced = whole * summed / self._config.train.parameter_bytes
+                reduced = gradients * summed / self._config.train.parameter_bytes
                 _put(work, CollectiveOp("backward", "reduce_scatter", axes), Amount(1, reduced))
         if layout.context > 1:
             _put(work, CollectiveOp("forward", "all_gather", ("cp",)), Amount(1, 2 * self._stream))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from axonlaunch.config import RunConfig
-from axonlaunch.planning.throughput.throughput import throughput
+from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.plugins import import_plugins
+from axonlaunch.planning.records import StepPrediction
+from axonlaunch.planning.throughput.step_time import StepTime
+from axonlaunch.planning.throughput.step_work import step_work
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
 from axonlaunch.system import forkserver
@@ -14,10 +18,12 @@ _KINDS = {
     "host memory": "other kernels",
     "pipeline bubble": "idle",
 }
+_MOST_ACTIONS = 4000
+"""Of a pipeline's round: more than that nobody can tell apart on a page."""
 
 
-def predicted_parts(config: RunConfig) -> dict[str, float]:
-    """Return seconds of a step, as ``plan`` predicts them, by what they go to.
+def predict_step(config: RunConfig) -> StepPrediction:
+    """Predict a step's time, as ``plan`` does.
 
     Args:
         config: A run's, with hardware.
@@ -26,11 +32,18 @@ def predicted_parts(config: RunConfig) -> dict[str, float]:
         ConfigError: It can't be traced, or the hardware lacks a figure.
     """
     forkserver.lead_group()  # it forks a process for each trace
-    assert config.hardware is not None
+    import_plugins(config.plugins)
     config = resolve_anywhere(replace_with_synthetic(config))
     assert config.hardware is not None
-    found: dict[str, float] = {}
-    for name, seconds in throughput(config, config.hardware).breakdown.items():
+    ranks = num_ranks(config)
+    times = StepTime(config, Layout.of(config, world_size=ranks), config.hardware)
+    work = step_work(config, world_size=ranks)
+    by_kind: dict[str, float] = {}
+    parts = times.parts(work)
+    for name, seconds in parts.items():
         kind = _KINDS.get(name, name.replace("communication", "exposed communication"))
-        found[kind] = found.get(kind, 0.0) + seconds
-    return found
+        by_kind[kind] = by_kind.get(kind, 0.0) + seconds
+    timeline = times.pipeline_timeline(work)
+    slots = () if timeline is None or len(timeline.slots) > _MOST_ACTIONS else timeline.slots
+    pipeline = [(slot.rank, slot.start, slot.stop, str(slot.action)) for slot in slots]
+    return StepPrediction(config.hardware.name, parts.total, by_kind, pipeline)

@@ -49,8 +49,17 @@ _RATES = {
 class Roofline:
     """Times of a device's operations."""
 
-    def __init__(self, hardware: HardwareConfig) -> None:
+    def __init__(self, hardware: HardwareConfig, *, matmul_precision: str = "highest") -> None:
+        """Take a device's figures.
+
+        Args:
+            hardware: The figures.
+            matmul_precision: ``train.matmul_precision``, that of products in fp32.
+        """
         self._hardware = hardware
+        self._fp32_products = hardware.peak_figure(
+            precision="fp32", matmul_precision=matmul_precision
+        )
 
     def figure(self, name: str) -> Any:
         """Return a figure of the hardware.
@@ -71,8 +80,14 @@ class Roofline:
         return 0.0
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Return the matrix peak of a type, FLOP/s."""
+        """Return the matrix peak of a type, FLOP/s, for kernels that multiply as they see fit."""
         return float(self.figure(_RATES.get(dtype, "fp32_tflops"))) * 1e12
+
+    def _product_rate(self, dtype: torch.dtype) -> float:
+        """Return that of cuBLAS's products, which alone are in TF32 where that is allowed."""
+        if dtype is torch.float32:
+            return float(self.figure(self._fp32_products)) * 1e12
+        return self.rate(dtype)
 
     def _product(self, product: Product) -> float:
         """Time one matrix product.
@@ -85,7 +100,8 @@ class Roofline:
         tiles = batch * -(-m // _TILE[0]) * -(-n // _TILE[1])
         waves = tiles / self.figure("multiprocessors")
         share = waves / (waves + _HALF_WAVE) * k / (k + _HALF_DEPTH)
-        rate = self.rate(product.dtype) * self.figure("matrix_efficiency") * share * _IN_A_STEP
+        peak = self._product_rate(product.dtype)
+        rate = peak * self.figure("matrix_efficiency") * share * _IN_A_STEP
         moved = batch * (m * k + k * n + m * n) * product.dtype.itemsize
         return float(max(2.0 * batch * m * n * k / rate, self._moving(moved)) + self._launch_s)
 

@@ -14,8 +14,8 @@ from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
-from axonlaunch.engines.pipeline.timeline import timeline
-from axonlaunch.models.parameter_facts import share_of_states
+from axonlaunch.engines.pipeline.timeline import Timeline, timeline
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (
     Amount,
@@ -62,7 +62,7 @@ class StepTime:
     def __init__(self, config: RunConfig, layout: Layout, hardware: HardwareConfig) -> None:
         self._config = config
         self._layout = layout
-        self._roofline = Roofline(hardware)
+        self._roofline = Roofline(hardware, matmul_precision=config.train.matmul_precision)
         self._links = Links(hardware, layout.axes)
 
     def parts(self, work: StepWork) -> Parts:
@@ -92,7 +92,7 @@ class StepTime:
             )
             times.append((forward + backward, self._once(stage, layers).total))
         a_turn = max(seconds for seconds, _ in times)
-        split = SCHEDULES[layout.schedule].splits_backward
+        split = SCHEDULES[layout.schedule].separate_weight_grad
         waits = (layout.pipeline - 1) * (1 / 3 if split else 1.0) * layout.rounds
         turns = layout.micro_batches * layout.stages_per_rank
         once = max(update for _, update in times) * layout.stages_per_rank
@@ -117,14 +117,14 @@ class StepTime:
         shards = layout.tensor * layout.pipeline * layout.dp_shard * layout.context
         state_bytes = self._config.train.parameter_bytes * work.parameters / shards
         rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
+        shares = TrainingShares.of(self._config)
         if offload == "optimizer_states":
-            moments = share_of_states(self._config)
-            return float(2 * moments * state_bytes / rate)
+            return float(2 * shares.states * state_bytes / rate)
         # The shard is read for forward and, where it was let go, for backward; its gradient is
-        # written. An update reads both and writes the shard.
+        # written. An update reads both and writes the shard, of what is trained.
         reads = 1 if self._config.strategy.fsdp.sharding == "shard_grad_op" else 2
-        beside = (reads + 1) * layout.micro_batches * state_bytes / rate
-        return float(max(0.0, beside - step_s) + 3 * state_bytes / rate)
+        beside = (reads + shares.gradients) * layout.micro_batches * state_bytes / rate
+        return float(max(0.0, beside - step_s) + 3 * shares.gradients * state_bytes / rate)
 
     def _alone(self, work: StepWork) -> Parts:
         stage, layers = work.first, work.layers[0]
@@ -137,35 +137,42 @@ class StepTime:
             total.put("communication dp", self._reduced_in_backward(stage, layers, backward))
         return total
 
-    def _pipelined(self, work: StepWork) -> Parts:
+    def pipeline_timeline(self, work: StepWork) -> Timeline | None:
+        """Return when each rank of a pipeline does what in a round, in seconds, if there is one."""
+        return None if self._layout.pipeline == 1 else self._round(work)[0]
+
+    def _round(self, work: StepWork) -> tuple[Timeline, list[Parts], list[Parts]]:
+        """Return one round, and where the time of each stage's forward and backward goes."""
         layout = self._layout
         schedule = PipelineSchedule(
             layout.schedule,
             degree=layout.pipeline,
-            microbatches=layout.round_microbatches,
+            microbatches=layout.microbatches_per_round,
             stages_per_rank=layout.stages_per_rank,
         )
         stages = [self._stage(work, index) for index in range(layout.num_stages)]
-        forward = [
-            self._pass(stage, n, _FORWARD) for stage, n in zip(stages, work.layers, strict=True)
-        ]
-        backward = [
-            self._pass(stage, n, _BACKWARD) for stage, n in zip(stages, work.layers, strict=True)
-        ]
+        forward, backward = (
+            [self._pass(stage, n, phases) for stage, n in zip(stages, work.layers, strict=True)]
+            for phases in (_FORWARD, _BACKWARD)
+        )
         sent = sum(
             amount.num_bytes
             for key, amount in work.first.micro_ends.work.items()
             if not isinstance(key, Product | AttentionOp | Kernel | CollectiveOp)
         ) / min(2, layout.stages_per_rank)
-        span = (
-            timeline(
-                schedule,
-                forward=[part.total for part in forward],
-                backward=[part.total for part in backward],
-                message=self._links.message(sent, axis="pp"),
-            ).span
-            * layout.rounds
+        found = timeline(
+            schedule,
+            forward=[part.total for part in forward],
+            backward=[part.total for part in backward],
+            message=self._links.message(sent, axis="pp"),
         )
+        return found, forward, backward
+
+    def _pipelined(self, work: StepWork) -> Parts:
+        layout = self._layout
+        found, forward, backward = self._round(work)
+        stages = [self._stage(work, index) for index in range(layout.num_stages)]
+        schedule, span = found.schedule, found.span * layout.rounds
         ranks: list[Parts] = []
         for rank in range(layout.pipeline):
             busy, total = Parts(), Parts()

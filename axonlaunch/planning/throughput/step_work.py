@@ -16,7 +16,8 @@ and 8 micro-batches take 10 + 32 * 4 + 8 * (81 + 32 * 20) = 5906.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,21 +44,24 @@ take one, and a prime that divides no width, so that sizes which grow with sampl
 
 @dataclass(frozen=True)
 class Share:
-    """Work that comes with something, and the bytes of gradients that do.
+    """Work that comes with something, and the bytes of parameters and gradients that do.
 
     Attributes:
         work: Operations.
-        gradient_bytes: Of the parameters held.
+        gradient_bytes: Of the parameters held that are trained.
+        parameter_bytes: Of those held.
     """
 
     work: Work
     gradient_bytes: float = 0.0
+    parameter_bytes: float = 0.0
 
     def plus(self, other: Share, *, times: float = 1.0) -> Share:
         """Return the sum of both, the other so many times."""
         return Share(
             add(self.work, other.work, factor=times),
             self.gradient_bytes + times * other.gradient_bytes,
+            self.parameter_bytes + times * other.parameter_bytes,
         )
 
 
@@ -90,6 +94,7 @@ class StepWork:
         sample_length: Positions of a sample; 1 where it is no sequence.
         hidden_size: Numbers of a position between layers; 0 where that is not known.
         looked_up: Of the parameters, as ``models.flops`` counts them.
+        frozen: As well.
     """
 
     first: StageWork
@@ -99,15 +104,17 @@ class StepWork:
     sample_length: int
     hidden_size: int
     looked_up: int = 0
+    frozen: int = 0
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """One trace: operations of a step, bytes of gradients, parameters, those looked up, length."""
+    """One trace: a step's operations and bytes, parameters, those looked up or frozen, length."""
 
     share: Share
     parameters: int
     looked_up: int
+    frozen: int
     sample_length: int
 
 
@@ -155,20 +162,24 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         _fit({(d, m): traced[rank, d, m].share for d in depths for m in counts}, stages=stages)
         for rank in (ranks[0], ranks[-1])
     )
-    at_depths = [traced[ranks[0], d, counts[0]].parameters for d in depths]
-    parameters = at_depths[0]
-    if depth:
+
+    def at_full_depth(counted: Callable[[_Traced], int]) -> int:
+        at_depths = [counted(traced[ranks[0], d, counts[0]]) for d in depths]
+        if not depth:
+            return at_depths[0]
         of_a_period = (at_depths[1] - at_depths[0]) // (stages * len(ranks))
-        parameters += of_a_period * (depth - period * stages * len(ranks)) // period
+        return at_depths[0] + of_a_period * (depth - period * stages * len(ranks)) // period
+
     known = traced[ranks[0], depths[0], counts[0]]
     return StepWork(
         first,
         last,
         layers,
-        parameters,
+        at_full_depth(lambda trace: trace.parameters),
         known.sample_length,
         hidden_size=figures.hidden_size,
         looked_up=known.looked_up,
+        frozen=at_full_depth(lambda trace: trace.frozen),
     )
 
 
@@ -210,9 +221,13 @@ def reduced_config(
 
 def _short_schedule(schedule: str, *, stages_per_rank: int) -> Any:
     """Return a schedule that does the same work in two ranks, in whatever order."""
-    if stages_per_rank == 1 and not SCHEDULES[schedule].splits_backward:
+    if stages_per_rank == 1 and not SCHEDULES[schedule].separate_weight_grad:
         return "gpipe"
-    return "interleaved_zero_bubble" if SCHEDULES[schedule].splits_backward else "interleaved_1f1b"
+    return (
+        "interleaved_zero_bubble"
+        if SCHEDULES[schedule].separate_weight_grad
+        else "interleaved_1f1b"
+    )
 
 
 def _fit(at: dict[tuple[int, int], Share], *, stages: int) -> StageWork:
@@ -250,7 +265,7 @@ def _by_micro_batches(at: dict[int, Share]) -> tuple[Share, Share]:
         (share,) = at.values()
         update = {key: amount for key, amount in share.work.items() if key.phase == "update"}
         rest = {key: amount for key, amount in share.work.items() if key.phase != "update"}
-        return Share(update, share.gradient_bytes), Share(rest)
+        return replace(share, work=update), Share(rest)
     fewer, more = sorted(at)  # one apart
     each = at[more].plus(at[fewer], times=-1)
     return at[fewer].plus(each, times=-fewer), each
@@ -278,14 +293,17 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
             with trace.updating(), fake_world.assume_true():
                 dry.engine.update()
     parameters = dict(dry.engine.named_parameters()).values()
-    gradient_bytes = sum(
-        local_part(p.detach()).numel() * p.element_size() for p in parameters if p.requires_grad
-    )
+    held = [(local_part(p.detach()).nbytes, p.requires_grad) for p in parameters]
     sample = reduced.sample
     length = sample.shape[0] if sample.ndim == 1 else 1
     engine = dry.engine
-    share = Share(trace.work, gradient_bytes)
-    return _Traced(share, engine.num_parameters, engine.num_looked_up, length)
+    share = Share(
+        trace.work,
+        gradient_bytes=sum(size for size, is_trained in held if is_trained),
+        parameter_bytes=sum(size for size, _ in held),
+    )
+    counted = engine.num_parameters, engine.num_looked_up, engine.num_frozen
+    return _Traced(share, *counted, length)
 
 
 def _split(config: RunConfig) -> list[int]:

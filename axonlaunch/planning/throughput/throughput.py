@@ -58,8 +58,11 @@ def timed(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throug
     rate = samples * work.sample_length / seconds / ranks
     mfu = None
     if work.sample_length > 1:
-        peak = figure(hardware, f"{config.train.precision}_tflops") * 1e12
-        mfu = rate * flops_per_token(work) / peak
+        train = config.train
+        name = hardware.peak_figure(
+            precision=train.precision, matmul_precision=train.matmul_precision
+        )
+        mfu = rate * flops_per_token(work) / (figure(hardware, name) * 1e12)
     return Throughput(seconds, rate, mfu, dict(times))
 
 
@@ -68,6 +71,7 @@ def flops_per_token(work: StepWork) -> float:
     return training_flops_per_token(
         parameters=work.parameters,
         looked_up=work.looked_up,
+        frozen=work.frozen,
         layers=sum(work.layers),
         hidden_size=work.hidden_size,
         positions=work.sample_length,

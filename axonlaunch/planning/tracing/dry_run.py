@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import World
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.dataset import AnyBatch, Batch
+from axonlaunch.data.samples import Samples, default_collate
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Divide, Source, build_engine
 from axonlaunch.engines.pipeline.split import Part, block_names
@@ -71,7 +72,7 @@ class FakeRank:
             stack.enter_context(self._trace)
         return stack
 
-    def batch(self, micro_batches: int | None = None) -> Batch:
+    def batch(self, micro_batches: int | None = None) -> AnyBatch:
         """Return a rank's samples of a step; made outside of ``storing``, as a loader makes them.
 
         What an engine takes of them is followed from then on: of a context axis its own positions.
@@ -80,8 +81,12 @@ class FakeRank:
             micro_batches: How many; None: all of a step.
         """
         layout, sample = self._reduced.layout, self._reduced.sample
-        samples = layout.micro_batch_size * (micro_batches or layout.micro_batches)
+        count = micro_batches or layout.micro_batches
+        samples, structured = layout.micro_batch_size * count, self._reduced.structured
         with self._mode:
+            if structured is not None:
+                part = structured.map(lambda tensor: torch.empty_like(tensor, device="cpu"))
+                return Samples((None,) * samples, default_collate, parts=(part,) * count)
             inputs = torch.empty((samples, *sample.shape), dtype=sample.dtype)
             shape = inputs.shape if self._reduced.is_text else inputs.shape[:1]
             targets = torch.empty(shape, dtype=torch.int64)
@@ -113,7 +118,7 @@ class FakeRank:
             materialize(module, device=device)
 
     def _boundaries(self, divide: Divide, stages: Any) -> dict[int, tuple[Tensor, Tensor]]:
-        spec, layout = spec_for(self._reduced.config.model), self._reduced.layout
+        spec, layout = spec_for(self._reduced.config), self._reduced.layout
         model = self._reduced.build(1 if self._reduced.repeats else None)
         divide(model)
         shape = [layout.micro_batch_size, *self._reduced.sample.shape]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from axonlaunch import data
@@ -19,7 +20,8 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.layout import Layout, num_ranks, of_ranks
 from axonlaunch.config.parameter_groups import states_of, with_options
 from axonlaunch.config.schedule_rules import SCHEDULES
-from axonlaunch.data.dataset import holds_documents, sample_inputs
+from axonlaunch.data.dataset import Dataset, holds_documents, sample_inputs
+from axonlaunch.data.samples import CollatedSamples
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.split import stage_blocks
 from axonlaunch.engines.tensor.plan_checks import styled
@@ -28,6 +30,7 @@ from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.repeated_blocks import with_first_blocks
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.tracing import extrapolate_depth
+from axonlaunch.preflight.own_data import first_batch
 
 _FEW = 3
 """Micro-batches without a pipeline: the first finds no gradients, the last agrees on them."""
@@ -49,6 +52,8 @@ class ReducedRun:
         sample: Inputs of one sample [...]; values don't matter.
         is_text: Whether each input has a target; else each sample has one.
         is_packed: Whether each input has a position in a document.
+        structured: A micro-batch of samples of any structure, without bytes; None: they are inputs
+            and targets.
         num_blocks: Blocks that are run, the first ones of ``model``.
         repeats: Whether the model can be extrapolated from fewer of its blocks.
     """
@@ -60,6 +65,7 @@ class ReducedRun:
     sample: Tensor
     is_text: bool
     is_packed: bool
+    structured: CollatedSamples | None
     num_blocks: int
     repeats: bool
 
@@ -69,11 +75,11 @@ class ReducedRun:
         ranks = num_ranks(config)
         layout = Layout.of(config, world_size=ranks)
         dataset = data.build_dataset(config.data, config.tokenizer)
-        model, sample = on_meta(config.model, seed=config.seed), sample_inputs(dataset)
+        model, sample = on_meta(config, seed=config.seed), sample_inputs(dataset)
         if layout.pipeline > 1:
             split = _split(config, layout, model, sample)
             config = with_values(config, {"strategy.pipeline.split": split})
-        spec = spec_for(config.model)
+        spec = spec_for(config)
         return cls(
             config,
             layout,
@@ -82,6 +88,7 @@ class ReducedRun:
             sample,
             is_text=dataset.kind == "tokens",
             is_packed=holds_documents(dataset),
+            structured=_structured(dataset, layout),
             num_blocks=len(spec.blocks(model)),
             repeats=spec.repeats(model)
             and _are_divided_alike(config, spec.blocks(model), model)
@@ -96,7 +103,7 @@ class ReducedRun:
 
     def build(self, num_blocks: int | None = None) -> nn.Module:
         """Return a model of as many of the first blocks, or ``num_blocks``, on the meta device."""
-        spec, count = spec_for(self.config.model), num_blocks or self.num_blocks
+        spec, count = spec_for(self.config), num_blocks or self.num_blocks
         if count == len(spec.blocks(self.model)):
             return copy.deepcopy(self.model)
         assert spec.layers is not None
@@ -108,7 +115,7 @@ class ReducedRun:
         return PipelineSchedule(
             self.layout.schedule,
             degree=self.layout.pipeline,
-            microbatches=self.layout.round_microbatches,
+            microbatches=self.layout.microbatches_per_round,
             stages_per_rank=self.layout.stages_per_rank,
         )
 
@@ -156,13 +163,13 @@ class ReducedRun:
         degree = min(_SHORT, layout.pipeline)
         fits = SCHEDULES[layout.schedule].fits
         # The first rank's forwards may all go ahead of its backwards, or all but one.
-        rest = 2 if place else min(2, layout.round_microbatches - layout.pipeline)
+        rest = 2 if place else min(2, layout.microbatches_per_round - layout.pipeline)
         microbatches = next(
             n
             for n in itertools.count(degree + rest if rest < 2 else _SETTLED)
             if fits(n, degree=degree, stages_per_rank=layout.stages_per_rank)
         )
-        microbatches = min(microbatches, layout.round_microbatches)
+        microbatches = min(microbatches, layout.microbatches_per_round)
         short = self._with(degree=degree, microbatches=microbatches, rounds=min(2, layout.rounds))
         short_place = min(place, max(1, degree - layout.pipeline + place))
         counts = [1] * short.layout.num_stages
@@ -194,6 +201,14 @@ class ReducedRun:
         split = {} if self.layout.pipeline == 1 else {"strategy.pipeline.split": counts}
         config = with_values(self.config, split)
         return dataclasses.replace(self, config=config, num_blocks=sum(counts))
+
+
+def _structured(dataset: Dataset, layout: Layout) -> CollatedSamples | None:
+    """Read a micro-batch of samples whose shapes nobody else knows."""
+    if dataset.kind != "structured":
+        return None
+    batch = first_batch(dataset, size=layout.micro_batch_size)
+    return batch.map(lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
 def _are_divided_alike(

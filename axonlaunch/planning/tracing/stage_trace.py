@@ -7,7 +7,7 @@ What can't be traced so is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import data_parallel_facts
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.dataset import AnyBatch, MicroBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
@@ -116,7 +116,7 @@ class StageTrace:
         trace = done[next(iter(self._keys()))]
         short, whole = self.short.layout, self.whole.layout
         micro_batches = whole.micro_batches - short.micro_batches
-        in_a_round = whole.round_microbatches - short.round_microbatches
+        in_a_round = whole.microbatches_per_round - short.microbatches_per_round
         more = dict.fromkeys(CATEGORIES, 0)
         more["activations"] = micro_batches * trace.fed
         for category, num_bytes in trace.received.items():
@@ -173,14 +173,13 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
     world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
     with refusing_untraceable(reduced.config):
         dry = FakeRank(reduced, world, trace=trace)
-        batch, spec = dry.batch(), spec_for(reduced.config.model)
+        batch, spec = dry.batch(), spec_for(reduced.config)
         with dry.storing():
             dry.settle()
             measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
     layout = reduced.layout
-    tensors = (batch.inputs, batch.targets, batch.positions)
-    fed = sum(one.nbytes for one in tensors if one is not None)
-    fed //= layout.micro_batches * layout.context
+    micro_batches: Iterator[MicroBatch] = batch.micro_batches(layout.micro_batch_size)
+    fed = next(micro_batches).nbytes // layout.context
     if layout.pipeline == 1:
         fed += torch.float32.itemsize
     read = _most_read_at_once(dry.engine) if initial_weights(reduced.config.model) else 0
@@ -211,7 +210,7 @@ def _of_parameters(stats: FSDPMemoryStats | None) -> dict[str, int]:
 
 def measure_stage(
     engine: Engine,
-    batch: Batch,
+    batch: AnyBatch,
     trace: StorageTrace,
     *,
     spec: ModelSpec,
@@ -242,7 +241,7 @@ def follow(engine: Engine, trace: StorageTrace) -> None:
 
 def step(
     engine: Engine,
-    batch: Batch,
+    batch: AnyBatch,
     trace: StorageTrace,
     *,
     updating: Callable[[], AbstractContextManager[None]] = nullcontext,

@@ -33,7 +33,7 @@ def refusing_untraceable(config: RunConfig) -> Iterator[None]:
         ConfigError: What fails, and the module it is in.
     """
     silence_fake_tensors()
-    if why := spec_for(config.model).untraceable:
+    if why := spec_for(config).untraceable:
         raise ConfigError([ConfigIssue("model.name", why, config.model.name)])
     try:
         yield

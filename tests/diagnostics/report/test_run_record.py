@@ -13,7 +13,14 @@ from run_folders import run_folder, write_lines
 
 from axonlaunch.cli.run_folders import read_runs
 from axonlaunch.diagnostics.report.comparison import changed_settings, results
-from axonlaunch.diagnostics.report.life import goodput, spans, step_seconds
+from axonlaunch.diagnostics.report.life import (
+    cost,
+    device_seconds,
+    goodput,
+    nodes_of_run,
+    spans,
+    step_seconds,
+)
 from axonlaunch.diagnostics.report.page_data import page_data
 from axonlaunch.diagnostics.report.run_record import NotARunError, find_runs, is_running, read_run
 
@@ -115,6 +122,48 @@ def test_each_attempt_of_a_run_is_a_span_also_one_that_was_killed(tmp_path: Path
     attempts = [(span.start, span.end) for span in found if span.kind == "attempt"]
     assert attempts == [(1, 5), (6, 6), (8, 12)]
     assert [span.text for span in found if span.kind == "failure"] == ["rank 1: killed by SIGKILL"]
+
+
+PRICE = "hardware:\n  price_per_hour: 3\n"
+
+
+def test_a_run_costs_its_devices_hours_at_their_price(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", extra_config=PRICE)
+    start = {"event": "started", "step": 0}
+    events = [
+        {"time": 0, "event": "launched"},
+        {"time": 60, **start, "world_size": 4},
+        {"time": 1800, "event": "failed", "rank": 1, "reason": "boom"},
+        {"time": 3600, **start, "world_size": 2},
+        {"time": 7200, "event": "ended"},
+    ]
+    write_lines(folder / "events.jsonl", events)
+    run = read_run(folder)
+    assert device_seconds(run) == 4 * 1800 + 2 * 3600
+    assert cost(run) == pytest.approx(3 * 4)
+    assert cost(read_run(run_folder(tmp_path / "free"))) is None
+
+
+def test_the_devices_of_a_run_that_was_killed_were_held_while_it_did_its_steps(
+    tmp_path: Path,
+) -> None:
+    folder = run_folder(tmp_path / "demo", steps=20, status=None)  # of 0.1 s
+    started = {"time": 5, "event": "started", "step": 10, "world_size": 8}
+    write_lines(folder / "events.jsonl", [{"time": 0, "event": "launched"}, started])
+    assert device_seconds(read_run(folder)) == pytest.approx(8 * (5 + 1))
+
+
+def test_nodes_that_join_and_leave_are_named(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo")
+    names = [["a", "b"], ["a"], ["a", "c", "c"]]
+    write_lines(
+        folder / "events.jsonl",
+        [{"time": n, "event": "nodes", "machines": one} for n, one in enumerate(names)],
+    )
+    run = read_run(folder)
+    changes = [(span.start, span.text) for span in spans(run) if span.kind == "node"]
+    assert changes == [(1, "b left"), (2, "c joined"), (2, "c joined")]
+    assert nodes_of_run(run) == ["a", "c", "c"]
 
 
 def test_runs_are_found_at_any_depth_and_not_in_each_other(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ def test_a_rank_that_loads_holds_its_part_and_at_most_a_tensor_beside_it(
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     layout = [f"strategy={strategy}"]
     ranks = bench.load(tmp_path, layout, ranks=2)
-    words = ["model=hf", f"model.path={tmp_path}", *bench.DATA, *layout, "launch.nproc=2"]
-    [estimated] = estimate(estimate_config([*words, "hardware=cpu"])).ranks
+    overrides = ["model=hf", f"model.path={tmp_path}", *bench.DATA, *layout, "launch.nproc=2"]
+    [estimated] = estimate(estimate_config([*overrides, "hardware=cpu"])).ranks
     assert 0 < estimated.read_bytes <= ranks[0].largest
     for one in ranks:
         assert one.part < 0.51 * total

@@ -26,8 +26,8 @@ FSDP = ["strategy=fsdp", "launch.nproc=2"]
 SAMPLE = torch.arange(32)[None] * 7
 
 
-def on_ranks(words: list[str], work: Any) -> Any:
-    chosen = run_config([*SETTINGS, *words])
+def on_ranks(overrides: list[str], work: Any) -> Any:
+    chosen = run_config([*SETTINGS, *overrides])
     assert chosen.launch.nproc != "auto"
     return World.mock(chosen.launch.nproc).run(
         lambda world: work(*rank_engine(chosen, world), world)
@@ -43,10 +43,10 @@ def test_a_run_resumes_on_another_layout_and_transformers_loads_its_export(
     import transformers
 
     save(kind, tmp_path / "model", num_hidden_layers=4)
-    words = [f"model.path={tmp_path / 'model'}"]
+    overrides = [f"model.path={tmp_path / 'model'}"]
 
     def train(engine: Any, loader: Any, world: World) -> list[float]:
-        chosen = run_config([*SETTINGS, *words, *writer])
+        chosen = run_config([*SETTINGS, *overrides, *writer])
         weights.load_initial_weights(engine, chosen.model, world=world)
         for step in range(2):
             engine.train_step(loader.batch(step))
@@ -63,13 +63,13 @@ def test_a_run_resumes_on_another_layout_and_transformers_loads_its_export(
         saver.save(engine.state_dict(), step=4, samples=16)
         return losses, engine.predict(SAMPLE)
 
-    uninterrupted = on_ranks([*words, *writer], train)
-    resumed, logits = on_ranks([*words, *reader], resume)
+    uninterrupted = on_ranks([*overrides, *writer], train)
+    resumed, logits = on_ranks([*overrides, *reader], resume)
     assert resumed == pytest.approx(uninterrupted, rel=1e-5)
 
     newest = checkpoint.latest(tmp_path / "run")
     assert newest is not None
-    chosen = run_config([*SETTINGS, *words, *reader])
+    chosen = run_config([*SETTINGS, *overrides, *reader])
     weights.export_weights(newest, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 

@@ -37,9 +37,11 @@ def test_a_family_learns_in_two_stages_as_in_a_plain_loop(kind: str, tmp_path: P
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_learns_as_a_plain_loop(schedule: str, tmp_path: Path) -> None:
     save("gemma2", tmp_path, num_hidden_layers=BLOCKS)  # windows, softcaps, a tied and scaled table
-    words = ["train.global_batch_size=8", "train.micro_batch_size=1"]
-    found = by_axonlaunch(tmp_path, [*PIPELINE, f"strategy.pipeline.schedule={schedule}"], *words)
-    assert found == pytest.approx(by_transformers(tmp_path, *words), rel=2e-5)
+    overrides = ["train.global_batch_size=8", "train.micro_batch_size=1"]
+    found = by_axonlaunch(
+        tmp_path, [*PIPELINE, f"strategy.pipeline.schedule={schedule}"], *overrides
+    )
+    assert found == pytest.approx(by_transformers(tmp_path, *overrides), rel=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["opt", "qwen3_moe"])
@@ -161,10 +163,10 @@ def test_evaluation_passes_the_same_stages(tmp_path: Path) -> None:
     from axonlaunch.comm import World
 
     save("phi3", tmp_path, num_hidden_layers=BLOCKS)
-    words = [*SETTINGS, f"model.path={tmp_path}"]
+    overrides = [*SETTINGS, f"model.path={tmp_path}"]
 
     def predict(layout: list[str]) -> list[torch.Tensor]:
-        chosen = run_config([*words, *layout])
+        chosen = run_config([*overrides, *layout])
         tokens = torch.arange(2 * 32).view(2, 32)
 
         def run(world: World) -> torch.Tensor:

@@ -20,7 +20,7 @@ from axonlaunch.config.registry import Needs
 from axonlaunch.models.hf import files, library
 
 
-def words(kind: str, **changes: Any) -> list[str]:
+def overrides_of(kind: str, **changes: Any) -> list[str]:
     content = plain({**FAMILIES[kind], **changes}).replace(":", ": ")
     return ["model=hf", f"model.config={content}", "model.init=random", "data=synthetic_tokens"]
 
@@ -49,16 +49,16 @@ def refusal(*overrides: str) -> str:
     ],
 )
 def test_what_can_not_be_done_is_refused(overrides: list[str], reported: str) -> None:
-    assert refusal(*words("llama"), *overrides).startswith(reported)
+    assert refusal(*overrides_of("llama"), *overrides).startswith(reported)
 
 
 def test_figures_that_only_a_forward_refuses_are_refused() -> None:
-    found = refusal(*words("qwen3", num_key_value_heads=3))
+    found = refusal(*overrides_of("qwen3", num_key_value_heads=3))
     assert found.startswith("model.config: its forward fails with RuntimeError: ")
 
 
 def test_an_attention_that_a_family_lacks_is_refused() -> None:
-    found = refusal(*words("bloom"), "model.attention=sdpa")
+    found = refusal(*overrides_of("bloom"), "model.attention=sdpa")
     assert found.startswith("model.attention=sdpa: the model refuses it (BloomForCausalLM does not")
     assert found.endswith("); use auto")
 
@@ -84,7 +84,7 @@ def test_settings_that_do_not_fit_each_other_are_refused(
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Needs, "is_missing", property(lambda needs: needs.module == "transformers"))
     expected = "model.name=hf: transformers is not installed; pip install 'axonlaunch[hf]'"
-    assert expected in refusal(*words("llama"))
+    assert expected in refusal(*overrides_of("llama"))
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.8.1"])
@@ -99,7 +99,9 @@ def test_an_old_transformers_is_refused(version: str, monkeypatch: pytest.Monkey
 def test_flex_attention_is_not_estimated() -> None:
     from axonlaunch.planning.memory.estimate import estimate
 
-    chosen = estimate_config([*words("llama"), "model.attention=flex", "data.sequence_length=32"])
+    chosen = estimate_config(
+        [*overrides_of("llama"), "model.attention=flex", "data.sequence_length=32"]
+    )
     with pytest.raises(ConfigError, match="can't be run without values; use sdpa to estimate"):
         estimate(chosen)
 

@@ -39,21 +39,21 @@ def family(kind: str, **changes: Any) -> str:
     return f"model.config={plain({**FAMILIES[kind], **changes})}"
 
 
-def problems(kind: str, *words: str, **changes: Any) -> str:
+def problems(kind: str, *overrides: str, **changes: Any) -> str:
     with pytest.raises(ConfigError) as refused:
-        run_config([*SETTINGS, family(kind, **changes), *words])
+        run_config([*SETTINGS, family(kind, **changes), *overrides])
     return str(refused.value)
 
 
-def on_ranks(words: list[str], work: Any) -> list[Any]:
-    chosen = run_config([*SETTINGS, *words])
+def on_ranks(overrides: list[str], work: Any) -> list[Any]:
+    chosen = run_config([*SETTINGS, *overrides])
     assert chosen.launch.nproc != "auto"
     return World.mock(chosen.launch.nproc).run(
         lambda world: work(*rank_engine(chosen, world), world)
     )
 
 
-def saved_by(words: list[str], folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+def saved_by(overrides: list[str], folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Train two steps, save, train on; return what was saved and the later losses."""
 
     def write(engine: Any, loader: Any, world: World) -> Any:
@@ -64,7 +64,7 @@ def saved_by(words: list[str], folder: Path) -> tuple[dict[str, torch.Tensor], l
         held = {name: whole(tensor).clone() for name, tensor in state["model"].items()}
         return held, [float(engine.train_step(loader.batch(step)).loss) for step in (2, 3)]
 
-    return on_ranks(words, write)[0]
+    return on_ranks(overrides, write)[0]
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(TENSOR, FSDP), (FSDP, TENSOR)])
@@ -91,11 +91,11 @@ def test_a_run_resumes_between_tensor_and_sharded_layouts(
 def test_transformers_loads_what_a_tensor_run_exports(tmp_path: Path) -> None:
     import transformers
 
-    words = [family("mixtral"), *TENSOR]
-    states, _ = saved_by(words, tmp_path / "run")
+    overrides = [family("mixtral"), *TENSOR]
+    states, _ = saved_by(overrides, tmp_path / "run")
     found = checkpoint.latest(tmp_path / "run")
     assert found is not None
-    chosen = run_config([*SETTINGS, *words])
+    chosen = run_config([*SETTINGS, *overrides])
     weights.export_weights(found, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     loaded = dict(theirs.named_parameters())
@@ -107,9 +107,9 @@ def test_transformers_loads_what_a_tensor_run_exports(tmp_path: Path) -> None:
 def test_a_layout_that_divides_layers_is_estimated_with_less_memory() -> None:
     from axonlaunch.planning.memory.estimate import estimate
 
-    def peak(*words: str) -> int:
+    def peak(*overrides: str) -> int:
         common = [*SETTINGS, family("llama"), "hardware=h100_80gb", "train.micro_batch_size=1"]
-        return int(estimate(estimate_config([*common, *words])).peak_bytes)
+        return int(estimate(estimate_config([*common, *overrides])).peak_bytes)
 
     assert peak(*TENSOR) < 0.7 * peak("strategy=ddp", "launch.nproc=2")
 
@@ -206,8 +206,8 @@ def test_weights_that_were_saved_are_read_into_parts_of_experts(tmp_path: Path) 
         weights.load_initial_weights(engine, chosen.model, world=world)
         return {name: whole(one).clone() for name, one in engine.state_dict()["model"].items()}
 
-    words = [*SETTINGS[:1], *SETTINGS[2:], f"model.path={tmp_path}", *TENSOR]
-    chosen = run_config(words)
+    overrides = [*SETTINGS[:1], *SETTINGS[2:], f"model.path={tmp_path}", *TENSOR]
+    chosen = run_config(overrides)
     read = World.mock(2).run(lambda world: start(*rank_engine(chosen, world), world))[0]
     for name, tensor in theirs.items():
         assert torch.equal(read[name], tensor), name

@@ -16,6 +16,7 @@ from string import Template
 from typing import Any
 
 _UPLOT = "uplot"
+_SCRIPTS = ("elements.js", "page.js")
 
 
 def page_of(data: Mapping[str, Any], *, title: str, is_live: bool = False) -> str:
@@ -28,7 +29,7 @@ def page_of(data: Mapping[str, Any], *, title: str, is_live: bool = False) -> st
     """
     here = files(__name__)
     uplot = (here / _UPLOT / "uPlot.iife.min.js").read_text(encoding="utf-8")
-    script = (here / "page.js").read_text(encoding="utf-8")
+    script = "".join((here / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
         f"script-src {_hash(uplot)} {_hash(script)}"

@@ -1,54 +1,19 @@
-"use strict";
 // Lays the data of the page out; what is drawn as a chart uPlot draws. Every text of a run is put in
 // as text, never as markup: a run's name or a sample may hold anything.
 (() => {
   let data = JSON.parse(document.getElementById("data").textContent);
   const page = document.getElementById("page");
   const COLOURS = ["#2f7ed8", "#e8710a", "#2a9d55", "#b5479d", "#8a6d00", "#c62828", "#00838f", "#6d5bd0"];
-  const KINDS = { attempt: "#2a9d55", save: "#2f7ed8", evaluation: "#e8710a", failure: "#c62828" };
+  const KINDS = { attempt: "#2a9d55", save: "#2f7ed8", evaluation: "#e8710a", failure: "#c62828", node: "#b5479d" };
+  const ACTIONS = { F: "#2f7ed8", B: "#e8710a", I: "#8a6d00", W: "#2a9d55" };
   const view = { axis: "step", log: false, smooth: 0.9, raw: true, open: new Set() };
   let charts = [];
   let range = null; // of the horizontal axis, where one has zoomed in: the same in every chart
-
-  function element(tag, attributes = {}, ...children) {
-    const made = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes)) {
-      if (name === "style") Object.assign(made.style, value);
-      else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-      else made.setAttribute(name, value);
-    }
-    made.append(...children.filter((child) => child !== null));
-    return made;
-  }
 
   function section(title, ...children) {
     const made = element("section", {}, element("h2", {}, title), ...children);
     page.append(made);
     return made;
-  }
-
-  function colour(name) {
-    return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  }
-
-  function bytes(value) {
-    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let unit = 0;
-    for (; Math.abs(value) >= 1024 && unit < units.length - 1; unit++) value /= 1024;
-    return `${unit ? value.toPrecision(3) : value} ${units[unit]}`;
-  }
-
-  function short(value) {
-    if (value === null || value === undefined) return "--";
-    const size = Math.abs(value);
-    if (Number.isInteger(value) && size < 1e15) return value.toLocaleString("en-US");
-    return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(5) : String(Number(value.toPrecision(7)));
-  }
-
-  function clock(seconds) {
-    const whole = Math.round(seconds);
-    const parts = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
-    return parts.map((part) => String(part).padStart(2, "0")).join(":");
   }
 
   // The values of the horizontal axis for steps: the steps themselves, or the tokens or seconds that
@@ -104,14 +69,6 @@
       }
     });
     return found;
-  }
-
-  function ticks(value) {
-    const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
-    for (const [size, unit] of units) {
-      if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(4))}${unit}`;
-    }
-    return String(Number(value.toPrecision(4)));
   }
 
   function horizontal(value) {
@@ -205,12 +162,6 @@
     redraw();
   }
 
-  function table(head, rows) {
-    return element("div", { class: "scroll" }, element("table", {},
-      element("thead", {}, element("tr", {}, ...head.map((text) => element("th", {}, text)))),
-      element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text)))))));
-  }
-
   // Stays open while the page of a run that trains is drawn again.
   function folded(name, title, content) {
     const made = element("details", {}, element("summary", {}, title), content);
@@ -261,11 +212,37 @@
   }
 
   function steps(run) {
-    if (!run.steps.length) return;
-    const names = [...new Set(run.steps.flatMap((rank) => Object.keys(rank.parts)))];
+    if (!run.steps) return;
+    const { bars, measured, reason, pipelines } = run.steps;
+    const names = [...new Set(bars.flatMap((bar) => Object.keys(bar.parts)))];
     const text = (seconds) => `${short(Number((1000 * seconds).toPrecision(4)))} ms`;
-    const bars = run.steps.map((rank) => ({ title: `${rank.name}: ${text(rank.step_s)} a step`, parts: rank.parts, text }));
-    section(titled(run, "Profiled steps"), key(names), ...parts(bars, names, Math.max(...run.steps.map((rank) => rank.step_s), 1e-9)));
+    const most = Math.max(measured ?? 0, ...bars.map((bar) => bar.step_s), 1e-9);
+    const drawn = parts(bars.map((bar) => ({ title: `${bar.name}: ${text(bar.step_s)} a step`, parts: bar.parts, text })), names, most);
+    if (measured !== null) {
+      drawn.push(element("div", {}, `measured, median of the logged steps: ${text(measured)}`),
+        element("div", { class: "bar" }, element("span", { style: { width: `${100 * measured / most}%`, background: colour("--faint") } })));
+    }
+    section(titled(run, "Step time"), ...(names.length ? [key(names)] : []), ...drawn,
+      reason ? element("p", { class: "faint" }, `not predicted: ${reason}`) : "",
+      ...pipelines.flatMap((one) => pipeline(one, text)));
+  }
+
+  // A row a rank, a bar an action of the pipeline: 2F0 is stage 2, forward, micro-batch 0.
+  function pipeline({ name, actions }, text) {
+    const span = Math.max(...actions.map((action) => action[2]), 1e-9);
+    const rows = [...new Set(actions.map((action) => action[0]))].sort((a, b) => a - b);
+    const kinds = { F: "forward", B: "backward", I: "input gradients", W: "weight gradients" };
+    const used = Object.keys(kinds).filter((kind) => actions.some((action) => action[3].includes(kind)));
+    return [
+      element("h3", {}, `pipeline, ${name}: ${text(span)}`),
+      element("div", { class: "key" }, ...used.map((kind) => element("span", {},
+        element("i", { style: { background: ACTIONS[kind] } }), kinds[kind]))),
+      ...rows.map((rank) => element("div", { class: "lane" }, element("span", { class: "faint" }, `rank ${rank}`),
+        element("div", {}, ...actions.filter((action) => action[0] === rank).map(([, start, stop, action]) => element("i", {
+          title: `${action}: ${text(stop - start)}`,
+          style: { left: `${100 * start / span}%`, width: `${100 * (stop - start) / span}%`, background: ACTIONS[action.match(/[FBIW]/)?.[0]] ?? colour("--faint") },
+        }))))),
+    ];
   }
 
   // uPlot's axes, cursor and legend; the cells are its own `draw` hook's.
@@ -353,7 +330,7 @@
   function configuration(run) {
     if (!run.config.length) return;
     section(titled(run, "Configuration"), folded(`settings of ${run.label}`, `${run.config.length} settings`,
-      table(["key", "value"], run.config)));
+      table(["key", "value", "set by"], run.config)));
   }
 
   function render() {

@@ -37,7 +37,7 @@ def read_message(channel: Channel, name: str, sender: str) -> Any:
         raise ForgedMessageError(f"{name}: was deleted") from error
 
 
-def meet(
+def handshake(
     channel: Channel,
     *,
     member: int,

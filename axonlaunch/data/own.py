@@ -1,0 +1,225 @@
+"""A dataset of one's own as torch has them: by index, or a stream; of samples of any structure.
+
+What has the form of ``data.dataset.Dataset`` is taken as it is. A stream's order is its own; which
+of its samples a step sees is the loader's business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from axonlaunch.data.dataset import Batch, Dataset, Kind, NoText, Split
+from axonlaunch.data.samples import Collate, Samples, collating
+
+_DATASET = ("kind", "num_samples", "num_eval_samples", "num_classes", "sample_shape", "samples")
+_EVAL_FRACTION = 0.05
+
+Refusal = Callable[[str], Exception]
+
+
+def adapt_dataset(
+    dataset: Any,
+    *,
+    collate: Collate | None,
+    eval_fraction: float | None,
+    num_classes: int | None,
+    refusal: Refusal,
+) -> Dataset:
+    """Return what somebody's builder made in the form of a dataset.
+
+    Args:
+        dataset: What it returned.
+        collate: Makes a batch of samples; None: torch's default, and pairs stay pairs.
+        eval_fraction: Share of a map-style dataset that is held out where it has no ``held_out``;
+            None: 5 %.
+        num_classes: Of pairs; None: as the dataset says.
+        refusal: Makes the error of a reason.
+
+    Raises:
+        ConfigError: It is none, or empty.
+    """
+    if all(hasattr(dataset, name) for name in _DATASET):
+        return cast("Dataset", dataset)
+    share = _EVAL_FRACTION if eval_fraction is None else eval_fraction
+    if not _is_stream(dataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        if not len(dataset):
+            raise refusal("its dataset is empty")
+        if collate is None and _is_pair(dataset[0]):
+            return PairsDataset(dataset, num_classes, share, refusal)
+        return IndexedSamples(dataset, collate, share, refusal)
+    if hasattr(dataset, "__iter__"):
+        return StreamedSamples(dataset, collate, refusal)
+    missing = ", ".join(name for name in _DATASET if not hasattr(dataset, name))
+    raise refusal(
+        f"returned {type(dataset).__name__}, which is neither a map-style dataset (__len__ and "
+        f"__getitem__), nor a stream (__iter__), nor one of ours: it has no {missing}"
+    )
+
+
+class PairsDataset(NoText):
+    """A map-style dataset whose items are ``(inputs, targets)``; its last samples are held out."""
+
+    def __init__(
+        self, pairs: Any, num_classes: int | None, eval_fraction: float, refusal: Refusal
+    ) -> None:
+        """Look at the first item.
+
+        Raises:
+            ConfigError: The number of classes is not known.
+        """
+        self._pairs = pairs
+        inputs = np.asarray(pairs[0][0])
+        self.kind: Kind = "tokens" if np.issubdtype(inputs.dtype, np.integer) else "images"
+        self.sample_shape = inputs.shape
+        self.num_classes = _num_classes(pairs, num_classes, refusal)
+        self.num_eval_samples = round(len(pairs) * eval_fraction)
+        self.num_samples = len(pairs) - self.num_eval_samples
+
+    def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
+        """Return the samples of these indices, in their order."""
+        first = self.num_samples if split == "eval" else 0
+        pairs = [self._pairs[first + int(index)] for index in indices]
+        dtype = np.int64 if self.kind == "tokens" else np.float32
+        inputs = np.stack([np.asarray(pair[0], dtype=dtype) for pair in pairs])
+        return Batch.from_numpy(inputs, np.stack([np.asarray(pair[1]) for pair in pairs]))
+
+
+class _OwnSamples(NoText):
+    """Samples of any structure, and those that are held out."""
+
+    kind: Kind = "structured"
+    num_classes = 0
+    sample_shape: tuple[int, ...] = ()
+
+    def __init__(self, dataset: Any, collate: Collate | None, refusal: Refusal) -> None:
+        """Look for what is held out.
+
+        Raises:
+            ConfigError: It has no length, or can't be indexed.
+        """
+        self.collate = collating(collate)
+        self._held_out: Any = getattr(dataset, "held_out", None)
+        fits = hasattr(self._held_out, "__getitem__") and hasattr(self._held_out, "__len__")
+        if self._held_out is not None and not fits:
+            kind = type(self._held_out).__name__
+            raise refusal(f"its held_out is {kind}, without __len__ and __getitem__; it needs both")
+        self.num_eval_samples = 0 if self._held_out is None else len(self._held_out)
+
+    def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Samples:
+        """Return the samples of these indices, in their order."""
+        return Samples([self.item(int(index), split) for index in indices], self.collate)
+
+    def item(self, index: int, split: Split) -> Any:
+        """Return one sample."""
+        assert split == "eval"
+        return self._held_out[index]
+
+
+class IndexedSamples(_OwnSamples):
+    """A map-style dataset; its last samples are held out where it has no ``held_out``."""
+
+    def __init__(
+        self, dataset: Any, collate: Collate | None, eval_fraction: float, refusal: Refusal
+    ) -> None:
+        """Divide it."""
+        super().__init__(dataset, collate, refusal)
+        self._dataset = dataset
+        if self._held_out is None:
+            self.num_eval_samples = round(len(dataset) * eval_fraction)
+        self.num_samples = len(dataset) - (
+            0 if self._held_out is not None else self.num_eval_samples
+        )
+
+    def item(self, index: int, split: Split) -> Any:
+        """Return one sample."""
+        if split == "eval" and self._held_out is not None:
+            return self._held_out[index]
+        return self._dataset[index + (self.num_samples if split == "eval" else 0)]
+
+
+class StreamedSamples(_OwnSamples):
+    """An iterable dataset, read from one end to the other, again and again.
+
+    Attributes:
+        num_samples: Of a pass, as its ``__len__`` says; 0: it does not say.
+        has_state: Whether it says where it is, so that a resumed run need not read what was read.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate | None, refusal: Refusal) -> None:
+        """Look at what it offers.
+
+        Raises:
+            ConfigError: It has half of what a state takes, or its state is nothing JSON can hold.
+        """
+        super().__init__(dataset, collate, refusal)
+        self._dataset = dataset
+        try:
+            self.num_samples = len(dataset)
+        except (TypeError, NotImplementedError):
+            self.num_samples = 0
+        self.is_unsized = not self.num_samples
+        halves = [hasattr(dataset, name) for name in ("state_dict", "load_state_dict")]
+        if any(halves) and not all(halves):
+            raise refusal("it has one of state_dict and load_state_dict; it needs both, or neither")
+        self.has_state = all(halves)
+        if self.has_state:
+            try:
+                self.state()
+            except (TypeError, ValueError) as error:
+                message = f"its state_dict() can't be written as JSON ({error}); use numbers, text"
+                raise refusal(f"{message}, lists and dicts with keys of text") from None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a run says of the data when it starts."""
+        if self.has_state:
+            return ()
+        return ("data: a stream without state_dict; a resumed run reads what was read again",)
+
+    def state(self) -> str:
+        """Return where it is, as JSON."""
+        return json.dumps(self._dataset.state_dict(), allow_nan=False)
+
+    def load_state(self, state: str) -> None:
+        """Put it where it was."""
+        self._dataset.load_state_dict(json.loads(state))
+
+    def begin(self, epoch: int) -> None:
+        """Say which pass the next one is."""
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+    def read(self) -> Iterator[Any]:
+        """Yield the samples of a pass, or of a state that was loaded those that are left of it."""
+        yield from self._dataset
+
+
+def _is_stream(dataset: Any) -> bool:
+    """Say whether it is torch's ``IterableDataset``, whose ``__getitem__`` only fails."""
+    from torch.utils.data import IterableDataset
+
+    return isinstance(dataset, IterableDataset)
+
+
+def _is_pair(item: Any) -> bool:
+    """Say whether an item is inputs and targets, each a tensor, an array or a number."""
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        return False
+    return all(hasattr(part, "__array__") or isinstance(part, int | float) for part in item)
+
+
+def _num_classes(pairs: Any, given: int | None, refusal: Refusal) -> int:
+    """Return the size of the target space, as given, or as the dataset says it itself."""
+    if given is not None:
+        return given
+    for name in ("num_classes", "vocab_size"):
+        if isinstance(getattr(pairs, name, None), int):
+            return int(getattr(pairs, name))
+    if hasattr(pairs, "classes"):  # as torchvision's have
+        return len(pairs.classes)
+    raise refusal("the dataset has no attribute num_classes or vocab_size; set data.num_classes")

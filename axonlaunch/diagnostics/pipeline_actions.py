@@ -1,0 +1,49 @@
+"""What a pipeline's ranks did in a profiled step, and when: from the traces that they wrote.
+
+It imports no torch. Ranks of one node share a clock; those of others are put on the first one's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from axonlaunch.diagnostics.step_breakdown import STEP
+
+CLOCK_AHEAD = "axonlaunchClockAheadNanoseconds"
+"""Key of a trace: by how much its clock is ahead of the first profiled rank's."""
+_ACTION = re.compile(r"axonlaunch pipeline (\d+[FBIW]\d+)")
+
+
+def pipeline_actions(
+    traces: Mapping[int, Mapping[str, Any]],
+) -> list[tuple[int, float, float, str]]:
+    """Return what each rank did in the first profiled step: rank, start, stop, action.
+
+    Args:
+        traces: Of each profiled rank, its trace.
+
+    Returns:
+        Seconds from the first action; actions as ``2F0``: stage, kind, micro-batch. [] without a
+        pipeline.
+    """
+    found: list[tuple[int, float, float, str]] = []
+    for rank, trace in traces.items():
+        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+        # Of a GPU, when its kernels ran, not when they were queued.
+        on_device = [event for event in events if event.get("cat") == "gpu_user_annotation"]
+        named = on_device or [event for event in events if event.get("cat") == "user_annotation"]
+        steps = [event for event in named if str(event["name"]).startswith(STEP)]
+        if not steps:
+            continue
+        first = min(steps, key=lambda event: float(event["ts"]))
+        end = float(first["ts"]) + float(first["dur"])
+        zero = int(trace.get("baseTimeNanoseconds", 0)) - int(trace.get(CLOCK_AHEAD, 0))
+        for event in named:
+            match = _ACTION.fullmatch(str(event["name"]))
+            if match and float(first["ts"]) <= float(event["ts"]) <= end:
+                start = zero / 1e9 + float(event["ts"]) / 1e6
+                found.append((rank, start, start + float(event["dur"]) / 1e6, match[1]))
+    begin = min((start for _, start, _, _ in found), default=0.0)
+    return sorted((rank, start - begin, stop - begin, name) for rank, start, stop, name in found)

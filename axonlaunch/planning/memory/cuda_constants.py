@@ -1,0 +1,28 @@
+"""What CUDA and NCCL hold of a device that does not follow from a run: each with its source.
+
+Nobody has checked them against a run of this program: ``scripts/gpu memory`` prints the process's
+bytes beside the estimate. They are 0.4 GiB of a device for a rank alone, and 1.1 GiB and more for
+one in a world; half as much or twice as much is possible with other versions of NCCL, which
+``estimate.margin`` (a tenth of all) covers from 12 GiB on. The allocator's own constants are
+``caching_allocator``'s, and exact.
+"""
+
+from axonlaunch.system.formatting import MIB
+
+CUBLAS_WORKSPACE = 32 * MIB
+"""cuBLAS's workspace on Hopper and later, of torch's allocator, for each thread that multiplies:
+the one of forward and autograd's. Earlier devices take 8.125 MiB.
+
+Source: PyTorch ``aten/src/ATen/cuda/CublasHandlePool.cpp``; cuBLAS, ``CUBLAS_WORKSPACE_CONFIG``.
+"""
+CUDA_CONTEXT = 426 * MIB
+"""The driver's context with torch's kernels loaded when they are first used.
+
+Source: nvidia-smi, PyTorch 2.10 and CUDA 13.0 on an RTX 6000 Ada, unslothai/unsloth-zoo#1053;
+ptrblck gives "around 400MB" since CUDA 11.7, pytorch/pytorch#109888. Not checked against a run.
+"""
+NCCL_PAIR, NCCL_RING = 544 * MIB, 688 * MIB
+"""What NCCL holds for a communicator of two ranks, and of more.
+
+Source: 4 A100 with NVLink, NVIDIA/nccl#964. Not checked against a run.
+"""

@@ -1,0 +1,71 @@
+"""What of this node a run computes on: its devices, how many ranks each has, what memory that is.
+
+It asks the driver, in a process that is none of a rank, and never initialises CUDA in one that
+forks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from axonlaunch.comm import nccl
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.system import host
+
+
+def accelerators(config: RunConfig | None = None) -> int:
+    """Return the number of accelerators that NCCL can serve.
+
+    Args:
+        config: A run's, for which none is looked for where it is to be on the CPU; None: of any.
+
+    Raises:
+        ConfigError: There is a driver, and it fails: the run would be on the CPU unnoticed.
+    """
+    if config is not None and config.launch.device == "cpu":
+        return 0
+    try:
+        return len(nccl.devices())
+    except RuntimeError as error:
+        message = (
+            f"CUDA fails here: {str(error).splitlines()[0]}; repair it (nvidia-smi), or use "
+            "launch.device=cpu"
+        )
+        raise ConfigError([ConfigIssue("launch.backend", message)]) from None
+
+
+def device_problems(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
+    """Yield what keeps ranks from where they are to compute.
+
+    Args:
+        config: A run's, with backend and device decided.
+        devices: How many ranks of this node can have a device of their own.
+    """
+    launch = config.launch
+    backend, nproc = launch.backend, launch.nproc
+    assert nproc != "auto"
+    if backend == "nccl" and devices < nproc:
+        have = f"this node has {devices}" if devices else "this node has none"
+        instead = "gloo" if not devices else "gloo, or mock with launch.device=cuda"
+        message = f"{nproc} ranks need an accelerator each; {have}; use {instead}"
+        yield ConfigIssue("launch.backend", message, backend)
+    elif launch.device == "cuda" and not devices:
+        message = "this node has no accelerator that torch sees; use cpu"
+        yield ConfigIssue("launch.device", message, launch.device)
+    if backend == "mock" and config.train.compile:
+        message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
+        yield ConfigIssue("launch.backend", message, backend)
+
+
+def memory_of_a_rank(config: RunConfig) -> tuple[int, str]:
+    """Return the bytes that a rank may take of what it computes on here, and what that is."""
+    nproc = config.launch.nproc
+    assert nproc != "auto"
+    if config.launch.device == "cuda" and (devices := nccl.devices()):
+        sharing = 1
+        if config.launch.backend != "nccl":  # threads share the first, processes all of them
+            used = 1 if config.launch.backend == "mock" else len(devices)
+            sharing = -(-nproc // used)
+        where = "a device here" if sharing == 1 else "a rank's share of a device here"
+        return devices[0].memory_bytes // sharing, where
+    return host.memory_bytes() // nproc, "a rank's share of this node's memory"

@@ -1,0 +1,27 @@
+"""Whether torch's allocator of a GPU's memory grows its segments, which is said before its import.
+
+Segments of fixed sizes leave gaps that no later tensor fits: gigabytes of a run that is close to
+the device's memory. Ranks that axonlaunch starts grow them, as torchtitan's do, unless the user has
+settings of his own.
+
+Source: PyTorch, "CUDA semantics", ``expandable_segments``.
+"""
+
+from __future__ import annotations
+
+import os
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_GROWING = "expandable_segments:True"
+
+
+def grow_segments() -> None:
+    """Let this process, and those that it starts, grow segments; call it before torch is there."""
+    if not any(name in os.environ for name in _VARIABLES):
+        os.environ[_VARIABLES[0]] = _GROWING
+
+
+def segments_grow() -> bool:
+    """Return whether the segments of ranks that this process would start grow."""
+    given = [os.environ[name] for name in _VARIABLES if name in os.environ]
+    return not given or any(_GROWING.lower() in text.replace(" ", "").lower() for text in given)

@@ -1,0 +1,179 @@
+"""Parameters that are frozen by pattern: one process equals plain torch, layouts equal one."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from parity import Trained, assert_same, train, unequal_batches
+from rank_engine import rank_engine
+from torch.nn.functional import cross_entropy
+
+from axonlaunch import checkpoint
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.engines.tensor.local_parameters import TensorAxis
+from axonlaunch.models.build import build_model, on_meta
+from axonlaunch.models.parameter_facts import TrainingShares
+from axonlaunch.verification import compare
+from axonlaunch.verification.plan import ComparisonPlan
+
+SMALL = [
+    *("model=gpt", "model.hidden_size=16", "model.num_hidden_layers=4"),
+    *("model.num_attention_heads=2", "model.vocab_size=64", "model.max_position_embeddings=16"),
+    *("data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=8"),
+    *("train.grad_clip=null", "scheduler=constant", "checkpoint.every=0"),
+]
+FROZEN = [
+    "train.freeze=[embed_*,layers.0.*,layers.*.mlp.*,norm.*]",
+    "train.unfreeze=[layers.2.mlp.down_proj.*]",
+]
+"""Of every first stage nothing is trained, and the head, which is the embedding, is not either."""
+LAYOUTS = {
+    "ddp": "launch.nproc=2 strategy=ddp",
+    "zero1": "launch.nproc=2 strategy=zero1",
+    "zero2": "launch.nproc=2 strategy=zero2",
+    "hsdp": "launch.nproc=4 strategy=hsdp strategy.fsdp.replicate=2",
+    "offload": "launch.nproc=2 strategy=fsdp strategy.fsdp.cpu_offload=full",
+    "offloaded states": "launch.nproc=2 strategy=fsdp strategy.fsdp.cpu_offload=optimizer_states",
+    "tensor": "launch.nproc=2 strategy=tensor",
+    "pipeline": "launch.nproc=2 strategy=pipeline",
+    "zero bubble": "launch.nproc=2 strategy=pipeline strategy.pipeline.schedule=zbv_zero_bubble",
+    "context": "launch.nproc=2 strategy=fsdp strategy.context.degree=2",
+    "hybrid": "launch.nproc=8 strategy=hybrid strategy.tensor.degree=2 strategy.pipeline.degree=2",
+    "recomputed": "launch.nproc=2 strategy=fsdp train.activation_checkpointing=full",
+}
+
+
+@functools.cache
+def alone(*more: str) -> Trained:
+    return train([*SMALL, *FROZEN, "strategy=single", *more], 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_what_one_process_trains_and_leaves_the_rest(layout: str) -> None:
+    nproc, *chosen = LAYOUTS[layout].split()
+    found = train([*SMALL, *FROZEN, *chosen], int(nproc.removeprefix("launch.nproc=")))
+    assert_same(found, alone(), tolerance=1e-5)
+
+
+def test_one_process_gives_what_torch_gives_of_parameters_that_require_no_gradient() -> None:
+    found = alone("optimizer=sgd", "optimizer.lr=0.1", "optimizer.weight_decay=0.1")
+    chosen = run_config([*SMALL, "strategy=single", "train.global_batch_size=8"])
+    model = build_model(chosen.model, seed=0)
+    for name, parameter in model.named_parameters():
+        is_frozen = name.startswith(("embed_", "layers.0.", "norm.")) or ".mlp." in name
+        parameter.requires_grad_(not is_frozen or name.startswith("layers.2.mlp.down_proj."))
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    groups = [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in trained.values()]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    for step, batch in enumerate(unequal_batches(chosen, steps=len(found.losses))):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        assert found.losses[step] == pytest.approx(loss.item(), rel=1e-6)
+        assert found.gradients[step].keys() == trained.keys()
+        for name, parameter in trained.items():
+            assert torch.allclose(found.gradients[step][name], parameter.grad, atol=1e-6)
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(found.parameters[name], parameter, atol=1e-6)
+
+
+def test_what_is_frozen_has_no_states_and_no_gradients() -> None:
+    everything = TrainingShares.of(run_config([*SMALL, "strategy=single"]))
+    some = TrainingShares.of(run_config([*SMALL, *FROZEN, "strategy=single"]))
+    assert everything.gradients == 1
+    per_gradient = [one.states / one.gradients for one in (everything, some)]
+    assert per_gradient == pytest.approx([2, 2], rel=0.01)  # and a count of steps
+    model = on_meta(run_config([*SMALL, *FROZEN, "strategy=single"]), seed=0)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert some.gradients == trained / sum(p.numel() for p in model.parameters())
+
+
+def test_either_name_of_a_tied_weight_freezes_it() -> None:
+    model = on_meta(run_config([*SMALL, "train.freeze=[lm_head.*]", "strategy=single"]), seed=0)
+    assert not model.embed_tokens.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        ("train.freeze=[layer.0.*]", "train.freeze", "did you mean"),
+        ("train.freeze=[head] train.unfreeze=[nrm.*]", "train.unfreeze", "did you mean norm."),
+        ('train.freeze=["*"]', "train.freeze", "leaves no parameter that is trained"),
+        (
+            'train.freeze=["*"] train.unfreeze=[norm.*] optimizer.groups={"layers.*":{lr:1e-3}}',
+            "optimizer.groups.layers.*",
+            "matches no parameter that is trained",
+        ),
+    ],
+)
+def test_what_freezes_nothing_or_everything_is_refused(
+    overrides: str, key: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        run_config([*SMALL, *overrides.split()])
+    assert any(one.key == key and message in one.message for one in refused.value.problems)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "pipeline"])
+def test_a_run_with_frozen_parameters_resumes_on_another_layout(
+    layout: str, tmp_path: Path
+) -> None:
+    overrides = [*SMALL, *FROZEN, "train.global_batch_size=8", "train.steps=4"]
+
+    def losses(chosen: RunConfig, *, begin: int, end: int, save: bool) -> list[float]:
+        def run(world: World) -> list[float]:
+            engine, loader = rank_engine(chosen, world)
+            if begin:
+                saved = checkpoint.find_checkpoint(tmp_path)
+                assert saved is not None
+                state = checkpoint.load_checkpoint(saved, engine.state_dict(), world=world)
+                engine.load_state_dict(state)
+            found = [float(engine.train_step(loader.batch(n)).loss) for n in range(begin, end)]
+            if save:
+                saver = Saver(tmp_path, world=world, retention=Retention(newest=1))
+                saver.save(engine.state_dict(), step=end, samples=0)
+                saver.close()
+            return found
+
+        assert chosen.launch.nproc != "auto"
+        return World.mock(chosen.launch.nproc).run(run)[0]
+
+    whole = losses(run_config([*overrides, "strategy=single"]), begin=0, end=4, save=False)
+    first = run_config([*overrides, *LAYOUTS[layout].split()])
+    assert losses(first, begin=0, end=2, save=True) == pytest.approx(whole[:2], rel=1e-5)
+    again = run_config([*overrides, *LAYOUTS["tensor"].split()])
+    assert losses(again, begin=2, end=4, save=False) == pytest.approx(whole[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero bubble"])
+def test_verify_compares_what_is_trained_and_counts_what_is_frozen(layout: str) -> None:
+    chosen = run_config([*SMALL, *FROZEN, "train.global_batch_size=8", *LAYOUTS[layout].split()])
+    verdict = compare.on_mock(chosen, ComparisonPlan(steps=3))
+    assert verdict.passed, verdict.differences
+    model = on_meta(chosen, seed=0)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert set(verdict.frozen_parameters) == frozen
+    assert frozen.isdisjoint(verdict.unproved_parameters)
+
+
+def test_verify_notices_a_layout_that_trains_what_is_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = TensorAxis._placed
+
+    def trained(axis: TensorAxis, parameter: Any, cut: Any) -> Any:
+        return place(axis, parameter, cut).requires_grad_()
+
+    monkeypatch.setattr(TensorAxis, "_placed", trained)
+    overrides = [*SMALL, *FROZEN, "train.global_batch_size=8", *LAYOUTS["tensor"].split()]
+    verdict = compare.on_mock(run_config(overrides), ComparisonPlan(steps=2))
+    assert verdict.verdict == "failed"
