@@ -46,7 +46,8 @@ def block_flow(model: nn.Module, *, layers: str) -> BlockFlow:
         runs[1].preamble()
         before, after = runs[0].ends()
         shapes = {name: _shape(name, [run.shapes for run in runs]) for name in before}
-        return BlockFlow(before, after, shapes, tuple(runs[0].returns))
+        written = frozenset(runs[0].written & {*before})
+        return BlockFlow(before, after, shapes, written, tuple(runs[0].returns))
     except _ImpassableError as reason:
         return BlockFlow(problem=str(reason))
     except Exception as error:  # code of others may need values, or fail in any way
@@ -60,6 +61,7 @@ class _Run:
 
     Attributes:
         shapes: ``{module outside of the blocks: shapes of what it returned}``.
+        written: As of ``BlockFlow``.
         returns: As of ``BlockFlow``.
     """
 
@@ -68,7 +70,9 @@ class _Run:
         blocks: Any = model.get_submodule(layers)
         self._blocks: Sequence[nn.Module] = list(blocks)
         self.shapes: dict[str, set[tuple[int, ...]]] = {}
+        self.written: set[str] = set()
         self.returns: list[int | None] = []
+        self._made: list[tuple[str, Tensor, int]] = []
         self._watch = _Watch()
         self._stops_at_blocks = False
         self._previous: Tensor | None = None
@@ -104,6 +108,8 @@ class _Run:
             materialize(self._model, device="cpu")
             for name, parameter in self._model.named_parameters(remove_duplicate=False):
                 self._watch.parameters.setdefault(_storage(parameter), []).append(name)
+                if not parameter.requires_grad:
+                    self._watch.fixed.add(_storage(parameter))
             tokens = torch.zeros(self._sample, dtype=torch.int64)
             self._watch.depend(tokens)
             with self._watch:
@@ -173,6 +179,9 @@ class _Run:
     def _enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._stops_at_blocks:
             raise _Enough
+        if number == 0:
+            self.written = {name for name, made, at in self._made if made._version > at}
+            self._made.clear()
         if number != len(self.returns):
             raise _ImpassableError(f"{self._layers}.{number} is called out of turn")
         inputs = {**{f"argument {n}": argument for n, argument in enumerate(args)}, **kwargs}
@@ -189,13 +198,20 @@ class _Run:
             for tensor in tree_leaves(value):
                 if not isinstance(tensor, Tensor) or tensor is hidden:
                     continue
-                if tensor.requires_grad or self._watch.depends(tensor):
-                    why = "is trained" if tensor.requires_grad else "depends on the tokens"
+                if why := self._why_foreign(tensor):
                     raise _ImpassableError(
                         f"{self._layers}.{number} is given {name}, which {why}, beside the hidden "
                         "states; a pipeline passes those alone from stage to stage"
                     )
         self._watch.phase = number
+
+    def _why_foreign(self, tensor: Tensor) -> str:
+        """Return why other stages can't make a tensor themselves; empty if they can."""
+        if tensor.requires_grad:
+            return "is trained"
+        if self._watch.depends(tensor):
+            return "depends on the tokens"
+        return "is made of a parameter" if self._watch.is_fixed(tensor) else ""
 
     def _leave(self, number: int, output: Any) -> None:
         is_tuple = isinstance(output, tuple)
@@ -212,6 +228,8 @@ class _Run:
         self._watch.called_in.setdefault(name, self._watch.phase)
         shape = tuple(output.shape) if isinstance(output, Tensor) else ()
         self.shapes.setdefault(name, set()).add(shape)
+        if isinstance(output, Tensor) and self._watch.phase == -1:
+            self._made.append((name, output, output._version))
 
 
 class _Watch(TorchDispatchMode):
@@ -220,6 +238,7 @@ class _Watch(TorchDispatchMode):
     Attributes:
         phase: -1 before the blocks, then each block's number, then the number of blocks.
         parameters: Names of each parameter, by its storage.
+        fixed: Storages of parameters that are not trained.
         called_in: ``{module: phase of its first call}``.
     """
 
@@ -227,9 +246,11 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = -1
         self.parameters: dict[int, list[str]] = {}
+        self.fixed: set[int] = set()
         self.called_in: dict[str, int] = {}
         self._phases: dict[int, set[int]] = {}
         self._dependent: dict[int, Any] = {}
+        self._of_fixed: dict[int, Any] = {}
 
     def depend(self, tensor: Tensor) -> None:
         """Take a tensor for one that depends on the tokens."""
@@ -238,6 +259,10 @@ class _Watch(TorchDispatchMode):
     def depends(self, tensor: Tensor) -> bool:
         """Say whether a tensor depends on the tokens."""
         return _storage(tensor) in self._dependent
+
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Say whether a tensor is made of parameters that are not trained, before the blocks."""
+        return _storage(tensor) in self._of_fixed or _storage(tensor) in self.fixed
 
     def forget(self, tensor: Tensor) -> None:
         """Take a tensor for one that doesn't depend on what came before it."""
@@ -260,16 +285,19 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _is(leaf)]
         result = func(*args, **(kwargs or {}))
-        depends = False
+        depends = is_fixed = False
         for tensor in inputs:
             storage = _storage(tensor)
             depends = depends or storage in self._dependent
+            is_fixed = is_fixed or (self.phase == -1 and self.is_fixed(tensor))
             if storage in self.parameters:
                 self._phases.setdefault(storage, set()).add(self.phase)
-        if depends and not _takes_the_shape_alone(func):
-            for tensor in tree_leaves(result):
-                if _is(tensor):
+        if (depends or is_fixed) and not _takes_the_shape_alone(func):
+            for tensor in filter(_is, tree_leaves(result)):
+                if depends:
                     self.depend(tensor)
+                if is_fixed:
+                    self._of_fixed[_storage(tensor)] = tensor.untyped_storage()
         return result
 
 

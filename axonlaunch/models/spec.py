@@ -48,6 +48,7 @@ class BlockFlow:
         after: Modules whose parameters are used after the last block.
         shapes: What each of ``before`` returns: numbers, or ``BATCH``, ``LENGTH`` or ``TOKENS``,
             which is their product.
+        written: Those of ``before`` whose output the model changes in place.
         returns: Of each block: elements of the tuple that it returns, hidden states first; None:
             it returns them alone.
         problem: Why a pipeline can't cut between the blocks; empty if it can.
@@ -56,6 +57,7 @@ class BlockFlow:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()
     returns: tuple[int | None, ...] = ()
     problem: str = ""
 

@@ -86,6 +86,15 @@ def test_dims_of_what_comes_before_the_blocks_follow_the_samples() -> None:
     }
 
 
+def test_what_is_changed_in_place_before_the_blocks_is_known() -> None:
+    def scaled(model: Any, hidden: Tensor, tokens: Tensor) -> Any:
+        hidden *= 2
+        return usual(model, hidden, tokens)
+
+    assert flow(scaled).written == {"table"}
+    assert not flow(usual).written
+
+
 def test_a_block_may_return_more_if_nobody_takes_it() -> None:
     def first_alone(model: Any, hidden: Tensor, tokens: Tensor) -> Any:
         for block in model.blocks:
@@ -172,6 +181,17 @@ def backwards(model: Any, hidden: Tensor, tokens: Tensor) -> Any:
 )
 def test_what_no_pipeline_carries_is_named(through: Callable[..., Any], problem: str) -> None:
     assert problem in flow(through).problem
+
+
+def test_a_table_that_is_not_trained_is_a_parameter_that_other_stages_lack() -> None:
+    class Fixed(Model):
+        def __init__(self) -> None:
+            super().__init__(beside(lambda model, hidden, tokens: model.angles.weight[:6] * 2))
+            self.angles = nn.Embedding(16, WIDTH).requires_grad_(requires_grad=False)
+
+    with torch.device("meta"):
+        model = Fixed()
+    assert "bias, which is made of a parameter" in block_flow(model, layers="blocks").problem
 
 
 def test_what_follows_from_the_shape_of_the_tokens_alone_may_be_passed() -> None:

@@ -20,7 +20,7 @@ from axonlaunch.engines.pipeline import stand_ins
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
 from axonlaunch.models.initialization import materialize
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.spec import BlockFlow, ModelSpec
 
 # fp32 parameter, gradient and AdamW's two moments.
 _BYTES_A_PARAMETER = 16
@@ -237,27 +237,28 @@ def _saved_by_each(
 ) -> list[int]:
     """Return bytes that backward keeps: before the blocks, of each block, after them."""
     if spec.flow is None:
-        return _saved_by_few(spec, model, names, sample)
+        return _saved_by_few(spec, None, model, names, sample)
+    flow = spec.flow()  # out here: what it copies of a model that nobody has run yet has values
     # Code of others mixes buffers that have values with parameters that have none.
     silence_fake_tensors()
     model = copy.deepcopy(model)
     with tensors_without_bytes():
         materialize(model, device="cpu")
-        return _saved_by_few(spec, model, names, torch.zeros(sample.shape, dtype=sample.dtype))
+        tokens = torch.zeros(sample.shape, dtype=sample.dtype)
+        return _saved_by_few(spec, flow, model, names, tokens)
 
 
 def _saved_by_few(
-    spec: ModelSpec, model: nn.Module, names: Sequence[str], sample: Tensor
+    spec: ModelSpec, flow: BlockFlow | None, model: nn.Module, names: Sequence[str], sample: Tensor
 ) -> list[int]:
     """Run three blocks of many that are alike, or all."""
     if len(names) <= 3 or not spec.repeats(model):
         return _saved_bytes(model, names, sample)
     passed_over, few = names[2:-1], [*names[:2], names[-1]]
-    flow = spec.flow
     left_out = (
         _without(model, passed_over)
         if flow is None
-        else stand_ins.without(model, flow(), blocks=passed_over)
+        else stand_ins.without(model, flow, blocks=passed_over)
     )
     with left_out:
         start, block, inner, end, rest = _saved_bytes(model, few, sample)

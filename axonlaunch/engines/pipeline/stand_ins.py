@@ -84,13 +84,22 @@ class LeavingBlock(StandIn):
 
 
 class End(StandIn):
-    """A module before the blocks: zeros of the shape that it would return, without bytes."""
+    """A module before the blocks: zeros of the shape that it would return.
+
+    They have no bytes, unless the model writes to them.
+    """
 
     def __init__(
-        self, absent: nn.Module, *, shape: Sequence[Dim], micro_batch: _MicroBatch
+        self,
+        absent: nn.Module,
+        *,
+        shape: Sequence[Dim],
+        is_written: bool,
+        micro_batch: _MicroBatch,
     ) -> None:
         super().__init__(absent)
         self._shape = tuple(shape)
+        self._is_written = is_written
         self._micro_batch = micro_batch
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
@@ -100,7 +109,8 @@ class End(StandIn):
         batch, length = received.shape[:2]
         sizes: dict[Dim, int] = {BATCH: batch, LENGTH: length, TOKENS: batch * length}
         shape = [sizes.get(dim, dim) for dim in self._shape]
-        return received.new_zeros(()).expand(shape)  # type: ignore[arg-type]
+        zeros: Tensor = received.new_zeros(()).expand(shape)  # type: ignore[arg-type]
+        return zeros.clone(memory_format=torch.contiguous_format) if self._is_written else zeros
 
 
 def cut_out(
@@ -135,7 +145,12 @@ def cut_out(
     absent = [*(flow.before if first else ()), *(flow.after if last < len(blocks) else ())]
     for name in absent:
         shape = flow.shapes.get(name, ())
-        end = End(model.get_submodule(name), shape=shape, micro_batch=micro_batch)
+        end = End(
+            model.get_submodule(name),
+            shape=shape,
+            is_written=name in flow.written,
+            micro_batch=micro_batch,
+        )
         _replace(model, name, end)
     whole: Any = model.forward
 

@@ -13,8 +13,10 @@ from torch import nn
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.engines.pipeline.split import stage_counts
 from axonlaunch.engines.pipeline.stand_ins import cut_out
 from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.hf import structure
 from axonlaunch.preflight.inspection import inspect
 
 pytestmark = pytest.mark.costly
@@ -98,6 +100,26 @@ def test_stages_hold_each_parameter_once_and_a_tied_one_at_both_ends() -> None:
     assert "model.embed_tokens.weight" in names[0]
     assert "lm_head.weight" in names[2]
     assert sum(map(len, names)) == len(list(whole.named_parameters())) + 1
+
+
+def test_a_model_that_scales_its_embedding_in_place_learns_in_stages(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"n_embd": 32, "n_head": 4, "dff": 32, "n_positions": 64, "n_layer": 2}
+    config = transformers.CTRLConfig(vocab_size=256, resid_pdrop=0.0, embd_pdrop=0.0, **sizes)
+    transformers.CTRLLMHeadModel(config).save_pretrained(tmp_path)
+    expected = by_transformers(tmp_path)
+    assert by_axonlaunch(tmp_path, PIPELINE) == pytest.approx(expected, rel=2e-5)
+
+
+def test_stages_are_balanced_in_a_process_that_has_not_looked_at_the_model_yet() -> None:
+    # As in a rank: the launcher looked at it, in another process.
+    config = run_config(without_folder("qwen3", num_hidden_layers=6)).model
+    structure._of.cache_clear()
+    spec = spec_for(config)
+    sample = torch.zeros((1, 8), dtype=torch.int64, device="meta")
+    model = on_meta(config, seed=0)
+    assert sum(stage_counts(spec, model, num_stages=2, sample=sample, in_flight=2)) == 6
 
 
 def test_a_stand_in_has_the_attributes_of_what_it_stands_for() -> None:
