@@ -51,7 +51,7 @@ LAYOUTS: dict[str, list[str]] = {
 }
 """What is proved of each class, by its column's name: the settings."""
 
-INSTEAD = dict.fromkeys(("zero1 2", "context 2"), ["strategy.ddp.sync=synchronous"])
+INSTEAD = {layout: ["strategy.ddp.sync=synchronous"] for layout in ("zero1 2", "context 2")}
 """What a layout is proved with where parameters get no gradient, which its error says to use."""
 
 SETTINGS = [

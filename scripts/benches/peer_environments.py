@@ -121,15 +121,15 @@ def words_of(
         replaced: A text of the script, or of the command where that has it, and another one.
     """
     if peer is AXONLAUNCH:
-        words = _words_of_axonlaunch(job, folder)
+        overrides = _words_of_axonlaunch(job, folder)
     else:
         script = folder / peer.script
         script.write_text((SCRIPTS / peer.script).read_text().replace(*replaced))
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
-        words = [python, "-W", "ignore", *(launcher if peer.under_torchrun else ()), script]
-        words += [f"--{key}={value}" for key, value in vars(job).items() if value is not None]
-        words += [f"--out={folder / 'seconds'}"]
-    return [str(word).replace(*replaced) for word in words]
+        overrides = [python, "-W", "ignore", *(launcher if peer.under_torchrun else ()), script]
+        overrides += [f"--{key}={value}" for key, value in vars(job).items() if value is not None]
+        overrides += [f"--out={folder / 'seconds'}"]
+    return [str(word).replace(*replaced) for word in overrides]
 
 
 def _words_of_axonlaunch(job: Job, folder: Path) -> list[str | Path]:
@@ -158,14 +158,14 @@ def _environment(python: Path, **more: str) -> dict[str, str]:
 
 @contextmanager
 def started(
-    words: Sequence[str | Path], python: Path, *, folder: Path, fault: str = ""
+    overrides: Sequence[str | Path], python: Path, *, folder: Path, fault: str = ""
 ) -> Iterator[tuple[subprocess.Popen[bytes], float]]:
     """Start a command; leave none of its processes behind."""
     mark = uuid.uuid4().hex
     began = time.time()
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            [*map(str, words)],
+            [*map(str, overrides)],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

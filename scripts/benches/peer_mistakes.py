@@ -88,8 +88,8 @@ def judge(peer: Peer, python: Path, mistake: Mistake, *, patience_s: float) -> t
         names = (re.escape(replaced[1]),)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = words_of(peer, python, mistake.job, folder=folder, replaced=replaced)
-        status, output = _ran(words, python, folder, patience_s, mistake.fault)
+        overrides = words_of(peer, python, mistake.job, folder=folder, replaced=replaced)
+        status, output = _ran(overrides, python, folder, patience_s, mistake.fault)
     if mistake.job.lr > 1 and status == 0:
         return "silently wrong", output  # a loss that is printed as nan is no report of it
     return outcome(status, output, names), output
@@ -103,8 +103,8 @@ def judge_resuming(peer: Peer, python: Path, *, patience_s: float) -> dict[str, 
         def run(place: str, job: Job) -> tuple[int | None, str, float | None]:
             inside = folder / place
             inside.mkdir()
-            words = words_of(peer, python, job, folder=inside)
-            status, output = _ran(words, python, inside, patience_s)
+            overrides = words_of(peer, python, job, folder=inside)
+            status, output = _ran(overrides, python, inside, patience_s)
             where = job.load or job.save or inside / "run"
             return status, output, final_loss(peer, where if peer is AXONLAUNCH else inside)
 
@@ -135,9 +135,9 @@ def _flip(folder: Path) -> None:
 
 
 def _ran(
-    words: list[str | Path], python: Path, folder: Path, patience_s: float, fault: str = ""
+    overrides: list[str | Path], python: Path, folder: Path, patience_s: float, fault: str = ""
 ) -> tuple[int | None, str]:
-    with started(words, python, folder=folder, fault=fault) as (process, _):
+    with started(overrides, python, folder=folder, fault=fault) as (process, _):
         try:
             status: int | None = process.wait(timeout=patience_s)
         except subprocess.TimeoutExpired:

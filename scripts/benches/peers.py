@@ -72,8 +72,8 @@ def main() -> None:
 def warm(peer: Peer, python: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = words_of(peer, python, Job(steps=1), folder=folder)
-        with started(words, python, folder=folder) as (process, _):
+        overrides = words_of(peer, python, Job(steps=1), folder=folder)
+        with started(overrides, python, folder=folder) as (process, _):
             if process.wait(timeout=600):
                 raise SystemExit(f"{peer.name} fails:\n{(folder / 'output').read_text()}")
 
@@ -90,8 +90,8 @@ def measured(
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 job = Job(ranks=ranks, steps=args.steps)
-                words = words_of(peer, pythons[peer], job, folder=folder)
-                with started(words, pythons[peer], folder=folder) as (process, began):
+                overrides = words_of(peer, pythons[peer], job, folder=folder)
+                with started(overrides, pythons[peer], folder=folder) as (process, began):
                     contestant = contestant_of(peer, process, folder, began)
                     found[peer]["first"].append(contestant.first_step_s())
                     found[peer]["memory"].append(contestant.rank_pss_mib())

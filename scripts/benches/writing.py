@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 
 from axonlaunch.config.model import GPTConfig
-from axonlaunch.diagnostics.stragglers import _Samples
-from axonlaunch.events import RankTimes, StepLogged
+from axonlaunch.diagnostics.stragglers import RankTimes, _Samples
 from axonlaunch.models.build import build_model
 from axonlaunch.training.loggers.event_log import EventLog
-from axonlaunch.training.loggers.jsonl import JSONLLogger
+from axonlaunch.training.loggers.jsonl import JSONLLogger, StepLogged
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--ranks", type=int, nargs="+", default=[2, 64, 1000])

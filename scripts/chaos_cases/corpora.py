@@ -46,11 +46,11 @@ def run(lab: Lab, seed: int, log: Log) -> None:
     log("the same layout" if same else "another layout each time")
     command = lab.quick(lab.new(f"corpus-{seed}"))
     cache = lab.folder / f"tokens-{seed}"
-    words = _words(lab, cache)
+    overrides = _words(lab, cache)
     try:
         for fault in range(FAULTS):
             strategy = chance.choice(names)
-            process = command.start("train", *words, *STRATEGIES[strategy])
+            process = command.start("train", *overrides, *STRATEGIES[strategy])
             tokenising = fault == 0 and chance.random() < 0.4
             pairs = PAIRS[:2] if tokenising else PAIRS
             victim, action = chance.choice(pairs)
@@ -61,7 +61,7 @@ def run(lab: Lab, seed: int, log: Log) -> None:
             if steps_logged(command) >= STEPS:
                 break
         strategy = chance.choice(names)
-        done = end(command.start("train", *words, *STRATEGIES[strategy]))
+        done = end(command.start("train", *overrides, *STRATEGIES[strategy]))
         assert done.status == 0, f"it does not resume: {done.text[-1500:]}"
         check_nothing_is_left(command)
         if same:
@@ -116,8 +116,8 @@ def _losses(lab: Lab, strategy: str) -> list[float]:
     """Return the losses of an undisturbed run."""
     if strategy not in _undisturbed:
         command = lab.quick(lab.new(f"undisturbed-corpus-{strategy}"))
-        words = _words(lab, lab.folder / "tokens")
-        done = end(command.start("train", *words, *STRATEGIES[strategy]))
+        overrides = _words(lab, lab.folder / "tokens")
+        done = end(command.start("train", *overrides, *STRATEGIES[strategy]))
         assert done.status == 0, f"the undisturbed run failed: {done.text}"
         _undisturbed[strategy] = command.losses("run")
     return _undisturbed[strategy]

@@ -206,10 +206,10 @@ def kinds(folder: Path, chat: str = "", documents: str = "") -> Any:
     corpus.write_jsonl(folder / "chats.jsonl", rows)
     talk = f"talk: {{files: [{folder}/chats.jsonl]{chat}}}"
     text = f"text: {{data: documents, files: [{folder}/a.jsonl]{documents}}}"
-    words = ["data=chat", f"data.mix={{{talk}, {text}}}", f"data.cache_dir={folder}/cache"]
-    words += ["data.sequence_length=64", "data.held_out=2", "data.packing=none"]
-    words += ["tokenizer=train", "tokenizer.vocab_size=300"]
-    chosen = config.load(words)
+    overrides_of = ["data=chat", f"data.mix={{{talk}, {text}}}", f"data.cache_dir={folder}/cache"]
+    overrides_of += ["data.sequence_length=64", "data.held_out=2", "data.packing=none"]
+    overrides_of += ["tokenizer=train", "tokenizer.vocab_size=300"]
+    chosen = config.load(overrides_of)
     return build_dataset(chosen.data, chosen.tokenizer), chosen
 
 

@@ -183,7 +183,7 @@ def plain_loop(config: RunConfig) -> list[float]:
         from axonlaunch.engines.optimizer.optimizers import learning_rate
 
         batch = own.padded(loader.batch(step).items)
-        loss = own.weighted(model(batch["words"], batch["pair"]), batch) / 8
+        loss = own.weighted(model(batch["overrides"], batch["pair"]), batch) / 8
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
@@ -213,7 +213,7 @@ def test_a_sum_is_divided_by_what_the_loss_counts() -> None:
     own: Any = sys.modules["own_of_a_test"]
     batch = own.padded(whole_batch(config))
     model = models.build.build_model(config.model, seed=config.seed)
-    total = float(own.weighted(model(batch["words"], batch["pair"]), batch).detach())
+    total = float(own.weighted(model(batch["overrides"], batch["pair"]), batch).detach())
     assert trained(config)[0] == pytest.approx(total / int(batch["weight"].sum()), abs=1e-6)
 
 
@@ -268,8 +268,8 @@ def test_a_stream_continues_where_its_state_says_also_in_a_later_pass() -> None:
 def test_a_resumed_run_reads_the_next_sample_of_the_stream_on_another_layout() -> None:
     chosen = [*CHOSEN, STREAM, "train.log_every=1", "checkpoint.every=2", "scheduler=constant"]
 
-    def losses(*words: str) -> list[float]:
-        config = run_config([*chosen, *words])
+    def losses(*overrides: str) -> list[float]:
+        config = run_config([*chosen, *overrides])
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
         events: list[Any] = []
         World.mock(num_ranks(config)).run(
@@ -314,7 +314,7 @@ def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["train.loss=null"], r"train\.loss=null: .*name a loss of yours"),
         (
@@ -340,11 +340,11 @@ def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
         (["data.target=builtins:set"], "the dataset is empty"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_reason(words: list[str], message: str) -> None:
+def test_what_does_not_fit_is_refused_with_the_reason(overrides: list[str], message: str) -> None:
     alone = ["strategy=single", "launch.nproc=1"]
-    more = [] if any("nproc" in word for word in words) else alone
+    more = [] if any("nproc" in word for word in overrides) else alone
     with pytest.raises(ConfigError, match=message):
-        run_config([*CHOSEN, INDEXED, "train.micro_batch_size=4", *more, *words])
+        run_config([*CHOSEN, INDEXED, "train.micro_batch_size=4", *more, *overrides])
 
 
 # A loss of one's own on tokens
@@ -364,13 +364,13 @@ def test_a_loss_of_ones_own_sees_inputs_and_targets_of_tokens() -> None:
         logits, targets = outputs.flatten(0, 1), batch["targets"].flatten()
         return cross_entropy(logits, targets, label_smoothing=options.by, reduction="sum")
 
-    words = ["model=gpt", "model.hidden_size=16", "model.num_hidden_layers=1", "launch.nproc=2"]
-    words += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]
-    words += ["train.loss=smooth_of_a_test", "train.loss_options.by=0.3", "strategy=fsdp"]
-    config = run_config(words)
+    overrides = ["model=gpt", "model.hidden_size=16", "model.num_hidden_layers=1", "launch.nproc=2"]
+    overrides += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]
+    overrides += ["train.loss=smooth_of_a_test", "train.loss_options.by=0.3", "strategy=fsdp"]
+    config = run_config(overrides)
     assert on_mock(config, ComparisonPlan(steps=2, beyond=True)).passed
     with pytest.raises(ConfigError, match=r"sees the whole batch and the whole outputs"):
-        run_config([*words, "strategy=tensor"])
+        run_config([*overrides, "strategy=tensor"])
 
 
 # verify and estimate

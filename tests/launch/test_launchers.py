@@ -239,7 +239,7 @@ def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "devices"),
+    ("overrides", "devices"),
     [
         ([], ["--gpus-per-node=4"]),
         (["launch.device=cuda"], ["--gpus-per-node=4"]),
@@ -249,9 +249,9 @@ def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
     ],
 )
 def test_a_job_asks_for_the_devices_that_its_ranks_compute_on(
-    words: list[str], devices: list[str]
+    overrides: list[str], devices: list[str]
 ) -> None:
-    script = slurm_job.render(configuration.load(["launch=slurm", "launch.nproc=4", *words]))
+    script = slurm_job.render(configuration.load(["launch=slurm", "launch.nproc=4", *overrides]))
     assert [o.removeprefix("#SBATCH ") for o in script.splitlines() if "gpus" in o] == devices
 
 

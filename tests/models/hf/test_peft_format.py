@@ -33,9 +33,9 @@ LORA = ["adapter=lora", "adapter.rank=4", "adapter.alpha=6"]
 TOKENS = torch.arange(24)[None] % 200
 
 
-def trained(words: list[str], run_dir: Path, *, steps: int = 2) -> tuple[RunConfig, Tensor]:
+def trained(overrides: list[str], run_dir: Path, *, steps: int = 2) -> tuple[RunConfig, Tensor]:
     """Train on the mock world, save; return the configuration and the logits of some tokens."""
-    chosen = run_config([*SETTINGS, *words])
+    chosen = run_config([*SETTINGS, *overrides])
     assert chosen.launch.nproc != "auto"
 
     def run(world: World) -> Tensor:
@@ -94,8 +94,8 @@ def test_what_peft_saved_is_what_a_run_starts_from(layout: list[str], tmp_path: 
     base, folder = tmp_path / "base", tmp_path / "peft"
     save("qwen3", base)
     theirs = saved_by_peft(base, folder, target_modules=["q_proj", "down_proj"])
-    words = ["adapter=lora", f"adapter.path={folder}", f"model.path={base}", "launch.nproc=2"]
-    chosen, seen = trained([*words, *layout], tmp_path / "run", steps=0)
+    overrides = ["adapter=lora", f"adapter.path={folder}", f"model.path={base}", "launch.nproc=2"]
+    chosen, seen = trained([*overrides, *layout], tmp_path / "run", steps=0)
     assert torch.allclose(seen, theirs, atol=1e-5)
     assert chosen.adapter is not None
     assert (chosen.adapter.rank, chosen.adapter.alpha, chosen.adapter.rslora) == (3, 5.0, True)
@@ -114,7 +114,7 @@ def saved_by_peft(base: Path, folder: Path, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("words", "change", "message"),
+    ("overrides", "change", "message"),
     [
         ([], {"use_dora": True}, "it has use_dora=True"),
         ([], {"bias": "all"}, "it has bias=all"),
@@ -125,24 +125,24 @@ def saved_by_peft(base: Path, folder: Path, **options: Any) -> Tensor:
     ],
 )
 def test_a_folder_that_is_another_kind_or_another_models_is_refused(
-    words: list[str], change: dict[str, Any], message: str, tmp_path: Path
+    overrides: list[str], change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     base, folder = tmp_path / "base", tmp_path / "peft"
     save("qwen3", base)
     saved_by_peft(base, folder, target_modules=["q_proj"])
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    chosen = [f"adapter.path={folder}", f"model.path={base}", "model.init=random", *words]
+    chosen = [f"adapter.path={folder}", f"model.path={base}", "model.init=random", *overrides]
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         run_config([*SETTINGS, "adapter=lora", "strategy=single", *chosen])
 
 
 def test_what_peft_has_no_place_for_is_refused_and_merges(tmp_path: Path) -> None:
-    words = [
+    overrides = [
         *("model=llama_debug", "model.hidden_size=32", "model.num_hidden_layers=1"),
         *("model.vocab_size=256", "strategy=single"),
     ]
-    chosen, expected = trained([*LORA, *words, "train.unfreeze=[norm.*]"], tmp_path / "run")
+    chosen, expected = trained([*LORA, *overrides, "train.unfreeze=[norm.*]"], tmp_path / "run")
     with pytest.raises(ConfigError, match="use --merge"):
         export(chosen, tmp_path / "run", tmp_path / "peft", merge=False)
     export(chosen, tmp_path / "run", tmp_path / "merged", merge=True)
@@ -153,8 +153,8 @@ def test_what_peft_has_no_place_for_is_refused_and_merges(tmp_path: Path) -> Non
 def test_a_checkpoint_holds_the_adapter_and_refers_to_the_base_by_its_hash(tmp_path: Path) -> None:
     base, run_dir = tmp_path / "base", tmp_path / "run"
     save("qwen3", base)
-    words = [*LORA, f"model.path={base}", "strategy=fsdp", "launch.nproc=2", "train.steps=4"]
-    chosen, expected = trained(words, run_dir)
+    overrides = [*LORA, f"model.path={base}", "strategy=fsdp", "launch.nproc=2", "train.steps=4"]
+    chosen, expected = trained(overrides, run_dir)
     saved = checkpoint.find_checkpoint(run_dir)
     assert saved is not None
     assert all(is_of_adapter(name) for name in reader.parameters(saved))
@@ -163,16 +163,16 @@ def test_a_checkpoint_holds_the_adapter_and_refers_to_the_base_by_its_hash(tmp_p
     assert json.loads((run_dir / "base.json").read_text()) == {
         "files": {"model.safetensors": digest}
     }
-    resumed = continued([*SETTINGS, *words, "strategy=tensor"], run_dir)
+    resumed = continued([*SETTINGS, *overrides, "strategy=tensor"], run_dir)
     assert torch.allclose(resumed, expected, atol=1e-5)
     save("qwen3", base, initializer_range=0.03)
     with pytest.raises(ConfigError, match="its SHA-256 differs"):
-        run_config([*SETTINGS, *words, f"checkpoint.resume={run_dir}"])
+        run_config([*SETTINGS, *overrides, f"checkpoint.resume={run_dir}"])
 
 
-def continued(words: list[str], run_dir: Path) -> Tensor:
+def continued(overrides: list[str], run_dir: Path) -> Tensor:
     """Resume on another layout, as a rank does; return the logits."""
-    chosen = run_config([*words, f"checkpoint.resume={run_dir}"])
+    chosen = run_config([*overrides, f"checkpoint.resume={run_dir}"])
     assert chosen.launch.nproc != "auto"
 
     def run(world: World) -> Tensor:
