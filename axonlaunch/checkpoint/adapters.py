@@ -21,8 +21,8 @@ from axonlaunch.config.model import HuggingFaceConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
+_CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _ABSENT = (
     *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters"),
@@ -59,18 +59,18 @@ def read_peft(folder: Path) -> PeftFolder:
     from safetensors import SafetensorError, safe_open
 
     try:
-        content = json.loads((folder / CONFIG_FILE).read_text())
-        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        content = json.loads((folder / _CONFIG_FILE).read_text())
+        with safe_open(folder / _WEIGHTS_FILE, framework="pt") as file:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:
-        files = f"{CONFIG_FILE} and {WEIGHTS_FILE}"
+        files = f"{_CONFIG_FILE} and {_WEIGHTS_FILE}"
         message = f"is no folder of PEFT's, {files}: {str(error).splitlines()[0]}"
         raise ConfigError([ConfigIssue("adapter.path", message, str(folder))]) from None
     if problems := [*_unsupported(content, shapes)]:
         raise ConfigError(
             [ConfigIssue("adapter.path", problem, str(folder)) for problem in problems]
         )
-    named = {key.removeprefix(PREFIX): shape for key, shape in shapes.items()}
+    named = {key.removeprefix(_PREFIX): shape for key, shape in shapes.items()}
     return PeftFolder(
         rank=int(content["r"]),
         alpha=float(content["lora_alpha"]),
@@ -89,7 +89,7 @@ def _unsupported(content: dict[str, Any], shapes: Iterable[str]) -> Iterator[str
             yield f"it has {key}={content[key]}, which is not supported"
     if content.get("bias", "none") != "none":
         yield f"it has bias={content['bias']}, which is not supported"
-    other = [key for key in shapes if not (key.startswith(PREFIX) and is_of_adapter(key))]
+    other = [key for key in shapes if not (key.startswith(_PREFIX) and is_of_adapter(key))]
     if other:
         yield f"it holds {other[0]}, which is no matrix of LoRA on a linear layer"
     if not isinstance(content.get("r"), int) or not isinstance(
@@ -109,9 +109,9 @@ def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
 
     from axonlaunch.models.dtensor_regions import local_boxes
 
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+    with safe_open(folder / _WEIGHTS_FILE, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - it is no mapping
-            parameter: Any = state.get(key.removeprefix(PREFIX))
+            parameter: Any = state.get(key.removeprefix(_PREFIX))
             if parameter is None:
                 continue  # another stage's
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -149,8 +149,8 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
     matrices = _matrices(checkpoint, layers)
     save_file(
-        {f"{PREFIX}{name}": tensor for name, tensor in matrices.items()},
-        folder / WEIGHTS_FILE,
+        {f"{_PREFIX}{name}": tensor for name, tensor in matrices.items()},
+        folder / _WEIGHTS_FILE,
         metadata={"format": "pt"},
     )
     content = {
@@ -167,8 +167,8 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
         "bias": "none",
         "inference_mode": True,
     }
-    (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
-    return [WEIGHTS_FILE, CONFIG_FILE]
+    (folder / _CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    return [_WEIGHTS_FILE, _CONFIG_FILE]
 
 
 def merged(

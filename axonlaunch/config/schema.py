@@ -329,6 +329,7 @@ class RunConfig:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
     adapter: LoraConfig | None = None
+    """what is trained beside a model whose own weights stay, adapter=lora; null: the model"""
     data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATASETS})
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(

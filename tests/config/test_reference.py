@@ -22,7 +22,7 @@ def described(chosen: RunConfig) -> dict[str, Key]:
 
 
 def test_every_key_of_a_configuration_is_there() -> None:
-    chosen = config.load(["hardware=h200"])
+    chosen = config.load(["hardware=h200", "adapter=lora"])
     assert described(chosen).keys() == config.flatten(chosen).keys()
 
 
@@ -32,7 +32,7 @@ def test_no_key_is_without_a_meaning(group: str, kind: type) -> None:
         spec.name: None for spec in fields(kind) if spec.default is spec.default_factory is MISSING
     }
     chosen = replace(
-        config.load(["hardware=h200"]),
+        config.load(["hardware=h200", "adapter=lora"]),
         **{group: [kind(**needed)] if group == "loggers" else kind(**needed)},
     )
     assert [key.name for key in reference(chosen) if not key.meaning] == []
