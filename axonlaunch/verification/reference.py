@@ -303,8 +303,7 @@ class PlainRun:
             return
         size, share = self._layout.micro_batch_size, len(batch) // self._layout.data_ranks
         buffers: dict[str, Tensor] = {}
-        pieces: Iterator[MicroBatch] = batch.micro_batches(size)
-        for number, piece in enumerate(pieces):
+        for number, piece in enumerate(_cut(batch, size)):
             if number * size == share:
                 buffers = _copies(self._buffers())
             yield piece
@@ -362,7 +361,7 @@ class PlainRun:
         modes = {part: part.training for part in self.model.modules()}
         self.model.eval()
         # Micro-batches are as large as the layout's, for models that mix samples.
-        pieces = batch.micro_batches(self._layout.micro_batch_size)
+        pieces = _cut(batch, self._layout.micro_batch_size)
         total = sum(float(self._loss_sum(piece)) for piece in pieces)
         counted, logits = float(self._count(batch)), None
         if self._own is None:
@@ -387,6 +386,15 @@ class PlainRun:
             for key, value in values.items()
         }
         return _copies(self._parameters), _copies(self._buffers()), states
+
+
+def _cut(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
+    """Yield micro-batches, of inputs and targets without the code that the engines cut them by."""
+    if not isinstance(batch, Batch):
+        yield from batch.micro_batches(size)
+        return
+    for start in range(0, len(batch.inputs), size):
+        yield batch.rows(start, start + size)
 
 
 def _has_batch_norm(model: nn.Module) -> bool:
