@@ -178,6 +178,7 @@ if TYPE_CHECKING:
     from axonlaunch.models.own_loss import register_loss as register_loss
     from axonlaunch.training.loggers.base import Logger as Logger
     from axonlaunch.training.loggers.registry import register_logger as register_logger
+    from axonlaunch.training.module_trace.script import trace as trace
 
 __all__ = [
     "Backend",
@@ -242,6 +243,7 @@ __all__ = [
     "send",
     "sync_gradient",
     "sync_gradients",
+    "trace",
     "vocab_parallel_cross_entropy_sum",
     "world_size",
 ]
@@ -276,6 +278,7 @@ _ROOMS = {
     "axonlaunch.models.own_loss": ("register_loss",),
     "axonlaunch.training.loggers.base": ("Logger",),
     "axonlaunch.training.loggers.registry": ("register_logger",),
+    "axonlaunch.training.module_trace.script": ("trace",),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -13,6 +13,7 @@ from axonlaunch.cli import (
     compare,
     config,
     data,
+    diff,
     doctor,
     estimate,
     inspect,
@@ -60,6 +61,7 @@ for name, module in {
     "report": report,
     "watch": watch,
     "compare": compare,
+    "diff": diff,
     "doctor": doctor,
     "help": help_pages,
 }.items():

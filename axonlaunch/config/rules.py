@@ -62,6 +62,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_device(config),
         *_node_count(config),
         *_profile(config),
+        *_trace(config),
     ]
     if config.launch.nproc != "auto":
         problems += broken_sizes(config)
@@ -278,6 +279,15 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.checkpoint.keep_best and not config.train.eval_batches:
         message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
         yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
+
+
+def _trace(config: RunConfig) -> Iterator[ConfigIssue]:
+    steps, last = config.train.trace.steps, config.train.steps
+    if last == "auto":  # how many there are is not known before the data is
+        last = 10**9
+    if len(set(steps)) < len(steps) or any(not 0 <= step < last for step in steps):
+        message = f"expected steps from 0, the first, to {last - 1}, each once, as [0]"
+        yield ConfigIssue("train.trace.steps", message, steps)
 
 
 def _device(config: RunConfig) -> Iterator[ConfigIssue]:

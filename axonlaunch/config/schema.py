@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from axonlaunch.config.adapter import LoraConfig
 from axonlaunch.config.data import DATASETS, PythonSourceConfig
 from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.hardware import HardwareConfig
@@ -157,6 +158,20 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Of which steps what the modules compute is written, for axonlaunch diff."""
+
+    steps: list[int] = field(default_factory=list)
+    """steps that are traced, by the updates before them: [0, 100] are the first and the 101st;
+    empty: none
+    """
+    tensors: Literal["norms"] = "norms"
+    """norms: root mean square, mean and largest absolute value of each module's output, of its
+    gradient, of parameters and their gradients
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how much a step, and in which arithmetic."""
 
@@ -213,6 +228,7 @@ class TrainConfig:
     compile: bool = False
     """torch.compile each block"""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     prove: Literal["auto", "always", "never"] = "auto"
     """compare the layout with one process before the first step, on a small model of the same
     architecture. auto: models of transformers in layouts of several ranks, once; always: every
@@ -312,6 +328,7 @@ class RunConfig:
     """modules to import first: they register models, datasets, optimizers, loggers and launchers"""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
+    adapter: LoraConfig | None = None
     data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATASETS})
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(
@@ -338,6 +355,7 @@ class RunConfig:
 GROUPS: dict[str, Registry[Any, Any] | None] = {
     "strategy": None,
     "model": MODELS,
+    "adapter": None,
     "data": DATASETS,
     "tokenizer": None,
     "optimizer": OPTIMIZERS,

@@ -44,6 +44,10 @@ class Engine(Protocol):
     modules: tuple[nn.Module, ...]
     """This rank's part of the model, a module for each pipeline stage."""
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses, and so gradients until ``update``, are multiplied by: 1 but for fp16."""
+
     def train_step(self, batch: AnyBatch) -> StepResult:
         """Run every micro-batch and update: ``backward``, then ``update``."""
 

@@ -135,6 +135,11 @@ class MeshEngine:
         # Ranks of a tensor axis compute the same loss: one of them reports it.
         self._reports_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses, and so gradients until ``update``, are multiplied by: 1 but for fp16."""
+        return 1.0 if self._scale is None else self._scale.value
+
     def memory_stats(self) -> FSDPMemoryStats | None:
         """Return what this rank holds of sharded parameters; None where none are."""
         stats = [part.memory_stats() for part in self._sharded]
@@ -178,7 +183,7 @@ class MeshEngine:
         total = torch.zeros((), device=self._world.device)
         if self._reports_loss:
             total += torch.stack(losses).sum()
-            total /= self._layout.gradient_ranks * (self._scale.value if self._scale else 1.0)
+            total /= self._layout.gradient_ranks * self.loss_scale
         summing = self._sum_async(total)
         self._synchronise()
         _wait(counting)

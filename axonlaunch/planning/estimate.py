@@ -153,7 +153,9 @@ def estimated(context: ForkServerContext, config: RunConfig, *, exact: bool = Fa
     config = replace_with_synthetic(config)
     cached = estimate_cache.read_estimate(config, exact=exact)
     if cached is None:
-        cached = forked_call.call(context, "axonlaunch.planning.estimate:trace", config, exact)
+        cached = forked_call.call(
+            context, "axonlaunch.planning.estimate:traced_estimate", config, exact
+        )
         estimate_cache.write_estimate(config, cached, exact=exact)
     return cached
 
@@ -165,7 +167,7 @@ def trace_beside(config: RunConfig) -> Estimate:
         ConfigError: The configuration can't be run on any node, or can't be traced.
     """
     _work_beside()
-    return trace(config)
+    return traced_estimate(config)
 
 
 def predict_step_beside(config: RunConfig) -> StepPrediction:
@@ -198,7 +200,7 @@ def _yield_to_ranks() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-def trace(config: RunConfig, exact: bool = False) -> Estimate:
+def traced_estimate(config: RunConfig, exact: bool = False) -> Estimate:
     """Check and estimate, in a process of its own.
 
     Raises:

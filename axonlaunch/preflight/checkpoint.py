@@ -250,7 +250,8 @@ def _other_types(
     dtype = _DTYPES[config.train.param_dtype]
     facts = parameter_facts(spec_for(config), model)
     for name, parameter in model.named_parameters():
-        own = parameter.dtype if dtype is torch.float32 else dtype
+        is_kept = dtype is torch.float32 or (config.adapter is not None and parameter.requires_grad)
+        own = parameter.dtype if is_kept else dtype
         seen = _dtype(saved.get(f"{reader.MODEL}{name}"))
         if seen is not None and parameter.is_floating_point() and seen != own:
             message = f"{checkpoint.path} has {name} in {_named(seen)}; use that, or model.weights"

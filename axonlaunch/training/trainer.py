@@ -7,7 +7,7 @@ checkpoint's.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -36,6 +36,7 @@ from axonlaunch.events import (
 from axonlaunch.training.device_use import DeviceUse
 from axonlaunch.training.early_stop import EvaluationHistory
 from axonlaunch.training.garbage import GarbageCollection
+from axonlaunch.training.module_trace.run import RunTracer
 from axonlaunch.training.nonfinite import raise_if_nonfinite
 from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
 from axonlaunch.training.profiling import StepProfiler
@@ -84,6 +85,7 @@ def fit(
     watch: PeakWatch,
     profiler: StepProfiler,
     use: DeviceUse,
+    tracer: RunTracer | None = None,
     saver: Saver | None = None,
     resumed: Checkpoint | None = None,
 ) -> Finished:
@@ -100,6 +102,7 @@ def fit(
         watch: Finds the peak of this rank's memory.
         profiler: Records the steps that it was asked for.
         use: Reads what the device reports, at logged steps.
+        tracer: Traces the modules of some steps; None: of no step.
         saver: Writes checkpoints, as often as it says; None: there are none.
         resumed: What the engine's state was loaded from; None: it has done no step.
     """
@@ -113,6 +116,7 @@ def fit(
     ):
         loop = _Loop(
             engine=engine,
+            backward=engine.backward if tracer is None else tracer.backward,
             data=data,
             config=config,
             world=world,
@@ -168,11 +172,13 @@ class _Loop:
     """What each round of the loop does: a step, and what may come after it.
 
     Attributes:
+        backward: The engine's, or what traces it.
         loss: Of the step that was done last, on the device; None once nobody looks at it any more.
         progress: Numbers of the run so far.
     """
 
     engine: Engine
+    backward: Callable[[AnyBatch], tuple[torch.Tensor, torch.Tensor]]
     data: Loader
     config: TrainConfig
     world: World
@@ -288,7 +294,7 @@ class _Loop:
         self._begin("stepping")
         with self.watch.step(self.engine):
             with naming_unknown_tokens(batch, self.data, step=self.engine.step):
-                self.loss, tokens = self.engine.backward(batch)
+                self.loss, tokens = self.backward(batch)
             if is_checked:
                 self._refuse_nonfinite()
             return StepResult(self.loss, tokens, *self.engine.update())

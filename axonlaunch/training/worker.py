@@ -35,6 +35,7 @@ from axonlaunch.training.arithmetic import configure_arithmetic
 from axonlaunch.training.conversation import Conversation
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
+from axonlaunch.training.module_trace.run import RunTracer
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.profiling import StepProfiler
 from axonlaunch.training.sampling import TrainedText
@@ -76,7 +77,7 @@ def run(
     monitor.report_phase("loading", step=None)
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
-        load_initial_weights(engine, config.model, world=world)
+        load_initial_weights(engine, config, world=world)
     root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
     if world.is_main and isinstance(dataset, AnyText):
@@ -111,6 +112,7 @@ def run(
         )
     )
 
+    tracer = RunTracer(config, engine, world=world) if config.train.trace.steps else None
     profiler = StepProfiler(config.train.profile, world=world, run_dir=Path(config.run_dir))
     saver = None
     if config.checkpoint.every:
@@ -139,6 +141,7 @@ def run(
             watch=watch,
             profiler=profiler,
             use=use,
+            tracer=tracer,
             saver=saver,
             resumed=resumed.checkpoint,
         )

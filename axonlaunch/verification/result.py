@@ -16,7 +16,10 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-8}
 of fp16 eight times the distance between 1 and the number next to it.
 """
 
-
+# A gradient far smaller than the model's is judged beside this part of the model's usual size.
+GRADIENT_FLOOR = 0.1
+# Biases start near 0: beside weights of about this size, what is smaller is no difference.
+PARAMETER_FLOOR = 0.02
 # torch sums squares in fp32: it is 8e-5 off for a gradient of 4 million elements on a CPU.
 _NORM_TOLERANCE = 1e-3
 
@@ -60,6 +63,7 @@ class ParityResult:
         unproved_parameters: Names of those trained that got no gradient, or did not move.
         frozen_parameters: Names of those that are not trained, and had no gradient on either side.
         features: How each feature was exercised, or that it was not.
+        notes: What was not compared as the run would have it.
         first_difference: The first module, in order of computation, whose output or gradient is
             not one process's in the first step, and how; empty where there is none.
     """
@@ -87,6 +91,7 @@ class ParityResult:
     frozen_parameters: list[str] = field(default_factory=list)
     features: dict[str, str] = field(default_factory=dict)
     first_difference: str = ""
+    notes: list[str] = field(default_factory=list)
 
 
 def failed(config: RunConfig, steps: int, why: str) -> ParityResult:

@@ -18,6 +18,8 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.verification.differences import Difference, of_number, of_tensor
 from axonlaunch.verification.reference import Reference
+from axonlaunch.verification.result import GRADIENT_FLOOR as GRADIENT_FLOOR
+from axonlaunch.verification.result import PARAMETER_FLOOR as PARAMETER_FLOOR
 from axonlaunch.verification.result import norm_tolerance, tolerance_of
 
 TIMES = {False: 8.0, True: 4.0}
@@ -39,10 +41,6 @@ _OF_SAME_OPERATIONS = 2.0**-11
 the reference on the same rows. All that is left is an fp32 sum over ranks, 1e-7; in bf16 it makes
 1e-3.
 """
-# A gradient far smaller than the model's is judged beside this part of the model's usual size.
-GRADIENT_FLOOR = 0.1
-# Biases start near 0: beside weights of about this size, what is smaller is no difference.
-PARAMETER_FLOOR = 0.02
 _MOST = {False: 1e-2, True: 0.5}
 """What rounding may make of a gradient, in fp32 and in lower precision, for it to be compared."""
 

@@ -61,8 +61,8 @@ def test_more_epochs_resume_with_the_tokenizer_that_was_learned(command: Served)
 
 
 def test_fewer_epochs_than_a_run_has_done_are_refused(command: Served) -> None:
-    words = [*MODEL, *DATA, *SHORT, "train.epochs=0.1", "data.packing=none"]
-    error = command("train", *words, status=2).stderr
+    overrides = [*MODEL, *DATA, *SHORT, "train.epochs=0.1", "data.packing=none"]
+    error = command("train", *overrides, status=2).stderr
     assert "error: train.epochs=0.1: " in error
     assert "steps already, and this is 1; use more to train on" in error
 

@@ -139,12 +139,12 @@ def test_a_bad_row_of_a_later_file_is_reported_when_its_turn_comes(files: list[P
 
 
 def test_what_needs_to_know_all_rows_is_refused(files: list[Path]) -> None:
-    words = ["data=documents", f"data.files=[{files[0]}]", "data.shuffle=shards", "model=gpt"]
-    words += [f"data.cache_dir={files[0].parent}/cache", "train.global_batch_size=2"]
-    words += ["data.sequence_length=24", "data.held_out=2"]
+    overrides = ["data=documents", f"data.files=[{files[0]}]", "data.shuffle=shards", "model=gpt"]
+    overrides += [f"data.cache_dir={files[0].parent}/cache", "train.global_batch_size=2"]
+    overrides += ["data.sequence_length=24", "data.held_out=2"]
     with pytest.raises(ConfigError, match=r"train\.epochs=2.*before all of it is tokenised"):
-        run_config([*words, "train.steps=auto", "train.epochs=2"])
-    run_config([*words, "train.steps=1000"])
+        run_config([*overrides, "train.steps=auto", "train.epochs=2"])
+    run_config([*overrides, "train.steps=1000"])
     mix = f"data.mix={{a: {{files: [{files[0]}]}}, b: {{files: [{files[1]}]}}}}"
     with pytest.raises(ConfigError, match=r"data\.shuffle=shards: data\.mix is shuffled over all"):
-        run_config([*[word for word in words if "files" not in word], mix])
+        run_config([*[word for word in overrides if "files" not in word], mix])

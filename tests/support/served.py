@@ -151,4 +151,5 @@ def script(path: str, *overrides: str) -> None:
     """Be a Python file whose warnings are errors."""
     warnings.simplefilter("error")
     sys.argv = [path, *overrides]
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as python does
     runpy.run_path(path, run_name="__main__")

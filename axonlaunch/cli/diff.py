@@ -1,0 +1,217 @@
+"""``axonlaunch diff``."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from axonlaunch.cli.options import Json, print_json, refuse
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from axonlaunch.diagnostics.module_trace.difference import TraceComparison, TracedDifference
+    from axonlaunch.diagnostics.module_trace.files import StepTrace
+
+HELP = (
+    "Show where two traced runs part: the step, the module, and by how much. "
+    "Exit status 0: they are the same, 1: they differ, 2: they can't be compared."
+)
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch train 'train.trace.steps=[0,100]' strategy=ddp name=a
+  axonlaunch train 'train.trace.steps=[0,100]' strategy=hybrid name=b
+  axonlaunch diff runs/a runs/b
+"""
+_SHOWN = 8
+"""Differences, names and keys that are shown; --json has all."""
+
+
+def command(
+    run_a: Annotated[
+        Path, typer.Argument(metavar="RUN_A", help="A run with train.trace.steps set, or ax.trace.")
+    ],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another, of the same model.")],
+    as_json: Json = False,
+) -> None:
+    """Lay what the modules of two runs computed side by side."""
+    from axonlaunch.diagnostics.module_trace.difference import (
+        TracesIncomparableError,
+        TraceTolerance,
+        compare_traces,
+    )
+    from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR, TOLERANCES
+
+    folders = (run_a, run_b)
+    tolerance = TraceTolerance(
+        base=TOLERANCES, gradient_floor=GRADIENT_FLOOR, parameter_floor=PARAMETER_FLOOR
+    )
+    traces = _read(folders)
+    try:
+        found = compare_traces(*traces, tolerance=tolerance)
+    except TracesIncomparableError as error:
+        refuse(f"{run_a} and {run_b}: {error}")
+    report = _Report(folders, traces, found, _changed_settings(folders))
+    if as_json:
+        print_json(report.as_json())
+    else:
+        report.show()
+    raise typer.Exit(1 if found.differences else 0)
+
+
+def _read(folders: tuple[Path, Path]) -> tuple[dict[int, StepTrace], dict[int, StepTrace]]:
+    """Read the traced steps of both.
+
+    Raises:
+        ConfigError: A folder has none, or they can't be read; all such folders are named.
+    """
+    from axonlaunch.config import ConfigError, ConfigIssue, meant_below_runs
+    from axonlaunch.diagnostics.module_trace.files import (
+        UnreadableModuleTraceError,
+        read_step,
+        traced_steps,
+    )
+
+    found: list[dict[int, StepTrace]] = []
+    problems = []
+    for folder in folders:
+        paths = traced_steps(folder)
+        if not folder.is_dir():
+            problems.append(ConfigIssue("", f"{folder}: no such folder{meant_below_runs(folder)}"))
+        elif not paths:
+            message = f"{folder}: no step was traced; train with train.trace.steps=[0]"
+            problems.append(ConfigIssue("", message))
+        try:
+            found.append({step: read_step(path) for step, path in paths.items()})
+        except UnreadableModuleTraceError as error:
+            problems.append(ConfigIssue("", str(error)))
+    if problems:
+        raise ConfigError(problems)
+    return found[0], found[1]
+
+
+def _changed_settings(folders: tuple[Path, Path]) -> list[tuple[str, list[str]]]:
+    """Return the keys that differ; none where one of the two is no run of ours."""
+    from axonlaunch.diagnostics.report.comparison import changed_settings
+    from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
+
+    try:
+        return changed_settings([read_run(folder) for folder in folders])
+    except NotARunError:
+        return []
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What is printed.
+
+    Attributes:
+        folders: Of the two runs.
+        traces: Their steps.
+        found: How they compare.
+        settings: Keys that differ, each with both values.
+    """
+
+    folders: tuple[Path, Path]
+    traces: tuple[Mapping[int, StepTrace], Mapping[int, StepTrace]]
+    found: TraceComparison
+    settings: list[tuple[str, list[str]]]
+
+    def as_json(self) -> dict[str, Any]:
+        differences = [
+            {
+                "step": one.step,
+                "module": one.module,
+                "kind": one.ours.kind,
+                "name": one.ours.name,
+                "relative": one.relative if math.isfinite(one.relative) else None,
+                "ratio": one.ratio,
+                "rms": [one.ours.rms, one.theirs.rms],
+                "what": self._described(one),
+                "likely_cause": self._cause(one) or None,
+            }
+            for one in self.found.differences
+        ]
+        return {
+            "same": not differences,
+            "runs": [str(folder) for folder in self.folders],
+            "configuration": dict(self.settings),
+            "tolerances": {str(step): passing for step, passing in self.found.steps.items()},
+            "compared": self.found.compared,
+            "first_difference": differences[0] if differences else None,
+            "differences": differences,
+            "only": list(self.found.only),
+        }
+
+    def show(self) -> None:
+        from rich.console import Console
+
+        console = Console(file=sys.stdout, highlight=False)
+        step = next(iter(self.found.steps))
+        for folder, side in zip(self.folders, self.traces, strict=True):
+            how = f"{side[step].layout}, {side[step].arithmetic}"
+            _line(console, f"{folder}: {how}, steps {', '.join(map(str, side))}")
+        if self.settings:
+            self._show_settings(console)
+        for folder, names in zip(self.folders, self.found.only, strict=True):
+            if names:
+                more = ", ..." if len(names) > _SHOWN else ""
+                _line(console, f"only in {folder}: {', '.join(names[:_SHOWN])}{more}")
+        passing = ", ".join(f"{most:.1e} at step {one}" for one, most in self.found.steps.items())
+        _line(console, f"{self.found.compared} tensors compared; what passes: {passing}")
+        if self.found.differences:
+            self._show_differences(console)
+        else:
+            console.print("[green]the same[/green]")
+
+    def _show_settings(self, console: Console) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for title in ("configuration", *(folder.name for folder in self.folders)):
+            table.add_column(Text(title), overflow="fold")
+        for key, values in self.settings[:_SHOWN]:
+            table.add_row(Text(key), *(Text(value) for value in values))
+        console.print(table)
+        if len(self.settings) > _SHOWN:
+            _line(console, f"and {len(self.settings) - _SHOWN} more; axonlaunch compare has all")
+
+    def _show_differences(self, console: Console) -> None:
+        first, *_ = self.found.differences
+        cause = self._cause(first)
+        console.print(f"[red]they part[/red] at step {first.step}: ", end="", soft_wrap=True)
+        _line(console, f"{self._named(first)}{', ' if cause else ''}{cause}")
+        after = [one for one in self.found.differences if one.step == first.step][1:]
+        if after:
+            _line(console, f"of the same step, after it, {len(after)} more differ")
+        for one in after[:_SHOWN]:
+            _line(console, f"  {self._named(one)}")
+
+    def _named(self, one: TracedDifference) -> str:
+        return f"{one.module}: {self._described(one)}" if one.module else self._described(one)
+
+    def _described(self, one: TracedDifference) -> str:
+        from axonlaunch.diagnostics.module_trace.difference import describe_difference
+
+        return describe_difference(one, self._names)
+
+    def _cause(self, one: TracedDifference) -> str:
+        from axonlaunch.diagnostics.module_trace.difference import likely_cause
+
+        return likely_cause(one, self._names, [side[one.step] for side in self.traces])
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        return str(self.folders[0]), str(self.folders[1])
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)

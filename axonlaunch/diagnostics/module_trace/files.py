@@ -1,0 +1,139 @@
+"""The files of a module trace: one a step, of whole tensors, so that every layout writes the same.
+
+It reads and writes; it computes no statistic and compares nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from axonlaunch.system.files import opened, replace_text
+
+TRACE_FOLDER = "module_trace"
+"""In a run's folder."""
+TracedKind = Literal["batch", "parameter", "output", "loss", "output gradient", "gradient"]
+Arithmetic = Literal["fp32", "bf16", "fp16"]
+_FORMAT = 1
+_FILE = re.compile(r"step_(\d{1,9})\.json")
+_LARGEST = 1 << 28
+"""Bytes of a file that is read: a million rows are 100 MB."""
+
+
+class UnreadableModuleTraceError(Exception):
+    """A file is damaged, or no module trace; the text says which and why."""
+
+
+@dataclass(frozen=True)
+class TracedTensor:
+    """What a tensor of a step was, over all its elements.
+
+    Attributes:
+        kind: What of the module it is.
+        name: The module's or the parameter's in the whole model.
+        rms: Root mean square of the elements; None where one is not finite. The norm is this times
+            the root of the number of elements.
+        mean: Of the elements.
+        absmax: The largest absolute value.
+        size: Number of elements, of parameters and their gradients.
+    """
+
+    kind: TracedKind
+    name: str
+    rms: float | None
+    mean: float | None
+    absmax: float | None
+    size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """A step.
+
+    Attributes:
+        step: Updates that were done before it.
+        arithmetic: The lowest precision in use.
+        layout: In words.
+        axes: Sizes of the mesh axes.
+        tensors: In order of computation: batch, parameters, forward, backward.
+    """
+
+    step: int
+    arithmetic: Arithmetic
+    layout: str
+    axes: Mapping[str, int] = field(default_factory=dict)
+    tensors: Sequence[TracedTensor] = ()
+
+
+def traced_steps(folder: Path) -> dict[int, Path]:
+    """Return the files of a run's folder by step."""
+    found = (
+        (_FILE.fullmatch(path.name), path) for path in (folder / TRACE_FOLDER).glob("step_*.json")
+    )
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def write_step(folder: Path, trace: StepTrace) -> None:
+    """Write a step's file in a run's folder, in place of an earlier one.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    content = {**asdict(trace), "tensors": [_row(one) for one in trace.tensors]}
+    target = folder / TRACE_FOLDER
+    target.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"format": _FORMAT, **content}, allow_nan=False)
+    replace_text(target / f"step_{trace.step}.json", text + "\n")
+
+
+def read_step(path: Path) -> StepTrace:
+    """Read a step's file.
+
+    Raises:
+        UnreadableModuleTraceError: It is damaged, or of another kind.
+    """
+    try:
+        with opened(path) as stream:
+            content = stream.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise UnreadableModuleTraceError(f"{path}: is larger than {_LARGEST} bytes")
+        return _checked(json.loads(content))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UnreadableModuleTraceError(f"{path}: is no module trace ({reason})") from None
+
+
+def _row(one: TracedTensor) -> list[Any]:
+    values = (getattr(one, key.name) for key in fields(one))
+    return [
+        None if isinstance(value, float) and not math.isfinite(value) else value for value in values
+    ]
+
+
+def _checked(content: Any) -> StepTrace:
+    if content["format"] != _FORMAT:
+        raise ValueError(f"format {content['format']!r}; this version reads {_FORMAT}")
+    tensors = tuple(_tensor(*row) for row in content["tensors"])
+    axes = {ascii(axis)[1:-1]: int(size) for axis, size in content["axes"].items()}
+    if content["arithmetic"] not in get_args(Arithmetic):
+        raise ValueError(f"arithmetic {content['arithmetic']!r}")
+    return StepTrace(
+        step=int(content["step"]),
+        arithmetic=content["arithmetic"],
+        layout=ascii(content["layout"])[1:-1],
+        axes=axes,
+        tensors=tensors,
+    )
+
+
+def _tensor(kind: Any, name: Any, *values: Any) -> TracedTensor:
+    is_name = isinstance(name, str) and name.isprintable()
+    if kind not in get_args(TracedKind) or not is_name or len(values) != 4:
+        raise ValueError(f"a row of {kind!r}, {name!r}")
+    rms, mean, absmax, size = (None if value is None else float(value) for value in values)
+    return TracedTensor(kind, name, rms, mean, absmax, None if size is None else int(size))

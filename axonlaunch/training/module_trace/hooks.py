@@ -1,0 +1,218 @@
+"""Statistics of what modules return and of its gradients, taken by hooks while a step runs.
+
+It knows of no rank: what a rank sees of a tensor are so many elements, with their sums. Sums over
+ranks make those of the whole tensor, and as each element is held as often as any other, replicas
+change neither its root mean square nor its mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from axonlaunch.diagnostics.module_trace.files import TracedKind, TracedTensor
+
+_PIECE = 2**16
+"""Elements: 256 KiB of fp32."""
+_EXACT_IN_DOUBLE = (torch.float64, torch.int64, torch.int32)
+
+TracedKey = tuple[TracedKind, str]
+
+
+@dataclass
+class Sums:
+    """What elements of a tensor come to.
+
+    Attributes:
+        count: Elements.
+        total: Their sum.
+        squares: The sum of their squares.
+        absmax: The largest absolute value.
+    """
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    absmax: float = 0.0
+
+    def add(self, other: Sums) -> None:
+        """Take more elements in."""
+        self.count += other.count
+        self.total += other.total
+        self.squares += other.squares
+        self.absmax = max(self.absmax, other.absmax)
+
+    def traced(self, key: TracedKey, *, factor: float = 1.0, size: int | None) -> TracedTensor:
+        """Return what is written of the elements times a factor.
+
+        Args:
+            key: Whose they are.
+            factor: Of the elements.
+            size: Of a parameter or its gradient; None for others.
+        """
+        rms, mean = math.sqrt(self.squares / self.count), self.total / self.count
+        return TracedTensor(*key, rms * factor, mean * factor, self.absmax * factor, size)
+
+
+class Statistics:
+    """Sums of tensors by kind and name; a device is waited for once, when they are read."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[TracedKey, Sums | _OnDevice]] = []
+        self._last: tuple[Tensor, int] | None = None
+        self._reduced: Sums | _OnDevice = Sums()
+
+    def add(self, key: TracedKey, tensor: Tensor) -> None:
+        """Take what this rank holds of a tensor in.
+
+        A module that returns what its last part returned has the same numbers; they are taken once.
+
+        Args:
+            key: Whose it is.
+            tensor: Of numbers, plain or a DTensor.
+        """
+        seen = tensor, tensor._version  # an operation in place leaves the object and not the values
+        if self._last is None or self._last[0] is not tensor or self._last[1] != seen[1]:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            reduce = _summed if local.device.type == "cpu" else _OnDevice.of
+            self._last, self._reduced = seen, reduce(local.detach())
+        self._taken.append((key, self._reduced))
+
+    def sums(self) -> dict[TracedKey, Sums]:
+        """Return the sums so far, of all tensors of each key together."""
+        self._last = None
+        on_device = [taken for _, taken in self._taken if isinstance(taken, _OnDevice)]
+        table = torch.stack([one.values for one in on_device]).tolist() if on_device else []
+        rows = iter(table)
+        found: dict[TracedKey, Sums] = {}
+        for key, taken in self._taken:
+            if isinstance(taken, _OnDevice):
+                norm, total, low, high = next(rows)
+                taken = Sums(taken.count, total, norm * norm, max(abs(low), abs(high)))
+            if taken.count:
+                found.setdefault(key, Sums()).add(taken)
+        return found
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """A tensor's norm, sum, least and largest element [4] fp64, which nobody has waited for."""
+
+    count: int
+    values: Tensor
+
+    @classmethod
+    def of(cls, local: Tensor) -> _OnDevice:
+        if not local.numel():
+            return cls(0, torch.zeros(4, dtype=torch.double, device=local.device))
+        precision = torch.double if local.dtype in _EXACT_IN_DOUBLE else torch.float
+        low, high = local.aminmax()
+        norm = torch.linalg.vector_norm(local, dtype=precision)
+        values = (norm, local.sum(dtype=precision), low, high)
+        return cls(local.numel(), torch.stack([value.double() for value in values]))
+
+
+def _summed(local: Tensor) -> Sums:
+    """Return the sums of a tensor of the host, by pieces that a core's cache holds.
+
+    torch adds squares up in fp32, and is 8e-5 off for 4 million elements; it is not for a piece.
+    """
+    sums = Sums()
+    for piece in local.reshape(-1).split(_PIECE) if local.numel() else ():
+        exact = piece.double() if piece.dtype in _EXACT_IN_DOUBLE else piece.float()
+        absmax = max(float(exact.amax()), -float(exact.amin()))
+        squares = float(torch.dot(exact, exact))
+        sums.add(Sums(piece.numel(), float(exact.sum()), squares, absmax))
+    return sums
+
+
+class ModuleHooks:
+    """Notes what modules return in training, and the gradients of it, until it is closed.
+
+    Attributes:
+        order: Modules in the order of their first calls.
+        dtypes: Of what they returned.
+        samples: Of a micro-batch. What is returned once for all of them, as positions are, gets a
+            gradient that is a sum over them, which depends on how many they are: it is left out.
+    """
+
+    def __init__(self, statistics: Statistics, *, samples: int) -> None:
+        self.order: dict[str, int] = {}
+        self.dtypes: set[torch.dtype] = set()
+        self.samples = samples
+        self._statistics = statistics
+        self._handles: list[Any] = []
+
+    def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Hook modules.
+
+        Args:
+            modules: By their name in the whole model.
+        """
+        for name, module in modules:
+            self._handles.append(module.register_forward_hook(self._noting(name)))
+
+    def close(self) -> None:
+        """Remove every hook of a module; those of gradients end with the backward."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _noting(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not (torch.is_grad_enabled() and module.training):
+                return  # shapes are tried out
+            for tensor in first_of_numbers(output):
+                # In a backward it is computed again.
+                if torch._C._current_graph_task_id() == -1:
+                    self.order.setdefault(name, len(self.order))
+                    self.dtypes.add(tensor.dtype)
+                    self._statistics.add(("output", name), tensor)
+                if tensor.requires_grad and tensor.ndim and tensor.shape[0] == self.samples:
+                    tensor.register_hook(self._noting_gradient(name))
+
+        return note
+
+    def _noting_gradient(self, name: str) -> Callable[[Tensor], None]:
+        return lambda gradient: self._statistics.add(("output gradient", name), gradient)
+
+
+def first_of_numbers(output: Any) -> Iterator[Tensor]:
+    """Yield the first floating-point tensor of what a module returns, if there is one."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            yield leaf
+            return
+
+
+def in_order_of_computation(
+    modules: Iterable[str], parameters: Iterable[str]
+) -> Iterator[TracedKey]:
+    """Yield what a step may have, from the batch to the gradients of the first module.
+
+    Args:
+        modules: In the order of their first calls.
+        parameters: All names.
+    """
+    yield from (("batch", "inputs"), ("batch", "targets"))
+    names, forward = [*parameters], [*modules]
+    for name in names:
+        yield "parameter", name
+    for name in forward:
+        yield "output", name
+    yield "loss", ""
+    left = dict.fromkeys(names)
+    for name in reversed(forward):
+        yield "output gradient", name
+        for parameter in [one for one in left if one.rpartition(".")[0] == name]:
+            del left[parameter]
+            yield "gradient", parameter
+    for name in left:
+        yield "gradient", name

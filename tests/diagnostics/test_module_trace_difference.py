@@ -1,0 +1,197 @@
+"""Two module traces side by side: where they part first, and what can't be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from axonlaunch.diagnostics.module_trace import files
+from axonlaunch.diagnostics.module_trace.difference import (
+    TraceComparison,
+    TracesIncomparableError,
+    TraceTolerance,
+    compare_traces,
+    describe_difference,
+    likely_cause,
+)
+from axonlaunch.diagnostics.module_trace.files import StepTrace, TracedTensor
+
+TOLERANCE = TraceTolerance(
+    base={"fp32": 1e-5, "bf16": 2**-6}, gradient_floor=0.1, parameter_floor=0.02
+)
+BEGIN = StepTrace(
+    step=0,
+    arithmetic="fp32",
+    layout="tensor 2",
+    axes={"tp": 2},
+    tensors=(
+        TracedTensor("batch", "inputs", 3.0, 1.0, 9.0),
+        TracedTensor("parameter", "first.weight", 0.1, 0.0, 0.3, 64),
+        TracedTensor("parameter", "second.weight", 0.1, 0.0, 0.3, 64),
+        TracedTensor("output", "first", 1.0, 0.1, 3.0),
+        TracedTensor("output", "second", 1.0, 0.1, 3.0),
+        TracedTensor("loss", "", 2.0, 2.0, 2.0),
+        TracedTensor("output gradient", "second", 1e-3, 0.0, 4e-3),
+        TracedTensor("gradient", "second.weight", 1e-2, 0.0, 4e-2, 64),
+        TracedTensor("gradient", "first.weight", 1e-2, 0.0, 4e-2, 64),
+    ),
+)
+
+
+def scaled(factor: float, *names: str, kind: str = "output") -> StepTrace:
+    """The trace with some tensors larger by a factor."""
+
+    def of(one: TracedTensor) -> TracedTensor:
+        if one.kind != kind or one.name not in names:
+            return one
+        assert one.rms is not None
+        assert one.mean is not None
+        assert one.absmax is not None
+        larger = (one.rms * factor, one.mean * factor, one.absmax * factor)
+        return TracedTensor(one.kind, one.name, *larger, one.size)
+
+    return dataclasses.replace(BEGIN, tensors=tuple(map(of, BEGIN.tensors)))
+
+
+def compared(ours: StepTrace, theirs: StepTrace) -> TraceComparison:
+    return compare_traces({ours.step: ours}, {theirs.step: theirs}, tolerance=TOLERANCE)
+
+
+def said(ours: StepTrace, theirs: StepTrace) -> tuple[str, str]:
+    """What is said of the first difference: it, and its likely cause."""
+    first, names = compared(ours, theirs).differences[0], ("a", "b")
+    what = f"{first.module}: {describe_difference(first, names)}"
+    return what, likely_cause(first, names, (ours, theirs))
+
+
+def test_the_first_in_order_of_computation_is_named_and_not_the_farthest() -> None:
+    other = scaled(1.5, "first")
+    worse = dataclasses.replace(
+        other, tensors=[*other.tensors[:4], *scaled(9.0, "second").tensors[4:]]
+    )
+    found = compared(BEGIN, worse)
+    assert [one.ours.name for one in found.differences] == ["first", "second"]
+    assert found.differences[0].module == "first"
+
+
+def test_a_factor_as_large_as_an_axis_is_said_of_the_run_that_has_the_axis() -> None:
+    assert said(scaled(2.0, "second"), dataclasses.replace(BEGIN, axes={})) == (
+        "second: its output is 2.00 times as large in a as in b",
+        "as if a summed once too often over tp",
+    )
+    halved = scaled(0.5, "first.weight", kind="gradient")
+    assert said(dataclasses.replace(BEGIN, axes={}), halved) == (
+        "first: the gradient of first.weight is 2.00 times as large in a as in b",
+        "as if b did not sum, or averaged twice, over tp",
+    )
+
+
+def test_what_is_no_factor_is_said_in_parts_of_its_size() -> None:
+    other = dataclasses.replace(
+        BEGIN, tensors=(*BEGIN.tensors[:3], TracedTensor("output", "first", 1.2, -0.1, 3.0))
+    )
+    assert said(BEGIN, other) == ("first: its output is off by 0.17 of its size", "")
+
+
+def test_what_is_not_finite_in_one_run_differs_and_in_both_does_not() -> None:
+    nan = dataclasses.replace(
+        BEGIN, tensors=(*BEGIN.tensors[:3], TracedTensor("output", "first", None, None, None))
+    )
+    assert said(BEGIN, nan) == ("first: its output is not finite in b", "")
+    assert not compared(nan, nan).differences
+
+
+def test_a_gradient_of_nothing_but_rounding_is_no_difference() -> None:
+    tiny = TracedTensor("gradient", "first.weight", 1e-10, 0.0, 1e-10, 64)
+    ours, theirs = (
+        dataclasses.replace(BEGIN, tensors=(*BEGIN.tensors[:-1], one))
+        for one in (tiny, dataclasses.replace(tiny, rms=3e-10))
+    )
+    assert not compared(ours, theirs).differences
+
+
+@pytest.mark.parametrize(("arithmetic", "passes"), [("fp32", False), ("bf16", True)])
+def test_the_coarser_arithmetic_of_the_two_says_what_passes(arithmetic: str, passes: bool) -> None:
+    other = dataclasses.replace(scaled(1.01, "first"), arithmetic=arithmetic)  # type: ignore[arg-type]
+    assert bool(compared(BEGIN, other).differences) is not passes
+
+
+def test_rounding_grows_with_the_updates_up_to_a_hundredth() -> None:
+    passing = [TOLERANCE.of(("fp32", "fp32"), step=step) for step in (0, 99, 10_000)]
+    assert passing == pytest.approx([1e-5, 1e-3, 1e-2])
+
+
+def test_what_moves_by_rounding_alone_is_compared_before_the_first_update_alone() -> None:
+    tiny = TracedTensor("gradient", "first.bias", 1e-10, 0.0, 1e-10, 8)
+    gradients = (*BEGIN.tensors[-2:], tiny)
+    ours, theirs = (
+        dataclasses.replace(
+            BEGIN,
+            tensors=(
+                TracedTensor("parameter", "first.weight", 0.1, 0.0, 0.3, 64),
+                TracedTensor("parameter", "first.bias", moved, moved, moved, 8),
+                TracedTensor("output", "first", 1 + moved, 0.0, 3.0),
+                *gradients,
+            ),
+        )
+        for moved in (0.1, 0.2)
+    )
+    assert len(compared(ours, theirs).differences) == 2
+    later = (dataclasses.replace(one, step=1) for one in (ours, theirs))
+    assert not compared(*later).differences
+
+
+def test_steps_of_one_run_alone_are_left_out_and_none_in_common_is_refused() -> None:
+    later = dataclasses.replace(BEGIN, step=7)
+    assert [*compare_traces({0: BEGIN, 7: later}, {7: later}, tolerance=TOLERANCE).steps] == [7]
+    with pytest.raises(TracesIncomparableError, match="one has 0, the other 7; trace the same"):
+        compare_traces({0: BEGIN}, {7: later}, tolerance=TOLERANCE)
+
+
+def test_other_models_are_refused_with_how_many_names_are_alike_and_which_are_near() -> None:
+    renamed = dataclasses.replace(
+        BEGIN, tensors=(TracedTensor("parameter", "model.first.weight", 0.1, 0.0, 0.3, 64),)
+    )
+    problem = "of 2 parameters in one and 1 in the other 0 have the same name .first.weight and mod"
+    with pytest.raises(TracesIncomparableError, match=problem):
+        compared(BEGIN, renamed)
+    wider = dataclasses.replace(
+        BEGIN,
+        tensors=(BEGIN.tensors[1], dataclasses.replace(BEGIN.tensors[2], size=128)),
+    )
+    with pytest.raises(TracesIncomparableError, match="has 64 elements in one and 128"):
+        compared(BEGIN, wider)
+
+
+def test_names_of_one_run_alone_are_listed() -> None:
+    fewer = dataclasses.replace(BEGIN, tensors=[t for t in BEGIN.tensors if t.name != "first"])
+    assert compared(BEGIN, fewer).only == (["first"], [])
+
+
+def test_a_step_is_read_as_it_was_written_and_what_is_not_finite_as_missing(tmp_path: Path) -> None:
+    odd = TracedTensor("output", "first", math.nan, math.inf, 1.0)
+    files.write_step(tmp_path, dataclasses.replace(BEGIN, tensors=(*BEGIN.tensors, odd)))
+    [(step, path)] = files.traced_steps(tmp_path).items()
+    read = files.read_step(path)
+    missing = TracedTensor("output", "first", None, None, 1.0)
+    assert (step, read) == (0, dataclasses.replace(BEGIN, tensors=(*BEGIN.tensors, missing)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1]",
+        "{}",
+        '{"format": 2}',
+        "NaN",
+        '{"format": 1, "tensors": [["output", "\\u001b", 1]]}',
+    ],
+)
+def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "step_0.json").write_text(text)
+    with pytest.raises(files.UnreadableModuleTraceError, match="json: is no module trace"):
+        files.read_step(tmp_path / "step_0.json")

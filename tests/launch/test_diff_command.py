@@ -1,0 +1,77 @@
+"""``axonlaunch diff``: what it prints of two traced runs, its exit status, what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from command import Command
+
+from axonlaunch.diagnostics.module_trace.files import StepTrace, TracedTensor, write_step
+
+TRACE = StepTrace(
+    step=0,
+    arithmetic="fp32",
+    layout="tensor 2",
+    axes={"tp": 2},
+    tensors=(
+        TracedTensor("parameter", "head.weight", 0.1, 0.0, 0.3, 64),
+        TracedTensor("output", "head", 2.0, 0.0, 6.0),
+        TracedTensor("loss", "", 2.0, 2.0, 2.0),
+    ),
+)
+HALF = dataclasses.replace(
+    TRACE,
+    axes={},
+    layout="single",
+    tensors=(TRACE.tensors[0], TracedTensor("output", "head", 1.0, 0.0, 3.0), TRACE.tensors[2]),
+)
+
+
+def write(folder: Path, trace: StepTrace, configuration: str = "") -> None:
+    write_step(folder, trace)
+    if configuration:
+        (folder / "config.yaml").write_text(configuration)
+
+
+def test_runs_that_part_end_with_1_and_the_module_step_and_factor(served: Command) -> None:
+    write(served.folder / "a", TRACE, "seed: 0\nstrategy: {tensor: {degree: 2}}\n")
+    write(served.folder / "b", HALF, "seed: 0\nstrategy: {tensor: {degree: 1}}\n")
+    said = served("diff", "a", "b", status=1).stdout
+    assert "a: tensor 2, fp32, steps 0\nb: single, fp32, steps 0\n" in said
+    assert "strategy.tensor.degree" in said
+    assert (
+        "they part at step 0: head: its output is 2.00 times as large in a as in b, as if" in said
+    )
+    found = json.loads(served("diff", "a", "b", "--json", status=1).stdout)
+    first = found["first_difference"]
+    assert found["same"] is False
+    assert (first["step"], first["module"], first["kind"]) == (0, "head", "output")
+    assert first["ratio"] == pytest.approx(2.0)
+    assert found["configuration"] == {"strategy.tensor.degree": ["2", "1"]}
+
+
+def test_runs_that_are_the_same_end_with_0_also_where_one_is_no_run_of_ours(
+    served: Command,
+) -> None:
+    write(served.folder / "a", TRACE, "seed: 0\n")
+    write(served.folder / "b", TRACE)
+    assert served("diff", "a", "b").stdout.endswith(
+        "3 tensors compared; what passes: 1.0e-05 at step 0\nthe same\n"
+    )
+
+
+def test_what_can_not_be_compared_ends_with_2_and_every_reason(served: Command) -> None:
+    write(served.folder / "runs/a", TRACE, "seed: 0\n")
+    write(served.folder / "later", dataclasses.replace(TRACE, step=5))
+    (served.folder / "empty").mkdir()
+    assert served("diff", "a", "empty", status=2).stderr == (
+        "error: a: no such folder; did you mean runs/a?\n"
+        "error: empty: no step was traced; train with train.trace.steps=[0]\n"
+    )
+    assert served("diff", "runs/a", "later", status=2).stderr == (
+        "error: runs/a and later: no step is in both: one has 0, the other 5; trace the same "
+        "steps with train.trace.steps\n"
+    )

@@ -1,0 +1,220 @@
+"""What a run traces of its modules: the same in every layout, and in a loop of a user's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from parity_table import MODELS
+from torch import nn
+
+import axonlaunch as ax
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.diagnostics.module_trace.difference import (
+    TraceComparison,
+    TraceTolerance,
+    compare_traces,
+)
+from axonlaunch.diagnostics.module_trace.files import StepTrace, read_step, traced_steps
+from axonlaunch.engines.tensor import layers
+from axonlaunch.training import worker
+from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR, TOLERANCES
+
+SMALL = [
+    *("train.global_batch_size=16", "train.steps=2", "scheduler.warmup_steps=0"),
+    *("sample.max_new_tokens=0", "train.eval_batches=0", "optimizer.eps=1e-4"),
+    "train.trace={steps: [0, 1], tensors: norms}",
+]
+SINGLE = ("strategy=single", "launch.nproc=1")
+TOLERANCE = TraceTolerance(
+    base=TOLERANCES, gradient_floor=GRADIENT_FLOOR, parameter_floor=PARAMETER_FLOOR
+)
+
+
+def configured(model: str, *overrides: str) -> RunConfig:
+    return run_config(
+        [*MODELS[model], f"model.num_hidden_layers={BLOCKS[model]}", *SMALL, *overrides]
+    )
+
+
+def traced(model: str, *overrides: str) -> dict[int, StepTrace]:
+    """Train on the mock world and return the traced steps."""
+    with TemporaryDirectory() as folder:
+        chosen = dataclasses.replace(configured(model, *overrides), run_dir=folder)
+        assert chosen.launch.nproc != "auto"
+        World.mock(chosen.launch.nproc).run(lambda world: worker.run(chosen, world))
+        return steps_in(Path(folder))
+
+
+def steps_in(folder: Path) -> dict[int, StepTrace]:
+    return {step: read_step(path) for step, path in traced_steps(folder).items()}
+
+
+@functools.cache
+def alone(model: str) -> dict[int, StepTrace]:
+    return traced(model, *SINGLE)
+
+
+def compared(one: dict[int, StepTrace], other: dict[int, StepTrace]) -> TraceComparison:
+    return compare_traces(one, other, tolerance=TOLERANCE)
+
+
+BLOCKS = {"gpt": 2, "llama": 4, "mlp": 2}
+"""Four stages take as many."""
+TWO = "launch.nproc=2"
+LAYOUTS = {
+    "ddp, accumulating": (["strategy=ddp", TWO, "train.micro_batch_size=4"], "gpt"),
+    "tensor x pipeline x fsdp": (["strategy=hybrid", "launch.nproc=8"], "gpt"),
+    "sequence parallel": (["strategy=tensor", "strategy.tensor.sequence_parallel=true"], "gpt"),
+    "two stages a rank, split backward": (
+        ["strategy=pipeline", "strategy.pipeline.schedule=zbv_zero_bubble"],
+        "llama",
+    ),
+    "context, recomputing": (
+        ["strategy.context.degree=2", TWO, "train.activation_checkpointing=full"],
+        "llama",
+    ),
+    "loss in chunks": (["strategy=zero1", TWO, "train.loss_chunk=32"], "llama"),
+    "fp16": ([*SINGLE, "train.precision=fp16"], "llama"),
+    "bf16": (["strategy=ddp", TWO, "train.precision=bf16"], "gpt"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_traces_what_one_process_does(layout: str) -> None:
+    overrides, model = LAYOUTS[layout]
+    found = compared(alone(model), traced(model, *overrides))
+    assert [str(one) for one in found.differences] == []
+    assert [*found.steps] == [0, 1]
+    # But for the logits, which do not exist where the loss is in chunks.
+    assert found.only == ((["lm_head"] if "chunks" in layout else []), [])
+    assert found.compared > 2 * 100
+
+
+def test_statistics_are_those_of_whole_tensors() -> None:
+    chosen = configured("gpt", *SINGLE)
+
+    def run(world: World) -> tuple[dict[str, torch.Tensor], torch.Tensor, Any]:
+        from rank_engine import rank_engine
+
+        engine, loader = rank_engine(chosen, world)
+        seen: list[torch.Tensor] = []
+        engine.modules[0].get_submodule("layers.1.mlp").register_forward_hook(
+            lambda _, __, output: seen.append(output.detach().double())
+        )
+        batch = loader.batch(0)
+        engine.backward(batch)
+        gradients = {n: p.grad.double() for n, p in engine.named_parameters() if p.grad is not None}
+        return gradients, torch.cat(seen), batch.inputs.double()
+
+    gradients, output, inputs = World.mock(1).run(run)[0]
+    step = {(one.kind, one.name): one for one in traced("gpt", "strategy=ddp", TWO)[0].tensors}
+    expected = {
+        ("batch", "inputs"): inputs,
+        ("output", "layers.1.mlp"): output,
+        ("gradient", "layers.1.mlp.up_proj.weight"): gradients["layers.1.mlp.up_proj.weight"],
+    }
+    for key, tensor in expected.items():
+        one = step[key]  # type: ignore[index]
+        assert one.rms == pytest.approx(float(tensor.square().mean().sqrt()), rel=1e-5)
+        assert one.mean == pytest.approx(float(tensor.mean()), rel=1e-5, abs=1e-7)
+        assert one.absmax == pytest.approx(float(tensor.abs().max()), rel=1e-5)
+
+
+def test_a_sum_too_many_over_tensor_ranks_is_found_in_its_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = layers.RowParallelLinear.forward
+    monkeypatch.setattr(layers.RowParallelLinear, "forward", lambda *args: 2 * right(*args))
+    first = compared(traced("gpt", "strategy=tensor", TWO), alone("gpt")).differences[0]
+    assert (first.step, first.module, first.ours.kind) == (0, "layers.0.self_attn.o_proj", "output")
+    assert first.ratio == pytest.approx(2.0)
+
+
+def test_other_samples_and_other_weights_are_found_before_any_module() -> None:
+    other = compared(alone("mlp"), traced("mlp", *SINGLE, "seed=1")).differences[0]
+    assert (other.ours.kind, other.ours.name) == ("batch", "inputs")
+
+
+def test_a_run_without_traced_steps_hooks_nothing(tmp_path: Path) -> None:
+    overrides = ["train.trace={steps: [], tensors: norms}", "train.steps=1"]
+    chosen = dataclasses.replace(configured("mlp", *SINGLE, *overrides), run_dir=str(tmp_path))
+    hooks: list[int] = []
+
+    def counted(engine: Any, batch: Any) -> Any:
+        modules = [part for whole in engine.modules for part in whole.modules()]
+        hooks.append(sum(len(part._forward_hooks) for part in modules))
+        return right(engine, batch)
+
+    from axonlaunch.engines.mesh_engine import MeshEngine
+
+    right = MeshEngine.backward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MeshEngine, "backward", counted)
+        World.mock(1).run(lambda world: worker.run(chosen, world))
+    assert hooks == [0]
+    assert not (tmp_path / "module_trace").exists()
+
+
+@pytest.mark.parametrize("steps", ["[2]", "[-1]", "[0,0]"])
+def test_steps_that_no_run_has_are_refused(steps: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected steps from 0, the first, to 1, each once"):
+        configured("mlp", *SINGLE, f"train.trace.steps={steps}")
+
+
+class Plain(nn.Module):
+    """Two layers, one of which is called twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.twice(self.twice(self.first(x)))
+        return y
+
+
+def loop(folder: Path, *, parts: int = 1, wrapped: bool = False, bug: bool = False) -> None:
+    """Three steps of a loop of a user's own, in micro-batches."""
+    torch.manual_seed(0)
+    bare = Plain()
+    model = nn.DataParallel(bare) if wrapped else bare
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+    batches = torch.randn(3, 8, 4)
+    if bug:
+        bare.twice.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 3,))
+    with ax.trace(model, folder, steps=[0, 2]) as trace:
+        for batch in batches:
+            optimizer.zero_grad()
+            for part in batch.chunk(parts):
+                (model(part).square().mean() / parts).backward()
+            nn.utils.clip_grad_norm_(bare.parameters(), 1e-3)
+            optimizer.step()
+            trace.step()
+    assert not any(part._forward_hooks for part in model.modules())
+    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
+
+
+def test_a_loop_traces_alike_in_micro_batches_and_in_a_wrapper(tmp_path: Path) -> None:
+    loop(tmp_path / "a")
+    loop(tmp_path / "b", parts=4, wrapped=True)
+    found = compared(steps_in(tmp_path / "a"), steps_in(tmp_path / "b"))
+    assert ([*found.steps], found.differences, found.only) == ([0, 2], [], ([], []))
+    loop(tmp_path / "c", bug=True)
+    first = compared(steps_in(tmp_path / "a"), steps_in(tmp_path / "c")).differences[0]
+    assert (first.step, first.module, first.ours.kind) == (0, "twice", "output gradient")
+
+
+def test_a_loop_on_several_processes_is_refused() -> None:
+    def refused(world: World) -> None:
+        with pytest.raises(ValueError, match="there are 2 processes, of which each sees a part"):
+            ax.trace(Plain(), "nowhere")
+
+    World.mock(2).run(refused)
