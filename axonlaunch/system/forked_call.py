@@ -190,7 +190,8 @@ def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
     except SystemExit as error:
         ended = RuntimeError(f"a module ended the process with status {error.code}")
         message = ("raised", (ended, "".join(traceback.format_exception(error))))
-    connection.send(message)
+    with suppress(BrokenPipeError):  # who asked may have been killed
+        connection.send(message)
     connection.close()
     # Skip interpreter teardown with torch loaded, which takes up to a second.
     os._exit(0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config import RunConfig
-from axonlaunch.data.dataset import IGNORE_INDEX, AnyBatch, Batch
+from axonlaunch.data.dataset import IGNORE_INDEX, AnyBatch, Batch, MicroBatch
 from axonlaunch.models.build import on_meta
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.own_loss import OwnLoss
@@ -65,6 +65,15 @@ def count_of(own: OwnLoss | None, batch: AnyBatch, *, micro_batch_size: int) -> 
     if own is None or own.count is None:
         return sum(part.num_samples for part in parts)
     return sum(int(own.count(part.whole)) for part in parts)
+
+
+def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
+    """Yield micro-batches, of inputs and targets without the code that the engines cut them by."""
+    if not isinstance(batch, Batch):
+        yield from batch.micro_batches(size)
+        return
+    for start in range(0, len(batch.inputs), size):
+        yield batch.rows(start, start + size)
 
 
 @dataclass

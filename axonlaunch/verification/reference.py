@@ -30,8 +30,8 @@ from axonlaunch.models.build import build_model, initial_weights, spec_for
 from axonlaunch.models.module_state import evaluating
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
-from axonlaunch.verification import inputs
-from axonlaunch.verification.plain_model import LoadableWeights, count_of, loss_sum
+from axonlaunch.verification import inputs, plain_model
+from axonlaunch.verification.plain_model import LoadableWeights, loss_sum
 from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plain_rate
 from axonlaunch.verification.plan import ComparisonPlan
 
@@ -251,8 +251,7 @@ class PlainRun:
             return
         size, share = self._layout.micro_batch_size, len(batch) // self._layout.data_ranks
         buffers: dict[str, Tensor] = {}
-        pieces: Iterator[MicroBatch] = batch.micro_batches(size)
-        for number, piece in enumerate(pieces):
+        for number, piece in enumerate(plain_model.micro_batches_of(batch, size)):
             if number * size == share:
                 buffers = _copies(self._buffers())
             yield piece
@@ -269,7 +268,8 @@ class PlainRun:
         return total if batch.is_counted else total * 0
 
     def _count(self, batch: AnyBatch) -> int:
-        return count_of(self._own, batch, micro_batch_size=self._layout.micro_batch_size)
+        size = self._layout.micro_batch_size
+        return plain_model.count_of(self._own, batch, micro_batch_size=size)
 
     def _outputs(self, batch: MicroBatch) -> Any:
         """Run forward in the run's arithmetic.
@@ -310,7 +310,7 @@ class PlainRun:
             raise NoReferenceError(problem)
         batch = inputs.uneven(batch, first_row=0, step=0)
         # Micro-batches are as large as the layout's, for models that mix samples.
-        pieces = batch.micro_batches(self._layout.micro_batch_size)
+        pieces = plain_model.micro_batches_of(batch, self._layout.micro_batch_size)
         counted, logits = float(self._count(batch)), None
         with evaluating([self.model]):
             total = sum(float(self._loss_sum(piece)) for piece in pieces)
