@@ -97,14 +97,12 @@ def a_row_parallel_result_is_not_summed(patch: Patch) -> None:
 
 
 def a_micro_batch_is_dropped(patch: Patch) -> None:
-    every = forward_backward.LocalForwardBackward._micro_batches
+    every = Batch.micro_batches
 
-    def but_one(self: Any, batch: Batch) -> Any:
-        yield from [*every(self, batch)][1:]
+    def but_one(batch: Batch, size: int) -> Any:
+        yield from [*every(batch, size)][1:]
 
-    patch.setattr(
-        forward_backward.LocalForwardBackward, "_micro_batches", in_layout(but_one, every)
-    )
+    patch.setattr(Batch, "micro_batches", in_layout(but_one, every))
 
 
 def a_pipeline_round_sees_another_s_targets(patch: Patch) -> None:
