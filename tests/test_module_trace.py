@@ -163,8 +163,8 @@ def test_other_samples_and_other_weights_are_found_before_any_module() -> None:
 
 
 def test_a_run_without_traced_steps_hooks_nothing(tmp_path: Path) -> None:
-    words = ["train.trace={steps: [], tensors: norms}", "train.steps=1"]
-    chosen = dataclasses.replace(configured("mlp", *SINGLE, *words), run_dir=str(tmp_path))
+    overrides = ["train.trace={steps: [], tensors: norms}", "train.steps=1"]
+    chosen = dataclasses.replace(configured("mlp", *SINGLE, *overrides), run_dir=str(tmp_path))
     hooks: list[int] = []
 
     def counted(engine: Any, batch: Any) -> Any:

@@ -208,18 +208,31 @@ def is_of_a_run(checkpoint: Checkpoint) -> bool:
     return any(key.startswith("counters.") for key in contents(checkpoint))
 
 
-def model_differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
-    """Compare the names and shapes of a model's parameters with a checkpoint's; [] if equal."""
+def model_differences(
+    checkpoint: Checkpoint, model: nn.Module, *, without: Collection[str] = ()
+) -> list[str]:
+    """Compare the names and shapes of a model's parameters with a checkpoint's; [] if equal.
+
+    Args:
+        checkpoint: Which.
+        model: Whole.
+        without: Parameters that are not wanted.
+    """
     saved = {
         name: tuple(entry.size)
         for name, entry in parameters(checkpoint).items()
         if hasattr(entry, "size")
     }
-    return mismatches(saved, model, beside={name for name, _ in model.named_buffers()})
+    buffers = {name for name, _ in model.named_buffers()}
+    return mismatches(saved, model, beside=buffers, without=without)
 
 
 def mismatches(
-    saved: Mapping[str, tuple[int, ...]], model: nn.Module, *, beside: Collection[str] = ()
+    saved: Mapping[str, tuple[int, ...]],
+    model: nn.Module,
+    *,
+    beside: Collection[str] = (),
+    without: Collection[str] = (),
 ) -> list[str]:
     """Compare saved names and shapes with those of a model's parameters; [] if equal.
 
@@ -227,8 +240,10 @@ def mismatches(
         saved: Name -> shape.
         model: Its parameters are wanted.
         beside: What may be there and need not.
+        without: Parameters that are not wanted.
     """
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    named = model.named_parameters()
+    wanted = {name: tuple(one.shape) for name, one in named if name not in without}
     problems = [f"{name} is missing" for name in wanted if name not in saved]
     problems += [
         f"{name} is unexpected" for name in saved if name not in wanted and name not in beside

@@ -269,9 +269,9 @@ def _files(folder: Path) -> list[Path]:
         raise ConfigError([ConfigIssue("", message)])
     names = set(values)
     if missing := [name for name in names if not os.path.lexists(folder / name)]:
-        raise ConfigError(
-            [ConfigIssue("", f"{index}: names {', '.join(sorted(missing))}, not there")]
-        )
+        listed = ", ".join(sorted(missing))
+        message = f"{index}: names {listed}, not in its folder; copy or fetch what is missing"
+        raise ConfigError([ConfigIssue("", message)])
     return [folder / name for name in sorted(names)]
 
 
@@ -307,6 +307,8 @@ def _opened(file: Path) -> Iterator[Any]:
             content = safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
+        if isinstance(error, SafetensorError):
+            reason = f"{reason}; if it was cut off, copy or fetch it again"
         raise ConfigError([ConfigIssue("", f"{file}: can't be read: {reason}")]) from None
     with content:
         yield content

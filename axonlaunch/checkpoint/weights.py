@@ -14,6 +14,7 @@ from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import storage_path
 from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
+from axonlaunch.config.adapter import is_of_adapter
 from axonlaunch.config.data import DATASETS, NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
@@ -40,33 +41,36 @@ class HasWeights(Protocol):
         """Take over what ``model_state_dict`` gave, once it is filled."""
 
 
-def load_initial_weights(engine: HasWeights, model: Any, *, world: World) -> None:
+def load_initial_weights(engine: HasWeights, config: Any, *, world: World) -> None:
     """Fill an engine with the weights that its model names, if it names any.
 
     Args:
         engine: A rank's; each reads its part alone.
-        model: Typed configuration.
+        config: A run's, or that of its model alone.
         world: Whose ranks all call this.
     """
-    from axonlaunch.models.build import initial_weights
+    from axonlaunch.models.build import initial_weights, model_of
 
-    spelled = initial_weights(model)
+    spelled = initial_weights(config)
     if spelled is None:
         return
     model_state = engine.model_state_dict()
+    has_adapter = isinstance(config, RunConfig) and config.adapter is not None
+    # An adapter starts as the seed says.
+    read = {n: t for n, t in model_state.items() if not (has_adapter and is_of_adapter(n))}
     where = storage_path(spelled[1])
     checkpoint = step_folders.find_checkpoint(where)
     if checkpoint is not None:
-        reader.load_checkpoint(checkpoint, {"model": model_state}, world=world)
+        reader.load_checkpoint(checkpoint, {"model": read}, world=world)
     else:
         import torch.distributed.checkpoint as dcp
 
         from axonlaunch.checkpoint.planners import ReadsBoxes
         from axonlaunch.checkpoint.safetensors import Reader
 
-        source = Reader(where, model)
+        source = Reader(where, model_of(config))
         known = source.shapes()
-        named = {name: tensor for name, tensor in model_state.items() if name in known}
+        named = {name: tensor for name, tensor in read.items() if name in known}
         dcp.load({"model": named}, storage_reader=source, planner=ReadsBoxes())
     engine.load_model_state_dict(model_state)
 
@@ -74,16 +78,22 @@ def load_initial_weights(engine: HasWeights, model: Any, *, world: World) -> Non
 def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     """Compare saved weights with the names and shapes of a model's parameters; [] if equal.
 
+    What an adapter adds to the model is not among the weights that it starts from.
+
     Raises:
         ConfigError: The path holds no weights.
     """
+    from axonlaunch.models.lora import adapter_names
+
+    added = adapter_names(model)
     checkpoint = step_folders.find_checkpoint(path)
     if checkpoint is not None:
-        return reader.model_differences(checkpoint, model)
+        return reader.model_differences(checkpoint, model, without=added)
     from axonlaunch.checkpoint.safetensors import Reader
 
     buffers = {name for name, _ in model.named_buffers()}
-    return reader.mismatches(Reader(path, config).shapes(), model, beside=buffers)
+    saved = Reader(path, config).shapes()
+    return reader.mismatches(saved, model, beside=buffers, without=added)
 
 
 def export_weights(
@@ -113,6 +123,9 @@ def export_weights(
     from axonlaunch.checkpoint import safetensors
     from axonlaunch.models import hugging_face
 
+    if config.adapter is not None:
+        message = f"{checkpoint.path}: a run with an adapter can't be exported"
+        raise ConfigError([ConfigIssue("", message)])
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError([ConfigIssue("", f"{folder}: is there already; give a new folder")])
     try:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.config import RunConfig
     from axonlaunch.data.document_parts import TextSummary
-    from axonlaunch.data.mix import TextMix
-    from axonlaunch.data.text_rows import TextRows
+    from axonlaunch.data.mix import AnyText
 
 HELP = "Tokenise data=documents or chat ahead of a run, and show the rows that it would train on."
 EXAMPLES = """Examples:
@@ -110,7 +109,7 @@ def _load(overrides: Sequence[str], config_dirs: list[Any] | None, config_name: 
     return config
 
 
-def _tokenised(config: RunConfig) -> tuple[TextRows | TextMix, bool]:
+def _tokenised(config: RunConfig) -> tuple[AnyText, bool]:
     """Return the dataset, and whether anything was not tokenised yet.
 
     Raises:
@@ -138,16 +137,15 @@ def _as_objects(summaries: dict[str, TextSummary]) -> dict[str, Any]:
     return objects.get("", {"sources": objects})
 
 
-def _first_rows(dataset: TextRows | TextMix, count: int, *, seed: int) -> list[dict[str, Any]]:
+def _first_rows(dataset: AnyText, count: int, *, seed: int) -> list[dict[str, Any]]:
     """Return the rows that a run of this seed begins with."""
     import numpy as np
 
-    from axonlaunch.data.shuffle import dataset_indices
+    from axonlaunch.data.loader import order_of
     from axonlaunch.data.tokenizer import token_texts
 
-    rows = dataset_indices(
-        np.arange(min(count, dataset.num_samples)), num_samples=dataset.num_samples, seed=seed
-    )
+    known = dataset.num_samples or count
+    rows = order_of(dataset, np.arange(min(count, known)), seed=seed)
     return [
         {
             "row": int(row),
@@ -186,7 +184,7 @@ def _visible(token: str) -> str:
     return shown.replace("\n", "↵\n")
 
 
-def _print_notes(dataset: TextRows | TextMix) -> None:
+def _print_notes(dataset: AnyText) -> None:
     for note in dataset.notes:
         _print(note)
 

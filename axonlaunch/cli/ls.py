@@ -25,6 +25,7 @@ SHOWS_REASONS = 12
 """So many models, or fewer, are listed with why a layout is not proved."""
 LISTS = {
     "models": "model",
+    "adapters": "adapter",
     "data": "data",
     "tokenizers": "tokenizer",
     "strategies": "strategy",

@@ -112,6 +112,8 @@ def _show(verdict: ParityResult, console: Console, *, features: bool) -> None:
         console.print(verdict.failure, markup=False, soft_wrap=True)
     for feature, how in verdict.features.items() if features else ():
         console.print(f"{feature:14}  {how}", markup=False, soft_wrap=True)
+    for line in verdict.notes:
+        console.print(line, markup=False, soft_wrap=True)
     for line in verdict.differences[:MAX_SHOWN_PARAMETERS]:
         console.print(line, markup=False, soft_wrap=True)
     if len(verdict.differences) > MAX_SHOWN_PARAMETERS:

@@ -49,6 +49,11 @@ class TextRowsConfig:
     whole documents, each in the fullest row that has room; none: one document a row. A document
     never attends to another
     """
+    shuffle: Literal["all", "shards"] = field(default="all", metadata=_OF_THE_MIX)
+    """in what order rows are seen. all: shuffled over all files, which are tokenised before the run
+    starts; shards: files one after another, some 64 MB at a time, shuffled among these, so that a
+    run starts when the first of them are tokenised, and the others are meanwhile
+    """
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """what is done with a document longer than a row, under best_fit and none"""
     on_bad_row: Literal["error", "skip"] = "error"
@@ -67,6 +72,9 @@ class TextRowsConfig:
             problems.append(("files", "names no file; write data.files=['corpus/*.jsonl']"))
         if self.files and self.mix:
             problems.append(("files", "data.mix names the files of each source; use one of them"))
+        if self.mix and self.shuffle == "shards":
+            message = "data.mix is shuffled over all its sources; use all, or data.files"
+            problems.append(("shuffle", message))
         shares = self.shares()
         weighted = [name for name, share in shares.items() if share.weight is not None]
         if weighted and len(weighted) < len(shares):

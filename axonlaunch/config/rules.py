@@ -249,7 +249,7 @@ def _loggers(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _prompt(config: RunConfig) -> Iterator[ConfigIssue]:
-    if config.sample.max_new_tokens and not config.sample.prompt:
+    if config.sample.max_new_tokens and config.sample.prompt == "":
         message = "is empty; give at least one character, or sample.max_new_tokens=0"
         yield ConfigIssue("sample.prompt", message, "")
 

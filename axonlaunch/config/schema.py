@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from axonlaunch.config.adapter import LoraConfig
 from axonlaunch.config.data import DATASETS, PythonSourceConfig
 from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.hardware import HardwareConfig
@@ -268,8 +269,8 @@ class SampleConfig:
 
     max_new_tokens: int = field(default=200, metadata={"min": 0})
     """tokens to generate at the end of a run on text; 0: none"""
-    prompt: str = "def "
-    """text that the generated tokens continue"""
+    prompt: str | None = None
+    """text that the generated tokens continue; null: "def ", of chats a question of their files"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +328,7 @@ class RunConfig:
     """modules to import first: they register models, datasets, optimizers, loggers and launchers"""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
+    adapter: LoraConfig | None = None
     data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATASETS})
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(
@@ -353,6 +355,7 @@ class RunConfig:
 GROUPS: dict[str, Registry[Any, Any] | None] = {
     "strategy": None,
     "model": MODELS,
+    "adapter": None,
     "data": DATASETS,
     "tokenizer": None,
     "optimizer": OPTIMIZERS,

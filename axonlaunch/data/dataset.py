@@ -171,6 +171,11 @@ def holds_documents(dataset: Dataset) -> bool:
     return bool(getattr(dataset, "is_packed", False))
 
 
+def is_unsized(dataset: Dataset) -> bool:
+    """Say whether it is not known how many samples there are to train on."""
+    return bool(getattr(dataset, "is_unsized", False))
+
+
 class NoText:
     """The text side of a dataset that has none."""
 

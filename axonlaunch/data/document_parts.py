@@ -5,7 +5,9 @@ It holds the forms; ``text_rows`` fills them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -55,3 +57,14 @@ class TextSummary:
     too_long: int
     skipped_rows: int
     empty_rows: int
+
+    @classmethod
+    def together(cls, parts: Sequence[Self]) -> Self:
+        """Return what several parts of a dataset are together."""
+        totals = {
+            field.name: sum(getattr(part, field.name) for part in parts) for field in fields(cls)
+        }
+        totals["longest_document"] = max(part.longest_document for part in parts)
+        totals["row_tokens"] = parts[0].row_tokens
+        filled = sum(part.filled * part.rows for part in parts) / max(1, totals["rows"])
+        return cls(**{**totals, "filled": filled})

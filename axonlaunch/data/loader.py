@@ -77,9 +77,7 @@ class Loader:
         """Return which of the dataset's samples this shard's rows of a step's global batch are."""
         rows = _rows(self.global_batch_size, self._num_shards)
         first = step * self.global_batch_size + self._shard * rows
-        return dataset_indices(
-            np.arange(first, first + rows), num_samples=self.dataset.num_samples, seed=self._seed
-        )
+        return order_of(self.dataset, np.arange(first, first + rows), seed=self._seed)
 
     def batch(self, step: int) -> AnyBatch:
         """Return this shard's rows of a step's global batch: a contiguous slice of it."""
@@ -216,6 +214,17 @@ class StreamLoader(Loader):
     def _began(self, epoch: int) -> Iterator[Any]:
         self.dataset.begin(epoch)
         return self.dataset.read()
+
+
+def order_of(
+    dataset: Dataset, positions: npt.NDArray[np.int64], *, seed: int
+) -> npt.NDArray[np.int64]:
+    """Return which of a dataset's samples stands at each global sample index."""
+    own = getattr(dataset, "order", None)  # of one that is not known to its end
+    if own is not None:
+        ordered: npt.NDArray[np.int64] = own(positions, seed=seed)
+        return ordered
+    return dataset_indices(positions, num_samples=dataset.num_samples, seed=seed)
 
 
 def rank_loader(

@@ -17,6 +17,7 @@ from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import Batch, Kind, Split
 from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoding import OnProgress
+from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.shuffle import Indices, dataset_indices
 from axonlaunch.data.sources import find_sources
 from axonlaunch.data.text_rows import TextRows
@@ -26,14 +27,14 @@ _PASS_KEY = 2
 """Tells the order of rows in a pass over a source apart from other orders."""
 
 
-def build_text(
-    config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress
-) -> TextRows | TextMix:
+def build_text(config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> AnyText:
     """Return the rows of files, or of a mix of sources.
 
     Raises:
         ConfigError: A file can't be read, a row is none, or nothing is left to train on.
     """
+    if config.shuffle == "shards":
+        return ShardedRows(config, tokenizer, report=report)
     if not config.mix:
         return TextRows(config, tokenizer, report=report)
     _refuse_overlap(config)
@@ -206,3 +207,7 @@ def _refuse_overlap(config: TextRowsConfig) -> None:
                 message = f"{file.name} is in data.mix.{trained[file.name]}.files too, and would "
                 message += "be trained on; take it out there"
                 raise ConfigError([ConfigIssue(f"data.mix.{name}.held_out", message, held_out)])
+
+
+AnyText = TextRows | TextMix | ShardedRows
+"""A dataset of text with a tokenizer."""

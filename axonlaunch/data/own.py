@@ -162,6 +162,7 @@ class StreamedSamples(_OwnSamples):
             self.num_samples = len(dataset)
         except (TypeError, NotImplementedError):
             self.num_samples = 0
+        self.is_unsized = not self.num_samples
         halves = [hasattr(dataset, name) for name in ("state_dict", "load_state_dict")]
         if any(halves) and not all(halves):
             raise refusal("it has one of state_dict and load_state_dict; it needs both, or neither")

@@ -150,6 +150,10 @@ class RowReader:
         decoded = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         with decoded as text:
             rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+            names = list(rows.fieldnames or ())
+            if twice := [name for name in names if names.count(name) > 1]:
+                message = f"{self._source.name} has several columns {twice[0]!r}; give each a name"
+                raise UnreadableFileError(message)
             for row in rows:
                 self._note_position()
                 yield rows.line_num, _checked(row, columns=len(rows.fieldnames or ()))

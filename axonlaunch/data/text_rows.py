@@ -97,7 +97,7 @@ class TextRows:
         held_out = config.held_out if isinstance(config.held_out, list) else []
         sources = find_sources(config.files)
         eval_sources = find_sources(held_out, key="data.held_out")
-        self._refuse_overlap(sources, eval_sources)
+        refuse_overlap(config, sources)
         self.folder = folder = token_cache.folder_of(config.cache_dir)
         self._shards = _shards(sources, config, encoder, folder, report)
         train_shards = len(self._shards)
@@ -120,7 +120,9 @@ class TextRows:
             "eval": self._table(documents[is_held_out]),
         }
         if not len(self._tables["train"]):
-            message = "no document is left to train on"
+            empty = sum(shard.progress.empty for shard in self._shards)
+            left = f"; {empty:,} rows of the files have no token to predict" if empty else ""
+            message = f"no document is left to train on{left}"
             raise ConfigError([ConfigIssue("data.files", message, config.files)])
         self.notes = self._notes()
 
@@ -251,14 +253,6 @@ class TextRows:
         number = int(np.searchsorted(self._first_document, document, side="right")) - 1
         return self._shards[number].place(document - int(self._first_document[number]))
 
-    def _refuse_overlap(
-        self, sources: Sequence[SourceFile], eval_sources: Sequence[SourceFile]
-    ) -> None:
-        trained = {source.name for source in sources}
-        if both := [source.name for source in eval_sources if source.name in trained]:
-            message = f"{both[0]} is in data.files too, and would be trained on; take it out there"
-            raise ConfigError([ConfigIssue("data.held_out", message, self._config.held_out)])
-
     def _notes(self) -> tuple[str, ...]:
         """Say how much there is, how full rows are, and what was left out."""
         tables, config = self._tables, self._config
@@ -280,6 +274,21 @@ class TextRows:
             first = next(shard.progress.listed[0] for shard in self._shards if shard.progress.bad)
             notes.append(f"data.on_bad_row=skip: {bad:,} rows were left out, the first: {first}")
         return tuple(notes)
+
+
+def refuse_overlap(config: TextRowsConfig, sources: Sequence[SourceFile]) -> None:
+    """Refuse to evaluate on a file that is trained on.
+
+    Raises:
+        ConfigError: One is.
+    """
+    trained = {source.name for source in sources}
+    held_out = config.held_out if isinstance(config.held_out, list) else []
+    for source in find_sources(held_out, key="data.held_out"):
+        if source.name in trained:
+            message = f"{source.name} is in data.files too, and would be trained on; "
+            message += "take it out there"
+            raise ConfigError([ConfigIssue("data.held_out", message, config.held_out)])
 
 
 def _shards(

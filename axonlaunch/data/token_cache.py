@@ -138,7 +138,7 @@ def shards(
         OSError: The folder can't be written.
     """
     total, before = max(1, sum(source.size for source in sources)), 0
-    for group in _groups(sources):
+    for group in groups(sources):
         size = sum(source.size for source in group)
         scaled = functools.partial(_scaled, report, before=before / total, share=size / total)
         shard = _shard(group, encoder, folder=folder, skip_bad=skip_bad, report=scaled)
@@ -152,7 +152,8 @@ def _scaled(report: OnProgress, state: Tokenising, *, before: float, share: floa
     report(replace(state, fraction=before + share * state.fraction))
 
 
-def _groups(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:
+def groups(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:
+    """Yield the files that share a shard, in order."""
     group: list[SourceFile] = []
     for source in sources:
         group.append(source)

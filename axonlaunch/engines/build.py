@@ -125,7 +125,10 @@ class _Plan:
         """Build the whole model, undivided."""
         model = self.source.construct(self.config, seed=self.config.seed)
         if self.config.train.param_dtype != "fp32":
-            keep_parameters_in(model, DTYPES[self.config.train.param_dtype])
+            # Adapters are kept in fp32, as PEFT keeps those of a model in bf16.
+            has_adapter = self.config.adapter is not None
+            dtype = DTYPES[self.config.train.param_dtype]
+            keep_parameters_in(model, dtype, frozen_alone=has_adapter)
         return model
 
 

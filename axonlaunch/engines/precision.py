@@ -35,12 +35,20 @@ def autocasting(
     return wrapped
 
 
-def keep_parameters_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep a model's floating-point parameters in another type, tied ones tied; buffers stay."""
+def keep_parameters_in(model: nn.Module, dtype: torch.dtype, *, frozen_alone: bool = False) -> None:
+    """Keep a model's floating-point parameters in another type, tied ones tied; buffers stay.
+
+    Args:
+        model: Whole.
+        dtype: The type.
+        frozen_alone: Leave what is trained as it is.
+    """
     converted: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if not parameter.is_floating_point() or parameter.dtype == dtype:
+                continue
+            if frozen_alone and parameter.requires_grad:
                 continue
             if parameter not in converted:
                 values = parameter.detach().to(dtype)

@@ -6,6 +6,7 @@ nothing: ``construct``, whatever an engine does, then ``initialize_weights``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 from axonlaunch.config import RunConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import MODELS, HuggingFaceConfig
-from axonlaunch.models.initialization import initialize, materialize
+from axonlaunch.models.initialization import fill, initialize, materialize
+from axonlaunch.models.lora import adapter_initializers, add_adapters
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.models.trained import choose_trained
 
@@ -27,7 +29,11 @@ def spec_for(config: Any) -> ModelSpec:
     """
     model = model_of(config)
     spec: ModelSpec = MODELS.get(model.name)
-    return spec if spec.adapt is None else spec.adapt(spec, model)
+    spec = spec if spec.adapt is None else spec.adapt(spec, model)
+    own = spec.initializers
+    if own is None or not isinstance(config, RunConfig) or config.adapter is None:
+        return spec
+    return replace(spec, initializers=lambda part: {**own(part), **adapter_initializers(part)})
 
 
 def model_of(config: Any) -> Any:
@@ -84,8 +90,21 @@ def _built(spec: ModelSpec, config: Any) -> nn.Module:
         message = f"its builder returned {type(module).__name__}, not an nn.Module"
         raise ConfigError([ConfigIssue("model.name", message, model.name)])
     if isinstance(config, RunConfig):
+        if config.adapter is not None:
+            add_adapters(module, config.adapter, spec)
+            if spec.initializers is None:
+                _fill_adapters(module, seed=config.seed)
         choose_trained(module, config.train)
     return module
+
+
+@torch.no_grad()
+def _fill_adapters(module: nn.Module, *, seed: int) -> None:
+    """Give the adapters of a module that starts itself their values, if the others have some."""
+    starts = adapter_initializers(module)
+    for name, parameter in module.named_parameters():
+        if name in starts and not parameter.is_meta:
+            fill(parameter, starts[name], seed=seed, name=name)
 
 
 def initialize_weights(

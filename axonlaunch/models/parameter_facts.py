@@ -17,6 +17,9 @@ from axonlaunch.config.parameter_groups import state_bytes
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.spec import ModelSpec
 
+_FP32 = 4
+"""Bytes of an element of what is trained beside an adapter, and of the adapter's."""
+
 
 def parameter_facts(spec: ModelSpec, model: nn.Module) -> dict[str, ParameterFacts]:
     """Return the facts of every parameter that is trained, by name; a tied one's once.
@@ -74,7 +77,7 @@ class _Chosen:
         config = self.config
         train = config.train
         chosen = (train.param_dtype, train.freeze, train.unfreeze)
-        return repr((config.model, config.optimizer, config.seed, chosen))
+        return repr((config.model, config.adapter, config.optimizer, config.seed, chosen))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Chosen) and self._written == other._written
@@ -90,6 +93,7 @@ def _shares(chosen: _Chosen) -> tuple[float, float]:
     model = on_meta(config, seed=config.seed)
     facts = parameter_facts(spec_for(config), model)
     whole = element * max(1, sum(parameter.numel() for parameter in model.parameters()))
-    gradients = element * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    states = state_bytes(config.optimizer, facts.values(), parameter_bytes=element)
+    trained = element if config.adapter is None else _FP32
+    gradients = trained * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
     return gradients / whole, states / whole

@@ -96,14 +96,9 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     if resume == "never":
         yield from _overwritten(path)
         return
-    if resume != "auto":
-        folder = storage_path(resume)
-    elif path is not None:
-        folder = storage_path(path)
-    elif config.run_dir == config.name == "auto":
+    folder = _resumed_from(config)
+    if folder is None:
         return
-    else:
-        folder = Path(config.run_dir if config.run_dir != "auto" else f"runs/{config.name}")
     with reaching(folder):
         checkpoint, wrong = fallback.newest_good(folder)
         if wrong and (checkpoint is None or resume != "auto" or not config.checkpoint.fallback):
@@ -113,6 +108,40 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
             yield from _other_tokenizer(config, checkpoint.path.parent.parent)
         elif resume != "auto":
             yield ConfigIssue("checkpoint.resume", "there is no complete checkpoint in it", resume)
+
+
+def _resumed_from(config: RunConfig) -> Path | None:
+    """Return the folder whose newest checkpoint a run resumes from, if there is one; None: none."""
+    resume, path = config.checkpoint.resume, config.checkpoint.path
+    if resume == "never":
+        return None
+    if resume != "auto":
+        return storage_path(resume)
+    if path is not None:
+        return storage_path(path)
+    if config.run_dir == config.name == "auto":
+        return None
+    return Path(config.run_dir if config.run_dir != "auto" else f"runs/{config.name}")
+
+
+def epochs_problems(config: RunConfig, *, epochs: float | None) -> Iterator[ConfigIssue]:
+    """Yield that a run has done more steps already than its epochs turned out to be.
+
+    Args:
+        config: With the steps that the epochs take.
+        epochs: ``train.epochs``, as it was asked for; None: it was not.
+    """
+    folder = None if epochs is None else _resumed_from(config)
+    if folder is None:
+        return
+    with reaching(folder):
+        checkpoint, _ = fallback.newest_good(folder)
+    if checkpoint is not None and checkpoint.step > config.train.num_steps:
+        message = (
+            f"{checkpoint.path} has done {checkpoint.step} steps already, and this is "
+            f"{config.train.num_steps}; use more to train on"
+        )
+        yield ConfigIssue("train.epochs", message, epochs)
 
 
 def _other_tokenizer(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
@@ -221,7 +250,8 @@ def _other_types(
     dtype = _DTYPES[config.train.param_dtype]
     facts = parameter_facts(spec_for(config), model)
     for name, parameter in model.named_parameters():
-        own = parameter.dtype if dtype is torch.float32 else dtype
+        is_kept = dtype is torch.float32 or (config.adapter is not None and parameter.requires_grad)
+        own = parameter.dtype if is_kept else dtype
         seen = _dtype(saved.get(f"{reader.MODEL}{name}"))
         if seen is not None and parameter.is_floating_point() and seen != own:
             message = f"{checkpoint.path} has {name} in {_named(seen)}; use that, or model.weights"

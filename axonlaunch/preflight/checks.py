@@ -26,10 +26,11 @@ from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.text_rows import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.lora import adapter_problems
 from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.models.trained import frozen_problems
-from axonlaunch.preflight.checkpoint import checkpoint_problems
+from axonlaunch.preflight.checkpoint import checkpoint_problems, epochs_problems
 from axonlaunch.preflight.dataset import (
     described_dataset,
     make_dataset,
@@ -114,8 +115,10 @@ def _resolved(
     config = with_absolute_paths(config)
     problems, dataset = _examine(config, devices=devices if here else None, report=report)
     if here and dataset is not None and not problems:
+        epochs = config.train.epochs
         config = with_steps(config, dataset)
         problems = find_rule_violations(config)  # some are about the number of steps
+        problems += epochs_problems(config, epochs=epochs)
     if problems:
         raise ConfigError(problems)
     return config
@@ -227,7 +230,8 @@ def _model(
     except (Exception, SystemExit) as error:  # a user's own builder may fail in any way
         message = f"building it failed with {type(error).__name__}: {error}"
         return spec, None, [ConfigIssue("model", message, config.model.name)]
-    if issues := list(frozen_problems(model, config.train)):
+    issues = [] if config.adapter is None else list(adapter_problems(model, config.adapter, spec))
+    if issues := [*issues, *frozen_problems(model, config.train)]:
         return spec, None, issues
     if not any(parameter.requires_grad for parameter in model.parameters()):
         message = "it has no parameter that can be trained"

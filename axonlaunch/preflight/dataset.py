@@ -12,7 +12,7 @@ from typing import Any
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.data import DATASETS
-from axonlaunch.data.dataset import Dataset, holds_documents
+from axonlaunch.data.dataset import Dataset, holds_documents, is_unsized
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.own import StreamedSamples
 from axonlaunch.data.text_rows import untokenised
@@ -54,9 +54,13 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
             )
             yield ConfigIssue("data.name", message, config.data.name)
     is_stream = isinstance(dataset, StreamedSamples)
-    if config.train.epochs is not None and not dataset.num_samples:
-        message = "the data is a stream that does not say how long it is (it has no __len__); use "
-        yield ConfigIssue("train.epochs", f"{message}train.steps", config.train.epochs)
+    if is_unsized(dataset):
+        if config.train.epochs is not None:
+            why = "is not known before all of it is tokenised; use data.shuffle=all, or"
+            if is_stream:
+                why = "is not known, for its stream has no __len__; use"
+            message = f"how many samples the data has {why} train.steps"
+            yield ConfigIssue("train.epochs", message, config.train.epochs)
     elif not is_stream and dataset.num_samples < config.train.global_batch_size:
         message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)

@@ -162,15 +162,15 @@ def pipeline_problems(
     if why := spec.refused_axes.get("pipeline"):
         yield ConfigIssue("strategy.pipeline.degree", why, pipeline.degree)
         return
+    if spec.flow is not None and (why := spec.flow().problem):
+        message = f"{type(model).__name__} can't be cut into stages: {why}"
+        yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
+        return
     if not cuttable(spec, model):
         message = (
             f"model={config.model.name} can't be cut into stages: it is not an nn.Sequential and "
             "names no ends; register it with layers= and ends="
         )
-        yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
-        return
-    if spec.flow is not None and (why := spec.flow().problem):
-        message = f"{type(model).__name__} can't be cut into stages: {why}"
         yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
         return
     if missing := missing_ends(spec, model):

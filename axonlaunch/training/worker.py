@@ -21,9 +21,10 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
+from axonlaunch.data.first_question import first_question
 from axonlaunch.data.loader import rank_loader
-from axonlaunch.data.mix import TextMix
-from axonlaunch.data.text_rows import TextRows
+from axonlaunch.data.mix import AnyText
+from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
@@ -39,6 +40,9 @@ from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.profiling import StepProfiler
 from axonlaunch.training.sampling import TrainedText
 from axonlaunch.training.trainer import fit
+
+_PROMPT = "def "
+"""What a model of text continues where nothing is asked for."""
 
 
 def run(
@@ -73,10 +77,10 @@ def run(
     monitor.report_phase("loading", step=None)
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
-        load_initial_weights(engine, config.model, world=world)
+        load_initial_weights(engine, config, world=world)
     root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
-    if world.is_main and isinstance(dataset, TextRows | TextMix):
+    if world.is_main and isinstance(dataset, AnyText):
         for folder in {Path(config.run_dir), root} if config.checkpoint.every else ():
             dataset.tokenizer.keep(folder / TOKENIZER)
     monitor = dataclasses.replace(monitor, report=report)
@@ -127,7 +131,7 @@ def run(
             background=config.checkpoint.async_save,
             wrote=lambda: monitor.report_phase("saving", step=engine.step),
         )
-    with loggers:
+    with loggers, _tokenising_ahead(config, dataset, world):
         finished = fit(
             engine,
             loader,
@@ -144,6 +148,15 @@ def run(
         if not finished.interrupted:
             _sample(config, engine, dataset, monitor.report)
     return finished
+
+
+def _tokenising_ahead(
+    config: RunConfig, dataset: Dataset, world: World
+) -> AbstractContextManager[object]:
+    """Let one rank of each node tokenise what it is not yet time for."""
+    if not isinstance(dataset, ShardedRows) or world.local_rank:
+        return nullcontext()
+    return dataset.tokenising_ahead(config.tokenizer)
 
 
 def _flops_per_token(config: RunConfig, engine: Engine, dataset: Dataset) -> float | None:
@@ -215,8 +228,9 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listene
     """Let a model of text continue the prompt; every rank calls this."""
     if not config.sample.max_new_tokens or dataset.kind != "tokens" or not dataset.is_text:
         return
-    prompt = config.sample.prompt
-    if isinstance(config.data, ChatConfig) and isinstance(dataset, TextRows | TextMix):
+    prompt = config.sample.prompt or _PROMPT
+    if isinstance(config.data, ChatConfig) and isinstance(dataset, AnyText):
+        prompt = config.sample.prompt or first_question(config.data)
         trained = TrainedText(engine.predict, dataset.sample_shape[0], dataset.tokenizer)
         most = config.sample.max_new_tokens
         conversation = Conversation(trained, tokens=most, seed=config.seed)

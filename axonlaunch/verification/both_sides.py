@@ -15,6 +15,7 @@ from torch import Tensor
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import local_boxes, whole
 from axonlaunch.verification import inputs
 from axonlaunch.verification.demands import lowered_thresholds, with_smooth_updates
@@ -76,6 +77,7 @@ class _Step:
     """A step of one side; a plain model has one box of each parameter, the whole."""
 
     modules: ModuleRecord
+    skipped: bool = False
     gradients: dict[str, list[tuple[Index, Tensor]]] = field(default_factory=dict)
     parameters: dict[str, list[tuple[Index, Tensor]]] = field(default_factory=dict)
 
@@ -112,8 +114,9 @@ class BothSides:
             names = [*plain.modules.outputs]
             for name in names:
                 yield self._output(number, name)
-            left = dict.fromkeys(plain.gradients)
-            for name in reversed(names):
+            # Gradients that fp16 overflowed in are nobody's.
+            left = {} if plain.skipped else dict.fromkeys(plain.gradients)
+            for name in reversed(names) if left else ():
                 yield self._output_gradient(number, name)
                 own = [p for p in left if p.rpartition(".")[0] == name]
                 for parameter in own:
@@ -136,9 +139,8 @@ class BothSides:
             calls = steps[number].modules.outputs.get(name, [])[: self.layout.micro_batches]
             pairs = self._pairs(number, name, rank, plain, calls)
             found += pairs
-            is_of_samples = plain is not None and len(plain) > len(calls[0]) if calls else False
-            if pairs and is_of_samples and len(calls) < self.layout.micro_batches:
-                missing[rank] = len(calls)
+            if len(pairs) < self.layout.micro_batches and self._are_of_samples(pairs, plain):
+                missing[rank] = len(pairs)
         whole_output = torch.empty(0) if plain is None else plain
         return Quantity(number + 1, "output", name, whole_output, found, missing=missing)
 
@@ -174,6 +176,13 @@ class BothSides:
                 pairs.append(Pair(rank, seen * factor, plain[index], index))
         return pairs
 
+    def _are_of_samples(self, pairs: Sequence[Pair], plain: Tensor | None) -> bool:
+        """Say whether there are tensors of some samples: a table of positions is there once."""
+        if not pairs or plain is None:
+            return False
+        place = Place(self.layout, pairs[0].rank, 0)
+        return region(plain.shape, pairs[0].seen.shape, place, of_samples=True) is not None
+
     def _of_parameter(
         self, number: int, kind: WhatDiffers, name: str, before: Tensor | None = None
     ) -> Quantity:
@@ -199,9 +208,9 @@ def _plain_steps(config: RunConfig, *, fp64: bool) -> tuple[dict[str, Tensor], l
         steps = []
         for number in range(_STEPS):
             recorder.begin()
-            gradients = run.step(number).gradients
-            step = _Step(recorder.record)
-            step.gradients = {name: [((...,), g)] for name, g in gradients.items()}
+            done = run.step(number)
+            step = _Step(recorder.record, skipped=done.skipped)
+            step.gradients = {name: [((...,), g)] for name, g in done.gradients.items()}
             for name, parameter in run.model.named_parameters():
                 step.parameters[name] = [((...,), parameter.detach().clone())]
             steps.append(step)
@@ -211,7 +220,10 @@ def _plain_steps(config: RunConfig, *, fp64: bool) -> tuple[dict[str, Tensor], l
 def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
     engine, loader = prepared_engine(config, world)
     layout = Layout.of(config, world_size=world.world_size)
-    recorder = ModuleRecorder(engine.modules)
+    # Logits that are computed in chunks are never there.
+    spec, is_chunked = spec_for(config), config.train.loss_chunk is not None
+    heads = [spec.head_of(module) for module in engine.modules] if is_chunked else []
+    recorder = ModuleRecorder(engine.modules, but=heads)
     steps = []
     for number in range(_STEPS):
         recorder.begin()

@@ -1,42 +1,56 @@
-"""Random numbers of training, as dropout would draw them: who draws alike, and when again.
+"""Random numbers of training, dropout's masks above all: who draws alike, and when again.
 
-Dropout is off in what is compared, for no two layouts draw for the same elements. So a number is
-drawn inside a block's forward and recorded; what holds of it holds of a mask drawn there.
+No two layouts draw for the same elements, so numbers are compared without dropout. What a model
+draws with it is recorded here as it is drawn, in steps of its own. In a model that draws nothing a
+number is drawn inside a block's forward: what holds of it would hold of a mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
+
+_FEWEST = 16
+"""Elements that a mask drops and keeps at least; others are alike by chance."""
+_MASKS = {
+    torch.ops.aten.bernoulli_.float: lambda result: result,
+    torch.ops.aten.bernoulli.default: lambda result: result,
+    torch.ops.aten.bernoulli.p: lambda result: result,
+    torch.ops.aten.native_dropout.default: lambda result: result[1],
+}
+"""What draws a mask, and where it is in the result."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A number that a rank drew.
+    """What a rank drew.
 
     Attributes:
         step: From 1.
         module: Inside of which.
-        value: Uniform in [0, 1).
+        value: Equal for what is equal.
         rank: Whose.
+        is_again: Whether it was drawn outside of a forward, in backward: recomputing.
     """
 
     step: int
     module: str
-    value: float
+    value: str
     rank: int
+    is_again: bool = False
 
 
-class DrawRecorder:
+class DrawProbe:
     """Draws a number where the first block of each module of a rank begins to compute."""
 
     def __init__(self, spec: ModelSpec, modules: Iterable[nn.Module], *, rank: int) -> None:
@@ -52,9 +66,62 @@ class DrawRecorder:
         def record(module: nn.Module, inputs: Any) -> None:
             del inputs
             if module.training and torch.is_grad_enabled():
-                self.draws.append(Draw(self.step, name, float(torch.rand(())), self._rank))
+                self.draws.append(Draw(self.step, name, repr(float(torch.rand(()))), self._rank))
 
         return record
+
+
+class MaskRecorder(TorchDispatchMode):
+    """Records the masks that are drawn while it is entered, in this thread."""
+
+    def __init__(self, modules: Sequence[nn.Module], *, rank: int) -> None:
+        """Follow which module computes.
+
+        Args:
+            modules: What a rank holds of the model.
+            rank: Whose.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: list[Draw] = []
+        self.step = 0
+        self._rank = rank
+        self._computing: list[str] = []
+        self._forwards = 0
+        for root in modules:
+            for name, part in root.named_modules():
+                part.register_forward_pre_hook(self._entering(name))
+                part.register_forward_hook(self._leaving(name), always_call=True)
+
+    def _entering(self, name: str) -> Any:
+        def enter(_module: nn.Module, _inputs: Any) -> None:
+            self._computing.append(name)
+            self._forwards += not name
+
+        return enter
+
+    def _leaving(self, name: str) -> Any:
+        def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+            self._computing.pop()
+            self._forwards -= not name
+
+        return leave
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        del types
+        result = func(*args, **(kwargs or {}))
+        if func in _MASKS and torch.is_grad_enabled():
+            self._note(_MASKS[func](result))
+        return result
+
+    def _note(self, mask: Tensor) -> None:
+        kept = mask.detach().cpu() != 0
+        if min(int(kept.sum()), kept.numel() - int(kept.sum())) < _FEWEST:
+            return
+        digest = blake2b(kept.numpy().tobytes(), digest_size=16).hexdigest()
+        module = self._computing[-1] if self._computing else ""
+        self.draws.append(Draw(self.step, module, digest, self._rank, is_again=not self._forwards))
 
 
 def _first_leaf(block: nn.Module) -> tuple[str, nn.Module]:
@@ -66,25 +133,22 @@ def _first_leaf(block: nn.Module) -> tuple[str, nn.Module]:
 
 
 def draw_problems(config: RunConfig, draws: Sequence[Draw], *, has_dropout: bool) -> Iterator[str]:
-    """Yield what is wrong with the numbers that all ranks drew.
+    """Yield what is wrong with what all ranks drew.
 
     Args:
         config: The layout's.
         draws: Of all ranks.
-        has_dropout: Whether the model draws; a block that does not need not draw again.
+        has_dropout: Whether they are the model's own masks; a block that draws none need not draw
+            again.
     """
     layout = Layout.of(config, world_size=num_ranks(config))
-    by_place: dict[tuple[int, str, int], list[float]] = {}
+    by_place: dict[tuple[int, str, int], list[str]] = {}
     for draw in draws:
-        by_place.setdefault((draw.step, draw.module, draw.rank), []).append(draw.value)
-    if has_dropout and config.train.activation_checkpointing != "none":
-        for (step, module, rank), values in by_place.items():
-            if any(values.count(value) < 2 for value in values):
-                yield (
-                    f"step {step}: recomputing {module} on rank {rank} draws other random numbers "
-                    "than its forward did: dropout would mask otherwise"
-                )
-    steps = sorted({draw.step for draw in draws})
+        if not draw.is_again:
+            by_place.setdefault((draw.step, draw.module, draw.rank), []).append(draw.value)
+    if has_dropout:
+        yield from _recomputed(draws)
+    steps = {draw.step for draw in draws}
     for (step, module, rank), values in by_place.items():
         later = by_place.get((step + 1, module, rank), [])
         if step + 1 in steps and set(values) & set(later):
@@ -92,11 +156,26 @@ def draw_problems(config: RunConfig, draws: Sequence[Draw], *, has_dropout: bool
                 f"step {step + 1}: rank {rank} draws the same random numbers in {module} as in the "
                 "step before: dropout would repeat its masks"
             )
+        if has_dropout and len(set(values)) < len(values):
+            yield (
+                f"step {step}: rank {rank} draws the same random numbers in {module} for two "
+                "micro-batches: dropout would repeat its masks"
+            )
     yield from _between_ranks(layout, by_place)
 
 
+def _recomputed(draws: Sequence[Draw]) -> Iterator[str]:
+    drawn = {(draw.step, draw.rank, draw.value) for draw in draws if not draw.is_again}
+    for draw in draws:
+        if draw.is_again and (draw.step, draw.rank, draw.value) not in drawn:
+            yield (
+                f"step {draw.step}: recomputing {draw.module} on rank {draw.rank} draws other "
+                "random numbers than its forward did: dropout masks otherwise"
+            )
+
+
 def _between_ranks(
-    layout: Layout, by_place: dict[tuple[int, str, int], list[float]]
+    layout: Layout, by_place: dict[tuple[int, str, int], list[str]]
 ) -> Iterator[str]:
     for (step, module, rank), values in by_place.items():
         for other in range(rank):
@@ -120,10 +199,3 @@ def _between_ranks(
                     f"step {step}: ranks {other} and {rank} of a context axis draw the same random "
                     f"numbers in {module}: dropout would mask other positions alike"
                 )
-
-
-def recorder(config: RunConfig, modules: Iterable[nn.Module], *, rank: int) -> DrawRecorder | None:
-    """Return what records a rank's draws; None where blocks are compiled, which draw otherwise."""
-    if config.train.compile:
-        return None
-    return DrawRecorder(spec_for(config), modules, rank=rank)

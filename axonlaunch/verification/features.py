@@ -13,13 +13,16 @@ from axonlaunch.verification.reference import Reference
 NOT = "not exercised"
 
 
-def features(config: RunConfig, plan: ComparisonPlan, reference: Reference) -> dict[str, str]:
+def features(
+    config: RunConfig, plan: ComparisonPlan, reference: Reference, *, masks: int
+) -> dict[str, str]:
     """Return, by feature, how it was exercised, or ``not exercised`` and what would.
 
     Args:
         config: The layout's, as it was compared.
         plan: What was compared.
         reference: What one process computed.
+        masks: Random draws that were compared: of a model with dropout its masks.
     """
     train, layout = config.train, Layout.of(config, world_size=num_ranks(config))
     clipped = sum(
@@ -46,9 +49,9 @@ def features(config: RunConfig, plan: ComparisonPlan, reference: Reference) -> d
         "offload": _chosen(config.strategy.fsdp.cpu_offload, "strategy.fsdp.cpu_offload")
         if layout.facts.shards_parameters
         else f"{NOT}; it is for fsdp",
-        "dropout": "the model has none; random draws were compared"
+        "dropout": f"the model has none; {masks} random draws were compared"
         if not reference.dropout
-        else f"off (the model's is {reference.dropout:g}); random draws were compared",
+        else f"up to {reference.dropout:g}: {masks} masks were compared; off for all else",
         "evaluation": "halfway" if reference.evaluation is not None else NOT,
         "resume": f"after {plan.saved} steps, in the same layout"
         if plan.beyond

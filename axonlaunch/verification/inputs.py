@@ -11,6 +11,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,8 @@ from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.data.loader import Loader
 from axonlaunch.models.dtensor_regions import local_boxes
 
+_COMPARED = 1024
+"""Samples of training that held-out ones are looked for among."""
 _MOVED_BY = 0.1
 """Deviation of what is added to biases and norms."""
 _FOLLOWING = 0.5
@@ -82,9 +85,31 @@ def data_problem(config: Any, loader: Loader, batch: AnyBatch, *, step: int) -> 
     return ""
 
 
+def held_out_problem(config: Any, loader: Loader, batch: AnyBatch) -> str:
+    """Say that what is held out is trained on, which both sides would do alike; empty if not.
+
+    Args:
+        config: Of the data.
+        loader: Of global batches.
+        batch: Held-out samples.
+    """
+    is_ours = type(config).__module__.startswith("axonlaunch.") and config.name != "custom"
+    if not is_ours or not isinstance(batch, Batch):
+        return ""
+    dataset = loader.dataset
+    first = np.arange(min(dataset.num_samples, dataset.num_eval_samples, _COMPARED))
+    samples = dataset.samples(first, split="train")
+    assert isinstance(samples, Batch)
+    trained = {row.numpy().tobytes() for row in samples.inputs}
+    rows = [row.numpy().tobytes() for row in batch.inputs]
+    if len({*rows}) > 1 and trained.issuperset(rows):
+        return "the data: every held-out sample that was looked at is one of training"
+    return ""
+
+
 @torch.no_grad()
 def move_vectors(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Move biases, norms and whatever else has one dim away from 0 and 1, in place.
+    """Move biases, norms and whatever else has one dim away from 0 and 1, and adapters' B from 0.
 
     By the name alone, so that every layout moves them alike.
 
@@ -92,13 +117,14 @@ def move_vectors(parameters: Iterable[tuple[str, Tensor]]) -> None:
         parameters: Names in the whole model, and what a rank holds: plain, or DTensors.
     """
     for name, parameter in parameters:
-        if parameter.ndim != 1 or not parameter.is_floating_point() or not _numel(parameter):
+        starts_even = parameter.ndim == 1 or name.endswith(".lora_B.weight")
+        if not starts_even or not parameter.is_floating_point() or not _numel(parameter):
             continue
         moved = _noise(name, parameter.shape) * _MOVED_BY
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         for box in local_boxes(parameter):
-            [(start, length)] = box.region
-            box.of(local).add_(moved[start : start + length].to(local))
+            region = tuple(slice(start, start + length) for start, length in box.region)
+            box.of(local).add_(moved[region].to(local))
 
 
 @torch.no_grad()

@@ -55,6 +55,9 @@ def judge(
     worst = {kind: _worst(d for d in differences if d.kind == kind) for kind in ORDER}
     named = [d for kind in ("gradient", "parameter") if (d := worst[kind]) is not None]
     proved = _proved(reference, differences)
+    notes = []
+    if reference.dropout:
+        notes.append(_of_dropout(reference.dropout, len(draws)))
     reason = "" if wrong else _nothing_proved(config, reference, proved, tolerances)
     return ParityResult(
         passed=not wrong and not reason,
@@ -72,7 +75,8 @@ def judge(
         worst_parameter=max(named, key=_size).name if named else None,
         losses=[step.loss for step in reference.steps],
         differences=wrong,
-        features=features(config, plan, reference),
+        features=features(config, plan, reference, masks=len(draws)),
+        notes=notes,
         parameters=len(reference.start),
         parameters_with_gradient=len(proved.with_gradient),
         parameters_moved=len(proved.moved),
@@ -84,6 +88,11 @@ def judge(
             and (name not in proved.with_gradient or name not in proved.moved)
         ],
     )
+
+
+def _of_dropout(rate: float, masks: int) -> str:
+    on = f"{masks} masks were compared with it on" if masks else "no mask was drawn with it on"
+    return f"dropout (up to {rate:g}) was off where numbers were compared; {on}"
 
 
 class _Proved:

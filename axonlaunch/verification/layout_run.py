@@ -27,23 +27,36 @@ from axonlaunch.data.loader import Loader, rank_loader, whole_loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
+from axonlaunch.models.build import spec_for
 from axonlaunch.verification import inputs
 from axonlaunch.verification.differences import Difference, as_number, of_number, of_tensor
-from axonlaunch.verification.draws import Draw, recorder
+from axonlaunch.verification.draws import Draw, DrawProbe, MaskRecorder
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import PREDICTED, Reference
 from axonlaunch.verification.tolerances import PARAMETER_FLOOR, floors, state_floors
 
+STEPS_OF_MASKS = 2
+"""Steps whose masks are compared, of models with dropout."""
 
-def prepared_engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
-    """Build a rank's engine without dropout, with its initial weights, and its data."""
+
+def prepared_engine(
+    config: RunConfig, world: World, *, drops: bool = False
+) -> tuple[Engine, Loader]:
+    """Build a rank's engine, with its initial weights, and its data.
+
+    Args:
+        config: The layout's.
+        world: Its ranks; all of them call this.
+        drops: Whether dropout stays as the model has it; it is off otherwise.
+    """
     layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
     engine = build_engine(config, world, sample=sample_inputs(dataset))
-    load_initial_weights(engine, config.model, world=world)
+    load_initial_weights(engine, config, world=world)
     inputs.move_vectors(engine.named_parameters())
-    inputs.drop_nothing(engine.modules)
+    if not drops:
+        inputs.drop_nothing(engine.modules)
     return engine, loader
 
 
@@ -74,7 +87,22 @@ def compare(
     """
     run = _LayoutRun(config, world, reference, plan)
     differences = [replace(difference, rank=world.rank) for difference in run.differences(folder)]
-    return RankReport(differences, run.draws)
+    draws = run.draws
+    if reference.dropout and not config.train.compile:
+        draws = _masks(config, world)
+    return RankReport(differences, draws)
+
+
+def _masks(config: RunConfig, world: World) -> list[Draw]:
+    """Return the masks that this rank's model draws in some steps, with dropout on."""
+    engine, loader = prepared_engine(config, world, drops=True)
+    recorder = MaskRecorder(engine.modules, rank=world.rank)
+    for number in range(STEPS_OF_MASKS):
+        recorder.step = number + 1
+        with recorder:
+            engine.backward(loader.batch(number))
+        engine.update()
+    return recorder.draws
 
 
 class _LayoutRun:
@@ -92,7 +120,10 @@ class _LayoutRun:
         """Build an engine that knows nothing of what was before."""
         config, rank = self._config, self._world.rank
         self._engine, self._loader = prepared_engine(config, self._world)
-        self._recorder = recorder(config, self._engine.modules, rank=rank)
+        self._probe: DrawProbe | None = None
+        # What is compiled draws otherwise; a model with dropout draws by itself, with it on.
+        if not config.train.compile and not self._reference.dropout:
+            self._probe = DrawProbe(spec_for(config), self._engine.modules, rank=rank)
 
     def differences(self, folder: Path) -> Iterator[Difference]:
         """Yield what differs, in the order of what is done."""
@@ -122,13 +153,13 @@ class _LayoutRun:
         engine, expected = self._engine, self._reference.steps[number]
         yield of_number(number, "rate", engine.learning_rate(), expected.rate)
         batch = self._uneven(self._loader.batch(number), number)
-        if self._recorder is not None:
-            self._recorder.step = number + 1
+        if self._probe is not None:
+            self._probe.step = number + 1
         with naming_unknown_tokens(batch, self._loader, step=number):
             loss, _ = engine.backward(batch)
-        if self._recorder is not None:
-            self.draws += self._recorder.draws
-            self._recorder.draws = []
+        if self._probe is not None:
+            self.draws += self._probe.draws
+            self._probe.draws = []
         yield of_number(number, "loss", float(loss), expected.loss)
         gradients = list(self._gradients(number))
         norm, skipped = engine.update()

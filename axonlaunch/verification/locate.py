@@ -6,6 +6,7 @@ model gives; then gradients of outputs and of parameters, from the loss backward
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -202,7 +203,8 @@ def _mistaken(
 
 def _is_near(seen: Tensor, expected: Tensor, *, within: float) -> bool:
     size = float(torch.linalg.vector_norm(expected.double()))
-    return float(torch.linalg.vector_norm(seen.double() - expected)) <= within * size
+    apart = float(torch.linalg.vector_norm(seen.double() - expected))
+    return math.isfinite(apart) and apart <= within * size
 
 
 def _near(ratio: float | None, value: float) -> bool:

@@ -6,7 +6,7 @@ given one is known to read what another gave.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,17 +34,20 @@ class ModuleRecord:
 class ModuleRecorder:
     """Records the named modules of a side, one step after another."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], *, but: Collection[nn.Module | None] = ()
+    ) -> None:
         """Hook into modules.
 
         Args:
             modules: What a rank holds of a model: the whole, or stages.
+            but: Those in them whose outputs may not be read.
         """
         self.record = ModuleRecord()
         self._givers: dict[int, tuple[Tensor, list[str]]] = {}
         for module in modules:
             for name, part in module.named_modules():
-                if name:
+                if name and part not in but:
                     part.register_forward_pre_hook(self._reading(name), with_kwargs=True)
                     part.register_forward_hook(self._giving(name))
 
@@ -101,7 +104,6 @@ def _pieces(module: nn.Module) -> int:
 
 
 def _first_floating(outputs: Any) -> Tensor | None:
-    """Return the first tensor that a module returns, if it is a plain one of numbers."""
+    """Return the first tensor that a module returns, if it is one of numbers."""
     first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
-    # Logits that are computed in chunks stand for themselves, and may not be read.
-    return first if type(first) is Tensor and first.is_floating_point() else None
+    return first if isinstance(first, Tensor) and first.is_floating_point() else None

@@ -203,6 +203,7 @@ def _file(small: RunConfig) -> Path | None:
 
     matters = {
         "model": hf.identity(small.model),
+        "adapter": None if small.adapter is None else to_tree(small.adapter),
         "data": to_tree(small.data),
         "strategy": to_tree(small.strategy),
         "train": to_tree(replace(small.train, prove="auto")),

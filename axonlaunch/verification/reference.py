@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from axonlaunch.data.loader import whole_loader
 from axonlaunch.data.samples import map_tensors
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.models.build import build_model, initial_weights, spec_for
+from axonlaunch.models.module_state import evaluating
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
 from axonlaunch.verification import inputs
@@ -98,7 +99,8 @@ class Reference:
 def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, Reference]:
     """Run some steps in plain torch, and again from weights that are rounded otherwise.
 
-    What the two differ by is what rounding alone makes of this model, step by step.
+    What the two differ by is what rounding alone makes of this model, step by step. Beside one in
+    float64 the other has the same weights and computes as the run does.
 
     Raises:
         NoReferenceError: They fail, or the model is random by itself.
@@ -108,6 +110,8 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
             first = PlainRun(config, plan)
             reference = first.run()
             _refuse_random(reference, PlainRun(config, plan))
+            if plan.fp64:
+                return reference, PlainRun(config, replace(plan, fp64=False)).run()
             return reference, PlainRun(config, plan, roughness=_roughness(config)).run()
     except NoReferenceError:
         raise
@@ -179,15 +183,15 @@ class PlainRun:
         model = build_model(config, seed=config.seed)
         if initial_weights(config.model) is not None:
             World.mock(1).run(
-                lambda world: load_initial_weights(
-                    LoadableWeights(model), config.model, world=world
-                )
+                lambda world: load_initial_weights(LoadableWeights(model), config, world=world)
             )
         if self._plan.fp64:
             model.double()
         elif config.train.param_dtype != "fp32":
             for parameter in model.parameters():
-                if parameter.is_floating_point():
+                # Beside an adapter what is trained stays in fp32.
+                is_kept = config.adapter is not None and parameter.requires_grad
+                if parameter.is_floating_point() and not is_kept:
                     parameter.data = parameter.data.to(_DTYPES[config.train.param_dtype])
         return model.train()
 
@@ -358,19 +362,18 @@ class PlainRun:
         batch = next(iter(self._loader.eval_batches(1)), None)
         if batch is None:
             return None, None
+        if problem := inputs.held_out_problem(self._config.data, self._loader, batch):
+            raise NoReferenceError(problem)
         batch = inputs.uneven(batch, first_row=0, step=0)
-        modes = {part: part.training for part in self.model.modules()}
-        self.model.eval()
         # Micro-batches are as large as the layout's, for models that mix samples.
         pieces = batch.micro_batches(self._layout.micro_batch_size)
-        total = sum(float(self._loss_sum(piece)) for piece in pieces)
         counted, logits = float(self._count(batch)), None
-        if self._own is None:
-            assert isinstance(batch, Batch)
-            outputs = self._outputs(Batch(batch.inputs[:PREDICTED], batch.targets[:PREDICTED]))
-            logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).clone()
-        for part, mode in modes.items():
-            part.training = mode
+        with evaluating([self.model]):
+            total = sum(float(self._loss_sum(piece)) for piece in pieces)
+            if self._own is None:
+                assert isinstance(batch, Batch)
+                outputs = self._outputs(Batch(batch.inputs[:PREDICTED], batch.targets[:PREDICTED]))
+                logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).clone()
         return (total / max(1.0, counted), counted), logits
 
     def _buffers(self) -> dict[str, Tensor]:

@@ -63,6 +63,7 @@ class ParityResult:
         unproved_parameters: Names of those trained that got no gradient, or did not move.
         frozen_parameters: Names of those that are not trained, and had no gradient on either side.
         features: How each feature was exercised, or that it was not.
+        notes: What was not compared as the run would have it.
         first_difference: The first module, in order of computation, whose output or gradient is
             not one process's in the first step, and how; empty where there is none.
     """
@@ -90,6 +91,7 @@ class ParityResult:
     frozen_parameters: list[str] = field(default_factory=list)
     features: dict[str, str] = field(default_factory=dict)
     first_difference: str = ""
+    notes: list[str] = field(default_factory=list)
 
 
 def failed(config: RunConfig, steps: int, why: str) -> ParityResult:

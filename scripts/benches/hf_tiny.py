@@ -86,6 +86,41 @@ OWN: dict[str, dict[str, Any]] = {
         "decoder_config": {**_BLT_PART, "hidden_size_global": 64},
         "global_config": {k: v for k, v in _BLT_PART.items() if k != "vocab_size"},
     },
+    "dots3_note_text": {
+        # Its sliding blocks are as large as in the published model where nothing is said of them.
+        "per_layer_config": {
+            str(block): {
+                **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
+                **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"), 16),
+                "head_dim": 24,
+                "v_head_dim": 16,
+                "qk_rope_head_dim": 8,
+            }
+            for block in range(1, BLOCKS, 2)
+        },
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "index_topk": 16,
+        "shared_experts_intermediate_size": 32,
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_count": 2,
+        "hc_lowrank": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    "xlm": {"causal": True},
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "plbart": {"decoder_attention_heads": 4, "decoder_layers": BLOCKS},
+    "whisper": {"decoder_attention_heads": 4, "decoder_layers": BLOCKS},
     "mamba2": {"num_heads": 8},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": 2}},
     "gpt_neo": {"attention_types": [[["global", "local"], BLOCKS // 2]], "window_size": 16},

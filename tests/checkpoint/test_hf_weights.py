@@ -99,7 +99,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     theirs("qwen3").save_pretrained(tmp_path, max_shard_size="100KB")
     [gone, *_] = sorted(tmp_path.glob("*.safetensors"))
     gone.unlink()
-    assert f"names {gone.name}, not there" in refusal(tmp_path)
+    assert f"names {gone.name}, not in its folder" in refusal(tmp_path)
 
 
 def test_a_shard_that_was_cut_is_named(tmp_path: Path) -> None:

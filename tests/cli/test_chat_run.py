@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import corpus
 import pytest
 from command import Served
 from served import Server
+
+from axonlaunch.config.documents import ChatConfig
+from axonlaunch.data.first_question import first_question
 
 pytest.importorskip("transformers")
 
@@ -50,10 +54,27 @@ def test_a_model_of_chats_answers_a_prompt_or_each_line(command: Served) -> None
 def test_more_epochs_resume_with_the_tokenizer_that_was_learned(command: Served) -> None:
     more = command("train", *MODEL, *DATA, *SHORT, "train.epochs=2", "data.packing=none").stdout
     assert "steps 7 to 13" in more
-    corpus.write_jsonl(command.folder / "chats.jsonl", [{"prompt": "a", "completion": "b"}] * 60)
-    overrides = [*MODEL, *DATA, *SHORT, "train.epochs=3", "data.packing=none"]
+    corpus.write_jsonl(command.folder / "others.jsonl", [{"prompt": "a", "completion": "b"}] * 60)
+    overrides = [*MODEL, *DATA, "data.files=[others.jsonl]", *SHORT, "train.epochs=3"]
     error = command("train", *overrides, status=2).stderr
     assert "is not the tokenizer that the run was trained with; use " in error
+
+
+def test_fewer_epochs_than_a_run_has_done_are_refused(command: Served) -> None:
+    overrides = [*MODEL, *DATA, *SHORT, "train.epochs=0.1", "data.packing=none"]
+    error = command("train", *overrides, status=2).stderr
+    assert "error: train.epochs=0.1: " in error
+    assert "steps already, and this is 1; use more to train on" in error
+
+
+def test_the_closing_sample_asks_a_question_of_the_data(tmp_path: Path) -> None:
+    rows = [{"output": "!"}, {"prompt": "x" * 401, "completion": "y"}]
+    rows += [{"messages": [{"role": "user", "content": "Why?"}]}]
+    file = str(corpus.write_jsonl(tmp_path / "chats.jsonl", rows))
+    assert first_question(ChatConfig(files=[file])) == "Why?"
+    held_out = str(corpus.write_jsonl(tmp_path / "b.jsonl", [{"prompt": "B?", "completion": ""}]))
+    assert first_question(ChatConfig(files=[file], held_out=[held_out])) == "B?"
+    assert first_question(ChatConfig(mix={"a": {"files": [held_out]}})) == "B?"
 
 
 def test_a_model_without_a_chat_template_is_not_talked_to(command: Served) -> None:

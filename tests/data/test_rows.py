@@ -175,3 +175,9 @@ def test_a_row_that_is_none_is_given_with_its_line_and_the_reason(
     [(line, bad)] = [(line, row) for line, row in read(tmp_path / name) if isinstance(row, BadRow)]
     assert line == number
     assert bad.reason.startswith(reason)
+
+
+def test_columns_of_one_name_are_refused_for_either_could_be_meant(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,n,text\na,1,b\n")
+    with pytest.raises(UnreadableFileError, match=r"a\.csv has several columns 'text'; give each"):
+        read(tmp_path / "a.csv")

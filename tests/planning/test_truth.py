@@ -29,6 +29,8 @@ CASES: dict[int, list[str]] = {
         f"strategy=fsdp {BF16}",
         "strategy=fsdp train.freeze=[embed_*,layers.*.mlp.*] train.unfreeze=[layers.*.up_proj.*]",
         "strategy=ddp train.freeze=[layers.*.mlp.*]",
+        f"strategy=fsdp adapter=lora {BF16}",
+        "strategy=tensor adapter=lora adapter.targets=[q_proj,down_proj]",
         f"strategy=ddp {BF16} optimizer.state_dtype=fp32",
         f"{FSDP}.sharding=no_shard train.activation_checkpointing=full",
         f"{FSDP}.cpu_offload=params",

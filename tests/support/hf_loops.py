@@ -37,7 +37,7 @@ def by_axonlaunch(path: Path, layout: list[str], *more: str) -> list[float]:
         from axonlaunch.checkpoint.weights import load_initial_weights
 
         engine, loader = rank_engine(chosen, world)
-        load_initial_weights(engine, chosen.model, world=world)
+        load_initial_weights(engine, chosen, world=world)
         return [float(engine.train_step(loader.batch(step)).loss) for step in range(STEPS)]
 
     first, *others = World.mock(chosen.launch.nproc).run(run)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from configured import run_config
 from hf_families import without_folder
-from parity_table import MODELS
+from parity_table import MODELS, TOKENS
+from torch import Tensor, nn
 
-from axonlaunch.engines import activation_checkpointing, mesh_engine
+import axonlaunch as ax
+from axonlaunch.engines import activation_checkpointing, forward_backward, mesh_engine
 from axonlaunch.verification import compare
 from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.result import ParityResult
 
 Patch = pytest.MonkeyPatch
 DDP = ["strategy=ddp", "launch.nproc=2"]
@@ -20,19 +24,21 @@ CONTEXT = ["strategy.context.degree=2", "launch.nproc=2"]
 RECOMPUTED = [*DDP, "train.activation_checkpointing=full"]
 
 
+def verdict_on(arguments: list[str], overrides: list[str]) -> ParityResult:
+    chosen = run_config([*arguments, "train.global_batch_size=8", *overrides])
+    verdict = compare.on_mock(chosen, ComparisonPlan(steps=2))
+    assert verdict.failure is None
+    return verdict
+
+
 def problems(overrides: list[str]) -> list[str]:
     arguments = MODELS["gpt"]
     if overrides is RECOMPUTED:  # blocks that don't draw save no generator's state
         arguments = without_folder("gpt2", resid_pdrop=0.1)
-    chosen = run_config([*arguments, "train.global_batch_size=8", *overrides])
-    verdict = compare.on_mock(chosen, ComparisonPlan(steps=2))
-    assert verdict.failure is None
-    return verdict.differences
+    return verdict_on(arguments, overrides).differences
 
 
 def seeds(patch: Patch, seed: Any) -> None:
-    import torch
-
     def draw(engine: Any) -> None:
         torch.manual_seed(seed(engine))
 
@@ -80,3 +86,69 @@ def test_it_reports_masks_that_would_be_wrong(
 ) -> None:
     fault(monkeypatch)
     assert any(reported in line for line in problems(overrides))
+
+
+class Dropping(nn.Module):
+    """Drops by a module and by a function, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.dropout = nn.Embedding(64, 16), nn.Dropout(0.2)
+        self.inner, self.head = Attending(), nn.Linear(16, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.inner(self.dropout(self.embed(tokens))))
+        return logits
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0.2
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = self.dropout if self.training else 0.0
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=rate)
+
+
+@pytest.fixture
+def _registered() -> None:
+    ax.register_model("masked", inputs="tokens")(Dropping)
+
+
+OWN = ["model=masked", *TOKENS]
+
+
+def every_micro_batch_draws_the_same(patch: Patch) -> None:
+    right = forward_backward.LocalForwardBackward._loss
+
+    def seeded(self: Any, batch: Any, loss: Any) -> Tensor:
+        torch.manual_seed(torch.initial_seed())
+        return right(self, batch, loss)
+
+    patch.setattr(forward_backward.LocalForwardBackward, "_loss", seeded)
+
+
+@pytest.mark.usefixtures("_registered")
+def test_the_masks_of_a_model_with_dropout_are_compared() -> None:
+    verdict = verdict_on(OWN, [*DDP, "train.micro_batch_size=2"])
+    assert verdict.passed
+    # 2 steps, 2 ranks, 2 micro-batches, 2 masks each
+    assert verdict.notes == [
+        "dropout (up to 0.2) was off where numbers were compared; 16 masks were compared with it on"
+    ]
+
+
+@pytest.mark.usefixtures("_registered")
+@pytest.mark.parametrize(
+    ("fault", "reported"),
+    [
+        (every_rank_draws_the_same, "data ranks 0 and 1 draw the same random numbers in dropout"),
+        (every_step_draws_the_same, "the same random numbers in inner as in the step before"),
+        (every_micro_batch_draws_the_same, "in inner for two micro-batches"),
+    ],
+)
+def test_it_reports_masks_that_are_wrong(fault: Any, reported: str, monkeypatch: Patch) -> None:
+    fault(monkeypatch)
+    lines = verdict_on(OWN, [*DDP, "train.micro_batch_size=2"]).differences
+    assert any(reported in line for line in lines), lines

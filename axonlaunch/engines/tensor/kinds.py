@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from axonlaunch.models.lora import LoraLayer
+
 
 @dataclass(frozen=True)
 class LinearSizes:
@@ -35,9 +37,12 @@ class LinearSizes:
 def linear_sizes(module: nn.Module) -> LinearSizes | None:
     """Return the sizes of what computes ``x @ weight.T + bias``; None of what does not."""
     weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 2 or not _parameters_are(module, "weight", "bias"):
+    if weight is None or weight.ndim != 2 or not set(module._parameters) <= {"weight", "bias"}:
         return None
-    transposed = _is_linear(type(module), module)
+    if module._modules and not isinstance(module, LoraLayer):
+        return None
+    cls = module.base_class if isinstance(module, LoraLayer) else type(module)
+    transposed = _is_linear(cls, module)
     if transposed is None:
         return None
     outputs, inputs = reversed(weight.shape) if transposed else weight.shape
@@ -54,10 +59,6 @@ def is_embedding(module: nn.Module) -> bool:
     return cls.forward is nn.Embedding.forward or _looks_up(module)
 
 
-def _parameters_are(module: nn.Module, *names: str) -> bool:
-    return set(module._parameters) <= set(names) and not module._modules
-
-
 _linear: dict[type[nn.Module], bool | None] = {}
 
 
@@ -68,18 +69,21 @@ def _is_linear(cls: type[nn.Module], module: nn.Module) -> bool | None:
     if not (issubclass(cls, nn.Linear) or hasattr(module, "nf")) or hasattr(module, "axis"):
         return None
     if cls not in _linear:
-        orientations = [transposed for transposed in (False, True) if _tried(module, transposed)]
+        orientations = [
+            transposed for transposed in (False, True) if _tried(cls, module, transposed)
+        ]
         _linear[cls] = orientations[0] if orientations else None
     return _linear[cls]
 
 
-def _tried(module: nn.Module, transposed: bool) -> bool:
+def _tried(cls: type[nn.Module], module: nn.Module, transposed: bool) -> bool:
     """Compare a copy of a module that has a few numbers with a linear layer of the same."""
     inputs, outputs = 3, 2
     weight = torch.arange(1.0, 7.0, device="cpu").view(outputs, inputs)
     bias = torch.arange(7.0, 9.0, device="cpu")
     x = torch.arange(12.0, device="cpu").view(1, 4, inputs)
     trial = copy.copy(module)
+    trial.__class__ = cls  # without an adapter
     own = weight.t().contiguous() if transposed else weight
     trial.__dict__["_parameters"] = {"weight": nn.Parameter(own), "bias": nn.Parameter(bias)}
     sizes = {"in_features": inputs, "out_features": outputs, "nx": inputs, "nf": outputs}

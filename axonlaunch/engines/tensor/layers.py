@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, scatter_to_group
+from axonlaunch.engines.tensor.adapters import with_adapter
 from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup, leave
 from axonlaunch.engines.tensor.local_parameters import (
     TensorAxis,
@@ -84,11 +85,14 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out], or to this rank's [..., out / ranks]."""
         if self.enters:
-            y = self.region.output_of(self, self.region.enter(x))
+            x = self.region.enter(x)
+        y = self._adapted(self.region.output_of(self, x), x)
+        if self.enters:
             self.region.leave()
-        else:
-            y = self.region.output_of(self, x)
         return collect_from(y, self.axis.group, -1) if self.gather_output else y
+
+    def _adapted(self, output: Tensor, x: Tensor) -> Tensor:
+        return with_adapter(self, output, x)
 
     def of_rank(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight [out / ranks, in] and bias."""
@@ -108,11 +112,18 @@ class SharedHeadsLinear(ColumnParallelLinear):
     cuts: ClassVar = {}
     heads: int
 
+    @property
+    def _own(self) -> tuple[int, int]:
+        """First and number of the outputs of this rank's head."""
+        group, length = self.axis.group, self.out_features // self.heads
+        return group.rank * self.heads // group.size * length, length
+
+    def _adapted(self, output: Tensor, x: Tensor) -> Tensor:
+        return with_adapter(self, output, x, own=self._own)
+
     def of_rank(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight [out / heads, in] and the bias of this rank's head."""
-        group = self.axis.group
-        length = self.out_features // self.heads
-        first = group.rank * self.heads // group.size * length
+        group, (first, length) = self.axis.group, self._own
         weight, bias = to_local(self.weight, summed_over=group), cast("Tensor | None", self.bias)
         weight = (weight.t() if self.transposed else weight).narrow(0, first, length)
         if bias is None:
@@ -189,7 +200,8 @@ class RowParallelLinear(nn.Linear):
                 f"{weight.shape[1]} features a rank, got {x.shape[-1]}: feed it what a "
                 "column-parallel layer returns"
             )
-        y = leave(F.linear(x, weight), group, sequence_parallel=self.sequence_parallel)
+        part = with_adapter(self, F.linear(x, weight), x)
+        y = leave(part, group, sequence_parallel=self.sequence_parallel)
         bias = cast("Tensor | None", self.bias)
         if bias is None:
             return y

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import all_reduce_from_group, copy_to_group, scatter_to_group
+from axonlaunch.engines.tensor.adapters import divide_adapter
 from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup
 from axonlaunch.engines.tensor.heads import follow_the_cut, key_value_heads
 from axonlaunch.engines.tensor.kinds import LinearSizes, linear_sizes
@@ -100,6 +101,8 @@ def divide(
     _divide_heads(modules, axis.group.size)
     for entry in modules:
         _apply(entry, axis, sequence_parallel=sequence_parallel)
+    for entry in modules:
+        _divide_adapter(entry, axis)
     _share_regions(module, axis, sequence_parallel=sequence_parallel)
     axis.distribute(module)
 
@@ -207,6 +210,16 @@ def _cut_outputs(
     else:
         weight = Cut(1 if sizes.transposed else 0, entry.pieces)
         column.__dict__["cuts"] = {"weight": weight, "bias": Cut(0, entry.pieces)}
+
+
+def _divide_adapter(entry: Styled, axis: TensorAxis) -> None:
+    """Cut a layer's adapter as the layer is cut."""
+    if isinstance(entry.module, SharedHeadsLinear):
+        divide_adapter(entry.module, axis)
+    elif isinstance(entry.module, ColumnParallelLinear):
+        divide_adapter(entry.module, axis, outputs=Cut(0, entry.pieces))
+    elif isinstance(entry.module, RowParallelLinear):
+        divide_adapter(entry.module, axis, inputs=Cut(1, entry.pieces))
 
 
 def _sized(module: nn.Module, sizes: LinearSizes) -> nn.Module:

@@ -25,6 +25,8 @@ _COUNTS = ("layers", "n_layer", "experts", "blocks")
 """What keys end with that say how many of its parts a model has."""
 _ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """Keys of older files, which transformers takes into ``rope_parameters``."""
+_EACH_BLOCK = "per_layer_config"
+"""What blocks have of their own, by their number, which newer versions take of every class."""
 
 
 def architecture(config: HuggingFaceConfig) -> Any:
@@ -77,7 +79,8 @@ def known_keys(cls: Any) -> set[str]:
     """Return the keys that a configuration class reads."""
     own = {field.name for field in dataclasses.fields(cls)}
     rope = _ROPE if "rope_parameters" in own else set()
-    return {key for key in own if not key.startswith("_")} | set(cls.attribute_map) | rope
+    each = {_EACH_BLOCK} if hasattr(cls, _EACH_BLOCK) else set()
+    return {key for key in own if not key.startswith("_")} | set(cls.attribute_map) | rope | each
 
 
 def _refuse_unknown(

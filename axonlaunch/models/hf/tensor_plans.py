@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.models.attention import Attention
+from axonlaunch.models.lora import LoraMatrix
 
 _STYLES = {
     "colwise": "column",
@@ -159,7 +160,9 @@ def tensor_plan(model: Any, layers: str | None) -> dict[str, str]:
     theirs = _theirs(model, layers)
     if not theirs:
         return {}
-    modules = dict(model.named_modules())
+    # An adapter is cut as its layer is.
+    named = model.named_modules()
+    modules = {name: module for name, module in named if not isinstance(module, LoraMatrix)}
     styles = {name: style for name in modules if (style := theirs.get(_starred(name)))}
     for name, owner in modules.items():
         for key in owner._parameters:
@@ -235,9 +238,9 @@ def _regions(
     regions = []
     for name, module in modules.items():
         inside = {
-            key.removeprefix(f"{name}."): styles.get(key)
-            for key, inner in modules.items()
-            if key.startswith(f"{name}.") and inner._parameters
+            key: styles.get(f"{name}.{key}")
+            for key, inner in module.named_modules()
+            if key and inner._parameters
         }
         kinds = [style.partition("/")[0] if style else None for style in inside.values()]
         divided = {"column", "packed_column", "key_value"} & set(kinds)

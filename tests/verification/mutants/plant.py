@@ -41,7 +41,8 @@ class Mutant:
         before: What stands there, once.
         after: What stands there instead.
         verify: Arguments of the command that must find it.
-        module: Part of what must be named first; empty: anything.
+        module: Part of the name of the module at fault, or of the first that a fault of the whole
+            model reaches; ``none`` where no module can be, as of a schedule.
     """
 
     claim: str
@@ -49,7 +50,7 @@ class Mutant:
     before: str
     after: str
     verify: str
-    module: str = ""
+    module: str = "none"
 
     @property
     def arguments(self) -> list[str]:
@@ -61,10 +62,17 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Found:
-    """What verify reported: its verdict, and the first line that differs."""
+    """What verify reported.
+
+    Attributes:
+        verdict: Its word, or ``error``.
+        first: The first line that differs.
+        module: The first module that differs, and how; empty where none was named.
+    """
 
     verdict: str
     first: str
+    module: str = ""
 
 
 def mutants() -> list[Mutant]:
@@ -96,7 +104,8 @@ def _write(file: Path, text: str) -> None:
 
 def verify(arguments: list[str], copy: Path) -> Found:
     """Run the command on the copy."""
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    paths = f"{copy}{os.pathsep}{ROOT / 'tests' / 'support'}"
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, "-m", "axonlaunch", "verify", *arguments, "--json"],
         cwd=copy,
@@ -113,8 +122,7 @@ def verify(arguments: list[str], copy: Path) -> Found:
     if "verdict" not in content:
         return Found("error", str(content))
     first = content["failure"] or content["reason"] or next(iter(content["differences"]), "")
-    module = content.get("first_difference") or ""
-    return Found(content["verdict"], f"{module} | {first}" if module else first)
+    return Found(content["verdict"], first, content.get("first_difference") or "")
 
 
 def main() -> int:
@@ -124,7 +132,7 @@ def main() -> int:
     parser.add_argument("--from", dest="first", type=int, default=0, help="skip those before")
     chosen = parser.parse_args()
     every = [m for m in mutants() if chosen.only in m.claim or chosen.only in m.file]
-    found, named, wanted = 0, 0, 0
+    found, named, right, wanted = 0, 0, 0, 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for part in ("axonlaunch", "configs"):
@@ -134,18 +142,21 @@ def main() -> int:
             with planted(mutant, copy):
                 seen = verify(mutant.arguments, copy)
             is_found = seen.verdict in ("failed", "nothing proved")
-            found += is_found
-            if mutant.module:
-                wanted += 1
-                named += is_found and mutant.module in seen.first
+            is_named, has_module = bool(seen.module), mutant.module != "none"
+            is_right = has_module and mutant.module in seen.module.partition(":")[0]
+            found, named = found + is_found, named + is_named
+            right, wanted = right + is_right, wanted + has_module
             verdict = "found" if is_found else f"NOT FOUND ({seen.verdict})"
+            if has_module and not is_right:
+                verdict += f", {mutant.module} NOT NAMED"
             seconds = time.monotonic() - began
-            print(
-                f"{number:3} {verdict}: {mutant.claim}: {seen.first[:150]} [{seconds:.0f} s]",
-                flush=True,
-            )
+            what = " | ".join(filter(None, (seen.module[:120], seen.first[:150])))
+            print(f"{number:3} {verdict}: {mutant.claim}: {what} [{seconds:.0f} s]", flush=True)
     count = len(every) - chosen.first
-    print(f"{found} of {count} found; {named} of {wanted} named the module")
+    print(
+        f"{found} of {count} found; a module named of {named}; the right one of {right} of the "
+        f"{wanted} in which one is at fault"
+    )
     return 0 if found >= SHARE * count else 1
 
 

@@ -1,0 +1,39 @@
+"""What a run on chats asks its model when it ends: a question of its own data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from axonlaunch.config.documents import ChatConfig
+from axonlaunch.data.chat_rows import read_chat
+from axonlaunch.data.rows import BadRow, Row, RowReader
+from axonlaunch.data.sources import find_sources
+
+_LOOKED_AT = 100
+_LONGEST = 400
+"""Characters: with an answer it is to fit the context of a small model."""
+_GREETING = "Hello"
+
+
+def first_question(config: ChatConfig) -> str:
+    """Return the first short message of a user, of files that are held out or else trained on."""
+    config = next(iter(config.sources().values()), config)
+    files = config.held_out if isinstance(config.held_out, list) else config.files
+    for source in find_sources(files)[:1]:
+        for _, row in islice(RowReader(source), _LOOKED_AT):
+            for question in () if isinstance(row, BadRow) else _questions(row, config):
+                if question.strip() and len(question) <= _LONGEST:
+                    return question
+    return _GREETING
+
+
+def _questions(row: Row | str, config: ChatConfig) -> Iterator[str]:
+    try:
+        chat = read_chat(row, field=config.messages_field)
+    except ValueError:
+        return
+    for message in chat.messages:
+        if message["role"] == "user" and isinstance(message.get("content"), str):
+            yield message["content"]
+            return

@@ -1,0 +1,184 @@
+"""Rows of files that are tokenised while a run trains on those before them.
+
+The order is such that the first sample needs the first shard alone: the shards of a pass one after
+another, in the first pass as the files lie, the rows of each shuffled among themselves. It follows
+from the seed and the global sample index, as any order does.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from axonlaunch.config.documents import TextRowsConfig
+from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.data import token_cache
+from axonlaunch.data.dataset import Batch, Kind, Split
+from axonlaunch.data.document_parts import DocumentPart, TextSummary
+from axonlaunch.data.encoding import OnProgress
+from axonlaunch.data.shuffle import Indices, permute
+from axonlaunch.data.sources import find_sources
+from axonlaunch.data.text_rows import TextRows, refuse_overlap
+from axonlaunch.data.tokenizer import Tokenizer
+
+_SHARDS_KEY, _ROWS_KEY = 3, 4
+"""Tell the order of shards, and of the rows in them, apart from other orders."""
+_OPEN = 4
+"""Shards whose rows are at hand; others are mapped again when they are needed."""
+
+
+class ShardedRows:
+    """Rows of shards, of which each is tokenised when it is needed, if nobody has done it before.
+
+    Attributes:
+        tokenizer: What makes the tokens.
+        is_packed: Whether rows hold several documents.
+        is_unsized: How many rows there are is known once all are tokenised.
+        folder: Where the tokens are kept.
+        notes: What a run says of the data when it starts.
+    """
+
+    kind: Kind = "tokens"
+    is_text = True
+    is_unsized = True
+    num_samples = 0
+
+    def __init__(self, config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> None:
+        """Tokenise the first shard, and what is held out.
+
+        Raises:
+            ConfigError: A file of these can't be read, a row is none, or nothing is left to train
+                on.
+        """
+        self._config, self._report = config, report
+        self.tokenizer = tokenizer
+        self.num_classes = tokenizer.vocab_size
+        self.sample_shape = (config.sequence_length,)
+        self.is_packed = config.packing != "none"
+        self.folder = token_cache.folder_of(config.cache_dir)
+        sources = find_sources(config.files)
+        refuse_overlap(config, sources)
+        groups = list(token_cache.groups(sources))
+        self._files = [[source.name for source in group] for group in groups]
+        # It is at hand for good: what is held out is of it, which another thread evaluates.
+        self._first = self._made(0)
+        self._first_rows = [0, self._first.num_samples]
+        self._open: OrderedDict[int, TextRows] = OrderedDict()
+        self.num_eval_samples = self._first.num_eval_samples
+        later = f"data.shuffle=shards: {len(groups)} shards of {len(sources)} files; the first has "
+        later += f"{self._first_rows[1]:,} rows, the others are tokenised while it trains"
+        self.notes = (later, *self._first.notes)
+
+    def order(self, positions: Indices, *, seed: int) -> Indices:
+        """Return which row stands at each global sample index.
+
+        Of shards with 3, 2 and 4 rows the indices 0 to 2 are the rows of the first one, 3 and 4
+        those of the second, 9 to 17 those of the second pass, whose shards are shuffled.
+        """
+        return np.array([self._row_at(int(position), seed) for position in positions])
+
+    def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
+        """Return the rows of these indices, in their order."""
+        if split == "eval":
+            return self._first.samples(indices, split=split)
+        import torch
+
+        places = [self._place(int(index)) for index in indices]
+        parts = [self._rows(shard).samples([row], split=split) for shard, row in places]
+        positions = [part.positions for part in parts if part.positions is not None]
+        return Batch(
+            torch.cat([part.inputs for part in parts]),
+            torch.cat([part.targets for part in parts]),
+            torch.cat(positions) if positions else None,
+        )
+
+    def sources(self, row: int) -> Iterator[tuple[str, DocumentPart]]:
+        """Yield the file and the row that each piece of a row to train on is of, and the piece."""
+        shard, own = self._place(row)
+        yield from self._rows(shard).sources(own)
+
+    def summaries(self) -> dict[str, TextSummary]:
+        """Count what there is of all shards, which are tokenised for it."""
+        summaries = [self._rows(shard).summaries()[""] for shard in range(len(self._files))]
+        return {"": TextSummary.together(summaries)}
+
+    def encode(self, text: str) -> list[int]:
+        """Turn text that is to be continued into tokens."""
+        return self.tokenizer.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text."""
+        return self.tokenizer.decode(tokens)
+
+    @contextmanager
+    def tokenising_ahead(self, tokenizer: TokenizerConfig) -> Iterator[subprocess.Popen[bytes]]:
+        """Let a process of its own tokenise what is left, in turn; it ends with this one.
+
+        Whatever it fails with, who needs that shard fails with too.
+        """
+        words = [sys.executable, "-P", "-m", "axonlaunch.data.tokenise_ahead"]
+        with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(pickle.dumps((self._config, self._files, tokenizer)))
+                process.stdin.flush()
+                yield process
+            finally:
+                process.kill()
+
+    def _rows(self, shard: int) -> TextRows:
+        """Return the rows of a shard."""
+        if shard == 0:
+            return self._first
+        if shard in self._open:
+            self._open.move_to_end(shard)
+            return self._open[shard]
+        rows = self._open[shard] = self._made(shard)
+        if shard == len(self._first_rows) - 1:
+            self._first_rows.append(self._first_rows[-1] + rows.num_samples)
+        if len(self._open) > _OPEN:
+            self._open.popitem(last=False)
+        return rows
+
+    def _made(self, shard: int) -> TextRows:
+        """Return the rows of a shard, tokenised if it is not yet; only the first holds rows out."""
+        held_out = self._config.held_out if shard == 0 else 0
+        config = replace(self._config, files=self._files[shard], held_out=held_out, shuffle="all")
+        return TextRows(config, self.tokenizer, report=self._report)
+
+    def _know(self, row: int) -> bool:
+        """Count shards until one has a row; return whether there is such a row in a pass."""
+        while self._first_rows[-1] <= row and len(self._first_rows) <= len(self._files):
+            self._rows(len(self._first_rows) - 1)
+        return row < self._first_rows[-1]
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """Return the shard of a row, and its place there."""
+        self._know(row)
+        shard = int(np.searchsorted(self._first_rows, row, side="right")) - 1
+        return shard, row - self._first_rows[shard]
+
+    def _row_at(self, position: int, seed: int) -> int:
+        if self._know(position):
+            shard, place = self._place(position)
+            return self._shuffled(shard, place, 0, seed)
+        epoch, place = divmod(position, self._first_rows[-1])
+        sizes = np.diff(self._first_rows)
+        shards = permute(np.arange(len(sizes)), size=len(sizes), key=(seed, _SHARDS_KEY, epoch))
+        ends = np.cumsum(sizes[shards])
+        number = int(np.searchsorted(ends, place, side="right"))
+        shard = int(shards[number])
+        return self._shuffled(shard, place - int(ends[number] - sizes[shard]), epoch, seed)
+
+    def _shuffled(self, shard: int, place: int, epoch: int, seed: int) -> int:
+        first, end = self._first_rows[shard : shard + 2]
+        key = (seed, _ROWS_KEY, epoch, shard)
+        return first + int(permute(np.array([place]), size=end - first, key=key)[0])

@@ -1,0 +1,179 @@
+"""Low-rank adapters of linear layers, added to a whole model before anything divides it.
+
+Layers keep their names and weights: an adapter's matrices lie below them as PEFT calls them,
+``...q_proj.lora_A.weight`` and ``...q_proj.lora_B.weight``. Layers that are not linear, and the
+head, are refused.
+
+Source: Hu et al., "LoRA", 2021; huggingface/peft, ``tuners/lora/layer.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axonlaunch.config import ConfigIssue
+from axonlaunch.config.adapter import LoraConfig
+from axonlaunch.config.parameter_groups import unmatched
+from axonlaunch.models.initialization import Constant, Initializer, Uniform
+from axonlaunch.models.spec import ModelSpec
+
+_READ_ELSEWHERE = ("NonDynamicallyQuantizableLinear",)
+"""Linear layers whose weight another module computes with, so that an adapter would do nothing."""
+
+
+class LoraMatrix(nn.Linear):
+    """A or B; it computes in the type of what it is given, as fp32 weights do under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in] to [..., out]."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class LoraLayer(nn.Module):
+    """Comes before a linear layer's own class, and adds ``scale * B A x`` to what it computes.
+
+    Attributes:
+        base_class: The layer's own.
+        lora_A: From inputs to the rank.
+        lora_B: From the rank to outputs; it starts at zero.
+        lora_dropout: Share of the inputs of A that are left out in training.
+        lora_scale: Of the product.
+    """
+
+    base_class: ClassVar[type[nn.Module]]
+    lora_A: LoraMatrix  # noqa: N815 - as PEFT calls it
+    lora_B: LoraMatrix  # noqa: N815
+    lora_dropout: float
+    lora_scale: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in] to [..., out]."""
+        output: Tensor = super().forward(x)
+        return output + self.adaptation(x)
+
+    def adaptation(self, x: Tensor) -> Tensor:
+        """Return what is added to the layer's output [..., out] of an input [..., in]."""
+        if self.lora_dropout and self.training:
+            x = F.dropout(x, self.lora_dropout)
+        product: Tensor = self.lora_B(self.lora_A(x))
+        return product * self.lora_scale
+
+
+def add_adapters(module: nn.Module, config: LoraConfig, spec: ModelSpec) -> None:
+    """Add adapters to a whole model in place, and freeze everything else.
+
+    Args:
+        module: On ``meta`` or not; adapters are made where the current device is, without values.
+        config: Which layers, and how.
+        spec: The model's.
+    """
+    module.requires_grad_(False)
+    for name, layer in _linear_layers(module, spec).items():
+        if _is_target(name, config):
+            inputs, outputs = _sizes(layer)
+            layer.__class__ = _adapted(cast("Any", type(layer)))
+            lora = cast("LoraLayer", layer)
+            lora.lora_A = LoraMatrix(inputs, config.rank, bias=False)
+            lora.lora_B = LoraMatrix(config.rank, outputs, bias=False)
+            lora.lora_dropout, lora.lora_scale = config.dropout, config.scale
+
+
+def adapter_initializers(module: nn.Module) -> dict[str, Initializer]:
+    """Return how each parameter of an adapter starts: A as PEFT's, B at zero.
+
+    PEFT draws A by ``kaiming_uniform_(a=sqrt(5))``, which is uniform within 1 / sqrt(inputs).
+    """
+    found: dict[str, Initializer] = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, LoraLayer):
+            found[f"{name}.lora_A.weight"] = Uniform(1 / math.sqrt(layer.lora_A.in_features))
+            found[f"{name}.lora_B.weight"] = Constant(0.0)
+    return found
+
+
+def adapter_names(module: nn.Module) -> set[str]:
+    """Return the names of a module's parameters that are an adapter's."""
+    return set(adapter_initializers(module))
+
+
+def adapter_problems(
+    module: nn.Module, config: LoraConfig, spec: ModelSpec
+) -> Iterator[ConfigIssue]:
+    """Yield why adapters can't be added as a configuration says.
+
+    Args:
+        module: Whole, as ``add_adapters`` left it.
+        config: Which layers, and how.
+        spec: The model's.
+    """
+    layers = _linear_layers(module, spec)
+    if not layers:
+        yield ConfigIssue("adapter.targets", "the model has no linear layer beside its head")
+        return
+    for pattern in [] if config.targets == "all-linear" else config.targets:
+        if not any(_matches(name, pattern) for name in layers):
+            message = _why_none(pattern, module, layers, spec)
+            yield ConfigIssue("adapter.targets", f"{pattern} {message}")
+
+
+def _why_none(
+    pattern: str, module: nn.Module, layers: Mapping[str, nn.Module], spec: ModelSpec
+) -> str:
+    if spec.head is not None and _matches(spec.head, pattern):
+        return "is the head, whose loss may be computed in parts; name layers of the blocks"
+    for name, other in module.named_modules():
+        if name and _matches(name, pattern) and not any(True for _ in other.children()):
+            return f"names {name}, of type {type(other).__name__}; adapters are for linear layers"
+    for name, parameter in module.named_parameters():
+        if _matches(name, pattern) and parameter.ndim > 2:
+            return f"names {name}, {parameter.ndim}-D; adapters are for linear layers"
+    return f"matches no linear layer{unmatched(pattern, [*layers])}"
+
+
+def _linear_layers(module: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
+    """Return the layers that can be adapted: linear, not the head, and of a weight of their own."""
+    tables = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)}
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if _is_linear(layer) and name != spec.head and id(layer.weight) not in tables
+    }
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    if isinstance(layer, LoraMatrix) or type(layer).__name__ in _READ_ELSEWHERE:
+        return False
+    return isinstance(layer, nn.Linear) or (
+        type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+    )
+
+
+def _sizes(layer: Any) -> tuple[int, int]:
+    """Return inputs and outputs; the weight of GPT-2's Conv1D is [inputs, outputs]."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    inputs, outputs = layer.weight.shape
+    return inputs, outputs
+
+
+def _is_target(name: str, config: LoraConfig) -> bool:
+    if config.targets == "all-linear":
+        return True
+    return any(_matches(name, pattern) for pattern in config.targets)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+@functools.cache
+def _adapted(cls: Any) -> Any:
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "base_class": cls}
+    return type(cls.__name__, (LoraLayer, cls), named)

@@ -1,0 +1,150 @@
+"""Rows of files that are tokenised while a run trains on those before them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import corpus
+import numpy as np
+import pytest
+import torch
+from configured import run_config
+
+from axonlaunch.config import ConfigError
+from axonlaunch.config.documents import DocumentsConfig
+from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.data import build_dataset, token_cache
+from axonlaunch.data.loader import Loader, order_of
+from axonlaunch.data.sharded_rows import ShardedRows
+
+SHARDS, DOCUMENTS = 4, 12
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is a shard of its own."""
+    monkeypatch.setattr(token_cache, "_SMALL", 1)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Files of documents that name their file and their number."""
+    return [
+        corpus.write_jsonl(
+            tmp_path / f"{file}.jsonl",
+            [{"text": f"{file}:{number} " * (3 + number % 4)} for number in range(DOCUMENTS)],
+        )
+        for file in range(SHARDS)
+    ]
+
+
+def made(files: list[Path], **keys: Any) -> Any:
+    options = {"sequence_length": 24, "held_out": 2, "shuffle": "shards", **keys}
+    options["cache_dir"] = str(files[0].parent / "cache")
+    config = DocumentsConfig(files=[str(file) for file in files], **options)
+    return build_dataset(config, TokenizerConfig(name="bytes"))
+
+
+def shards_in(folder: Path) -> int:
+    return len([one for one in (folder / "cache").iterdir() if one.suffix != ".partial"])
+
+
+def test_the_first_batch_needs_the_first_file_alone_and_the_others_come_in_turn(
+    files: list[Path],
+) -> None:
+    dataset = made(files)
+    loader = Loader(dataset, seed=1, global_batch_size=4)
+    assert shards_in(files[0].parent) == 1
+    loader.batch(0)
+    assert shards_in(files[0].parent) == 1
+    seen = 1
+    for step in range(40):
+        loader.batch(step)
+        assert seen <= shards_in(files[0].parent) <= seen + 1
+        seen = shards_in(files[0].parent)
+    assert seen == SHARDS
+
+
+def test_a_pass_has_each_row_once_and_the_next_one_another_order(files: list[Path]) -> None:
+    dataset = made(files)
+    order_of(dataset, np.array([10_000]), seed=3)  # all are known
+    rows = dataset._first_rows[-1]
+    first = order_of(dataset, np.arange(rows), seed=3)
+    second = order_of(dataset, np.arange(rows, 2 * rows), seed=3)
+    assert sorted(first) == sorted(second) == list(range(rows))
+    assert list(first) != list(second)
+    assert list(first) != list(order_of(dataset, np.arange(rows), seed=4))
+    ends = dataset._first_rows
+    for start, end in itertools.pairwise(ends):  # a shard after the other
+        assert sorted(first[start:end]) == list(range(start, end))
+
+
+def test_the_order_is_the_same_however_it_is_asked_for(files: list[Path]) -> None:
+    """By one shard or several, from the first step or a later one, in this process or the next."""
+    whole = made(files)
+    expected = {
+        step: Loader(whole, seed=5, global_batch_size=4).batch(step).inputs for step in range(30)
+    }
+    for first_step in (0, 7, 29):
+        again = made(files)
+        parts = [
+            Loader(again, seed=5, global_batch_size=4, num_shards=2, shard=shard).batch(first_step)
+            for shard in range(2)
+        ]
+        assert torch.equal(torch.cat([part.inputs for part in parts]), expected[first_step])
+
+
+def test_what_is_held_out_is_of_the_first_file_and_is_not_trained_on(files: list[Path]) -> None:
+    dataset = made(files, packing="none")
+    held_out = dataset.samples(range(dataset.num_eval_samples), split="eval").inputs
+    order_of(dataset, np.array([10_000]), seed=0)
+    rows = dataset._first_rows[-1]
+    trained = dataset.samples(range(rows), split="train").inputs
+    assert rows == SHARDS * DOCUMENTS - 2
+    assert held_out[:, 0].tolist() == [ord("0")] * 2
+    both = {tuple(row) for row in held_out.tolist()} & {tuple(row) for row in trained.tolist()}
+    assert not both
+
+
+def test_rows_have_the_documents_of_a_corpus_that_is_tokenised_first(files: list[Path]) -> None:
+    sharded, whole = (made(files, held_out=0, shuffle=order) for order in ("shards", "all"))
+    one, other = sharded.summaries()[""], whole.summaries()[""]
+    assert (one.documents, one.tokens) == (other.documents, other.tokens)
+    assert one.counted_tokens == other.counted_tokens
+
+
+def test_another_process_tokenises_the_rest_and_ends_with_this_one(files: list[Path]) -> None:
+    dataset = made(files)
+    assert isinstance(dataset, ShardedRows)
+    tokenizer = TokenizerConfig(name="bytes")
+    with dataset.tokenising_ahead(tokenizer) as process:
+        pass
+    assert process.returncode == -9
+    with dataset.tokenising_ahead(tokenizer) as process:
+        assert process.wait(timeout=60) == 0
+    assert shards_in(files[0].parent) == SHARDS
+
+
+def test_a_bad_row_of_a_later_file_is_reported_when_its_turn_comes(files: list[Path]) -> None:
+    with files[2].open("a") as stream:
+        stream.write(json.dumps({"other": 1}) + "\n")
+    dataset = made(files)
+    loader = Loader(dataset, seed=1, global_batch_size=4)
+    loader.batch(0)
+    with pytest.raises(ConfigError, match=r"2\.jsonl, line 13: "):
+        [loader.batch(step) for step in range(100)]
+
+
+def test_what_needs_to_know_all_rows_is_refused(files: list[Path]) -> None:
+    overrides = ["data=documents", f"data.files=[{files[0]}]", "data.shuffle=shards", "model=gpt"]
+    overrides += [f"data.cache_dir={files[0].parent}/cache", "train.global_batch_size=2"]
+    overrides += ["data.sequence_length=24", "data.held_out=2"]
+    with pytest.raises(ConfigError, match=r"train\.epochs=2.*before all of it is tokenised"):
+        run_config([*overrides, "train.steps=auto", "train.epochs=2"])
+    run_config([*overrides, "train.steps=1000"])
+    mix = f"data.mix={{a: {{files: [{files[0]}]}}, b: {{files: [{files[1]}]}}}}"
+    with pytest.raises(ConfigError, match=r"data\.shuffle=shards: data\.mix is shuffled over all"):
+        run_config([*[word for word in overrides if "files" not in word], mix])

@@ -1,0 +1,167 @@
+"""LoRA on our own models: layouts train the adapters that one process trains, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from configured import run_config
+from parity import Trained, assert_same, train
+from torch import nn
+
+from axonlaunch.config import ConfigError
+from axonlaunch.config.adapter import is_of_adapter
+from axonlaunch.models.build import build_model, construct
+from axonlaunch.models.lora import LoraLayer
+from axonlaunch.models.parameter_facts import TrainingShares
+from axonlaunch.verification import compare
+from axonlaunch.verification.plan import ComparisonPlan
+
+DATA = [
+    *("data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=8"),
+    *("train.grad_clip=null", "scheduler=constant", "checkpoint.every=0"),
+]
+MODELS = {
+    "gpt": [
+        *("model=gpt", "model.hidden_size=16", "model.num_hidden_layers=4"),
+        *("model.num_attention_heads=2", "model.vocab_size=64"),
+        "model.max_position_embeddings=16",
+    ],
+    "llama": [
+        *("model=llama_debug", "model.hidden_size=32", "model.num_hidden_layers=4"),
+        *("model.num_attention_heads=4", "model.num_key_value_heads=2"),
+        *("model.intermediate_size=48", "model.vocab_size=64"),
+    ],
+}
+LORA = {
+    "gpt": ["adapter=lora", "adapter.rank=4"],
+    "llama": [
+        *("adapter=lora", "adapter.rank=3", "adapter.rslora=true"),
+        *("adapter.targets=[q_proj,down_proj]", "train.unfreeze=[norm.*]"),
+    ],
+}
+TENSOR = "strategy=tensor strategy.tensor.sequence_parallel=true"
+LAYOUTS = {
+    "zero1": (2, "strategy=zero1"),
+    "zero2, recomputed": (2, "strategy=zero2 train.activation_checkpointing=full"),
+    "hsdp": (4, "strategy=hsdp strategy.fsdp.replicate=2"),
+    "offload": (2, "strategy=fsdp strategy.fsdp.cpu_offload=full"),
+    "tensor": (2, "strategy=tensor"),
+    "sequence": (2, TENSOR),
+    "zero bubble": (2, "strategy=pipeline strategy.pipeline.schedule=zbv_zero_bubble"),
+    "context": (2, "strategy=fsdp strategy.context.degree=2"),
+    "hybrid": (8, "strategy=hybrid strategy.tensor.degree=2 strategy.pipeline.degree=2"),
+}
+CASES = [
+    *(("gpt", layout) for layout in LAYOUTS if layout != "tensor"),
+    ("llama", "tensor"),
+    ("llama", "zero bubble"),
+]
+
+
+@functools.cache
+def alone(model: str) -> Trained:
+    return train([*MODELS[model], *DATA, *LORA[model], "strategy=single"], 1)
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_a_layout_trains_the_adapters_that_one_process_trains(model: str, layout: str) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    found = train([*MODELS[model], *DATA, *LORA[model], *overrides.split()], ranks)
+    assert_same(found, alone(model), tolerance=1e-5)
+
+
+def test_nothing_but_adapters_and_what_is_unfrozen_is_trained() -> None:
+    found = alone("llama")
+    assert {name for name in found.gradients[0] if not is_of_adapter(name)} == {"norm.weight"}
+    adapted = {name.rpartition(".lora_")[0] for name in found.gradients[0] if is_of_adapter(name)}
+    layers = {
+        f"layers.{n}.{end}" for n in range(4) for end in ("self_attn.q_proj", "mlp.down_proj")
+    }
+    assert adapted == layers
+
+
+def test_an_adapter_starts_as_that_of_peft_and_changes_no_output() -> None:
+    overrides = [*MODELS["gpt"], *DATA, "strategy=single"]
+    adapted = build_model(run_config([*overrides, *LORA["gpt"]]), seed=0)
+    plain = build_model(run_config(overrides), seed=0)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(adapted(tokens), plain(tokens))
+    layers = [layer for layer in adapted.modules() if isinstance(layer, LoraLayer)]
+    assert len(layers) == 6 * 4
+    for layer in layers:
+        bound = 1 / math.sqrt(layer.lora_A.in_features)
+        assert 0.8 * bound < float(layer.lora_A.weight.detach().abs().max()) <= bound
+        assert not bool(layer.lora_B.weight.any())
+        assert layer.lora_scale == 16 / 4
+
+
+def test_the_scale_of_rslora_is_by_the_root_of_the_rank() -> None:
+    model = construct(run_config([*MODELS["llama"], *DATA, *LORA["llama"]]), seed=0)
+    scales = {layer.lora_scale for layer in model.modules() if isinstance(layer, LoraLayer)}
+    assert scales == {16 / math.sqrt(3)}
+
+
+def test_dropout_leaves_out_inputs_of_a_alone_and_in_training_alone() -> None:
+    overrides = [*MODELS["gpt"], *DATA, *LORA["gpt"], "adapter.dropout=0.5", "strategy=single"]
+    model = build_model(run_config(overrides), seed=0)
+    layer = next(one for one in model.modules() if isinstance(one, LoraLayer))
+    nn.init.ones_(layer.lora_B.weight)
+    x = torch.ones(2, layer.lora_A.in_features)
+    torch.manual_seed(0)
+    kept = nn.functional.dropout(x, 0.5)
+    torch.manual_seed(0)
+    assert torch.equal(layer.adaptation(x), layer.lora_B(layer.lora_A(kept)) * layer.lora_scale)
+    assert torch.equal(layer.eval().adaptation(x), layer.lora_B(layer.lora_A(x)) * layer.lora_scale)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "strategy=hybrid strategy.pipeline.degree=2 launch.nproc=4 adapter.dropout=0.1",
+        "strategy=fsdp launch.nproc=2 train.precision=bf16 train.param_dtype=bf16",
+        "strategy=tensor launch.nproc=2 train.precision=bf16 train.param_dtype=bf16",
+    ],
+)
+def test_verify_passes_and_says_that_the_rest_is_frozen(overrides: str) -> None:
+    chosen = run_config([*MODELS["gpt"], *DATA, *LORA["gpt"], *overrides.split()])
+    verdict = compare.on_mock(chosen, ComparisonPlan(steps=3))
+    assert verdict.passed, (verdict.differences, verdict.reason, verdict.failure)
+    assert not any(is_of_adapter(name) for name in verdict.frozen_parameters)
+    assert verdict.parameters_with_gradient == verdict.parameters - len(verdict.frozen_parameters)
+
+
+def test_adapters_of_a_model_in_bf16_are_trained_in_fp32() -> None:
+    overrides = ["train.precision=bf16", "train.param_dtype=bf16", "strategy=single"]
+    found = train([*MODELS["gpt"], *DATA, *LORA["gpt"], *overrides], 1)
+    kinds = {is_of_adapter(name): p.dtype for name, p in found.parameters.items()}
+    assert kinds == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_gradients_and_states_are_those_of_the_adapters() -> None:
+    chosen = run_config([*MODELS["gpt"], *DATA, *LORA["gpt"], "strategy=single"])
+    shares = TrainingShares.of(chosen)
+    named = construct(chosen, seed=0).named_parameters()
+    sizes = {name: parameter.numel() for name, parameter in named}
+    own = sum(size for name, size in sizes.items() if is_of_adapter(name))
+    assert shares.gradients == own / sum(sizes.values())
+    assert shares.states == pytest.approx(2 * shares.gradients, rel=0.05)  # and counts of steps
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("[q_prj]", "matches no linear layer; did you mean"),
+        ("[lm_head]", "is the head"),
+        ("[embed_tokens]", "adapters are for linear layers"),
+        ("[]", "names nothing"),
+    ],
+)
+def test_targets_that_can_not_be_adapted_are_refused(targets: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        run_config([*MODELS["gpt"], *DATA, "adapter=lora", f"adapter.targets={targets}"])
+    [problem] = refused.value.problems
+    assert problem.key == "adapter.targets"
+    assert message in problem.message

@@ -1,0 +1,119 @@
+"""LoRA on models of transformers: in every layout what peft, transformers and torch alone give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from hf_families import save
+from hf_loops import SETTINGS, STEPS, batches
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from rank_engine import rank_engine
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from axonlaunch.checkpoint.weights import load_initial_weights
+from axonlaunch.comm import World
+from axonlaunch.config.adapter import is_of_adapter
+from axonlaunch.models.dtensor_regions import whole
+
+# What peft 0.21 calls is deprecated in transformers 5.23.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+LORA = ["adapter=lora", "adapter.rank=4", "adapter.alpha=6", "train.global_batch_size=8"]
+LAYOUTS = {
+    "single": ["strategy=single"],
+    "ddp 2": ["strategy=ddp", "launch.nproc=2"],
+    "fsdp 2": ["strategy=fsdp", "launch.nproc=2"],
+    "tensor 2": ["strategy=tensor", "launch.nproc=2"],
+    "tensor 4, of 2 heads of keys": [
+        *("strategy=tensor", "launch.nproc=4", "strategy.tensor.degree=4")
+    ],
+    "pipeline 2": ["strategy=pipeline", "launch.nproc=2"],
+    "hybrid 4": ["strategy=hybrid", "launch.nproc=4", "strategy.pipeline.degree=2"],
+}
+CASES = [
+    *(("qwen3", layout, "all-linear") for layout in LAYOUTS),
+    ("gpt2", "tensor 2", "all-linear"),
+    ("gpt2", "fsdp 2", ["c_attn", "c_proj"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout", "targets"), CASES)
+def test_losses_and_gradients_are_those_of_peft(
+    kind: str, layout: str, targets: Any, tmp_path: Path
+) -> None:
+    save(kind, tmp_path)
+    named = targets if isinstance(targets, str) else f"[{','.join(targets)}]"
+    overrides = [*LORA, f"adapter.targets={named}", f"model.path={tmp_path}"]
+    losses, gradients, start = by_axonlaunch([*overrides, *LAYOUTS[layout]])
+    expected, wanted = by_peft(tmp_path, overrides, targets, start)
+    assert losses == pytest.approx(expected, rel=2e-5)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert float((gradients[name] - gradient).norm() / gradient.norm()) < 2e-4, name
+
+
+def by_axonlaunch(overrides: list[str]) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses by step, the last step's gradients, and how adapters start."""
+    chosen = run_config([*SETTINGS, *overrides])
+    assert chosen.launch.nproc != "auto"
+
+    def run(world: World) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+        engine, loader = rank_engine(chosen, world)
+        load_initial_weights(engine, chosen, world=world)
+        parameters = {name: p for name, p in engine.named_parameters() if p.requires_grad}
+        start = {name: whole(p.detach()).clone() for name, p in parameters.items()}
+        losses = []
+        for step in range(STEPS):
+            losses.append(float(engine.backward(loader.batch(step))[0]))
+            gradients = {name: whole(p.grad).clone() for name, p in parameters.items()}
+            engine.update()
+        assert all(p.grad is None for _, p in engine.named_parameters())
+        return losses, gradients, start
+
+    first, *others = World.mock(chosen.launch.nproc).run(run)
+    for losses, gradients, start in others:
+        assert losses == first[0]
+        first[1].update(gradients)
+        first[2].update(start)
+    assert all(is_of_adapter(name) for name in first[2])
+    return first
+
+
+def by_peft(
+    path: Path, overrides: list[str], targets: Any, start: dict[str, Tensor]
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The same by a plain loop, of adapters that start alike."""
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    conv = type(base).__name__.startswith("GPT2")
+    settings = LoraConfig(r=4, lora_alpha=6, target_modules=targets, fan_in_fan_out=conv)
+    model: Any = get_peft_model(base, settings)
+    loaded = set_peft_model_state_dict(
+        model, {f"base_model.model.{name}": tensor for name, tensor in start.items()}
+    )
+    assert not loaded.unexpected_keys
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == len(start)
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=3e-3, eps=1e-6, betas=(0.9, 0.99), weight_decay=0.1
+    )
+    losses: list[float] = []
+    model.train()
+    for batch in batches(run_config([*SETTINGS, *overrides, "strategy=single"])):
+        optimizer.zero_grad()
+        logits = model(input_ids=batch.inputs.long()).logits
+        loss = cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        losses.append(loss.item())
+        gradients = {_ours(name): p.grad.clone() for name, p in trained.items()}
+        optimizer.step()
+    return losses, gradients
+
+
+def _ours(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".default", "")
