@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
+from hf_families import without_folder
 from parity_table import MODELS
 from torch import nn
 
 import axonlaunch as ax
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.layout import num_ranks
 from axonlaunch.diagnostics.module_trace.difference import (
     TraceComparison,
     TraceTolerance,
@@ -30,6 +32,7 @@ from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR, TOLE
 SMALL = [
     *("train.global_batch_size=16", "train.steps=2", "scheduler.warmup_steps=0"),
     *("sample.max_new_tokens=0", "train.eval_batches=0", "optimizer.eps=1e-4"),
+    "checkpoint.every=0",
     "train.trace={steps: [0, 1], tensors: norms}",
 ]
 SINGLE = ("strategy=single", "launch.nproc=1")
@@ -45,11 +48,14 @@ def configured(model: str, *overrides: str) -> RunConfig:
 
 
 def traced(model: str, *overrides: str) -> dict[int, StepTrace]:
+    return trained(configured(model, *overrides))
+
+
+def trained(chosen: RunConfig) -> dict[int, StepTrace]:
     """Train on the mock world and return the traced steps."""
     with TemporaryDirectory() as folder:
-        chosen = dataclasses.replace(configured(model, *overrides), run_dir=folder)
-        assert chosen.launch.nproc != "auto"
-        World.mock(chosen.launch.nproc).run(lambda world: worker.run(chosen, world))
+        chosen = dataclasses.replace(chosen, run_dir=folder)
+        World.mock(num_ranks(chosen)).run(lambda world: worker.run(chosen, world))
         return steps_in(Path(folder))
 
 
@@ -96,6 +102,19 @@ def test_every_layout_traces_what_one_process_does(layout: str) -> None:
     # But for the logits, which do not exist where the loss is in chunks.
     assert found.only == ((["lm_head"] if "chunks" in layout else []), [])
     assert found.compared > 2 * 100
+
+
+def test_what_every_stage_calls_and_one_computes_is_traced_in_no_pipeline() -> None:
+    """GPT-2 of transformers drops out in front of its blocks, where later stages have nothing."""
+    pytest.importorskip("transformers")
+    model = [*without_folder("gpt2"), "data.sequence_length=16", *SMALL]
+
+    def steps(*overrides: str) -> dict[int, StepTrace]:
+        return trained(run_config([*model, *overrides]))
+
+    found = compared(steps(*SINGLE), steps("strategy=pipeline", TWO))
+    assert ([str(one) for one in found.differences], found.only[1]) == ([], [])
+    assert "transformer.drop" in found.only[0]
 
 
 def test_statistics_are_those_of_whole_tensors() -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from axonlaunch.config.schedule_rules import SCHEDULES as RULES
+
 PAGE = Path(__file__).parents[1] / "parity" / "README.md"
 BATCH = 24
 
@@ -47,6 +49,9 @@ SCHEDULES = {
     "dualpipev": 2,
 }
 """Schedules, and the stages that each puts on a rank."""
+SPLITTING = {name for name, rule in RULES.items() if rule.separate_weight_grad}
+RECOMPUTED = ("none", "full", "selective")
+"""What backward computes again."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Combination:
-    """A layout, a model, an arithmetic and a number of forwards a step.
+    """A layout, a model, an arithmetic, a number of forwards a step, and what is recomputed.
 
     Attributes:
         accumulation: Micro-batches of a step, or rounds of a pipeline's schedule.
+        recomputed: ``train.activation_checkpointing``.
         fast: Whether every test run has it.
     """
 
@@ -81,13 +87,18 @@ class Combination:
     model: str
     precision: str
     accumulation: int
+    recomputed: str
     fast: bool
 
     @property
     def overrides(self) -> list[str]:
         """What makes the run, without the model."""
         samples = BATCH // self.layout.data_ranks // self.accumulation
-        chosen = [*self.layout.overrides, f"train.precision={self.precision}"]
+        chosen = [
+            *self.layout.overrides,
+            f"train.precision={self.precision}",
+            f"train.activation_checkpointing={self.recomputed}",
+        ]
         if self.layout.stages == 1:
             return [*chosen, f"train.micro_batch_size={samples}"]
         micro_batches = next(n for n in range(self.layout.stages, 99) if samples % n == 0)
@@ -104,8 +115,8 @@ class Combination:
         return [*MODELS[self.model], f"model.num_hidden_layers={blocks}"]
 
     def __str__(self) -> str:
-        overrides = (self.layout.label, self.layout.ranks, self.model, self.precision)
-        return "-".join(map(str, (*overrides, self.accumulation))).replace(" ", "_")
+        parts = (self.layout.label, self.layout.ranks, self.model, self.precision)
+        return "-".join(map(str, (*parts, self.accumulation, self.recomputed))).replace(" ", "_")
 
 
 def layouts() -> Iterator[Layout]:
@@ -164,15 +175,16 @@ def layouts() -> Iterator[Layout]:
 
 @functools.cache
 def combinations() -> list[Combination]:
-    """Return every combination; those that ``_pairwise`` chooses are fast."""
-    found = []
+    """Return every combination, recomputing in turn; those that ``_pairwise`` chooses are fast."""
+    found: list[Combination] = []
     for layout in layouts():
-        overrides = set(layout.label.split())
-        models = [
-            m for m in MODELS if m in WITH_SEQUENCES or not overrides & {"sequence", "context"}
-        ]
-        for model, precision, accumulation in itertools.product(models, ("fp32", "bf16"), (1, 3)):
-            found.append(Combination(layout, model, precision, accumulation, fast=False))
+        named = set(layout.label.split())
+        models = [m for m in MODELS if m in WITH_SEQUENCES or not named & {"sequence", "context"}]
+        # Going back through a block twice, a schedule has no second set of what was kept of it.
+        recomputed = [one for one in RECOMPUTED if one != "selective" or not named & SPLITTING]
+        for values in itertools.product(models, ("fp32", "bf16"), (1, 3)):
+            how = recomputed[len(found) % len(recomputed)]
+            found.append(Combination(layout, *values, how, fast=False))
     chosen = _pairwise(found)
     return [replace(one, fast=index in chosen) for index, one in enumerate(found)]
 
@@ -187,6 +199,7 @@ def factors(combination: Combination) -> dict[str, object]:
         "model": combination.model,
         "precision": combination.precision,
         "accumulation": combination.accumulation,
+        "recomputed": combination.recomputed,
     }
 
 
@@ -242,12 +255,14 @@ INTRODUCTION = """\
 Written by `python tests/support/parity_table.py`; `test_parity.py` runs what it lists.
 
 A row is a layout. Each of its combinations (number of ranks, model, fp32 or bf16, accumulation 1
-or 3) trains from the same weights on the same samples as a single process, and its losses,
-gradients and parameters are compared: in fp32 to 1e-5 relative, in bf16 to 0.02 for losses.
+or 3; recomputing nothing, whole blocks or some operations, in turn) trains from the same weights on
+the same samples as a single process that recomputes nothing, and its losses, gradients and
+parameters are compared: in fp32 to 1e-5 relative, in bf16 to 0.02 for losses.
 
 Every test run (`scripts/test`) has {fast} of the {total} combinations, from {rows_fast} of the
 {rows} rows: chosen so that every pair of values of two factors (a setting of the layout, number of
-ranks, model, precision, accumulation) is in one of them. `scripts/test --all` has all {total}.
+ranks, model, precision, accumulation, recomputation) is in one of them. `scripts/test --all` has
+all {total}.
 
 {table}
 """

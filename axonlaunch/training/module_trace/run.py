@@ -56,10 +56,11 @@ class RunTracer:
         model = on_meta(config.model, seed=config.seed)
         self._parameters = {name: one.numel() for name, one in model.named_parameters()}
         self._modules = [name for name, _ in model.named_modules() if name]
-        self._owners = _owners(self._modules, self._parameters)
+        self._owners = _owners(self._modules, _all_names(model))
         spec = spec_for(config.model)
         blocks = spec.blocks(model)
-        compiled = tuple(f"{name}." for name in blocks) if config.train.compile else ()
+        self._in_blocks = tuple(f"{name}." for name in blocks)
+        compiled = self._in_blocks if config.train.compile else ()
         head = spec.head if config.train.loss_chunk is not None else None
         self._traceable = {
             name
@@ -103,10 +104,15 @@ class RunTracer:
         return loss, tokens
 
     def _watched(self, stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules that are whole in a stage."""
-        held = {name for name, _ in stage.named_parameters()}
+        """Yield the modules that are whole in a stage.
+
+        Outside of blocks every stage calls what has no parameters, on nothing but in one of them.
+        """
+        held = {*_all_names(stage)}
         for name, module in stage.named_modules():
-            if name in self._traceable and self._owners[name] <= held:
+            owned = self._owners.get(name, set())
+            is_here = bool(owned) or self._layout.pipeline == 1 or name.startswith(self._in_blocks)
+            if name in self._traceable and is_here and owned <= held:
                 yield name, module
 
     def _write(self, sums: dict[TracedKey, Sums], order: dict[str, int]) -> None:
@@ -172,6 +178,11 @@ class RunTracer:
                 kind, name = key
                 size = self._parameters[name] if kind in ("parameter", "gradient") else None
                 yield whole[key].traced(key, factor=factors.get(kind, 1.0), size=size)
+
+
+def _all_names(module: nn.Module) -> list[str]:
+    """Return the names of parameters, of tied ones all."""
+    return [name for name, _ in module.named_parameters(remove_duplicate=False)]
 
 
 def _owners(modules: Iterable[str], parameters: Iterable[str]) -> dict[str, set[str]]:
