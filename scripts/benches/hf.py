@@ -51,7 +51,8 @@ LAYOUTS: dict[str, list[str]] = {
 }
 """What is proved of each class, by its column's name: the settings."""
 
-INSTEAD = {layout: ["strategy.ddp.sync=synchronous"] for layout in ("zero1 2", "context 2")}
+_SYNCHRONOUS = ["strategy.ddp.sync=synchronous"]
+INSTEAD = {"zero1 2": _SYNCHRONOUS, "context 2": _SYNCHRONOUS}
 """What a layout is proved with where parameters get no gradient, which its error says to use."""
 
 SETTINGS = [

@@ -91,3 +91,27 @@ def test_a_routers_auxiliary_loss_counts_as_transformers_counts_it(
     assert by_axonlaunch(tmp_path, tensor(2)) == pytest.approx(expected, rel=2e-5)
     without = by_axonlaunch(tmp_path, LAYOUTS["single"], "model.config.output_router_logits=false")
     assert without[0] < expected[0] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "scales"),
+    [
+        (
+            "Granite",
+            {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+        ),
+        ("Cohere", {"logit_scale": 0.25, "eos_token_id": 1}),
+    ],
+    ids=["granite", "cohere"],
+)
+def test_logits_that_are_scaled_after_the_head_are_so_on_each_part_of_the_vocabulary(
+    kind: str, scales: dict[str, float], tmp_path: Path
+) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **scales)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    found = by_axonlaunch(tmp_path, tensor(2), "train.loss_chunk=16")
+    assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)

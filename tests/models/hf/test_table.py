@@ -88,8 +88,8 @@ def test_ls_shows_what_is_proved(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)
     shown = axonlaunch("ls", "hf", "--like", "bloom").stdout
     assert "bloom, context 2: refused: " in shown
-    refused = axonlaunch("ls", "hf", "--like", "zaya").stdout
-    assert refused.count("zaya, every layout: refused: ") == 1
+    refused = axonlaunch("ls", "hf", "--like", "xlnet").stdout
+    assert refused.count("xlnet, every layout: refused: ") == 1
     listed = json.loads(axonlaunch("ls", "hf", "--json").stdout)
     assert listed["versions"] == proved().versions
     assert "fsdp 2" in listed["model_types"]["llama"]["proved"]
