@@ -45,45 +45,45 @@ def shortened(command: str) -> list[str]:
 
     A run does a fifth of the steps that the page asks for, so that one resumes another.
     """
-    overrides = shlex.split(command)
+    arguments = shlex.split(command)
     small = ["model.num_hidden_layers=2", "data.sequence_length=64"]
-    has_more_stages = any("pipeline.schedule=" in word for word in overrides)  # several a rank
+    has_more_stages = any("pipeline.schedule=" in word for word in arguments)  # several a rank
     narrow = ["model.hidden_size=32", "model.num_attention_heads=2", *small[has_more_stages:]]
-    is_default = not any(word.startswith("model=") for word in overrides)
-    if overrides[1] == "verify":
-        return [*overrides, *(narrow if is_default else []), "--steps=1"]
-    if overrides[1] == "estimate":
-        return [*overrides, *small]
-    if overrides[1] == "plan":
+    is_default = not any(word.startswith("model=") for word in arguments)
+    if arguments[1] == "verify":
+        return [*arguments, *(narrow if is_default else []), "--steps=1"]
+    if arguments[1] == "estimate":
+        return [*arguments, *small]
+    if arguments[1] == "plan":
         one = ["data_parallel=ddp", "tensor.degree=8", "pipeline.degree=1"]
         rest = ["train.micro_batch_size=1", "train.activation_checkpointing=full"]
-        return [*overrides, *small, *(f"strategy.{key}" for key in one), *rest]
-    if overrides[1] != "train" or "--render" in overrides:
-        return overrides
-    if "strategy=auto" in overrides:  # a few layouts to search
-        overrides += ["strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
-        overrides += ["strategy.tensor.degree=1", "train.activation_checkpointing=none"]
-        overrides.append("train.micro_batch_size=4")
-    given = dict(word.split("=", 1) for word in overrides if word.startswith("train."))
+        return [*arguments, *small, *(f"strategy.{key}" for key in one), *rest]
+    if arguments[1] != "train" or "--render" in arguments:
+        return arguments
+    if "strategy=auto" in arguments:  # a few layouts to search
+        arguments += ["strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
+        arguments += ["strategy.tensor.degree=1", "train.activation_checkpointing=none"]
+        arguments.append("train.micro_batch_size=4")
+    given = dict(word.split("=", 1) for word in arguments if word.startswith("train."))
     length = f"train.steps={int(given.get('train.steps', 20)) // 5}"
     length = "train.epochs=0.2" if "train.epochs" in given else length
-    overrides = [
-        word for word in overrides if not word.startswith(("train.steps=", "train.epochs="))
+    arguments = [
+        word for word in arguments if not word.startswith(("train.steps=", "train.epochs="))
     ]
     if is_default:
-        overrides += narrow
-    elif "model=llama_debug" in overrides:
-        overrides += small
+        arguments += narrow
+    elif "model=llama_debug" in arguments:
+        arguments += small
     elif (
-        "model=hf" in overrides
+        "model=hf" in arguments
     ):  # whose import takes seconds, in each process that is not a thread
-        overrides.append("launch.backend=mock")
-    return [*overrides, length, "train.eval_batches=1", "sample.max_new_tokens=4"]
+        arguments.append("launch.backend=mock")
+    return [*arguments, length, "train.eval_batches=1", "sample.max_new_tokens=4"]
 
 
-def run(overrides: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        overrides,
+        arguments,
         cwd=folder,
         capture_output=True,
         text=True,

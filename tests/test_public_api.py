@@ -34,9 +34,9 @@ def test_the_version_is_the_packages() -> None:
     assert ran.stdout.strip() == f"axonlaunch {importlib.metadata.version('axonlaunch')}"
 
 
-def _run(*overrides: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *overrides], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, timeout=60
     )
 
 

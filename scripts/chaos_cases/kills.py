@@ -177,14 +177,14 @@ def _is(pid: int, victim: str) -> bool:
         if victim == "rank":
             output = Path(f"/proc/{pid}/fd/1").readlink().name
             return output.startswith("rank_") and output.endswith(".log")
-        overrides = Path(f"/proc/{pid}/cmdline").read_text()
+        arguments = Path(f"/proc/{pid}/cmdline").read_text()
         parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
         module = {"fork server": "forkserver", "resource tracker": "resource_tracker"}[victim]
         # What the server forked has its words, and not its parent.
         above = Path(f"/proc/{parent}/cmdline").read_text()
     except OSError:
         return False
-    return f"multiprocessing.{module}" in overrides and "multiprocessing." not in above
+    return f"multiprocessing.{module}" in arguments and "multiprocessing." not in above
 
 
 def _is_alive(pid: int) -> bool:

@@ -10,15 +10,15 @@ import pytest
 COMMAND = """
 import atexit, ctypes, sys, threading, time
 {before}
-sys.argv = ["axonlaunch", *{overrides}]
+sys.argv = ["axonlaunch", *{arguments}]
 from axonlaunch.cli import main
 main()
 """
 ABORTS = "libc = ctypes.CDLL(None); libc.__cxa_atexit(libc.abort, None, None)"
 
 
-def _run(before: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    program = COMMAND.format(before=before, overrides=overrides)
+def _run(before: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = COMMAND.format(before=before, arguments=arguments)
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
     )

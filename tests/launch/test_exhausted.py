@@ -98,7 +98,9 @@ def test_a_run_folder_that_is_deleted_under_a_run(
     assert "was it deleted or renamed, or its disk unmounted?" in reported
 
 
-@pytest.mark.parametrize("files", [19, pytest.param(20, marks=pytest.mark.slow), 26])
+@pytest.mark.parametrize(
+    "files", [19, *(pytest.param(files, marks=pytest.mark.slow) for files in (20, 26))]
+)
 def test_too_few_open_files(axonlaunch: Command, faulty: list[str], files: int) -> None:
     needs("prlimit", root=False)
     by = By(axonlaunch.folder, ["prlimit", f"--nofile={files}:{files}"])
@@ -116,7 +118,7 @@ def test_the_limit_of_the_shell_is_raised_to_what_is_allowed() -> None:
         "import resource; from axonlaunch.system import limits; limits.allow_open_files();"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
-    overrides = ["prlimit", "--nofile=100:200", sys.executable, "-c", program]
+    command = ["prlimit", "--nofile=100:200", sys.executable, "-c", program]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    ran = subprocess.run(overrides, capture_output=True, text=True, check=True, env=environment)
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert ran.stdout == "(200, 200)\n"

@@ -103,14 +103,14 @@ def _server_of(command: Command, parent: int) -> int:
     """Return the fork server of a run: the child whose children are the ranks."""
     for pid in command.processes():
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        overrides = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if int(fields[1]) == parent and b"multiprocessing.forkserver" in overrides:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if int(fields[1]) == parent and b"multiprocessing.forkserver" in arguments:
             return pid
     raise AssertionError("no fork server")
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("fault", ["Ctrl-C", "a rank's end"])
+@pytest.mark.parametrize("fault", [pytest.param("Ctrl-C", marks=pytest.mark.slow), "a rank's end"])
 def test_a_run_ends_as_it_should_while_its_fork_server_is_stopped(
     axonlaunch: Command, faulty: list[str], fault: str
 ) -> None:

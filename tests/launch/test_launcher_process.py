@@ -102,9 +102,9 @@ def test_a_rank_whose_mpirun_was_killed_before_it_looked_ends() -> None:
     )
     reading, writing = os.pipe()
     os.close(reading)
-    overrides = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program]
     with os.fdopen(writing, "w") as unread:
-        ran = subprocess.run(overrides, stdout=unread, timeout=30, check=False)
+        ran = subprocess.run(command, stdout=unread, timeout=30, check=False)
     assert ran.returncode == 1
 
 

@@ -76,8 +76,8 @@ def test_standard_output_that_was_closed_is_not_the_next_file_that_is_opened() -
         "print('lost'); os.write(2, b'lost'); import sys; sys.stdout.flush();"
         "assert file.fileno() > 2 and file.read() == b'', file.fileno()"
     )
-    overrides = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program]
-    assert subprocess.run(overrides, timeout=60, check=False).returncode == 0
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
 def test_a_run_outlives_a_console_that_takes_nothing(tmp_path: Path, server: Server) -> None:

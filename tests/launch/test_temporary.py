@@ -36,13 +36,13 @@ def test_a_folder_is_gone_when_it_is_left(base: Path) -> None:
 
 
 def test_the_folder_of_a_killed_process_is_deleted_by_the_next_and_no_other(base: Path) -> None:
-    overrides = [
+    command = [
         sys.executable,
         "-c",
         HOLDING.replace("\nwith", "\ntemporary._LONGEST = 4000\nwith"),
     ]
     processes = [
-        subprocess.Popen(overrides, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     (base / "axonlaunch-of-a-user").mkdir()

@@ -72,10 +72,13 @@ def test_a_wrong_configuration_is_reported_as_by_train(served: Command) -> None:
 @pytest.mark.parametrize(
     ("overrides", "ranks", "layout", "backend"),
     [
-        ([], 2, "context 2", "mock"),
+        pytest.param([], 2, "context 2", "mock", marks=pytest.mark.slow),
         ([], 2, "context 2", "gloo"),
         (["strategy=tensor"], 4, "context 2 x tensor 2", "mock"),
-        (["strategy=pipeline"], 4, "context 2 x pipeline 2 (1f1b)", "gloo"),
+        pytest.param(
+            *(["strategy=pipeline"], 4, "context 2 x pipeline 2 (1f1b)", "gloo"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_context_ranks_without_data_parallel_ones_train_as_one_process(

@@ -92,8 +92,8 @@ def test_a_user_without_a_cache_keeps_kernels_for_one_run(
 def test_torch_keeps_kernels_where_it_is_asked_to(tmp_path: Path) -> None:
     program = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "here")}
-    overrides = [sys.executable, "-c", program]
-    ran = subprocess.run(overrides, env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == str(tmp_path / "here")
 
 

@@ -41,7 +41,11 @@ def run(*overrides: str) -> RunConfig:
     return estimate_config([*TINY, *overrides])
 
 
-@pytest.mark.parametrize("overrides", [["strategy=fsdp"], PIPELINE], ids=["fsdp", "pipeline"])
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param(["strategy=fsdp"], marks=pytest.mark.slow), PIPELINE],
+    ids=["fsdp", "pipeline"],
+)
 def test_what_fits_is_reported_as_by_an_estimate(overrides: list[str]) -> None:
     reported = estimate(run(*overrides))
     assert estimate_fitting(run(*overrides), memory=reported.process_bytes) == reported
