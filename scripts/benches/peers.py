@@ -191,11 +191,11 @@ def page(
     if mistakes:
         lines += [
             "",
-            "## Ten mistakes",
+            "## Mistakes",
             "",
             "Two ranks. *reported*: it ended with an error that names what was wrong (the key, the "
             "number, the rank), or went on rightly and said so. *misreported*: with an error that "
-            f"does not. *hung*: it had not ended after {args.patience:g} s, though told to give a "
+            f"does not. *hung*: it had not ended after {args.patience:g} s, though set to give a "
             f"silent rank up after {TIMEOUT_S:g} s. *silently wrong*: it ended as if nothing were "
             "wrong. *works*: it did what was asked for.",
             "",

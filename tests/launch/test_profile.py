@@ -260,7 +260,7 @@ def test_a_profiled_pipeline_shows_every_action_of_its_schedule(served: Served) 
     expected = PipelineSchedule(
         schedule,
         degree=2,
-        microbatches=layout.round_microbatches,
+        microbatches=layout.microbatches_per_round,
         stages_per_rank=layout.stages_per_rank,
     )
     found = pipeline_actions(read)
