@@ -35,7 +35,7 @@ from axonlaunch.verification.plain_model import LoadableWeights, loss_sum
 from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plain_rate
 from axonlaunch.verification.plan import ComparisonPlan
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+REFERENCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PREDICTED = 2
 """Samples of a prediction."""
 
@@ -106,7 +106,7 @@ class PlainRun:
         dataset = data.build_dataset(config.data, config.tokenizer)
         self._loader = whole_loader(config, dataset)
         self._own = own_loss(config.train)
-        self._dtype = torch.float64 if plan.fp64 else DTYPES[config.train.precision]
+        self._dtype = torch.float64 if plan.fp64 else REFERENCE_DTYPES[config.train.precision]
         self.model = self._built()
         inputs.move_vectors(self.model.named_parameters())
         self._dropout = inputs.drop_nothing([self.model])
@@ -137,7 +137,7 @@ class PlainRun:
                 # Beside an adapter what is trained stays in fp32.
                 is_kept = config.adapter is not None and parameter.requires_grad
                 if parameter.is_floating_point() and not is_kept:
-                    parameter.data = parameter.data.to(DTYPES[config.train.param_dtype])
+                    parameter.data = parameter.data.to(REFERENCE_DTYPES[config.train.param_dtype])
         return model.train()
 
     def _masters(self) -> dict[str, Tensor]:

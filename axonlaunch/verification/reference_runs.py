@@ -16,7 +16,12 @@ from torch import Tensor
 from axonlaunch.config import RunConfig
 from axonlaunch.verification.plain_model import threads_for
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import DTYPES, NoReferenceError, PlainRun, Reference
+from axonlaunch.verification.reference import (
+    REFERENCE_DTYPES,
+    NoReferenceError,
+    PlainRun,
+    Reference,
+)
 
 
 def gradient_norms(config: RunConfig, *, steps: int) -> list[float]:
@@ -86,4 +91,4 @@ def _roughness(config: RunConfig) -> float:
     """Return the distance of two neighbours of 1 in the lowest precision in use."""
     train = config.train
     lowest = (train.precision, train.param_dtype, config.strategy.reduce_dtype)
-    return max(torch.finfo(DTYPES[name]).eps for name in lowest)
+    return max(torch.finfo(REFERENCE_DTYPES[name]).eps for name in lowest)
