@@ -83,6 +83,8 @@ def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str,
         config: Of a run whose checkpoints leave them out.
         names: Which, by our names.
     """
+    if not names:
+        return
     import torch
     import torch.distributed.checkpoint as dcp
 
