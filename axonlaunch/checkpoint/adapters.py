@@ -205,10 +205,16 @@ def _trained(config: RunConfig) -> tuple[list[str], list[str], set[str]]:
     from axonlaunch.models.lora import LoraLayer
 
     model = on_meta(config, seed=config.seed)
-    layers = {name: one for name, one in model.named_modules() if isinstance(one, LoraLayer)}
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    }
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     beside = [name for name in trained if not is_of_adapter(name)]
-    return [*layers], beside, {n for n, one in layers.items() if not isinstance(one, nn.Linear)}
+    return (
+        [*layers],
+        beside,
+        {n for n, module in layers.items() if not isinstance(module, nn.Linear)},
+    )
 
 
 def _matrices(checkpoint: Checkpoint, layers: Iterable[str]) -> dict[str, Tensor]:
@@ -220,20 +226,20 @@ def _matrices(checkpoint: Checkpoint, layers: Iterable[str]) -> dict[str, Tensor
 
 
 def with_peft_settings(
-    config: RunConfig, found: PeftFolder
+    config: RunConfig, folder: PeftFolder
 ) -> tuple[LoraConfig, list[ConfigIssue]]:
     """Return a run's adapter as the folder that it starts from has it, and what contradicts it.
 
     Args:
         config: With an adapter.
-        found: What is in its ``adapter.path``.
+        folder: What is in its ``adapter.path``.
     """
     from dataclasses import replace
 
     adapter, defaults = config.adapter, LoraConfig()
     assert adapter is not None
-    own: dict[str, Any] = {"rank": found.rank, "alpha": found.alpha, "rslora": found.rslora}
-    own |= {"targets": [*found.targets]}
+    own: dict[str, Any] = {"rank": folder.rank, "alpha": folder.alpha, "rslora": folder.rslora}
+    own |= {"targets": [*folder.targets]}
     problems = [
         ConfigIssue(f"adapter.{key}", f"{adapter.path} has {value}; remove this setting", chosen)
         for key, value in own.items()

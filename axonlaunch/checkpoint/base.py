@@ -99,7 +99,7 @@ def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str,
             with in_one_process():
                 source = Reader(_folder(config), config.model)
                 dcp.load({"model": batch}, storage_reader=source, no_dist=True)
-            yield from ((name, one.to(kept_dtype(config))) for name, one in batch.items())
+            yield from ((name, tensor.to(kept_dtype(config))) for name, tensor in batch.items())
             batch = {}
 
 

@@ -243,7 +243,7 @@ def mismatches(
         without: Parameters that are not wanted.
     """
     named = model.named_parameters()
-    wanted = {name: tuple(one.shape) for name, one in named if name not in without}
+    wanted = {name: tuple(tensor.shape) for name, tensor in named if name not in without}
     problems = [f"{name} is missing" for name in wanted if name not in saved]
     problems += [
         f"{name} is unexpected" for name in saved if name not in wanted and name not in beside

@@ -55,15 +55,15 @@ def command(
     )
     traces = _read(folders)
     try:
-        found = compare_traces(*traces, tolerance=tolerance)
+        comparison = compare_traces(*traces, tolerance=tolerance)
     except TracesIncomparableError as error:
         refuse(f"{run_a} and {run_b}: {error}")
-    report = _Report(folders, traces, found, _changed_settings(folders))
+    report = _Report(folders, traces, comparison, _changed_settings(folders))
     if as_json:
         print_json(report.as_json())
     else:
         report.show()
-    raise typer.Exit(1 if found.differences else 0)
+    raise typer.Exit(1 if comparison.differences else 0)
 
 
 def _read(folders: tuple[Path, Path]) -> tuple[dict[int, StepTrace], dict[int, StepTrace]]:
@@ -79,7 +79,7 @@ def _read(folders: tuple[Path, Path]) -> tuple[dict[int, StepTrace], dict[int, S
         traced_steps,
     )
 
-    found: list[dict[int, StepTrace]] = []
+    traces: list[dict[int, StepTrace]] = []
     problems = []
     for folder in folders:
         paths = traced_steps(folder)
@@ -89,12 +89,12 @@ def _read(folders: tuple[Path, Path]) -> tuple[dict[int, StepTrace], dict[int, S
             message = f"{folder}: no step was traced; train with train.trace.steps=[0]"
             problems.append(ConfigIssue("", message))
         try:
-            found.append({step: read_step(path) for step, path in paths.items()})
+            traces.append({step: read_step(path) for step, path in paths.items()})
         except UnreadableModuleTraceError as error:
             problems.append(ConfigIssue("", str(error)))
     if problems:
         raise ConfigError(problems)
-    return found[0], found[1]
+    return traces[0], traces[1]
 
 
 def _changed_settings(folders: tuple[Path, Path]) -> list[tuple[str, list[str]]]:
@@ -127,17 +127,17 @@ class _Report:
     def as_json(self) -> dict[str, Any]:
         differences = [
             {
-                "step": one.step,
-                "module": one.module,
-                "kind": one.ours.kind,
-                "name": one.ours.name,
-                "relative": one.relative if math.isfinite(one.relative) else None,
-                "ratio": one.ratio,
-                "rms": [one.ours.rms, one.theirs.rms],
-                "what": self._described(one),
-                "likely_cause": self._cause(one) or None,
+                "step": difference.step,
+                "module": difference.module,
+                "kind": difference.ours.kind,
+                "name": difference.ours.name,
+                "relative": difference.relative if math.isfinite(difference.relative) else None,
+                "ratio": difference.ratio,
+                "rms": [difference.ours.rms, difference.theirs.rms],
+                "what": self._described(difference),
+                "likely_cause": self._cause(difference) or None,
             }
-            for one in self.found.differences
+            for difference in self.found.differences
         ]
         return {
             "same": not differences,
@@ -164,7 +164,9 @@ class _Report:
             if names:
                 more = ", ..." if len(names) > _SHOWN else ""
                 _line(console, f"only in {folder}: {', '.join(names[:_SHOWN])}{more}")
-        passing = ", ".join(f"{most:.1e} at step {one}" for one, most in self.found.steps.items())
+        passing = ", ".join(
+            f"{most:.1e} at step {number}" for number, most in self.found.steps.items()
+        )
         _line(console, f"{self.found.compared} tensors compared; what passes: {passing}")
         if self.found.differences:
             self._show_differences(console)
@@ -189,24 +191,32 @@ class _Report:
         cause = self._cause(first)
         console.print(f"[red]they part[/red] at step {first.step}: ", end="", soft_wrap=True)
         _line(console, f"{self._named(first)}{', ' if cause else ''}{cause}")
-        after = [one for one in self.found.differences if one.step == first.step][1:]
+        after = [
+            difference for difference in self.found.differences if difference.step == first.step
+        ][1:]
         if after:
             _line(console, f"of the same step, after it, {len(after)} more differ")
-        for one in after[:_SHOWN]:
-            _line(console, f"  {self._named(one)}")
+        for difference in after[:_SHOWN]:
+            _line(console, f"  {self._named(difference)}")
 
-    def _named(self, one: TracedDifference) -> str:
-        return f"{one.module}: {self._described(one)}" if one.module else self._described(one)
+    def _named(self, difference: TracedDifference) -> str:
+        return (
+            f"{difference.module}: {self._described(difference)}"
+            if difference.module
+            else self._described(difference)
+        )
 
-    def _described(self, one: TracedDifference) -> str:
+    def _described(self, difference: TracedDifference) -> str:
         from axonlaunch.diagnostics.module_trace.difference import describe_difference
 
-        return describe_difference(one, self._names)
+        return describe_difference(difference, self._names)
 
-    def _cause(self, one: TracedDifference) -> str:
+    def _cause(self, difference: TracedDifference) -> str:
         from axonlaunch.diagnostics.module_trace.difference import likely_cause
 
-        return likely_cause(one, self._names, [side[one.step] for side in self.traces])
+        return likely_cause(
+            difference, self._names, [side[difference.step] for side in self.traces]
+        )
 
     @property
     def _names(self) -> tuple[str, str]:

@@ -84,12 +84,12 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _gpu_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+def _gpu_rows(report: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Say how GPUs are connected, and what is wrong with them."""
-    if found is None:
+    if report is None:
         return []
     rows = []
-    for pair in found["topology"]:
+    for pair in report["topology"]:
         i, j = pair["between"]
         parts = [pair["path"] or "an unknown path"]
         for key, name in (("nvlink", "NVLink"), ("peer_access", "peer access")):
@@ -98,11 +98,11 @@ def _gpu_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
         rows.append(("  topology", f"GPUs {i} and {j}: {', '.join(parts)}"))
     rows += [
         ("  link", f"{link['source']} to {link['target']}: {link['gb_s']:g} GB/s")
-        for link in found["links"]
+        for link in report["links"]
     ]
-    rows += [("  problem", f"[red]{line}[/red]") for line in found["problems"]]
-    if found["unknown"]:
-        rows.append(("  unknown", found["unknown"]))
+    rows += [("  problem", f"[red]{line}[/red]") for line in report["problems"]]
+    if report["unknown"]:
+        rows.append(("  unknown", report["unknown"]))
     return rows
 
 

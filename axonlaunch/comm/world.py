@@ -315,10 +315,10 @@ def _device(backend: Backend, local_rank: int, *, asked: str = "auto") -> torch.
 
 def _shared_device(local_rank: int) -> torch.device:
     """Return the GPU of a rank on gloo: those of a node are dealt out, and shared if need be."""
-    found = torch.accelerator.device_count()
-    if not found:
+    devices = torch.accelerator.device_count()
+    if not devices:
         raise ValueError("device=cuda: torch sees no GPU here; use device=cpu")
-    index = local_rank % found
+    index = local_rank % devices
     torch.accelerator.set_device_index(index)
     torch.cuda.init()  # torch's device mesh would choose another for a process that has none
     return torch.device("cuda", index)

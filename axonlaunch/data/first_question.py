@@ -22,7 +22,10 @@ def first_question(config: TextRowsConfig) -> str:
     Of a mix it is of its first source of chats.
     """
     sources = config.sources().values() or [config]
-    chats = next((one for one in sources if isinstance(one, ChatConfig)), None)
+    chats = next(
+        (config_of_chats for config_of_chats in sources if isinstance(config_of_chats, ChatConfig)),
+        None,
+    )
     if chats is None:
         return _GREETING
     files = chats.held_out if isinstance(chats.held_out, list) else chats.files

@@ -191,7 +191,7 @@ class StreamLoader(Loader):
 
     def state(self, step: int) -> dict[str, Any] | None:
         """Return where the stream was when the batch of a step had been read."""
-        for earlier in [one for one in list(self._states) if one < step]:
+        for earlier in [known for known in list(self._states) if known < step]:
             del self._states[earlier]
         return self._states.get(step)
 

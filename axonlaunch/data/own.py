@@ -213,10 +213,10 @@ def _is_pair(item: Any) -> bool:
     return all(hasattr(part, "__array__") or isinstance(part, int | float) for part in item)
 
 
-def _num_classes(pairs: Any, given: int | None, refusal: Refusal) -> int:
+def _num_classes(pairs: Any, asked: int | None, refusal: Refusal) -> int:
     """Return the size of the target space, as given, or as the dataset says it itself."""
-    if given is not None:
-        return given
+    if asked is not None:
+        return asked
     for name in ("num_classes", "vocab_size"):
         if isinstance(getattr(pairs, name, None), int):
             return int(getattr(pairs, name))

@@ -43,7 +43,7 @@ class CollatedSamples:
         from torch import Tensor
         from torch.utils._pytree import tree_leaves
 
-        return sum(one.nbytes for one in tree_leaves(self.whole) if isinstance(one, Tensor))
+        return sum(leaf.nbytes for leaf in tree_leaves(self.whole) if isinstance(leaf, Tensor))
 
     def forward_arguments(self, forward: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return what a forward is called with: of a dict what it has a name for.

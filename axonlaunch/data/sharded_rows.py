@@ -92,11 +92,11 @@ class ShardedRows:
         import torch
 
         places = [self._place(int(index)) for index in indices]
-        parts = [self._rows(shard).samples([row], split=split) for shard, row in places]
-        positions = [part.positions for part in parts if part.positions is not None]
+        batches = [self._rows(shard).samples([row], split=split) for shard, row in places]
+        positions = [part.positions for part in batches if part.positions is not None]
         return Batch(
-            torch.cat([part.inputs for part in parts]),
-            torch.cat([part.targets for part in parts]),
+            torch.cat([part.inputs for part in batches]),
+            torch.cat([part.targets for part in batches]),
             torch.cat(positions) if positions else None,
         )
 

@@ -28,7 +28,7 @@ def pipeline_actions(
         Seconds from the first action; actions as ``2F0``: stage, kind, micro-batch. [] without a
         pipeline.
     """
-    found: list[tuple[int, float, float, str]] = []
+    actions: list[tuple[int, float, float, str]] = []
     for rank, trace in traces.items():
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         # Of a GPU, when its kernels ran, not when they were queued.
@@ -44,6 +44,6 @@ def pipeline_actions(
             match = _ACTION.fullmatch(str(event["name"]))
             if match and float(first["ts"]) <= float(event["ts"]) <= end:
                 start = zero / 1e9 + float(event["ts"]) / 1e6
-                found.append((rank, start, start + float(event["dur"]) / 1e6, match[1]))
-    begin = min((start for _, start, _, _ in found), default=0.0)
-    return sorted((rank, start - begin, stop - begin, name) for rank, start, stop, name in found)
+                actions.append((rank, start, start + float(event["dur"]) / 1e6, match[1]))
+    begin = min((start for _, start, _, _ in actions), default=0.0)
+    return sorted((rank, start - begin, stop - begin, name) for rank, start, stop, name in actions)

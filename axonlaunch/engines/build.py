@@ -173,8 +173,10 @@ def build_engine(
         passes, replicas = _whole(plan, whole)
     else:
         passes, replicas = _pipeline(plan, whole, counts, crossing)
-    held = {n: parameter for module in passes.modules for n, parameter in module.named_parameters()}
-    trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
+    parameters = {
+        n: parameter for module in passes.modules for n, parameter in module.named_parameters()
+    }
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     tied = None
     if crossing.keys() & trained.keys() or set(crossing.values()) & trained.keys():
         tied = TiedGradients(trained, ties=crossing, owners=plan.owners, group=mesh.group("pp"))
@@ -185,7 +187,7 @@ def build_engine(
         replicas=replicas,
         sharded=plan.sharded,
         tied=tied,
-        aliases={n: crossing[n] for n in held if n in crossing},
+        aliases={n: crossing[n] for n in parameters if n in crossing},
         losses=losses,
         context=plan.context,
         input_multiple=length_multiple(config.strategy),

@@ -78,7 +78,7 @@ class LocalForwardBackward:
 
     def losses(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
         """Run forward alone."""
-        return [self._loss(one, loss) for one in batch.micro_batches(self._size)]
+        return [self._loss(micro_batch, loss) for micro_batch in batch.micro_batches(self._size)]
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs.
@@ -94,8 +94,8 @@ class LocalForwardBackward:
     def _loss(self, batch: MicroBatch, loss: Loss) -> Tensor:
         batch = batch.map(lambda tensor: tensor.to(self._device, non_blocking=True))
         [module] = self.modules
-        given, named = batch.forward_arguments(module.forward)
-        total = loss(self._forward(*given, **named), batch)
+        inputs, named = batch.forward_arguments(module.forward)
+        total = loss(self._forward(*inputs, **named), batch)
         return total if batch.is_counted else total * 0
 
     def _synchronised(self, last: bool) -> AbstractContextManager[None]:

@@ -90,12 +90,12 @@ def adapter_initializers(module: nn.Module) -> dict[str, Initializer]:
 
     PEFT draws A by ``kaiming_uniform_(a=sqrt(5))``, which is uniform within 1 / sqrt(inputs).
     """
-    found: dict[str, Initializer] = {}
+    initializers: dict[str, Initializer] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, LoraLayer):
-            found[f"{name}.lora_A.weight"] = Uniform(1 / math.sqrt(layer.lora_A.in_features))
-            found[f"{name}.lora_B.weight"] = Constant(0.0)
-    return found
+            initializers[f"{name}.lora_A.weight"] = Uniform(1 / math.sqrt(layer.lora_A.in_features))
+            initializers[f"{name}.lora_B.weight"] = Constant(0.0)
+    return initializers
 
 
 def adapter_names(module: nn.Module) -> set[str]:
@@ -146,7 +146,7 @@ def _why_none(
 
 def _linear_layers(module: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
     """Return the layers that can be adapted: linear, not the head, and of a weight of their own."""
-    tables = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)}
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     return {
         name: layer
         for name, layer in module.named_modules()

@@ -161,11 +161,11 @@ class BackgroundEstimate:
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Return what is known by now, by the file that holds it."""
-        found: dict[str, dict[str, Any]] = {}
+        contents: dict[str, dict[str, Any]] = {}
         if self.memory.result is not None:
-            found[ESTIMATE] = dataclasses.asdict(self.memory.result)
+            contents[ESTIMATE] = dataclasses.asdict(self.memory.result)
         if self.step.result is not None:
-            found[STEP_TIME] = dataclasses.asdict(self.step.result)
+            contents[STEP_TIME] = dataclasses.asdict(self.step.result)
         elif self.step.is_over:
-            found[STEP_TIME] = {"reason": self.step.reason}
-        return found
+            contents[STEP_TIME] = {"reason": self.step.reason}
+        return contents

@@ -21,8 +21,8 @@ def with_adapter_settings(config: RunConfig) -> RunConfig:
     """
     if config.adapter is None or config.adapter.path is None:
         return config
-    found = adapters.read_peft(Path(config.adapter.path))
-    adapter, problems = adapters.with_peft_settings(config, found)
+    folder = adapters.read_peft(Path(config.adapter.path))
+    adapter, problems = adapters.with_peft_settings(config, folder)
     if problems:
         raise ConfigError(problems)
     return with_values(config, {"adapter": adapter})

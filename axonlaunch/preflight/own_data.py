@@ -74,9 +74,9 @@ def first_batch(dataset: Dataset, *, size: int) -> CollatedSamples:
 def _first(dataset: Dataset, size: int) -> Samples:
     if isinstance(dataset, StreamedSamples):
         return Samples(list(islice(dataset.read(), size)), dataset.collate)
-    found = dataset.samples(np.arange(min(size, dataset.num_samples)), split="train")
-    assert isinstance(found, Samples)
-    return found
+    samples = dataset.samples(np.arange(min(size, dataset.num_samples)), split="train")
+    assert isinstance(samples, Samples)
+    return samples
 
 
 def _undivided(config: RunConfig, *, structured: bool) -> Iterator[ConfigIssue]:

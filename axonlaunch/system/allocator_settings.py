@@ -23,5 +23,7 @@ def grow_segments() -> None:
 
 def segments_grow() -> bool:
     """Return whether the segments of ranks that this process would start grow."""
-    given = [os.environ[name] for name in _VARIABLES if name in os.environ]
-    return not given or any(_GROWING.lower() in text.replace(" ", "").lower() for text in given)
+    settings = [os.environ[name] for name in _VARIABLES if name in os.environ]
+    return not settings or any(
+        _GROWING.lower() in text.replace(" ", "").lower() for text in settings
+    )

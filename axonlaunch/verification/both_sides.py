@@ -134,25 +134,25 @@ class BothSides:
 
     def _output(self, number: int, name: str) -> Quantity:
         plain = joined(self._plain[number].modules.outputs[name], self.layout)
-        found, missing = [], {}
+        pairs_of_all, missing = [], {}
         for rank, steps in enumerate(self._ranks):
             calls = steps[number].modules.outputs.get(name, [])[: self.layout.micro_batches]
             pairs = self._pairs(number, name, rank, plain, calls)
-            found += pairs
+            pairs_of_all += pairs
             if len(pairs) < self.layout.micro_batches and self._are_of_samples(pairs, plain):
                 missing[rank] = len(pairs)
         whole_output = torch.empty(0) if plain is None else plain
-        return Quantity(number + 1, "output", name, whole_output, found, missing=missing)
+        return Quantity(number + 1, "output", name, whole_output, pairs_of_all, missing=missing)
 
     def _output_gradient(self, number: int, name: str) -> Quantity:
         known = self._plain[number].modules.gradients.get(name, [])
         plain = joined([g for g in known if g is not None], self.layout)
-        found = []
+        pairs = []
         for rank, steps in enumerate(self._ranks):
             calls = steps[number].modules.gradients.get(name, [])[: self.layout.micro_batches]
-            found += self._pairs(number, name, rank, plain, calls, of_gradients=True)
+            pairs += self._pairs(number, name, rank, plain, calls, of_gradients=True)
         whole_gradient = torch.empty(0) if plain is None else plain
-        return Quantity(number + 1, "output gradient", name, whole_gradient, found)
+        return Quantity(number + 1, "output gradient", name, whole_gradient, pairs)
 
     def _pairs(
         self,

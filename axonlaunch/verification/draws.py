@@ -116,10 +116,10 @@ class MaskRecorder(TorchDispatchMode):
         return result
 
     def _note(self, mask: Tensor) -> None:
-        kept = mask.detach().cpu() != 0
-        if min(int(kept.sum()), kept.numel() - int(kept.sum())) < _FEWEST:
+        drawn = mask.detach().cpu() != 0
+        if min(int(drawn.sum()), drawn.numel() - int(drawn.sum())) < _FEWEST:
             return
-        digest = blake2b(kept.numpy().tobytes(), digest_size=16).hexdigest()
+        digest = blake2b(drawn.numpy().tobytes(), digest_size=16).hexdigest()
         module = self._computing[-1] if self._computing else ""
         self.draws.append(Draw(self.step, module, digest, self._rank, is_again=not self._forwards))
 

@@ -44,7 +44,7 @@ def write_sides(sides: BothSides, folder: Path) -> None:
 
 def _assembled(quantity: Quantity) -> Tensor:
     dtype = quantity.pairs[0].seen.dtype
-    found = torch.full(quantity.plain.shape, math.nan, dtype=dtype)
+    assembled = torch.full(quantity.plain.shape, math.nan, dtype=dtype)
     for pair in reversed(quantity.pairs):
-        found[pair.index] = pair.seen.cpu()
-    return found
+        assembled[pair.index] = pair.seen.cpu()
+    return assembled

@@ -96,7 +96,7 @@ def first_difference(sides: BothSides, config: RunConfig) -> FirstDifference | N
         if quantity.kind == "parameter":
             least = max(_TIMES_OF_UPDATES * passing, _OF_UPDATES)
         compared = [_compare(quantity, pair, floors) for pair in quantity.pairs]
-        wrong = [one for one in compared if not one.difference.relative <= least]
+        wrong = [candidate for candidate in compared if not candidate.difference.relative <= least]
         if wrong:
             module, of = _at_fault(quantity, sides, right)
             return FirstDifference(module, _what(of, quantity, wrong, compared, sides, least))
@@ -153,12 +153,12 @@ def _what(
     of: str,
     quantity: Quantity,
     wrong: Sequence[_Compared],
-    found: Sequence[_Compared],
+    everything: Sequence[_Compared],
     sides: BothSides,
     passing: float,
 ) -> str:
     layout = sides.layout
-    worst = max(wrong, key=lambda one: one.difference.relative)
+    worst = max(wrong, key=lambda item: item.difference.relative)
     times = simple_ratio(worst.difference)
     how = f"is off by {worst.difference.relative:.2g} of its size"
     if times is not None:
@@ -169,10 +169,10 @@ def _what(
             elif size > 1 and _near(worst.difference.ratio, 1 / size):
                 how += f", as if not summed, or averaged twice, over {axis}"
     elif quantity.before is None:
-        others = [one.pair for one in found if one.pair.rank != worst.pair.rank]
+        others = [item.pair for item in everything if item.pair.rank != worst.pair.rank]
         how += _mistaken(worst.pair, others, partial(_is_near, within=passing))
     step = "" if quantity.step == 1 else f" in step {quantity.step}"
-    return f"{of} {how}{step} {_where(wrong, found, layout)}"
+    return f"{of} {how}{step} {_where(wrong, everything, layout)}"
 
 
 def _mistaken(
@@ -211,10 +211,10 @@ def _near(ratio: float | None, value: float) -> bool:
     return ratio is not None and abs(ratio - value) < 1e-2 * value
 
 
-def _where(wrong: Sequence[_Compared], found: Sequence[_Compared], layout: Layout) -> str:
+def _where(wrong: Sequence[_Compared], everything: Sequence[_Compared], layout: Layout) -> str:
     """Say on which ranks, and what they have in common that others have not."""
-    here = sorted({one.pair.rank for one in wrong})
-    everyone = {one.pair.rank for one in found}
+    here = sorted({item.pair.rank for item in wrong})
+    everyone = {item.pair.rank for item in everything}
     if set(here) == everyone:
         return "on every rank that computes it"
     places = []

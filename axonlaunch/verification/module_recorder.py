@@ -63,7 +63,9 @@ class ModuleRecorder:
                     readers = self.record.readers.setdefault(giver, [])
                     if name not in readers:
                         # A module that hands its input on to one inside of it does not read it.
-                        readers[:] = [one for one in readers if not name.startswith(f"{one}.")]
+                        readers[:] = [
+                            reader for reader in readers if not name.startswith(f"{reader}.")
+                        ]
                         readers.append(name)
 
         return read

@@ -61,10 +61,10 @@ def count_of(own: OwnLoss | None, batch: AnyBatch, *, micro_batch_size: int) -> 
     """Return what the sum of a global batch's losses is divided by, as ``register_loss`` says."""
     if isinstance(batch, Batch) and (own is None or own.count is None):
         return int((batch.targets != IGNORE_INDEX).sum())
-    parts = [part for part in batch.micro_batches(micro_batch_size) if part.is_counted]
+    counted = [part for part in batch.micro_batches(micro_batch_size) if part.is_counted]
     if own is None or own.count is None:
-        return sum(part.num_samples for part in parts)
-    return sum(int(own.count(part.whole)) for part in parts)
+        return sum(part.num_samples for part in counted)
+    return sum(int(own.count(part.whole)) for part in counted)
 
 
 def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:

@@ -44,7 +44,7 @@ def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
 
 def _gpus(context: ForkServerContext) -> dict[str, Any]:
     """Return what NVML says of the GPUs, and how fast their links are, each by a process."""
-    found: dict[str, Any] = forked_call.call(
+    report: dict[str, Any] = forked_call.call(
         context, "axonlaunch.diagnostics.doctor.gpus:nvml_report"
     )
     try:
@@ -52,7 +52,7 @@ def _gpus(context: ForkServerContext) -> dict[str, Any]:
     except (RuntimeError, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         timed = {"links": [], "problems": [f"copies over the links failed: {first}"]}
-    return {**found, "links": timed["links"], "problems": found["problems"] + timed["problems"]}
+    return {**report, "links": timed["links"], "problems": report["problems"] + timed["problems"]}
 
 
 def _try_processes(context: ForkServerContext, backend: str, ranks: int) -> dict[str, Any]:

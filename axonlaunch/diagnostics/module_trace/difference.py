@@ -116,11 +116,11 @@ def compare_traces(
             "trace the same steps with train.trace.steps"
         )
     _refuse_other_models(ours[steps[0]], theirs[steps[0]])
-    found = TraceComparison()
+    comparison = TraceComparison()
     for step in steps:
         one, other = ours[step], theirs[step]
         passing = tolerance.of((one.arithmetic, other.arithmetic), step=step)
-        found.steps[step] = passing
+        comparison.steps[step] = passing
         by_key = {(tensor.kind, tensor.name): tensor for tensor in other.tensors}
         floors = _floors(one, tolerance)
         wandering = _wandering(one, passing) | _wandering(other, passing)
@@ -128,16 +128,18 @@ def compare_traces(
             beside = by_key.get((tensor.kind, tensor.name))
             if beside is None or (tensor.kind, tensor.name) in wandering:
                 continue
-            found.compared += 1
+            comparison.compared += 1
             relative = _relative(tensor, beside, floor=floors.get(tensor.kind, 0.0))
             if not relative <= passing:
                 ratio = _factor(tensor, beside)
-                found.differences.append(TracedDifference(step, tensor, beside, relative, ratio))
+                comparison.differences.append(
+                    TracedDifference(step, tensor, beside, relative, ratio)
+                )
     mine, others = (_names(side[steps[0]]) for side in (ours, theirs))
-    found.only = ([*(mine - others)], [*(others - mine)])
-    found.only[0].sort()
-    found.only[1].sort()
-    return found
+    comparison.only = ([*(mine - others)], [*(others - mine)])
+    comparison.only[0].sort()
+    comparison.only[1].sort()
+    return comparison
 
 
 def describe_difference(difference: TracedDifference, names: tuple[str, str]) -> str:
@@ -157,7 +159,9 @@ def describe_difference(difference: TracedDifference, names: tuple[str, str]) ->
         "gradient": f"the gradient of {ours.name}",
     }[ours.kind]
     if ours.rms is None or theirs.rms is None:
-        which = [name for name, one in zip(names, (ours, theirs), strict=True) if one.rms is None]
+        which = [
+            name for name, tensor in zip(names, (ours, theirs), strict=True) if tensor.rms is None
+        ]
         return f"{what} is not finite in {' and '.join(which)}"
     if difference.ratio is None:
         return f"{what} is off by {difference.relative:.2g} of its size"
@@ -230,9 +234,9 @@ def _wandering(trace: StepTrace, passing: float) -> set[tuple[str, str]]:
         return set()
     least = passing * _usual(trace, "gradient")
     names = [
-        one.name
-        for one in trace.tensors
-        if one.kind == "gradient" and one.rms is not None and one.rms < least
+        tensor.name
+        for tensor in trace.tensors
+        if tensor.kind == "gradient" and tensor.rms is not None and tensor.rms < least
     ]
     owners = {("output", name.rpartition(".")[0]) for name in names}
     return {("parameter", name) for name in names} | owners
@@ -255,7 +259,7 @@ def _refuse_other_models(ours: StepTrace, theirs: StepTrace) -> None:
         TracesIncomparableError: They are others by name, or of other sizes.
     """
     mine, others = (
-        {one.name: one.size for one in trace.tensors if one.kind == "parameter"}
+        {tensor.name: tensor.size for tensor in trace.tensors if tensor.kind == "parameter"}
         for trace in (ours, theirs)
     )
     both = [name for name in mine if name in others]

@@ -72,10 +72,10 @@ class StepTrace:
 
 def traced_steps(folder: Path) -> dict[int, Path]:
     """Return the files of a run's folder by step."""
-    found = (
+    paths = (
         (_FILE.fullmatch(path.name), path) for path in (folder / TRACE_FOLDER).glob("step_*.json")
     )
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    return dict(sorted((int(match[1]), path) for match, path in paths if match))
 
 
 def write_step(folder: Path, trace: StepTrace) -> None:
@@ -84,7 +84,7 @@ def write_step(folder: Path, trace: StepTrace) -> None:
     Raises:
         OSError: It can't be written.
     """
-    content = {**asdict(trace), "tensors": [_row(one) for one in trace.tensors]}
+    content = {**asdict(trace), "tensors": [_row(tensor) for tensor in trace.tensors]}
     target = folder / TRACE_FOLDER
     target.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": _FORMAT, **content}, allow_nan=False)
@@ -108,8 +108,8 @@ def read_step(path: Path) -> StepTrace:
         raise UnreadableModuleTraceError(f"{path}: is no module trace ({reason})") from None
 
 
-def _row(one: TracedTensor) -> list[Any]:
-    values = (getattr(one, key.name) for key in fields(one))
+def _row(tensor: TracedTensor) -> list[Any]:
+    values = (getattr(tensor, key.name) for key in fields(tensor))
     return [
         None if isinstance(value, float) and not math.isfinite(value) else value for value in values
     ]

@@ -80,7 +80,7 @@ class GrowingLines:
 def _inode(stream: io.BufferedReader) -> tuple[int, int] | None:
     """Return which file of this node it is; None of a remote place, where each is read whole."""
     try:
-        found = os.fstat(stream.fileno())
+        status = os.fstat(stream.fileno())
     except (AttributeError, io.UnsupportedOperation, OSError):
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

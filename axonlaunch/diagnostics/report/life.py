@@ -55,8 +55,10 @@ def spans(run: RunRecord) -> list[Span]:
 
 def device_seconds(run: RunRecord) -> float:
     """Return for how long devices were held: of each attempt its duration times its ranks."""
-    held = ((end - float(began["time"]), _number(began, "world_size")) for began, end in _held(run))
-    return sum(seconds * ranks for seconds, ranks in held)
+    spans_held = (
+        (end - float(began["time"]), _number(began, "world_size")) for began, end in _held(run)
+    )
+    return sum(seconds * ranks for seconds, ranks in spans_held)
 
 
 def cost(run: RunRecord) -> float | None:

@@ -234,10 +234,10 @@ def _crash(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _cost(run: RunRecord) -> str | None:
-    found, price = cost(run), run.config.get("hardware.price_per_hour")
-    if found is None:
+    amount, price = cost(run), run.config.get("hardware.price_per_hour")
+    if amount is None:
         return None
-    return f"{found:,.2f} ({device_seconds(run) / 3600:,.2f} device hours at {price:g})"
+    return f"{amount:,.2f} ({device_seconds(run) / 3600:,.2f} device hours at {price:g})"
 
 
 def _proof(proof: Any) -> str | None:

@@ -35,7 +35,7 @@ def steps_of(run: RunRecord) -> dict[str, Any] | None:
     profiled, actions = _profiled(run, world=_only_axis(run))
     bars += profiled
     pipelines.append({"name": "a step as profiled", "actions": actions})
-    pipelines = [one for one in pipelines if _are_actions(one["actions"])]
+    pipelines = [pipeline for pipeline in pipelines if _are_actions(pipeline["actions"])]
     measured = _measured(run)
     if not bars and measured is None:
         return None
@@ -65,8 +65,8 @@ def _profiled(run: RunRecord, *, world: str) -> tuple[list[dict[str, Any]], list
 
 
 def _state(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=8)
@@ -78,25 +78,27 @@ def _read(
     for rank, path, _, _ in states:
         try:
             trace = step_breakdown.read_trace(path)
-            one = step_breakdown.breakdown(trace, rank=rank, world=world)
+            breakdown = step_breakdown.breakdown(trace, rank=rank, world=world)
         except step_breakdown.UnreadableTraceError:
             continue  # it is being written, or `axonlaunch profile` says what is wrong with it
         read[rank] = trace
-        bars.append({"name": f"rank {rank}, profiled", "parts": one.parts, "step_s": one.step_s})
+        bars.append(
+            {"name": f"rank {rank}, profiled", "parts": breakdown.parts, "step_s": breakdown.step_s}
+        )
     return bars, [list(action) for action in pipeline_actions(read)]
 
 
-def _are_actions(found: Any) -> bool:
+def _are_actions(actions: Any) -> bool:
     return (
-        isinstance(found, list)
-        and 0 < len(found) <= _MOST_ACTIONS
+        isinstance(actions, list)
+        and 0 < len(actions) <= _MOST_ACTIONS
         and all(
-            isinstance(one, list)
-            and len(one) == 4
-            and isinstance(one[0], int)
-            and all(isinstance(at, int | float) and math.isfinite(at) for at in one[1:3])
-            and isinstance(one[3], str)
-            for one in found
+            isinstance(action, list)
+            and len(action) == 4
+            and isinstance(action[0], int)
+            and all(isinstance(at, int | float) and math.isfinite(at) for at in action[1:3])
+            and isinstance(action[3], str)
+            for action in actions
         )
     )
 

@@ -286,9 +286,9 @@ def _unshared(layers: Sequence[nn.Module]) -> list[nn.Module]:
 def _large_unit(modules: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
     """Return those that hold parameters, where they are many and nobody else uses them."""
     holding = [module for module in modules if any(True for _ in module.parameters())]
-    inside = {one for module in holding for one in module.modules()}
+    inside = {part for module in holding for part in module.modules()}
     mine = {parameter for module in holding for parameter in module.parameters()}
-    others = (one for module in model.modules() if module not in inside for one in _own(module))
+    others = (part for module in model.modules() if module not in inside for part in _own(module))
     if not mine.isdisjoint(others):
         return []
     total = sum(parameter.numel() * parameter.element_size() for parameter in mine)

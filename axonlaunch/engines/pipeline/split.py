@@ -73,8 +73,8 @@ def ends_of(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def around_blocks(spec: ModelSpec, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return what a model, or a stage of it, calls before its blocks and after them."""
-    held = dict(model.named_children())
-    before, after = ([held[n] for n in names if n in held] for names in ends_of(spec))
+    children = dict(model.named_children())
+    before, after = ([children[n] for n in names if n in children] for names in ends_of(spec))
     return before, after
 
 

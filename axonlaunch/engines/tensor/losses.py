@@ -65,9 +65,9 @@ class Losses:
         """Return what the losses of a rank's share of a batch are divided by, 0-dim int64."""
         if isinstance(batch, Batch) and (self.own is None or self.own.count is None):
             return (batch.targets != IGNORE_INDEX).sum()
-        parts = [part for part in batch.micro_batches(micro_batch_size) if part.is_counted]
+        counted = [part for part in batch.micro_batches(micro_batch_size) if part.is_counted]
         count = self.own.count if self.own else None
-        counts = [part.num_samples if count is None else int(count(part.whole)) for part in parts]
+        counts = [part.num_samples if count is None else int(count(part.whole)) for part in counted]
         return torch.tensor(sum(counts))
 
     def whole_logits(self) -> AbstractContextManager[Any]:

@@ -228,17 +228,17 @@ def _estimated(
         prediction.wait(0)
     for name, content in prediction.files().items():
         _write(config, name, content)
-    found: dict[str, float] = {}
+    estimated: dict[str, float] = {}
     if prediction.memory.result is None:
         text = f"summary.json has no predicted_peak_bytes: {prediction.memory.reason}\n"
         _log(config, text + prediction.memory.traceback)
     else:
-        found["predicted_peak_bytes"] = prediction.memory.result.peak_bytes
+        estimated["predicted_peak_bytes"] = prediction.memory.result.peak_bytes
     if prediction.step.result is not None:
-        found["predicted_step_s"] = prediction.step.result.step_s
+        estimated["predicted_step_s"] = prediction.step.result.step_s
     elif prediction.step.traceback:
         _log(config, f"a step is not predicted: {prediction.step.traceback}\n")
-    return found
+    return estimated
 
 
 def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | None = None) -> None:

@@ -60,10 +60,10 @@ def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
     ties = tied_names(reduced.model)
     names = [ties.get(n, n) for module in modules for n, _ in module.named_parameters()]
     trained = [facts[name] for name in names if name in facts]
-    kept = element if config.adapter is None else 4  # what is trained beside an adapter is fp32
+    size = element if config.adapter is None else 4  # what is trained beside an adapter is fp32
     shares = TrainingShares(
-        gradients=kept * sum(math.prod(one.shape) for one in trained) / max(1, whole),
-        states=state_bytes(config.optimizer, trained, parameter_bytes=kept) / max(1, whole),
+        gradients=size * sum(math.prod(parameter.shape) for parameter in trained) / max(1, whole),
+        states=state_bytes(config.optimizer, trained, parameter_bytes=size) / max(1, whole),
     )
     bytes_of = states(
         config,

@@ -138,7 +138,7 @@ class _Scaled:
             if key.phase == "update"
         }
         num_bytes = part * share.gradient_bytes / layout.tensor
-        held = part * share.parameter_bytes / layout.tensor
+        share_bytes = part * share.parameter_bytes / layout.tensor
         if facts.gathers_updates:
             _put(
                 work,
@@ -157,7 +157,7 @@ class _Scaled:
             _put(work, summed, Amount(1, num_bytes / layout.dp_shard))
         elif facts.sums_gradients and layout.gradient_ranks > 1:
             _put(work, CollectiveOp("backward", "all_reduce", self._axes), Amount(1, num_bytes))
-        return Share(work, num_bytes, held)
+        return Share(work, num_bytes, share_bytes)
 
     @property
     def _axes(self) -> tuple[str, ...]:

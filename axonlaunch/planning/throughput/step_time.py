@@ -160,19 +160,19 @@ class StepTime:
             for key, amount in work.first.micro_ends.work.items()
             if not isinstance(key, Product | AttentionOp | Kernel | CollectiveOp)
         ) / min(2, layout.stages_per_rank)
-        found = timeline(
+        drawn = timeline(
             schedule,
             forward=[part.total for part in forward],
             backward=[part.total for part in backward],
             message=self._links.message(sent, axis="pp"),
         )
-        return found, forward, backward
+        return drawn, forward, backward
 
     def _pipelined(self, work: StepWork) -> Parts:
         layout = self._layout
-        found, forward, backward = self._round(work)
+        drawn, forward, backward = self._round(work)
         stages = [self._stage(work, index) for index in range(layout.num_stages)]
-        schedule, span = found.schedule, found.span * layout.rounds
+        schedule, span = drawn.schedule, drawn.span * layout.rounds
         ranks: list[Parts] = []
         for rank in range(layout.pipeline):
             busy, total = Parts(), Parts()

@@ -293,14 +293,14 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
             with trace.updating(), fake_world.assume_true():
                 dry.engine.update()
     parameters = dict(dry.engine.named_parameters()).values()
-    held = [(local_part(p.detach()).nbytes, p.requires_grad) for p in parameters]
+    sizes = [(local_part(p.detach()).nbytes, p.requires_grad) for p in parameters]
     sample = reduced.sample
     length = sample.shape[0] if sample.ndim == 1 else 1
     engine = dry.engine
     share = Share(
         trace.work,
-        gradient_bytes=sum(size for size, is_trained in held if is_trained),
-        parameter_bytes=sum(size for size, _ in held),
+        gradient_bytes=sum(size for size, is_trained in sizes if is_trained),
+        parameter_bytes=sum(size for size, _ in sizes),
     )
     counted = engine.num_parameters, engine.num_looked_up, engine.num_frozen
     return _Traced(share, *counted, length)

@@ -89,16 +89,18 @@ class Statistics:
         """Return the sums so far, of all tensors of each key together."""
         self._last = None
         on_device = [taken for _, taken in self._taken if isinstance(taken, _OnDevice)]
-        table = torch.stack([one.values for one in on_device]).tolist() if on_device else []
+        table = (
+            torch.stack([statistic.values for statistic in on_device]).tolist() if on_device else []
+        )
         rows = iter(table)
-        found: dict[TracedKey, Sums] = {}
+        sums: dict[TracedKey, Sums] = {}
         for key, taken in self._taken:
             if isinstance(taken, _OnDevice):
                 norm, total, low, high = next(rows)
                 taken = Sums(taken.count, total, norm * norm, max(abs(low), abs(high)))
             if taken.count:
-                found.setdefault(key, Sums()).add(taken)
-        return found
+                sums.setdefault(key, Sums()).add(taken)
+        return sums
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,9 @@ def in_order_of_computation(
     left = dict.fromkeys(names)
     for name in reversed(forward):
         yield "output gradient", name
-        for parameter in [one for one in left if one.rpartition(".")[0] == name]:
+        for parameter in [
+            parameter_name for parameter_name in left if parameter_name.rpartition(".")[0] == name
+        ]:
             del left[parameter]
             yield "gradient", parameter
     for name in left:

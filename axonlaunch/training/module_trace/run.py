@@ -54,7 +54,7 @@ class RunTracer:
         self._config, self._engine, self._world = config, engine, world
         self._layout = Layout.of(config, world_size=world.world_size)
         model = on_meta(config.model, seed=config.seed)
-        self._parameters = {name: one.numel() for name, one in model.named_parameters()}
+        self._parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self._modules = [name for name, _ in model.named_modules() if name]
         self._owners = _owners(self._modules, _all_names(model))
         spec = spec_for(config.model)
@@ -108,19 +108,19 @@ class RunTracer:
 
         Outside of blocks every stage calls what has no parameters, on nothing but in one of them.
         """
-        held = {*_all_names(stage)}
+        names = {*_all_names(stage)}
         for name, module in stage.named_modules():
             owned = self._owners.get(name, set())
             is_here = bool(owned) or self._layout.pipeline == 1 or name.startswith(self._in_blocks)
-            if name in self._traceable and is_here and owned <= held:
+            if name in self._traceable and is_here and owned <= names:
                 yield name, module
 
     def _write(self, sums: dict[TracedKey, Sums], order: dict[str, int]) -> None:
         known = [sums.get(key, Sums()) for key in self._keys]
         added = torch.tensor(
-            [[one.count, one.total, one.squares] for one in known], dtype=torch.float64
+            [[each.count, each.total, each.squares] for each in known], dtype=torch.float64
         )
-        largest = torch.tensor([one.absmax for one in known], dtype=torch.float64)
+        largest = torch.tensor([each.absmax for each in known], dtype=torch.float64)
         places = torch.tensor(self._places(order))
         if self._world.world_size > 1:
             device = self._world.device
@@ -155,8 +155,8 @@ class RunTracer:
         first = {name: place for place, name in enumerate(self._parameters)}
         stage_of: dict[str, int] = {}
         for stage in self._engine.modules:
-            held = (first[name] for name, _ in stage.named_parameters() if name in first)
-            begins = min(held, default=0)
+            places = (first[name] for name, _ in stage.named_parameters() if name in first)
+            begins = min(places, default=0)
             stage_of.update({name: begins for name, _ in stage.named_modules()})
         return [
             stage_of.get(name, 0) * _STAGE + order[name] if name in order else _LAST
@@ -200,4 +200,4 @@ def _arithmetic(config: RunConfig) -> Arithmetic:
     """Return the lowest precision in use."""
     train = config.train
     used = {train.precision, train.param_dtype, config.strategy.reduce_dtype}
-    return next((one for one in _LOWEST_FIRST if one in used), "fp32")
+    return next((dtype for dtype in _LOWEST_FIRST if dtype in used), "fp32")

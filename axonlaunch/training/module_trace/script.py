@@ -93,7 +93,9 @@ class ModelTrace:
         self._handles = []
 
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        inputs = [
+            argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)
+        ]
         if not (module.training and torch.is_grad_enabled() and inputs):
             return
         self._hooks.samples = len(inputs[0]) if inputs[0].ndim else 0
@@ -112,7 +114,10 @@ class ModelTrace:
         sums = self._statistics.sums()
         for statistics in self._gradients.values():
             sums.update(statistics.sums())
-        sizes = {_canonical(name): one.numel() for name, one in self._model.named_parameters()}
+        sizes = {
+            _canonical(name): parameter.numel()
+            for name, parameter in self._model.named_parameters()
+        }
         tensors: list[TracedTensor] = []
         for key in in_order_of_computation(self._hooks.order, sizes):
             kind, name = key
@@ -161,5 +166,5 @@ def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _canonical(name: str) -> str:
     """Return a name without what wrappers add."""
-    parts = f"{name}.".removeprefix(_WHOLE).rstrip(".").split(".")
-    return ".".join(part for part in parts if part not in _WRAPPERS)
+    names = f"{name}.".removeprefix(_WHOLE).rstrip(".").split(".")
+    return ".".join(part for part in names if part not in _WRAPPERS)
