@@ -132,9 +132,7 @@ class CustomDataConfig:
     num_classes: int | None = field(default=None, metadata={"min": 1})
     """classes, or tokens of the vocabulary; null: as the dataset itself says"""
     eval_fraction: float = field(default=0.05, metadata={"min": 0, "below": 1})
-    """share of a map-style dataset held out for evaluation: the last samples, where it has no
-    attribute held_out
-    """
+    """share of a map-style dataset that is held out, its last samples; unless it has held_out"""
     collate: str | None = None
     """what makes a batch of a list of samples, package.module:function; null: torch's
     default_collate, and pairs (inputs, targets) are stacked

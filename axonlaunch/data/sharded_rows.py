@@ -124,8 +124,8 @@ class ShardedRows:
 
         Whatever it fails with, who needs that shard fails with too.
         """
-        words = [sys.executable, "-P", "-m", "axonlaunch.data.tokenise_ahead"]
-        with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
+        command = [sys.executable, "-P", "-m", "axonlaunch.data.tokenise_ahead"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             assert process.stdin is not None
             try:
                 process.stdin.write(pickle.dumps((self._config, self._files, tokenizer)))

@@ -108,7 +108,7 @@ class Job:
     load: Path | None = None
 
 
-def words_of(
+def command_of(
     peer: Peer, python: Path, job: Job, *, folder: Path, replaced: tuple[str, str] = ("", "")
 ) -> list[str | Path]:
     """Return the command of a job.
@@ -121,18 +121,18 @@ def words_of(
         replaced: A text of the script, or of the command where that has it, and another one.
     """
     if peer is AXONLAUNCH:
-        overrides = _words_of_axonlaunch(job, folder)
+        arguments = _command_of_axonlaunch(job, folder)
     else:
         script = folder / peer.script
         script.write_text((SCRIPTS / peer.script).read_text().replace(*replaced))
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
-        overrides = [python, "-W", "ignore", *(launcher if peer.under_torchrun else ()), script]
-        overrides += [f"--{key}={value}" for key, value in vars(job).items() if value is not None]
-        overrides += [f"--out={folder / 'seconds'}"]
-    return [str(word).replace(*replaced) for word in overrides]
+        arguments = [python, "-W", "ignore", *(launcher if peer.under_torchrun else ()), script]
+        arguments += [f"--{key}={value}" for key, value in vars(job).items() if value is not None]
+        arguments += [f"--out={folder / 'seconds'}"]
+    return [str(word).replace(*replaced) for word in arguments]
 
 
-def _words_of_axonlaunch(job: Job, folder: Path) -> list[str | Path]:
+def _command_of_axonlaunch(job: Job, folder: Path) -> list[str | Path]:
     run = job.load or job.save or folder / "run"
     return [
         *(Path(sys.executable).with_name("axonlaunch"), "train", "--config-dir", SCRIPTS),
@@ -158,14 +158,14 @@ def _environment(python: Path, **more: str) -> dict[str, str]:
 
 @contextmanager
 def started(
-    overrides: Sequence[str | Path], python: Path, *, folder: Path, fault: str = ""
+    arguments: Sequence[str | Path], python: Path, *, folder: Path, fault: str = ""
 ) -> Iterator[tuple[subprocess.Popen[bytes], float]]:
     """Start a command; leave none of its processes behind."""
     mark = uuid.uuid4().hex
     began = time.time()
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            [*map(str, overrides)],
+            [*map(str, arguments)],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer_environments import AXONLAUNCH, Job, Peer, final_loss, started, words_of
+from peer_environments import AXONLAUNCH, Job, Peer, final_loss, started, command_of
 
 TIMEOUT_S = 8.0
 """After which each peer, by its own setting, is to give up a rank that does nothing."""
@@ -88,7 +88,7 @@ def judge(peer: Peer, python: Path, mistake: Mistake, *, patience_s: float) -> t
         names = (re.escape(replaced[1]),)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        overrides = words_of(peer, python, mistake.job, folder=folder, replaced=replaced)
+        overrides = command_of(peer, python, mistake.job, folder=folder, replaced=replaced)
         status, output = _ran(overrides, python, folder, patience_s, mistake.fault)
     if mistake.job.lr > 1 and status == 0:
         return "silently wrong", output  # a loss that is printed as nan is no report of it
@@ -103,7 +103,7 @@ def judge_resuming(peer: Peer, python: Path, *, patience_s: float) -> dict[str, 
         def run(place: str, job: Job) -> tuple[int | None, str, float | None]:
             inside = folder / place
             inside.mkdir()
-            overrides = words_of(peer, python, job, folder=inside)
+            overrides = command_of(peer, python, job, folder=inside)
             status, output = _ran(overrides, python, inside, patience_s)
             where = job.load or job.save or inside / "run"
             return status, output, final_loss(peer, where if peer is AXONLAUNCH else inside)

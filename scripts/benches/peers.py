@@ -28,7 +28,7 @@ from peer_environments import (
     started,
     version_of,
     why_not,
-    words_of,
+    command_of,
 )
 from peer_mistakes import MISTAKES, TIMEOUT_S, judge, judge_resuming
 
@@ -72,7 +72,7 @@ def main() -> None:
 def warm(peer: Peer, python: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        overrides = words_of(peer, python, Job(steps=1), folder=folder)
+        overrides = command_of(peer, python, Job(steps=1), folder=folder)
         with started(overrides, python, folder=folder) as (process, _):
             if process.wait(timeout=600):
                 raise SystemExit(f"{peer.name} fails:\n{(folder / 'output').read_text()}")
@@ -90,7 +90,7 @@ def measured(
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 job = Job(ranks=ranks, steps=args.steps)
-                overrides = words_of(peer, pythons[peer], job, folder=folder)
+                overrides = command_of(peer, pythons[peer], job, folder=folder)
                 with started(overrides, pythons[peer], folder=folder) as (process, began):
                     contestant = contestant_of(peer, process, folder, began)
                     found[peer]["first"].append(contestant.first_step_s())

@@ -183,7 +183,7 @@ def plain_loop(config: RunConfig) -> list[float]:
         from axonlaunch.engines.optimizer.optimizers import learning_rate
 
         batch = own.padded(loader.batch(step).items)
-        loss = own.weighted(model(batch["overrides"], batch["pair"]), batch) / 8
+        loss = own.weighted(model(batch["words"], batch["pair"]), batch) / 8
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
@@ -213,7 +213,7 @@ def test_a_sum_is_divided_by_what_the_loss_counts() -> None:
     own: Any = sys.modules["own_of_a_test"]
     batch = own.padded(whole_batch(config))
     model = models.build.build_model(config.model, seed=config.seed)
-    total = float(own.weighted(model(batch["overrides"], batch["pair"]), batch).detach())
+    total = float(own.weighted(model(batch["words"], batch["pair"]), batch).detach())
     assert trained(config)[0] == pytest.approx(total / int(batch["weight"].sum()), abs=1e-6)
 
 
