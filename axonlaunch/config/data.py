@@ -134,9 +134,7 @@ class CustomDataConfig:
     eval_fraction: float = field(default=0.05, metadata={"min": 0, "below": 1})
     """share of a map-style dataset that is held out, its last samples; unless it has held_out"""
     collate: str | None = None
-    """what makes a batch of a list of samples, package.module:function; null: torch's
-    default_collate, and pairs (inputs, targets) are stacked
-    """
+    """package.module:function of a list of samples; null: pairs are stacked, others as by torch"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""

@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer_environments import AXONLAUNCH, Job, Peer, final_loss, started, command_of
+from peer_environments import AXONLAUNCH, Job, Peer, command_of, final_loss, started
 
 TIMEOUT_S = 8.0
 """After which each peer, by its own setting, is to give up a rank that does nothing."""
@@ -88,8 +88,8 @@ def judge(peer: Peer, python: Path, mistake: Mistake, *, patience_s: float) -> t
         names = (re.escape(replaced[1]),)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        overrides = command_of(peer, python, mistake.job, folder=folder, replaced=replaced)
-        status, output = _ran(overrides, python, folder, patience_s, mistake.fault)
+        arguments = command_of(peer, python, mistake.job, folder=folder, replaced=replaced)
+        status, output = _ran(arguments, python, folder, patience_s, mistake.fault)
     if mistake.job.lr > 1 and status == 0:
         return "silently wrong", output  # a loss that is printed as nan is no report of it
     return outcome(status, output, names), output
@@ -103,8 +103,8 @@ def judge_resuming(peer: Peer, python: Path, *, patience_s: float) -> dict[str, 
         def run(place: str, job: Job) -> tuple[int | None, str, float | None]:
             inside = folder / place
             inside.mkdir()
-            overrides = command_of(peer, python, job, folder=inside)
-            status, output = _ran(overrides, python, inside, patience_s)
+            arguments = command_of(peer, python, job, folder=inside)
+            status, output = _ran(arguments, python, inside, patience_s)
             where = job.load or job.save or inside / "run"
             return status, output, final_loss(peer, where if peer is AXONLAUNCH else inside)
 
@@ -135,9 +135,9 @@ def _flip(folder: Path) -> None:
 
 
 def _ran(
-    overrides: list[str | Path], python: Path, folder: Path, patience_s: float, fault: str = ""
+    arguments: list[str | Path], python: Path, folder: Path, patience_s: float, fault: str = ""
 ) -> tuple[int | None, str]:
-    with started(overrides, python, folder=folder, fault=fault) as (process, _):
+    with started(arguments, python, folder=folder, fault=fault) as (process, _):
         try:
             status: int | None = process.wait(timeout=patience_s)
         except subprocess.TimeoutExpired:

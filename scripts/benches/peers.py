@@ -23,12 +23,12 @@ from peer_environments import (
     PEERS,
     Job,
     Peer,
+    command_of,
     lines_of,
     python_of,
     started,
     version_of,
     why_not,
-    command_of,
 )
 from peer_mistakes import MISTAKES, TIMEOUT_S, judge, judge_resuming
 
