@@ -21,6 +21,7 @@ from axonlaunch.comm.nccl import device_count
 from axonlaunch.config import RunConfig
 from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
+from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.first_question import first_question
 from axonlaunch.data.loader import rank_loader
@@ -110,6 +111,7 @@ def run(
                 *notes,
                 *_swept(root, world),
                 *_notes(config, world),
+                *data_notes(config, dataset),
                 *use.notes,
             ),
         )
@@ -302,4 +304,15 @@ def device_notes(world: World) -> Iterator[str]:
         yield (
             f"launch.backend={world.backend}: ranks share {world.device} to be debugged on it, "
             f"which is slow; the main rank's memory figures {whose}"
+        )
+
+
+def data_notes(config: RunConfig, dataset: Dataset) -> Iterator[str]:
+    """Say that a pretrained model is fed bytes, which are not the tokens that it knows."""
+    model = config.model
+    is_pretrained = isinstance(model, HuggingFaceConfig) and model.init == "pretrained"
+    if is_pretrained and dataset.is_text and not isinstance(dataset, AnyText):
+        yield (
+            f"data={config.data.name}: its tokens are bytes, which are not those that the "
+            "pretrained model knows; data=documents reads text by the model's own tokenizer"
         )
