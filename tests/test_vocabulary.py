@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from configured import run_config
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from axonlaunch import config
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.config import ConfigError, RunConfig, with_values
+from axonlaunch.data.registry import register_dataset
 from axonlaunch.models import register_model
 from axonlaunch.training import worker
 
@@ -71,3 +74,40 @@ def test_a_token_out_of_range_is_named_with_its_sample_and_the_models_size(
 def test_another_index_out_of_range_is_left_as_torch_raised_it(tmp_path: Path) -> None:
     error = failure(configured(tmp_path, "model.arguments.positions=7"))
     assert type(error) is IndexError
+
+
+class Sequences(Dataset[tuple[Tensor, Tensor]]):
+    """Sequences of 16 tokens below 50, but for one number in sample 37."""
+
+    num_classes = 50
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.arange(17) * (index + 1) % 50
+        if index == 37:
+            tokens[self.place] = 60
+        return tokens[:-1].clone(), tokens[1:].clone()
+
+
+@pytest.mark.parametrize(
+    ("place", "named"), [(0, "token 60 of sample 37"), (16, "target 60 of sample 37")]
+)
+@pytest.mark.parametrize("model", ["model=gpt", "model=llama_debug"])
+def test_it_is_named_where_ranks_divide_the_vocabulary(
+    model: str, place: int, named: str, tmp_path: Path
+) -> None:
+    given = [model, "model.vocab_size=50", "model.hidden_size=32", "model.num_hidden_layers=1"]
+    register_dataset("sequences")(Sequences)
+    given += ["model.num_attention_heads=2", "data=sequences", f"data.arguments={{place: {place}}}"]
+    given += ["train.global_batch_size=64", "train.steps=4"]
+    given += ["strategy=tensor", "launch.nproc=2", "checkpoint.every=0", "train.eval_batches=0"]
+    if model == "model=llama_debug":
+        given += ["model.num_key_value_heads=2", "model.intermediate_size=32"]
+    error = failure(with_values(run_config(given), {"run_dir": str(tmp_path)}))
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(f"model: {named} is out of range: the model's ")

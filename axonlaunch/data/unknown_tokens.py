@@ -20,7 +20,11 @@ from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import IGNORE_INDEX, AnyBatch, Batch
 from axonlaunch.data.loader import Loader
 
-_TARGET = re.compile(r"Target -?\d+ is out of bounds")
+UNKNOWN_TOKEN = "a token is not in the vocabulary"
+"""What an embedding says that ranks divide, each of which looks up its own rows alone."""
+UNKNOWN_TARGET = "a target is not in the vocabulary"
+"""The same of a loss."""
+_TARGET = re.compile(rf"Target -?\d+ is out of bounds|{UNKNOWN_TARGET}")
 
 
 @contextmanager
@@ -33,12 +37,14 @@ def naming_unknown_tokens(batch: AnyBatch, data: Loader, *, step: int) -> Iterat
         step: Steps done before this one.
 
     Raises:
-        ConfigError: In place of torch's ``IndexError``, where the batch holds the token.
+        ConfigError: In place of torch's ``IndexError``, or what an embedding or a loss raises that
+            ranks divide, where the batch holds the token.
     """
     try:
         yield
-    except IndexError as error:
-        if not isinstance(batch, Batch):
+    except (IndexError, RuntimeError) as error:
+        is_divided = str(error).startswith((UNKNOWN_TOKEN, UNKNOWN_TARGET))
+        if not isinstance(batch, Batch) or not (is_divided or isinstance(error, IndexError)):
             raise
         is_target = bool(_TARGET.match(str(error)))
         tokens = batch.targets if is_target else batch.inputs
@@ -55,30 +61,36 @@ def naming_unknown_tokens(batch: AnyBatch, data: Loader, *, step: int) -> Iterat
         raise ConfigError([ConfigIssue("model", message)]) from error
 
 
-def _classes(error: IndexError) -> int | None:
+def _classes(error: Exception) -> int | None:
     """Return C of the logits [N, C, ...] or [C] whose cross entropy failed; None: not seen."""
+    divided = [arguments["classes"] for _, arguments in _calls(error) if "classes" in arguments]
+    if divided and str(error).startswith(UNKNOWN_TARGET):
+        return int(divided[-1])
     logits = [
         arguments["input"] for code, arguments in _calls(error) if code is F.cross_entropy.__code__
     ]
     return logits[-1].shape[1 if logits[-1].dim() > 1 else 0] if logits else None
 
 
-def _embedding_rows(error: IndexError, batch: Batch) -> int | None:
+def _embedding_rows(error: Exception, batch: Batch) -> int | None:
     """Return the rows of the embedding that failed on the batch's own tokens; None: not seen.
 
     One of positions that is too short fails on what the model made, and is no matter of tokens.
     """
     calls = [
-        arguments for code, arguments in _calls(error) if code is nn.Embedding.forward.__code__
+        arguments
+        for code, arguments in _calls(error)
+        if code.co_name == "forward" and isinstance(arguments.get("self"), nn.Embedding)
     ]
     if not calls:
         return None
-    looked_up, storage = calls[-1]["input"], batch.inputs.untyped_storage()
+    looked_up = next(value for name, value in calls[-1].items() if name in ("input", "tokens"))
+    storage = batch.inputs.untyped_storage()
     is_of_batch = looked_up.untyped_storage().data_ptr() == storage.data_ptr()
     return int(calls[-1]["self"].num_embeddings) if is_of_batch else None
 
 
-def _calls(error: IndexError) -> Iterator[tuple[CodeType, dict[str, Any]]]:
+def _calls(error: Exception) -> Iterator[tuple[CodeType, dict[str, Any]]]:
     """Yield the code and the local variables of each call that an error passed."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         yield frame.f_code, frame.f_locals
