@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import live_storages
@@ -42,6 +43,10 @@ SLOW_CASES = {
     "opt": "strategy=zero2",
     "phi3, longrope": "strategy=fsdp",
 }
+EVERY = product(
+    ("gpt2", "llama", "qwen3", "gemma2", "phi3", "gpt_neox", "olmo2", "mistral"),
+    ("strategy=ddp", "strategy=zero1", "strategy=fsdp", "strategy=tensor"),
+)
 
 
 @pytest.mark.timeout(300)
@@ -50,28 +55,27 @@ SLOW_CASES = {
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(CASES, id="some"),
-        pytest.param(SLOW_CASES, id="more", marks=pytest.mark.slow),
+        pytest.param([*CASES.items()], id="some"),
+        pytest.param([*SLOW_CASES.items()], id="more", marks=pytest.mark.slow),
+        pytest.param([*EVERY], id="eight families in four layouts", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_holds_what_was_estimated_whatever_the_family(
-    layouts: dict[str, str], tmp_path: Path
+    layouts: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     cases = []
-    for kind, layout in layouts.items():
-        (tmp_path / kind).mkdir()
+    for kind, layout in layouts:
+        (tmp_path / kind).mkdir(exist_ok=True)
         (tmp_path / kind / "config.json").write_text(json.dumps(DESCRIBED[kind]))
         path = f"model.path='{tmp_path / kind}'"
         cases.append(("model=hf", path, "model.init=random", *layout.split()))
     held = live_storages.held(cases, ranks=2)
-    estimated = {}
-    for case, kind in zip(cases, layouts, strict=True):
+    for case, (kind, layout), of_ranks in zip(cases, layouts, _totals(held), strict=True):
         overrides = [*small(case), "launch.nproc=2", "hardware=cpu", *case]
-        estimated[kind] = estimate(estimate_config(overrides)).peak_bytes
-    for kind, of_ranks in zip(layouts, _totals(held), strict=True):
+        estimated = estimate(estimate_config(overrides)).peak_bytes
         # What a router's experts hold depends on the tokens that it gives to each.
-        allowed = ROUTED * estimated[kind] if kind in ("mixtral", "qwen3_moe") else 0
-        assert max(abs(one - estimated[kind]) for one in of_ranks) <= allowed, kind
+        allowed = ROUTED * estimated if kind in ("mixtral", "qwen3_moe") else 0
+        assert max(abs(size - estimated) for size in of_ranks) <= allowed, (kind, layout)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3", "mixtral"])
