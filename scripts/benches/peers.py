@@ -152,7 +152,9 @@ def page(
     args: Any,
 ) -> str:
     """Return the page of the documentation."""
-    command = " ".join(["scripts/bench peers", *sys.argv[1:]])
+    own = ("--environments", str(args.environments))  # where they are says nothing of them
+    asked = [argument for argument in sys.argv[1:] if argument not in own]
+    command = " ".join(["scripts/bench peers", *asked])
     python = ".".join(map(str, sys.version_info[:3]))
     stated = ", ".join(f"{peer.name} {version}" for peer, version in versions.items())
     lines = [
