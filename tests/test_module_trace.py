@@ -104,6 +104,15 @@ def test_every_layout_traces_what_one_process_does(layout: str) -> None:
     assert found.compared > 2 * 100
 
 
+def test_the_gradients_of_an_adapter_are_traced_alike_in_every_layout() -> None:
+    whole = traced("gpt", *SINGLE, "adapter=lora")
+    gradients = [tensor.name for tensor in whole[0].tensors if tensor.kind == "gradient"]
+    assert gradients
+    assert all(".lora_" in name for name in gradients)
+    found = compared(whole, traced("gpt", "strategy=fsdp", TWO, "adapter=lora"))
+    assert (found.differences, found.only) == ([], ([], []))
+
+
 def test_what_every_stage_calls_and_one_computes_is_traced_in_no_pipeline() -> None:
     """GPT-2 of transformers drops out in front of its blocks, where later stages have nothing."""
     pytest.importorskip("transformers")

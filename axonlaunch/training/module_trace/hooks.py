@@ -210,13 +210,14 @@ def in_order_of_computation(
     for name in forward:
         yield "output", name
     yield "loss", ""
-    left = dict.fromkeys(names)
+    of_module: dict[str, list[str]] = {}
+    for name in names:
+        of_module.setdefault(name.rpartition(".")[0], []).append(name)
     for name in reversed(forward):
         yield "output gradient", name
-        for parameter in [
-            parameter_name for parameter_name in left if parameter_name.rpartition(".")[0] == name
-        ]:
-            del left[parameter]
+        for parameter in of_module.get(name, []):
             yield "gradient", parameter
-    for name in left:
-        yield "gradient", name
+    called = {*forward}
+    for name in names:
+        if name.rpartition(".")[0] not in called:
+            yield "gradient", name

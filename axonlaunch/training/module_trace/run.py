@@ -53,11 +53,11 @@ class RunTracer:
         """
         self._config, self._engine, self._world = config, engine, world
         self._layout = Layout.of(config, world_size=world.world_size)
-        model = on_meta(config.model, seed=config.seed)
+        model = on_meta(config, seed=config.seed)
         self._parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self._modules = [name for name, _ in model.named_modules() if name]
         self._owners = _owners(self._modules, _all_names(model))
-        spec = spec_for(config.model)
+        spec = spec_for(config)
         blocks = spec.blocks(model)
         self._in_blocks = tuple(f"{name}." for name in blocks)
         compiled = self._in_blocks if config.train.compile else ()
