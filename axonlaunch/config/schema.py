@@ -355,9 +355,13 @@ class RunConfig:
     @property
     def saves_frozen(self) -> bool:
         """Whether checkpoints hold what is not trained; of an adapter's pretrained model not."""
-        model = self.model
-        is_pretrained = isinstance(model, HuggingFaceConfig) and model.init == "pretrained"
-        return self.adapter is None or not is_pretrained or getattr(model, "path", None) is None
+        path = getattr(self.model, "path", None)
+        return self.adapter is None or not self.is_pretrained or path is None
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the model begins with the weights that it was published with."""
+        return isinstance(self.model, HuggingFaceConfig) and self.model.init == "pretrained"
 
 
 GROUPS: dict[str, Registry[Any, Any] | None] = {

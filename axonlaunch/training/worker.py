@@ -21,7 +21,6 @@ from axonlaunch.comm.nccl import device_count
 from axonlaunch.config import RunConfig
 from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
-from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.first_question import first_question
 from axonlaunch.data.loader import rank_loader
@@ -123,7 +122,10 @@ def run(
     if config.checkpoint.every:
         if world.is_main:
             storage.describe(config)
-            record_base(config)
+            # Who resumes in its own folder was compared with what is recorded there: to hash all
+            # weights of the base takes minutes.
+            if resumed.checkpoint is None or resumed.checkpoint.path.parent.parent != root:
+                record_base(config)
         saver = Saver(
             root,
             world=world,
@@ -309,9 +311,7 @@ def device_notes(world: World) -> Iterator[str]:
 
 def data_notes(config: RunConfig, dataset: Dataset) -> Iterator[str]:
     """Say that a pretrained model is fed bytes, which are not the tokens that it knows."""
-    model = config.model
-    is_pretrained = isinstance(model, HuggingFaceConfig) and model.init == "pretrained"
-    if is_pretrained and dataset.is_text and not isinstance(dataset, AnyText):
+    if config.is_pretrained and dataset.is_text and not isinstance(dataset, AnyText):
         yield (
             f"data={config.data.name}: its tokens are bytes, which are not those that the "
             "pretrained model knows; data=documents reads text by the model's own tokenizer"
