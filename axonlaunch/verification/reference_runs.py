@@ -38,8 +38,8 @@ def gradient_norms(config: RunConfig, *, steps: int) -> list[float]:
 def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, Reference]:
     """Run some steps in plain torch, and again from weights that are rounded otherwise.
 
-    What the two differ by is what rounding alone makes of this model, step by step. Beside one in
-    float64 the other has the same weights and computes as the run does.
+    What the two differ by is what rounding alone makes of this model, step by step. Where
+    one is in float64, the other has the same weights and computes as the run does.
 
     Raises:
         NoReferenceError: They fail, or the model is random by itself.

@@ -61,7 +61,7 @@ def test_tied_ends_are_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ends_of_their_own_change_nothing_that_is_learned(
     layout: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside one process of plain tensors, whose steps clip and update too."""
+    """Against one process of plain tensors, whose steps clip and update too."""
 
     def losses(*overrides: str) -> list[float]:
         chosen = run_config([*UNTIED, *overrides])

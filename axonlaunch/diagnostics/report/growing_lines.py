@@ -1,6 +1,6 @@
 """The lines of a file that a run adds to: what was read before is not read again.
 
-A file that was written anew, as a run that resumes writes its metrics, is read from its beginning.
+A file that was written again, as a run that resumes writes its metrics, is read from its beginning.
 """
 
 from __future__ import annotations

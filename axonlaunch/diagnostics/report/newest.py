@@ -1,4 +1,4 @@
-"""The data of runs that may still train, made anew only when their files have changed.
+"""The data of runs that may still train, made again only when their files have changed.
 
 What it costs is bounded: after it was made it is not made again for twenty times as long.
 """

@@ -1,4 +1,4 @@
-"""Of a file that grows only what is new is read, and of one that was written anew everything."""
+"""Of a file that grows only what is new is read, and of one that was written again everything."""
 
 from __future__ import annotations
 
