@@ -129,7 +129,7 @@ def test_where_a_rank_hangs_under_torchrun_is_on_its_card(
     overrides += ["launch.timeout_s=3", "model.arguments={fault:SIGALRM,rank:9,pause:60.0}"]
     ran = torchrun(axonlaunch.folder, 2).served(server)("train", *overrides, "name=run", status=1)
     reported = " ".join(ran.stderr.replace("│", " ").split())
-    assert "hung: no progress for 3 s: it is in forward (" in reported
+    assert "made no progress for 3 s (hang): it is in forward (" in reported
 
 
 def test_the_mock_backend_is_refused_under_torchrun(axonlaunch: Command, server: Server) -> None:
