@@ -66,7 +66,7 @@ class TextRowsConfig:
     """
     shuffle: Literal["all", "shards"] = field(default="all", metadata=_OF_THE_MIX)
     """in what order rows are seen. all: shuffled over all files, which are tokenised before the run
-    starts; shards: files one after another, some 64 MB at a time, shuffled among these, so that a
+    starts; shards: files one after another, some 16 MB at a time, shuffled among these, so that a
     run starts when the first of them are tokenised, and the others are meanwhile
     """
     too_long: Literal["truncate", "drop", "error"] = "truncate"

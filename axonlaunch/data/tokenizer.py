@@ -75,7 +75,7 @@ class ByteTokenizer:
 
     def documents(self, texts: Sequence[str]) -> list[_Tokens]:
         """Turn each text into its bytes."""
-        return [np.array(encode(text), dtype=np.uint32) for text in texts]
+        return [np.frombuffer(text.encode(errors="surrogateescape"), np.uint8).astype(np.uint32) for text in texts]
 
     def encode(self, text: str) -> list[int]:
         """Turn text into bytes."""
