@@ -105,6 +105,7 @@ def verify_on_rank(
         device=config.launch.device,
         timeout_s=config.launch.timeout_s,
         store=store,
+        connects_at_once=config.strategy.pipeline.degree == 1,
     ) as world:
         first, again = map(_read, torch.load(Path(folder) / _SAVED))
         with lowered_thresholds():
