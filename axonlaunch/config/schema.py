@@ -79,6 +79,10 @@ class TensorConfig:
     """ranks that share every layer; they see the same samples"""
     sequence_parallel: bool = False
     """keep norms and dropout on a part of the sequence: less activation memory, as much traffic"""
+    async_collectives: bool = False
+    """multiply parts of matrices while the compiled blocks' others are gathered or scattered, by
+    torch's symmetric memory: for GPUs of one node, with sequence_parallel and train.compile
+    """
     plan: dict[str, str] = field(default_factory=dict)
     """pattern of a module's or a parameter's name to a style: column, row, vocabulary, region, ...;
     empty: the model's own plan
