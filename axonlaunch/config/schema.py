@@ -208,6 +208,10 @@ class TrainConfig:
     """
     compile: bool = False
     """torch.compile each block, and the loss where ranks have whole logits"""
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's mode. max-autotune-no-cudagraphs: measure several kernels for each matrix
+    product and take the fastest, which makes the first step minutes longer
+    """
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     prove: Literal["auto", "always", "never"] = "auto"

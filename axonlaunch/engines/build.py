@@ -316,7 +316,7 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
         os.environ["PYTHONSAFEPATH"] = "1"
         for block in blocks or [model]:
             # Not the module: what fully_shard hooks to its call is not for a compiler.
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward, mode=train.compile_mode)
 
 
 def _shard(plan: _Plan, model: nn.Module) -> FSDP:
