@@ -49,7 +49,9 @@ class DDPConfig:
     bucket_size_mb: float = field(default=25.0, metadata={"above": 0})
     """MiB of gradients that are reduced together"""
     broadcast_buffers: bool = True
-    """copy rank 0's buffers (BatchNorm's running statistics) to every rank before each forward"""
+    """copy rank 0's buffers (BatchNorm's running statistics) to every rank before each forward;
+    buffers that are not saved, as tables of positions, are the same without
+    """
     gradient_as_bucket_view: bool = True
     """let gradients be views into the buckets, which saves one copy of them (overlapped only)"""
 
