@@ -24,6 +24,7 @@ FOREIGN_NAMES = {
     "batch": "train.global_batch_size",
     "batch_size": "train.global_batch_size",
     "devices": "launch.nproc",
+    "enable_async_tensor_parallel": "strategy.tensor.async_collectives",
     "epochs": "train.epochs",
     "gpus": "launch.nproc",
     "gradient_accumulation_steps": "train.micro_batch_size",
