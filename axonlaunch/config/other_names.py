@@ -56,8 +56,8 @@ FOREIGN_NAMES = {
 """What other tools call a key, to the key that it is here."""
 
 _NO_QUANTISED_BASE = (
-    "a quantised base (QLoRA) is not supported: in 4 bits torchao gives other weights where a layout "
-    "cuts them, and can't cut them by inputs; use adapter=lora train.precision=bf16 "
+    "a quantised base (QLoRA) is not supported: in 4 bits torchao gives other weights where a "
+    "layout cuts them, and can't cut them by inputs; use adapter=lora train.precision=bf16 "
     "train.param_dtype=bf16"
 )
 UNSUPPORTED = {
