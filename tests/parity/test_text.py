@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configured import run_config
+from covers import pairs
 
 from axonlaunch.data.dataset import IGNORE_INDEX
 
@@ -142,7 +142,7 @@ def following(text: list[int], part: list[int]) -> set[int]:
 
 @pytest.mark.parametrize(
     ("layout", "packing"),
-    [*itertools.product(LAYOUTS, ["concat", "best_fit", "none"]), ("hybrid", "concat")],
+    [*pairs([*LAYOUTS], ["concat", "best_fit", "none"]), ("hybrid", "concat")],
 )
 def test_losses_of_documents_are_those_of_transformers(
     layout: str, packing: str, model: Path
@@ -214,7 +214,7 @@ def known_chats(
 
 @pytest.mark.parametrize(
     ("layout", "packing"),
-    [*itertools.product(LAYOUTS, ["best_fit", "none"]), ("hybrid", "best_fit")],
+    [*pairs([*LAYOUTS], ["best_fit", "none"]), ("hybrid", "best_fit")],
 )
 def test_losses_of_chats_are_those_of_transformers_with_labels_of_its_own(
     layout: str, packing: str, model: Path
