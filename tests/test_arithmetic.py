@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from configured import run_config
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from axonlaunch.training.arithmetic import configure_arithmetic
+from axonlaunch.config import ConfigError
+from axonlaunch.config.schema import TrainConfig
+from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +51,72 @@ def test_matrix_products_in_fp32_are_as_precise_as_the_run_says() -> None:
     configure_arithmetic(run_config(["train.matmul_precision=high"]).train)
     assert torch.get_float32_matmul_precision() == "high"
     assert torch.backends.cuda.matmul.allow_tf32
+
+
+# Attention.
+
+CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_cudnn_s_attention_comes_first_on_hopper_and_blackwell(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _cur_sdpa_kernel_backends(with_priority=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with attention_kernels(TrainConfig(), torch.device("cuda", 0)):
+        assert _cur_sdpa_kernel_backends(with_priority=True) == [CUDNN, FLASH, EFFICIENT, MATH]
+    assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+@pytest.mark.parametrize(
+    ("device", "capability"), [("cuda", (8, 0)), ("cuda", (12, 0)), ("cpu", 0)]
+)
+def test_elsewhere_torch_s_order_stands(
+    device: str, capability: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _cur_sdpa_kernel_backends(with_priority=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with attention_kernels(TrainConfig(), torch.device(device, 0)):
+        assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+@pytest.mark.parametrize(
+    ("kernel", "backend"), [("cudnn", CUDNN), ("flash", FLASH), ("efficient", EFFICIENT)]
+)
+def test_a_kernel_that_is_asked_for_is_the_only_one(kernel: Any, backend: SDPBackend) -> None:
+    config = TrainConfig(attention_kernel=kernel)
+    with attention_kernels(config, torch.device("cuda", 0)):
+        assert _cur_sdpa_kernel_backends() == [backend]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["train.attention_kernel=flash"],
+            "train.attention_kernel=flash: computes in bf16 and fp16; use efficient, or "
+            "train.precision=bf16",
+        ),
+        (
+            ["train.attention_kernel=efficient", "strategy.context.degree=2"],
+            "train.attention_kernel=efficient: ring attention has a kernel of its own; use auto",
+        ),
+        (
+            ["train.attention_kernel=flash", "data=documents", "data.packing=best_fit"],
+            "train.attention_kernel=flash: takes no mask, which keeps packed documents apart; use "
+            "cudnn or efficient",
+        ),
+        (
+            ["train.attention_kernel=cudnn", "train.precision=bf16"],
+            "train.attention_kernel=cudnn: the ranks compute on the CPU, which has one kernel; "
+            "use auto",
+        ),
+    ],
+)
+def test_a_kernel_that_can_not_attend_is_refused(overrides: list[str], message: str) -> None:
+    if "packing" in overrides[-1]:
+        overrides = [*overrides, "train.precision=bf16", f"data.files=[{__file__}]"]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run_config([*overrides, "launch.nproc=2"])

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+_MAGNITUDE, _THEIR_MAGNITUDE = ".lora_magnitude_vector.weight", ".lora_magnitude_vector"
 _ABSENT = (
-    *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters"),
+    *("modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters"),
     *("lora_bias", "layer_replication", "trainable_token_indices", "use_qalora", "alora_offset"),
 )
 """Keys of ``adapter_config.json`` that change what an adapter computes, where they are set."""
@@ -39,6 +40,7 @@ class PeftFolder:
         rank: Of A and B.
         alpha: As ``adapter.alpha``.
         rslora: As ``adapter.rslora``.
+        dora: As ``adapter.dora``.
         targets: Full names of the adapted layers.
         shapes: Of its tensors, by our names.
     """
@@ -46,6 +48,7 @@ class PeftFolder:
     rank: int
     alpha: float
     rslora: bool
+    dora: bool
     targets: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -70,11 +73,12 @@ def read_peft(folder: Path) -> PeftFolder:
         raise ConfigError(
             [ConfigIssue("adapter.path", problem, str(folder)) for problem in problems]
         )
-    named = {key.removeprefix(_PREFIX): shape for key, shape in shapes.items()}
+    named = {_our_name(key): shape for key, shape in shapes.items()}
     return PeftFolder(
         rank=int(content["r"]),
         alpha=float(content["lora_alpha"]),
         rslora=bool(content.get("use_rslora", False)),
+        dora=bool(content.get("use_dora", False)),
         targets=tuple(name.removesuffix(_A) for name in named if name.endswith(_A)),
         shapes=named,
     )
@@ -89,13 +93,35 @@ def _unsupported(content: dict[str, Any], shapes: Iterable[str]) -> Iterator[str
             yield f"it has {key}={content[key]}, which is not supported"
     if content.get("bias", "none") != "none":
         yield f"it has bias={content['bias']}, which is not supported"
-    other = [key for key in shapes if not (key.startswith(_PREFIX) and is_of_adapter(key))]
+    other = [
+        key for key in shapes if not (key.startswith(_PREFIX) and is_of_adapter(_our_name(key)))
+    ]
     if other:
         yield f"it holds {other[0]}, which is no matrix of LoRA on a linear layer"
+    ends = (_A, _B, _MAGNITUDE) if content.get("use_dora") else (_A, _B)
+    names = {_our_name(key) for key in shapes}
+    layers = {name.rpartition(".lora_")[0] for name in names}
+    if lacking := sorted({f"{layer}{end}" for layer in layers for end in ends} - names):
+        yield f"it lacks {_their_name(lacking[0]).removeprefix(_PREFIX)}"
     if not isinstance(content.get("r"), int) or not isinstance(
         content.get("lora_alpha"), int | float
     ):
         yield "it says no r or no lora_alpha"
+
+
+def _our_name(key: str) -> str:
+    """Return our name of a tensor of PEFT's."""
+    name = key.removeprefix(_PREFIX)
+    if name.endswith(_THEIR_MAGNITUDE):
+        return f"{name.removesuffix(_THEIR_MAGNITUDE)}{_MAGNITUDE}"
+    return name
+
+
+def _their_name(name: str) -> str:
+    """Return PEFT's name of a tensor of ours."""
+    if name.endswith(_MAGNITUDE):
+        return f"{_PREFIX}{name.removesuffix(_MAGNITUDE)}{_THEIR_MAGNITUDE}"
+    return f"{_PREFIX}{name}"
 
 
 def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
@@ -111,7 +137,7 @@ def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
 
     with safe_open(folder / _WEIGHTS_FILE, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - it is no mapping
-            parameter: Any = state.get(key.removeprefix(_PREFIX))
+            parameter: Any = state.get(_our_name(key))
             if parameter is None:
                 continue  # another stage's
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -147,9 +173,9 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
     if beside:
         message = f"{beside[0]} was trained beside the adapter; use --merge"
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
-    matrices = _matrices(checkpoint, layers)
+    parts = _parts(checkpoint, adapter, layers)
     save_file(
-        {f"{_PREFIX}{name}": tensor for name, tensor in matrices.items()},
+        {_their_name(name): tensor for name, tensor in parts.items()},
         folder / _WEIGHTS_FILE,
         metadata={"format": "pt"},
     )
@@ -162,6 +188,7 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.rslora,
+        "use_dora": adapter.dora,
         "target_modules": layers,
         "fan_in_fan_out": bool(transposed),
         "bias": "none",
@@ -174,7 +201,7 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
 def merged(
     checkpoint: Checkpoint, config: RunConfig, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a checkpoint's weights with ``scale * B A`` added to those of adapted layers.
+    """Yield a checkpoint's weights with those of adapted layers as their adapters make them.
 
     Args:
         checkpoint: Whose.
@@ -186,40 +213,36 @@ def merged(
         yield from tensors
         return
     layers, _, transposed = _trained(config)
-    matrices = _matrices(checkpoint, layers)
+    parts = _parts(checkpoint, adapter, layers)
     for name, tensor in tensors:
         layer = name.removesuffix(".weight")
-        if f"{layer}{_A}" not in matrices:
+        if f"{layer}{_A}" not in parts:
             yield name, tensor
             continue
-        product = matrices[f"{layer}{_B}"].float() @ matrices[f"{layer}{_A}"].float()
-        added = adapter.scale * (product.t() if layer in transposed else product)
-        yield name, (tensor.float() + added).to(tensor.dtype)
+        weight = (tensor.t() if layer in transposed else tensor).float()
+        product = parts[f"{layer}{_B}"].float() @ parts[f"{layer}{_A}"].float()
+        weight = weight + adapter.scale * product
+        if adapter.dora:
+            weight *= (parts[f"{layer}{_MAGNITUDE}"].float() / weight.norm(dim=1)).unsqueeze(1)
+        yield name, (weight.t() if layer in transposed else weight).to(tensor.dtype).contiguous()
 
 
 def _trained(config: RunConfig) -> tuple[list[str], list[str], set[str]]:
     """Return a run's adapted layers, what else is trained, and layers whose weight is [in, out]."""
-    from torch import nn
-
     from axonlaunch.models.build import on_meta
-    from axonlaunch.models.lora import LoraLayer
+    from axonlaunch.models.lora import LoraLayer, transposed_layers
 
     model = on_meta(config, seed=config.seed)
-    layers = {
-        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
-    }
+    layers = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     beside = [name for name in trained if not is_of_adapter(name)]
-    return (
-        [*layers],
-        beside,
-        {n for n, module in layers.items() if not isinstance(module, nn.Linear)},
-    )
+    return layers, beside, transposed_layers(model)
 
 
-def _matrices(checkpoint: Checkpoint, layers: Iterable[str]) -> dict[str, Tensor]:
-    """Return A and B of each layer, whole, by name."""
-    names = [f"{layer}{end}" for layer in layers for end in (_A, _B)]
+def _parts(checkpoint: Checkpoint, adapter: LoraConfig, layers: Iterable[str]) -> dict[str, Tensor]:
+    """Return A and B, and magnitudes, of each layer, whole, by name."""
+    ends = (_A, _B, _MAGNITUDE) if adapter.dora else (_A, _B)
+    names = [f"{layer}{end}" for layer in layers for end in ends]
     entries = reader.parameters(checkpoint)
     contents = {f"{reader.MODEL}{name}": entries[name] for name in names}
     return dict(zip(names, reader.tensors(checkpoint, [*contents], contents), strict=True))
@@ -239,7 +262,7 @@ def with_peft_settings(
     adapter, defaults = config.adapter, LoraConfig()
     assert adapter is not None
     own: dict[str, Any] = {"rank": folder.rank, "alpha": folder.alpha, "rslora": folder.rslora}
-    own |= {"targets": [*folder.targets]}
+    own |= {"dora": folder.dora, "targets": [*folder.targets]}
     problems = [
         ConfigIssue(f"adapter.{key}", f"{adapter.path} has {value}; remove this setting", chosen)
         for key, value in own.items()

@@ -60,6 +60,13 @@ def load_initial_weights(engine: HasWeights, config: Any, *, world: World) -> No
         # An adapter starts as the seed says, or as its own folder does.
         own = {n: t for n, t in model_state.items() if adapter is None or not is_of_adapter(n)}
         _load_named(own, spelled[1], config, world=world)
+        if adapter is not None and adapter.dora:
+            from axonlaunch.models.build import on_meta
+            from axonlaunch.models.dora import fill_magnitudes
+            from axonlaunch.models.lora import transposed_layers
+
+            layers = transposed_layers(on_meta(config, seed=config.seed))
+            fill_magnitudes(model_state, transposed=layers)
     if adapter is not None and adapter.path is not None:
         adapters.load_peft(model_state, Path(adapter.path))
     engine.load_model_state_dict(model_state)

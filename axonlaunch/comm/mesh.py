@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,6 +34,7 @@ class Mesh:
         rank: int,
         device_type: str,
         keep: tuple[str, ...] = (),
+        urgent: tuple[str, ...] = (),
         timeout_s: float | None = None,
     ) -> None:
         """Lay the default group's ranks out; every rank calls this.
@@ -41,6 +44,7 @@ class Mesh:
             rank: This process's in the default group.
             device_type: Where its tensors are, ``cpu`` or ``cuda``.
             keep: Axes that stay in ``device_mesh`` even with one rank.
+            urgent: Axes whose collectives run on streams of high priority; NCCL alone has any.
             timeout_s: How long a collective of an axis waits; None: as long as torch says.
 
         Raises:
@@ -58,8 +62,13 @@ class Mesh:
         self._groups: dict[str, ProcessGroup] = {}
         # Axes of one rank are left out: torch would make a process group for each rank of them.
         shown = {n: s for n, s in sizes.items() if s > 1 or n in keep} or dict(sizes)
+        # Nothing competes with an axis that is the whole world, whose group it shares.
+        prioritised = [axis for axis in urgent if 1 < sizes[axis] < world_size]
         self.device_mesh: DeviceMesh = init_device_mesh(
-            device_type, tuple(shown.values()), mesh_dim_names=tuple(shown)
+            device_type,
+            tuple(shown.values()),
+            mesh_dim_names=tuple(shown),
+            backend_override={axis: _high_priority(timeout_s) for axis in prioritised} or None,
         )
         if timeout_s is not None:
             for axis in shown:
@@ -101,3 +110,12 @@ class Mesh:
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         return f"Mesh({axes})"
+
+
+def _high_priority(timeout_s: float | None) -> Any:
+    """Return NCCL's options of a group whose kernels a GPU schedules before those of others."""
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    if timeout_s is not None:  # torch takes the group's time limit from here
+        options._timeout = timedelta(seconds=timeout_s)
+    return options

@@ -110,6 +110,7 @@ class World:
         device: str = "auto",
         timeout_s: float = 600.0,
         store: dist.Store | None = None,
+        connects_at_once: bool = True,
     ) -> Self:
         """Join a world as a given rank, whatever the environment says; else it is ``init``.
 
@@ -119,6 +120,9 @@ class World:
             device: As for ``init``.
             timeout_s: As for ``init``.
             store: Where the ranks meet; None: at the address of ``place``.
+            connects_at_once: Whether NCCL connects all ranks before the first collective, and later
+                groups are split from that. Single messages then are collectives of their group, one
+                after another; without it each pair of ranks connects apart, on its first message.
 
         Raises:
             ValueError: The backend can't be had here, or there is a world already.
@@ -148,7 +152,7 @@ class World:
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=timeout,
-                device_id=computes_on if chosen is Backend.NCCL else None,
+                device_id=computes_on if chosen is Backend.NCCL and connects_at_once else None,
             )
             world = cls(
                 rank=place.rank,
@@ -215,12 +219,29 @@ class World:
         """
         return self.lay_out(sizes)
 
-    def lay_out(self, sizes: Mapping[str, int], *, keep: tuple[str, ...] = ()) -> Mesh:
-        """Do as ``mesh``, and keep axes in torch's mesh even where they have one rank."""
+    def lay_out(
+        self,
+        sizes: Mapping[str, int],
+        *,
+        keep: tuple[str, ...] = (),
+        urgent: tuple[str, ...] = (),
+    ) -> Mesh:
+        """Do as ``mesh``, with more to say of some axes.
+
+        Args:
+            sizes: Ranks along each axis, outermost first.
+            keep: Axes that stay in torch's mesh even where they have one rank.
+            urgent: Axes whose collectives a GPU is to prefer to whatever else it has to do.
+        """
         # Threads that take turns don't wait: the mock world finds by itself that all are stuck.
         waits_s = None if self.backend is Backend.MOCK else self.timeout_s
         return Mesh(
-            sizes, rank=self.rank, device_type=self.device.type, keep=keep, timeout_s=waits_s
+            sizes,
+            rank=self.rank,
+            device_type=self.device.type,
+            keep=keep,
+            urgent=urgent if self.backend is Backend.NCCL else (),
+            timeout_s=waits_s,
         )
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-_NAMES = (".lora_A.weight", ".lora_B.weight")
+_NAMES = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight")
 
 
 def is_of_adapter(name: str) -> bool:
@@ -29,6 +29,10 @@ class LoraConfig:
     """the scale is alpha / rank"""
     rslora: bool = False
     """the scale is alpha / sqrt(rank) instead (Kalajdzievski, "rsLoRA", 2023)"""
+    dora: bool = False
+    """whether an adapted weight is scaled to norms that are trained, one an output (Liu et al.,
+    "DoRA", 2024)
+    """
     dropout: float = field(default=0.0, metadata={"min": 0, "below": 1})
     """share of what A is given that is left out in training"""
     targets: list[str] | Literal["all-linear"] = "all-linear"
@@ -37,8 +41,8 @@ class LoraConfig:
     """
 
     path: str | None = None
-    """folder that PEFT wrote, whose matrices the run starts from; rank, alpha, rslora and targets
-    are then its own. null: A is drawn by the seed, B is zero
+    """folder that PEFT wrote, whose matrices the run starts from; rank, alpha, rslora, dora and
+    targets are then its own. null: A is drawn by the seed, B is zero
     """
 
     @property

@@ -59,14 +59,16 @@ class TextRowsConfig:
     """
     sequence_length: int = field(default=1024, metadata={"min": 1, **_OF_THE_MIX})
     """tokens of a row"""
-    packing: Literal["concat", "best_fit", "none"] = field(default="concat", metadata=_OF_THE_MIX)
+    packing: Literal["auto", "concat", "best_fit", "none"] = field(
+        default="concat", metadata=_OF_THE_MIX
+    )
     """how rows are filled. concat: documents one after another, cut where a row ends; best_fit:
-    whole documents, each in the fullest row that has room; none: one document a row. A document
-    never attends to another
+    whole documents, each in the fullest row that has room; auto: best_fit, but few documents are
+    spread over 64 rows; none: one document a row. A document never attends to another
     """
     shuffle: Literal["all", "shards"] = field(default="all", metadata=_OF_THE_MIX)
     """in what order rows are seen. all: shuffled over all files, which are tokenised before the run
-    starts; shards: files one after another, some 64 MB at a time, shuffled among these, so that a
+    starts; shards: files one after another, some 16 MB at a time, shuffled among these, so that a
     run starts when the first of them are tokenised, and the others are meanwhile
     """
     too_long: Literal["truncate", "drop", "error"] = "truncate"
@@ -153,8 +155,10 @@ class ChatConfig(TextRowsConfig):
     """which tokens the loss counts. assistant: what the assistant says, by the generation marks of
     the template or else by what each of its turns adds; all: every token but the first
     """
-    packing: Literal["concat", "best_fit", "none"] = field(default="best_fit", metadata=_OF_THE_MIX)
+    packing: Literal["auto", "concat", "best_fit", "none"] = field(
+        default="auto", metadata=_OF_THE_MIX
+    )
     """how rows are filled. concat: chats one after another, cut where a row ends; best_fit: whole
-    chats, each in the fullest row that has room; none: one chat a row. A chat never attends to
-    another
+    chats, each in the fullest row that has room; auto: best_fit, but few chats are spread over 64
+    rows, so that they are more than a batch; none: one chat a row. A chat never attends to another
     """

@@ -38,6 +38,8 @@ class HardwareConfig:
     """share of the matrix peak that fused attention reaches on long sequences"""
     multiprocessors: int | None = field(default=None, metadata={"min": 1})
     """streaming multiprocessors or compute units: tiles of a product that run side by side"""
+    cublas_workspace_mib: float = field(default=32.0, metadata={"min": 0})
+    """what torch gives cuBLAS to work in, MiB for each of two threads; by default as on Hopper"""
     memory_bandwidth_gb_s: float | None = field(default=None, metadata={"above": 0})
     """device memory bandwidth, GB/s (1e9)"""
     memory_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})

@@ -31,7 +31,8 @@ from axonlaunch.config.layout import (
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.plain import with_values
-from axonlaunch.config.schema import GROUPS, ProfileConfig, RunConfig
+from axonlaunch.config.recording import ProfileConfig
+from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.url import is_url
 
 _LONGEST_NAME, _LONGEST_PATH = 240, 2048
@@ -48,6 +49,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_name(config),
         *_unused(config),
         *_parameters_in_bf16(config),
+        *_attention_kernel(config),
         *_averaged_parameters(config),
         *_no_replicas(config),
         *degree_issues(config),
@@ -138,6 +140,22 @@ def _parameters_in_bf16(config: RunConfig) -> Iterator[ConfigIssue]:
     if train.param_dtype == "bf16" and train.precision != "bf16":
         message = f"weights in bf16 compute in bf16, not in {train.precision}; use bf16"
         yield ConfigIssue("train.precision", message, train.precision)
+
+
+def _attention_kernel(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Torch would find in the first step that the kernel does not take what it is given."""
+    kernel = config.train.attention_kernel
+    if kernel == "auto":
+        return
+    message = ""
+    if config.strategy.context.degree > 1:
+        message = "ring attention has a kernel of its own; use auto"
+    elif kernel != "efficient" and config.train.precision == "fp32":
+        message = "computes in bf16 and fp16; use efficient, or train.precision=bf16"
+    elif kernel == "flash" and getattr(config.data, "packing", "none") != "none":
+        message = "takes no mask, which keeps packed documents apart; use cudnn or efficient"
+    if message:
+        yield ConfigIssue("train.attention_kernel", message, kernel)
 
 
 def _averaged_parameters(config: RunConfig) -> Iterator[ConfigIssue]:

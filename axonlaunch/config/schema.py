@@ -24,6 +24,7 @@ from axonlaunch.config.optimizer import (
     OptimizerConfig,
     SchedulerConfig,
 )
+from axonlaunch.config.recording import ProfileConfig, TraceConfig
 from axonlaunch.config.registry import Registry
 from axonlaunch.config.tokenizer import TokenizerConfig
 
@@ -144,34 +145,6 @@ class StrategyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """Which steps are profiled, on which ranks."""
-
-    steps: list[int] = field(default_factory=list)
-    """first and last step that torch.profiler records, [10,13]; empty: none"""
-    ranks: list[int] = field(default_factory=lambda: [0])
-    """ranks that record; each writes profile/rank_N.json.gz to the run folder"""
-    memory: bool = False
-    """also record every allocation on a GPU, and write a snapshot with the trace, or when a step
-    runs out of memory: profile/rank_N.memory.pickle
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceConfig:
-    """Of which steps what the modules compute is written, for axonlaunch diff."""
-
-    steps: list[int] = field(default_factory=list)
-    """steps that are traced, by the updates before them: [0, 100] are the first and the 101st;
-    empty: none
-    """
-    tensors: Literal["norms"] = "norms"
-    """norms: root mean square, mean and largest absolute value of each module's output, of its
-    gradient, of parameters and their gradients
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how much a step, and in which arithmetic."""
 
@@ -197,6 +170,10 @@ class TrainConfig:
     """of fp32 matrix products, torch.set_float32_matmul_precision. highest: in fp32; high: on a GPU
     with TF32, several times as fast and with 10 bits of mantissa in place of 23; medium: in bf16
     where there is a kernel for it
+    """
+    attention_kernel: Literal["auto", "cudnn", "flash", "efficient"] = "auto"
+    """which of torch's fused kernels attends on a GPU, and no other. auto: the first that takes the
+    tensors, cuDNN's before flash on Hopper and Blackwell, elsewhere in torch's order
     """
     param_dtype: Literal["fp32", "bf16"] = "fp32"
     """type in which weights and their gradients are kept. fp32: as the model builds them; bf16:

@@ -6,11 +6,15 @@ target, so that nothing is predicted from another document and every target is c
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 
 from axonlaunch.data.shuffle import Indices
+
+_FEW_ROWS = 64
+"""Rows that few documents are spread over: two batches of the default size."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,34 @@ def best_fit(starts: Indices, places: Indices, *, length: int) -> RowTable:
         if left:
             rows_with[left].append(row)
             has_rows |= 1 << left
+    return _by_row(starts, places, row_of, length=length)
+
+
+def best_fit_spread(starts: Indices, places: Indices, *, length: int) -> RowTable:
+    """Do as ``best_fit`` does, but with few documents fill more rows, each less.
+
+    A handful of rows would be less than a batch. Each document, the longest first, goes into the
+    row that has most room; where one does not fit, rows are ``best_fit``'s.
+    """
+    table = best_fit(starts, places, length=length)
+    if len(table) >= min(_FEW_ROWS, len(places)):
+        return table
+    order = np.argsort(-places, kind="stable")
+    row_of = np.empty(len(places), dtype=np.int64)
+    rows = [(0, row) for row in range(min(_FEW_ROWS, len(places)))]
+    for document in order.tolist():
+        taken, row = rows[0]
+        if taken + int(places[document]) > length:
+            return table
+        heapq.heapreplace(rows, (taken + int(places[document]), row))
+        row_of[document] = row
+    return _by_row(starts, places, row_of, length=length)
+
+
+def _by_row(starts: Indices, places: Indices, row_of: Indices, *, length: int) -> RowTable:
     by_row = np.argsort(row_of, kind="stable")
-    first = np.searchsorted(row_of[by_row], np.arange(rows + 1))
+    first = np.searchsorted(row_of[by_row], np.arange(row_of.max(initial=-1) + 2))
     return RowTable(starts[by_row], places[by_row], first, length)
 
 
-PACKERS = {"concat": concat, "best_fit": best_fit, "none": one_each}
+PACKERS = {"auto": best_fit_spread, "concat": concat, "best_fit": best_fit, "none": one_each}

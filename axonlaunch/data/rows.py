@@ -10,7 +10,6 @@ import bz2
 import csv
 import gzip
 import io
-import itertools
 import json
 import lzma
 import re
@@ -26,6 +25,8 @@ from axonlaunch.data.sources import SourceFile
 Row = dict[str, Any]
 _AT_ONCE = 1024
 """Rows of a table that are made Python's at once."""
+_BLOCK = 1 << 20
+"""Bytes that are read at once."""
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 """What Python's ``surrogateescape`` makes of a byte that is not part of UTF-8."""
 _PYARROW = "needs pyarrow; pip install 'axonlaunch[data]'"
@@ -51,18 +52,23 @@ class RowReader:
 
     Attributes:
         fraction: Share of the file that was read, for who waits.
+        offset: Bytes, decompressed, up to the end of the last row; 0 where rows are not lines.
+        skip: Number of the last row that is passed over; it may grow while rows are read.
     """
 
-    def __init__(self, source: SourceFile, *, skip: int = 0) -> None:
+    def __init__(self, source: SourceFile, *, skip: int = 0, offset: int = 0) -> None:
         """Choose a file.
 
         Args:
             source: The file.
             skip: Number of the last row that is passed over.
+            offset: What a reader's offset was when it had read that row; what lies before it need
+                not be looked at.
         """
         self.fraction = 0.0
+        self.offset = offset
+        self.skip = skip
         self._source = source
-        self._skip = skip
         self._raw: BinaryIO | None = None
 
     def __iter__(self) -> Iterator[tuple[int, Row | str | BadRow]]:
@@ -71,12 +77,12 @@ class RowReader:
         Raises:
             UnreadableFileError: The file ends too early, or is not of its format.
         """
-        number = 0
+        number = self.skip if self.offset else 0
         try:
             with ExitStack() as stack:
                 self._raw = stack.enter_context(self._source.open())
                 for number, row in self._rows(stack):
-                    if number > self._skip:
+                    if number > self.skip:
                         yield number, row
         except (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, csv.Error) as error:
             if isinstance(error, UnreadableFileError):
@@ -122,13 +128,18 @@ class RowReader:
             # Unlike that of zstandard this stream reports a file that ends too early.
             arrow = _pyarrow()
             opened = arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd")
-        return cast("io.BufferedReader", stack.enter_context(io.BufferedReader(opened, 1 << 20)))
+        return cast("io.BufferedReader", stack.enter_context(io.BufferedReader(opened, _BLOCK)))
 
     def _of_lines(self, stream: io.BufferedReader) -> Iterator[tuple[int, Row | BadRow]]:
-        for number, line in enumerate(stream, start=1):
+        first = 1
+        if self.offset:
+            self._pass_over(stream)
+            first += self.skip
+        for number, line in enumerate(stream, start=first):
+            self.offset += len(line)
             if number % 256 == 0:
                 self._note_position()
-            if number <= self._skip or not line.strip():
+            if number <= self.skip or not line.strip():
                 continue
             try:
                 row = json.loads(line)
@@ -138,6 +149,16 @@ class RowReader:
                 yield number, BadRow(f"is not JSON ({error})")
             else:
                 yield number, row if isinstance(row, dict) else _no_object(row)
+
+    def _pass_over(self, stream: io.BufferedReader) -> None:
+        """Read past what lies before the offset."""
+        if not self._source.compression:
+            stream.seek(self.offset)
+            return
+        left = self.offset
+        while left and (block := stream.read(min(left, _BLOCK))):
+            left -= len(block)
+            self._note_position()
 
     def _of_array(self, content: Any) -> Iterator[tuple[int, Row | BadRow]]:
         for number, row in enumerate(content, start=1):
@@ -159,23 +180,30 @@ class RowReader:
                 yield rows.line_num, _checked(row, columns=len(rows.fieldnames or ()))
 
     def _of_tables(self, form: str) -> Iterator[tuple[int, Row | BadRow]]:
-        numbers = itertools.count(1)
-        for batch in self._tables(form):
-            for row in batch.to_pylist():
-                yield next(numbers), row
+        for first, batch in self._tables(form):
+            if first + batch.num_rows > self.skip + 1:
+                yield from enumerate(batch.to_pylist(), start=first)
 
-    def _tables(self, form: str) -> Iterator[Any]:
-        """Yield Arrow's batches of a file."""
+    def _tables(self, form: str) -> Iterator[tuple[int, Any]]:
+        """Yield Arrow's batches of a file, each with the number of its first row."""
         arrow = _pyarrow()
         if form == ".parquet":
             import pyarrow.parquet
 
-            file = pyarrow.parquet.ParquetFile(self._raw, page_checksum_verification=True)
-            total, done = max(1, file.metadata.num_rows), 0
-            for batch in file.iter_batches(batch_size=_AT_ONCE):
-                yield batch
-                done += batch.num_rows
-                self.fraction = done / total
+            # Without a buffer the whole column of a group of rows is read at once.
+            file = pyarrow.parquet.ParquetFile(
+                self._raw, page_checksum_verification=True, buffer_size=_BLOCK
+            )
+            total, first = max(1, file.metadata.num_rows), 1
+            for group in range(file.metadata.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if first + rows <= self.skip + 1:
+                    first += rows
+                    continue
+                for batch in file.iter_batches(batch_size=_AT_ONCE, row_groups=[group]):
+                    yield first, batch
+                    first += batch.num_rows
+                    self.fraction = (first - 1) / total
             return
         import pyarrow.ipc
 
@@ -186,9 +214,11 @@ class RowReader:
             self._raw.seek(0)
             file = pyarrow.ipc.open_file(self._raw)
             reader = (file.get_batch(index) for index in range(file.num_record_batches))
+        first = 1
         for batch in reader:
             for start in range(0, batch.num_rows, _AT_ONCE):
-                yield batch.slice(start, _AT_ONCE)
+                yield first + start, batch.slice(start, _AT_ONCE)
+            first += batch.num_rows
             self._note_position()
 
     def _note_position(self) -> None:

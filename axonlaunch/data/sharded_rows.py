@@ -7,6 +7,9 @@ from the seed and the global sample index, as any order does.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import pickle
 import subprocess
 import sys
@@ -19,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.documents import TextRowsConfig
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data import token_cache
 from axonlaunch.data.dataset import Batch, Kind, Split
@@ -26,8 +30,11 @@ from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.shuffle import Indices, permute
 from axonlaunch.data.sources import find_sources
-from axonlaunch.data.text_rows import TextRows, refuse_overlap
+from axonlaunch.data.text_rows import TextRows, corpus, explained, refuse_overlap
+from axonlaunch.data.token_cache import Shard
 from axonlaunch.data.tokenizer import Tokenizer
+from axonlaunch.system.files import replace_text
+from axonlaunch.system.formatting import size
 
 _SHARDS_KEY, _ROWS_KEY = 3, 4
 """Tell the order of shards, and of the rows in them, apart from other orders."""
@@ -66,15 +73,18 @@ class ShardedRows:
         self.folder = token_cache.folder_of(config.cache_dir)
         sources = find_sources(config.files)
         refuse_overlap(config, sources)
-        groups = list(token_cache.groups(sources))
-        self._files = [[source.name for source in group] for group in groups]
+        self._corpus = corpus(config, sources, tokenizer, report)
         # It is at hand for good: what is held out is of it, which another thread evaluates.
-        self._first = self._made(0)
+        self._first = self._filled(0, held_out=config.held_out)
+        if not self._first.num_samples:
+            message = "the first shard has no row to train on; data.shuffle=all takes all files"
+            raise ConfigError([ConfigIssue("data.files", message, config.files)])
         self._first_rows = [0, self._first.num_samples]
         self._open: OrderedDict[int, TextRows] = OrderedDict()
         self.num_eval_samples = self._first.num_eval_samples
-        later = f"data.shuffle=shards: {len(groups)} shards of {len(sources)} files; the first has "
-        later += f"{self._first_rows[1]:,} rows, the others are tokenised while it trains"
+        total = size(sum(source.size for source in sources))
+        later = f"data.shuffle=shards: {total} in {len(sources)} file{'s' * (len(sources) > 1)}; "
+        later += "below is the first shard, the others are tokenised while it trains"
         self.notes = (later, *self._first.notes)
 
     def order(self, positions: Indices, *, seed: int) -> Indices:
@@ -107,7 +117,9 @@ class ShardedRows:
 
     def summaries(self) -> dict[str, TextSummary]:
         """Count what there is of all shards, which are tokenised for it."""
-        summaries = [self._rows(shard).summaries()[""] for shard in range(len(self._files))]
+        with explained(self._config):
+            shards = range(len([*self._corpus]))
+        summaries = [self._rows(shard).summaries()[""] for shard in shards]
         return {"": TextSummary.together(summaries)}
 
     def encode(self, text: str) -> list[int]:
@@ -128,7 +140,7 @@ class ShardedRows:
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             assert process.stdin is not None
             try:
-                process.stdin.write(pickle.dumps((self._config, self._files, tokenizer)))
+                process.stdin.write(pickle.dumps((self._config, tokenizer)))
                 process.stdin.flush()
                 yield process
             finally:
@@ -141,24 +153,50 @@ class ShardedRows:
         if shard in self._open:
             self._open.move_to_end(shard)
             return self._open[shard]
-        rows = self._open[shard] = self._made(shard)
-        if shard == len(self._first_rows) - 1:
-            self._first_rows.append(self._first_rows[-1] + rows.num_samples)
+        rows = self._open[shard] = self._filled(shard, held_out=0)
         if len(self._open) > _OPEN:
             self._open.popitem(last=False)
         return rows
 
-    def _made(self, shard: int) -> TextRows:
-        """Return the rows of a shard, tokenised if it is not yet; only the first holds rows out."""
-        held_out = self._config.held_out if shard == 0 else 0
-        config = replace(self._config, files=self._files[shard], held_out=held_out, shuffle="all")
-        return TextRows(config, self.tokenizer, report=self._report)
+    def _filled(self, number: int, *, held_out: int | float | list[str]) -> TextRows:
+        """Return the rows of a shard, tokenised if it is not yet.
+
+        Raises:
+            ConfigError: It can't be.
+        """
+        with explained(self._config):
+            shard = self._corpus.shard(number)
+        assert shard is not None
+        config = replace(self._config, held_out=held_out)
+        return TextRows(config, self.tokenizer, report=self._report, shards=[shard])
 
     def _know(self, row: int) -> bool:
         """Count shards until one has a row; return whether there is such a row in a pass."""
-        while self._first_rows[-1] <= row and len(self._first_rows) <= len(self._files):
-            self._rows(len(self._first_rows) - 1)
-        return row < self._first_rows[-1]
+        while self._first_rows[-1] <= row:
+            number = len(self._first_rows) - 1
+            with explained(self._config):
+                shard = self._corpus.shard(number)
+            if shard is None:
+                return False
+            self._first_rows.append(self._first_rows[-1] + self._count(number, shard))
+        return True
+
+    def _count(self, number: int, shard: Shard) -> int:
+        """Return how many rows a shard has, from the note beside its tokens if there is one.
+
+        So a run that resumes opens the shard it has come to, and none of those before it.
+        """
+        config = self._config
+        filling = [config.sequence_length, config.packing, config.too_long]
+        digest = hashlib.sha256(json.dumps(filling).encode()).hexdigest()[:16]
+        note = shard.folder / f"rows-{digest}.json"
+        try:
+            return int(json.loads(note.read_text())["rows"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            rows = self._rows(number).num_samples
+        with contextlib.suppress(OSError):  # a cache may be one that can only be read
+            replace_text(note, json.dumps({"rows": rows}))
+        return rows
 
     def _place(self, row: int) -> tuple[int, int]:
         """Return the shard of a row, and its place there."""

@@ -7,8 +7,8 @@ out, and which fill which row, follows from the files and the configuration alon
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,12 @@ from axonlaunch.data import packing, token_cache
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Kind, Split
 from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoders import make_encoder
-from axonlaunch.data.encoding import Encoder, OnProgress
+from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.rows import UnreadableFileError
+from axonlaunch.data.shard_maker import BadRowsError
 from axonlaunch.data.shuffle import permute
 from axonlaunch.data.sources import SourceFile, find_sources
-from axonlaunch.data.token_cache import BadRowsError, Shard
+from axonlaunch.data.token_cache import Corpus, Shard
 from axonlaunch.data.tokenizer import Tokenizer, load_tokenizer
 
 _HELD_OUT_KEY = (1,)
@@ -83,30 +84,45 @@ class TextRows:
     kind: Kind = "tokens"
     is_text = True
 
-    def __init__(self, config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> None:
+    def __init__(
+        self,
+        config: TextRowsConfig,
+        tokenizer: Tokenizer,
+        *,
+        report: OnProgress,
+        shards: Sequence[Shard] | None = None,
+    ) -> None:
         """Tokenise what is not tokenised yet, and fill rows.
+
+        Args:
+            config: The group ``data``.
+            tokenizer: Makes tokens of text.
+            report: Is called now and then while that happens.
+            shards: Of ``data.files`` these alone, which may have no row; None: all.
 
         Raises:
             ConfigError: A file can't be read, a row is none, or nothing is left to train on.
         """
-        encoder = make_encoder(config, tokenizer)
         self.tokenizer = tokenizer
         self.num_classes = tokenizer.vocab_size
         self.sample_shape = (config.sequence_length,)
         self.is_packed = config.packing != "none"
         self._config = config
         held_out = config.held_out if isinstance(config.held_out, list) else []
-        sources = find_sources(config.files)
+        self.folder = token_cache.folder_of(config.cache_dir)
         eval_sources = find_sources(held_out, key="data.held_out")
-        refuse_overlap(config, sources)
-        self.folder = folder = token_cache.folder_of(config.cache_dir)
-        self._shards = _shards(sources, config, encoder, folder, report)
-        train_shards = len(self._shards)
-        self._shards += _shards(eval_sources, config, encoder, folder, report)
-        sizes = [shard.progress.tokens for shard in self._shards]
-        self._first_token = np.cumsum([0, *sizes])
-        self._first_document = np.cumsum([0, *(len(shard.lengths) for shard in self._shards)])
-        lengths = np.concatenate([shard.lengths for shard in self._shards]).astype(np.int64)
+        is_all = shards is None
+        if shards is None:
+            sources = find_sources(config.files)
+            refuse_overlap(config, sources)
+            with explained(config):
+                shards = [*corpus(config, sources, tokenizer, report)]
+        with explained(config):
+            self._shards: list[Shard] = [*shards, *corpus(config, eval_sources, tokenizer, report)]
+        train_shards = len(shards)
+        self._first_token = np.cumsum([0, *(shard.progress.tokens for shard in self._shards)])
+        self._first_document = np.cumsum([0, *(shard.num_documents for shard in self._shards)])
+        lengths = np.concatenate([shard.lengths() for shard in self._shards]).astype(np.int64)
         self._starts = np.cumsum(lengths) - lengths
         self._places = lengths - 1
         documents = np.arange(len(lengths))
@@ -120,7 +136,7 @@ class TextRows:
             "train": self._table(documents[~is_held_out]),
             "eval": self._table(documents[is_held_out]),
         }
-        if not len(self._tables["train"]):
+        if is_all and not len(self._tables["train"]):
             empty = sum(shard.progress.empty for shard in self._shards)
             left = f"; {empty:,} rows of the files have no token to predict" if empty else ""
             message = f"no document is left to train on{left}"
@@ -168,17 +184,11 @@ class TextRows:
             yield self._source(document), piece
 
     def summaries(self) -> dict[str, TextSummary]:
-        """Count what there is, by reading through which tokens count."""
-        masks = [shard.counted() for shard in self._shards]
-        tokens = [shard.progress.tokens for shard in self._shards]
-        counted = [
-            int(size - len(shard.lengths)) if mask is None else int(np.count_nonzero(mask))
-            for shard, size, mask in zip(self._shards, tokens, masks, strict=True)
-        ]
+        """Count what there is."""
         summary = TextSummary(
             documents=len(self._places),
-            tokens=sum(tokens),
-            counted_tokens=sum(counted),
+            tokens=sum(shard.progress.tokens for shard in self._shards),
+            counted_tokens=sum(shard.progress.counted for shard in self._shards),
             longest_document=int(self._places.max(initial=0)) + 1,
             rows=self.num_samples,
             held_out_rows=self.num_eval_samples,
@@ -292,28 +302,39 @@ def refuse_overlap(config: TextRowsConfig, sources: Sequence[SourceFile]) -> Non
             raise ConfigError([ConfigIssue("data.held_out", message, config.held_out)])
 
 
-def _shards(
-    sources: Sequence[SourceFile],
-    config: TextRowsConfig,
-    encoder: Encoder,
-    folder: Path,
-    report: OnProgress,
-) -> list[Shard]:
-    """Return the shards of files, made where they are not there.
+def corpus(
+    config: TextRowsConfig, sources: Sequence[SourceFile], tokenizer: Tokenizer, report: OnProgress
+) -> Corpus:
+    """Return the shards of files, made when they are asked for.
 
     Raises:
-        ConfigError: They can't be.
+        ConfigError: The tokenizer can't make documents of their rows.
     """
-    skip = config.on_bad_row == "skip"
+    return Corpus(
+        sources,
+        make_encoder(config, tokenizer),
+        folder=token_cache.folder_of(config.cache_dir),
+        skip_bad=config.on_bad_row == "skip",
+        report=report,
+    )
+
+
+@contextmanager
+def explained(config: TextRowsConfig) -> Iterator[None]:
+    """Say of which key it is that a shard can't be made, and what to write instead.
+
+    Raises:
+        ConfigError: It can't be.
+    """
     try:
-        made = token_cache.shards(sources, encoder, folder=folder, skip_bad=skip, report=report)
-        return list(made)
+        yield
     except BadRowsError as error:
         message = f"{error}; mend it, or data.on_bad_row=skip leaves such rows out"
         raise ConfigError([ConfigIssue("data.files", message)]) from None
     except UnreadableFileError as error:
         raise ConfigError([ConfigIssue("data.files", str(error))]) from None
     except OSError as error:
+        folder = token_cache.folder_of(config.cache_dir)
         message = f"{folder} can't be used: {error.strerror or error}; choose another folder"
         raise ConfigError([ConfigIssue("data.cache_dir", message, config.cache_dir)]) from None
 

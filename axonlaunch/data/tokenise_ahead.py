@@ -11,12 +11,10 @@ import pickle
 import sys
 import threading
 
-from axonlaunch.config.documents import TextRowsConfig
-from axonlaunch.data import token_cache
-from axonlaunch.data.encoders import make_encoder
-from axonlaunch.data.encoding import Encoder
+from axonlaunch.data.encoding import Tokenising
 from axonlaunch.data.learned_tokenizer import load_or_learn
 from axonlaunch.data.sources import find_sources
+from axonlaunch.data.text_rows import corpus
 
 _NICE = 10
 """Training goes first where there is not a core for each."""
@@ -24,24 +22,17 @@ _NICE = 10
 
 def main() -> None:
     """Tokenise all shards; whoever needs one that can't be reports why."""
-    config, shards, tokenizer = pickle.load(sys.stdin.buffer)
+    config, tokenizer = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(_NICE)
     with contextlib.suppress(ValueError, OSError):
-        encoder = make_encoder(config, load_or_learn(tokenizer, config, report=lambda state: None))
-        for files in shards:
-            _tokenise(files, config, encoder)
+        made_by = load_or_learn(tokenizer, config, report=_say_nothing)
+        for _ in corpus(config, find_sources(config.files), made_by, _say_nothing):
+            pass  # each is complete when it is given
 
 
-def _tokenise(files: list[str], config: TextRowsConfig, encoder: Encoder) -> None:
-    for _ in token_cache.shards(
-        find_sources(files),
-        encoder,
-        folder=token_cache.folder_of(config.cache_dir),
-        skip_bad=config.on_bad_row == "skip",
-        report=lambda state: None,
-    ):
-        pass
+def _say_nothing(state: Tokenising) -> None:
+    del state
 
 
 def _end_with_parent() -> None:

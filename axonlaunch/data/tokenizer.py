@@ -75,7 +75,8 @@ class ByteTokenizer:
 
     def documents(self, texts: Sequence[str]) -> list[_Tokens]:
         """Turn each text into its bytes."""
-        return [np.array(encode(text), dtype=np.uint32) for text in texts]
+        contents = (text.encode(errors="surrogateescape") for text in texts)
+        return [np.frombuffer(content, np.uint8).astype(np.uint32) for content in contents]
 
     def encode(self, text: str) -> list[int]:
         """Turn text into bytes."""

@@ -30,7 +30,9 @@ def run_mesh(world: World, layout: Layout) -> Mesh:
         keep = ("dp_shard",)
     elif layout.facts.shards_optimizer:
         keep = ("dp_replicate",)
-    return world.lay_out(sizes, keep=keep)
+    # A layer waits for what its tensor ranks sum; gathers and reductions of the data ranks, which
+    # are for later layers, would take the multiprocessors first.
+    return world.lay_out(sizes, keep=keep, urgent=("tp",))
 
 
 def context_group(world: World, layout: Layout) -> ProcessGroup:

@@ -72,6 +72,26 @@ class Packing(NamedTuple):
         return cls(positions, same & earlier)
 
 
+def refuses_groups_on_cuda(q: Tensor, mask: Tensor | None) -> bool:
+    """Return whether a fused kernel of CUDA's refuses keys and values of fewer heads than queries.
+
+    torch then falls back in silence to one that holds all scores: 8 GiB a sample and layer for 32
+    heads and 8,192 tokens in fp32. Flash takes no fp32 and no mask, memory-efficient no groups, and
+    cuDNN, which takes a mask, is not the first choice before Hopper.
+
+    Source: PyTorch, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
+    """
+    return q.dtype == torch.float32 or mask is not None
+
+
+def refuses_groups(q: Tensor, mask: Tensor | None) -> bool:
+    """Return whether keys and values have to be repeated for the queries of a group.
+
+    A CPU's kernel is as fast or faster with groups, and there are no copies of them.
+    """
+    return q.device.type == "cuda" and refuses_groups_on_cuda(q, mask)
+
+
 class Rotary:
     """Cosines and sines of positions, each [T, 1, head_dim / 2], or [B, T, 1, head_dim / 2]."""
 
@@ -179,11 +199,8 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Mix values [B, heads, T, head_dim] by queries and keys; engines may put another here."""
-        # enable_gqa rather than repeated keys: on a CPU as fast or faster, and no copies of them.
-        # Of CUDA's fused kernels those for fp32 refuse it, and torch then falls back in silence to
-        # one that holds all scores: 8 GiB a sample and layer for 32 heads and 8,192 tokens.
         groups = q.shape[1] // k.shape[1]
-        if groups > 1 and q.device.type == "cuda" and q.dtype == torch.float32:
+        if groups > 1 and refuses_groups(q, mask):
             k, v = (heads.repeat_interleave(groups, dim=1) for heads in (k, v))
         return F.scaled_dot_product_attention(
             q,

@@ -16,7 +16,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import MODELS, HuggingFaceConfig
 from axonlaunch.models.initialization import fill, initialize, materialize
-from axonlaunch.models.lora import adapter_initializers, add_adapters
+from axonlaunch.models.lora import adapter_initializers, add_adapters, start_magnitudes
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.models.trained import choose_trained
 
@@ -105,6 +105,8 @@ def _fill_adapters(module: nn.Module, *, seed: int) -> None:
     for name, parameter in module.named_parameters():
         if name in starts and not parameter.is_meta:
             fill(parameter, starts[name], seed=seed, name=name)
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        start_magnitudes(module)
 
 
 def initialize_weights(
@@ -117,6 +119,7 @@ def initialize_weights(
         return
     materialize(module, device=device)
     initialize(module, seed=seed, initializers=spec.initializers(module))
+    start_magnitudes(module)
 
 
 def build_model(config: Any, *, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:

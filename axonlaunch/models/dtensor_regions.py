@@ -123,6 +123,27 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
+def squares_along(tensor: Tensor, *, dim: int) -> Tensor:
+    """Return the sums of the squares of a whole matrix along a dim, on every rank, in fp32.
+
+    All ranks of its mesh call this; the sums alone are communicated. fp64 stays what it is.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    dtype = torch.promote_types(local.dtype, torch.float32)
+    total = torch.zeros(tensor.shape[1 - dim], dtype=dtype, device=local.device)
+    for box in local_boxes(tensor):
+        start, length = box.region[1 - dim]
+        norms = torch.linalg.vector_norm(box.of(local), dim=dim, dtype=dtype)
+        total[start : start + length] += norms.square()
+    if not isinstance(tensor, DTensor):
+        return total
+    # What is offloaded lies beside the device that its ranks communicate from.
+    summed = total.to(tensor.device_mesh.device_type)
+    for cut in _cuts(tensor):
+        summed = sum_over(summed, ProcessGroup.from_torch(tensor.device_mesh.get_group(cut.axis)))
+    return summed.to(total.device)
+
+
 def _is_cut_unevenly(tensor: DTensor) -> bool:
     """Say whether FSDP cut what the tensor axis left of a size that they don't divide.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, cast
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.adapter import LoraConfig
 from axonlaunch.config.parameter_groups import unmatched
+from axonlaunch.models.dora import MAGNITUDE, LoraMagnitude, adapted_norms, fill_magnitudes
 from axonlaunch.models.initialization import Constant, Initializer, Uniform
 from axonlaunch.models.spec import ModelSpec
 
@@ -36,13 +37,20 @@ class LoraMatrix(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+ADAPTER_PARTS = (LoraMatrix, LoraMagnitude)
+"""The modules of an adapter below the layer that it is of."""
+
+
 class LoraLayer(nn.Module):
     """Comes before a linear layer's own class, and adds ``scale * B A x`` to what it computes.
+
+    With magnitudes what that gives is scaled to them, but for the bias.
 
     Attributes:
         base_class: The layer's own.
         lora_A: From inputs to the rank.
         lora_B: From the rank to outputs; it starts at zero.
+        lora_magnitude_vector: Of DoRA; None: there is none.
         lora_dropout: Share of the inputs of A that are left out in training.
         lora_scale: Of the product.
     """
@@ -50,20 +58,55 @@ class LoraLayer(nn.Module):
     base_class: ClassVar[type[nn.Module]]
     lora_A: LoraMatrix  # noqa: N815 - as PEFT calls it
     lora_B: LoraMatrix  # noqa: N815
+    lora_magnitude_vector: LoraMagnitude | None
     lora_dropout: float
     lora_scale: float
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the weight is [inputs, outputs], as that of GPT-2's Conv1D."""
+        return not issubclass(self.base_class, nn.Linear)
+
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
-        output: Tensor = super().forward(x)
-        return output + self.adaptation(x)
+        return self.adapted(super().forward(x), x, self._read)
 
-    def adaptation(self, x: Tensor) -> Tensor:
-        """Return what is added to the layer's output [..., out] of an input [..., in]."""
-        if self.lora_dropout and self.training:
-            x = F.dropout(x, self.lora_dropout)
-        product: Tensor = self.lora_B(self.lora_A(x))
-        return product * self.lora_scale
+    def adapted(
+        self,
+        output: Tensor,
+        x: Tensor,
+        read: Callable[[], tuple[Tensor, Tensor | None]],
+        *,
+        own: tuple[int, int] | None = None,
+        total: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return what the layer computes, or a rank's part of it, with the adapter.
+
+        Args:
+            output: Of the layer's own weight, [..., out].
+            x: What the layer is given, [..., in].
+            read: Returns the weight, [out, in], and the bias if ``output`` has one in it.
+            own: First and number of the outputs that ``output`` has; None: all that B has.
+            total: Sums over ranks that have other inputs; None: all of them are here.
+        """
+        dropped = F.dropout(x, self.lora_dropout) if self.lora_dropout and self.training else x
+        added: Tensor = self.lora_B(self.lora_A(dropped)) * self.lora_scale
+        added = added if own is None else added.narrow(-1, *own)
+        if self.lora_magnitude_vector is None:
+            return output + added
+        weight, bias = read()
+        up = self.lora_B.weight if own is None else self.lora_B.weight.narrow(0, *own)
+        norms = adapted_norms(weight, self.lora_A.weight, up, scale=self.lora_scale, total=total)
+        factor: Tensor = self.lora_magnitude_vector(norms, own)
+        if dropped is not x:  # then, as in PEFT, what scaling adds is of what is not left out
+            base = F.linear(dropped, weight.to(dropped.dtype))
+            return (output + (factor - 1) * base + factor * added).to(output.dtype)
+        scaled = factor * ((output if bias is None else output - bias) + added)
+        return (scaled if bias is None else scaled + bias).to(output.dtype)
+
+    def _read(self) -> tuple[Tensor, Tensor | None]:
+        layer: Any = self
+        return layer.weight.t() if self.is_transposed else layer.weight, layer.bias
 
 
 def add_adapters(module: nn.Module, config: LoraConfig, spec: ModelSpec) -> None:
@@ -82,6 +125,7 @@ def add_adapters(module: nn.Module, config: LoraConfig, spec: ModelSpec) -> None
             lora = cast("LoraLayer", layer)
             lora.lora_A = LoraMatrix(inputs, config.rank, bias=False)
             lora.lora_B = LoraMatrix(config.rank, outputs, bias=False)
+            lora.lora_magnitude_vector = LoraMagnitude(outputs) if config.dora else None
             lora.lora_dropout, lora.lora_scale = config.dropout, config.scale
 
 
@@ -95,7 +139,21 @@ def adapter_initializers(module: nn.Module) -> dict[str, Initializer]:
         if isinstance(layer, LoraLayer):
             initializers[f"{name}.lora_A.weight"] = Uniform(1 / math.sqrt(layer.lora_A.in_features))
             initializers[f"{name}.lora_B.weight"] = Constant(0.0)
+            if layer.lora_magnitude_vector is not None:  # until its weight has its values
+                initializers[f"{name}{MAGNITUDE}"] = Constant(1.0)
     return initializers
+
+
+def transposed_layers(module: nn.Module) -> set[str]:
+    """Return the names of adapted layers whose weight is [inputs, outputs]."""
+    layers = ((n, part) for n, part in module.named_modules() if isinstance(part, LoraLayer))
+    return {name for name, layer in layers if layer.is_transposed}
+
+
+def start_magnitudes(module: nn.Module) -> None:
+    """Set the magnitudes of a module, divided or not, to the norms of its weights."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    fill_magnitudes(parameters, transposed=transposed_layers(module))
 
 
 def adapter_names(module: nn.Module) -> set[str]:

@@ -33,6 +33,7 @@ _IDLE = (
     "eval_every",
     "eval_batches",
 )
+_OF_HARDWARE = ("memory_gib", "is_cpu", "multiprocessors", "cublas_workspace_mib")
 
 
 def read_estimate(config: RunConfig, *, exact: bool = False) -> Estimate | None:
@@ -103,8 +104,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "optimizer": to_tree(config.optimizer),
         "train": {k: v for k, v in to_tree(config.train).items() if k not in _IDLE},
         "world_size": num_ranks(config),
-        "memory_gib": hardware.memory_gib if hardware else None,
-        "is_cpu": hardware is not None and hardware.is_cpu,
+        "hardware": {name: getattr(hardware, name, None) for name in _OF_HARDWARE},
         "exact": exact,
         "segments_grow": segments_grow(),
         "axonlaunch": version("axonlaunch"),

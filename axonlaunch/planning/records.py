@@ -50,7 +50,8 @@ class Estimate:
         world_size: Ranks.
         mesh: Ranks along each axis, outermost first.
         parameters: Of the whole model.
-        peak_bytes: What tensors hold at most on the highest rank.
+        peak_bytes: What tensors hold at most on the highest rank, of a GPU with the workspaces of
+            its kernels: what ``torch.cuda.max_memory_allocated`` shows, but for rounding.
         reserved_bytes: What torch's allocator holds for them on a GPU; of a CPU, the same.
         process_bytes: What the process holds of the GPU: that, the driver's context and NCCL's
             buffers; of a CPU, ``peak_bytes``.

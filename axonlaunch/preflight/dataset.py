@@ -12,6 +12,7 @@ from typing import Any
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.data import DATASETS
+from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.data.dataset import Dataset, holds_documents, is_unsized
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.own import StreamedSamples
@@ -63,6 +64,9 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
             yield ConfigIssue("train.epochs", message, config.train.epochs)
     elif not is_stream and dataset.num_samples < config.train.global_batch_size:
         message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
+        if isinstance(config.data, TextRowsConfig):
+            has = f"the data fills {dataset.num_samples} rows of {config.data.sequence_length}"
+            message = f"{has} tokens; use fewer, a shorter data.sequence_length, or more data"
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if config.train.eval_batches and not dataset.num_eval_samples:
         how = "give it an attribute held_out" if is_stream else "hold samples out"

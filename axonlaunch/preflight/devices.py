@@ -52,6 +52,10 @@ def device_problems(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
     elif launch.device == "cuda" and not devices:
         message = "this node has no accelerator that torch sees; use cpu"
         yield ConfigIssue("launch.device", message, launch.device)
+    kernel = config.train.attention_kernel
+    if kernel != "auto" and launch.device != "cuda":
+        message = "the ranks compute on the CPU, which has one kernel; use auto"
+        yield ConfigIssue("train.attention_kernel", message, kernel)
     if backend == "mock" and config.train.compile:
         message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
         yield ConfigIssue("launch.backend", message, backend)

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from axonlaunch.config.schema import TrainConfig
+
+_KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+_CUDNN_FIRST = (9, 10)
+"""Major compute capabilities of devices on which cuDNN's kernel is the fastest: Hopper, Blackwell.
+
+Source: pytorch/pytorch#142132.
+"""
 
 
 def configure_arithmetic(config: TrainConfig) -> None:
@@ -28,3 +41,17 @@ def configure_arithmetic(config: TrainConfig) -> None:
         torch.backends.cudnn.benchmark = False
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.set_float32_matmul_precision(config.matmul_precision)
+
+
+def attention_kernels(config: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
+    """Return in which ``scaled_dot_product_attention`` has the kernels that a run is to use.
+
+    torch puts cuDNN's first by itself, but only from a version of cuDNN on.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    if config.attention_kernel != "auto":
+        return sdpa_kernel(_KERNELS[config.attention_kernel])
+    if torch.cuda.get_device_capability(device)[0] in _CUDNN_FIRST and torch.version.hip is None:
+        return sdpa_kernel([*_KERNELS.values(), SDPBackend.MATH], set_priority=True)
+    return nullcontext()

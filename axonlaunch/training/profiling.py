@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from axonlaunch.comm import World
 from axonlaunch.comm.json_exchange import all_gather_json
-from axonlaunch.config.schema import ProfileConfig
+from axonlaunch.config.recording import ProfileConfig
 from axonlaunch.diagnostics import flight_recorder, step_breakdown
 from axonlaunch.diagnostics.pipeline_actions import CLOCK_AHEAD
 from axonlaunch.diagnostics.stragglers import files_of

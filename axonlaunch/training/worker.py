@@ -32,7 +32,7 @@ from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerated, Started
 from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.models.generation import generate
-from axonlaunch.training.arithmetic import configure_arithmetic
+from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.conversation import Conversation
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
@@ -139,7 +139,8 @@ def run(
             background=config.checkpoint.async_save,
             wrote=lambda: monitor.report_phase("saving", step=engine.step),
         )
-    with loggers, _tokenising_ahead(config, dataset, world):
+    kernels = attention_kernels(config.train, world.device)
+    with loggers, _tokenising_ahead(config, dataset, world), kernels:
         finished = fit(
             engine,
             loader,

@@ -61,11 +61,12 @@ def on_mock(config: RunConfig, plan: ComparisonPlan) -> ParityResult:
         return layout_run.compare(config, member, references[0], plan, folder=folder)
 
     try:
-        with temporary_folder() as folder, lowered_thresholds(), threads_for(config):
-            results = world.run(run)
+        with threads_for(config), temporary_folder() as folder:
+            with lowered_thresholds():
+                results = world.run(run)
+            return judge(config, plan, references, results)
     except RankFailedError as error:
         return failed(config, plan.steps, str(error))
-    return judge(config, plan, references, results)
 
 
 def save_reference(config: RunConfig, plan: ComparisonPlan, folder: str) -> ParityResult | None:
@@ -104,6 +105,7 @@ def verify_on_rank(
         device=config.launch.device,
         timeout_s=config.launch.timeout_s,
         store=store,
+        connects_at_once=config.strategy.pipeline.degree == 1,
     ) as world:
         first, again = map(_read, torch.load(Path(folder) / _SAVED))
         with lowered_thresholds():

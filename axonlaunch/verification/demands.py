@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 from axonlaunch.config import RunConfig, with_values
@@ -19,6 +20,7 @@ from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.data_parallel import fsdp, zero1
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.preflight.checks import find_issues
+from axonlaunch.verification.plain_optimizer import class_of
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import NoReferenceError
 from axonlaunch.verification.reference_runs import gradient_norms
@@ -141,4 +143,11 @@ def with_smooth_updates(config: RunConfig) -> RunConfig:
         return with_values(config, {"optimizer.eps": (max(eps[0] or 0, _LEAST_EPS), *eps[1:])})
     if isinstance(eps, float):
         return with_values(config, {"optimizer.eps": max(eps, _LEAST_EPS)})
+    arguments = getattr(optimizer, "arguments", None)
+    if arguments is not None:
+        known = signature(class_of(optimizer)).parameters.get("eps")
+        eps = arguments.get("eps", None if known is None else known.default)
+        if isinstance(eps, float):
+            smooth = {**arguments, "eps": max(eps, _LEAST_EPS)}
+            return with_values(config, {"optimizer.arguments": smooth})
     return config

@@ -45,7 +45,10 @@ class ModuleRecorder:
         """
         self.record = ModuleRecord()
         self._givers: dict[int, tuple[Tensor, list[str]]] = {}
+        self._forwards = 0
         for module in modules:
+            module.register_forward_pre_hook(self._entering)
+            module.register_forward_hook(self._leaving, always_call=True)
             for name, part in module.named_modules():
                 if name and part not in but:
                     part.register_forward_pre_hook(self._reading(name), with_kwargs=True)
@@ -55,6 +58,12 @@ class ModuleRecorder:
         """Forget the step before."""
         self.record = ModuleRecord()
         self._givers = {}
+
+    def _entering(self, _module: nn.Module, _inputs: Any) -> None:
+        self._forwards += 1
+
+    def _leaving(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._forwards -= 1
 
     def _reading(self, name: str) -> Any:
         def read(_module: nn.Module, inputs: Any, named_inputs: Any) -> None:
@@ -77,8 +86,9 @@ class ModuleRecorder:
                 return  # shapes are tried out
             record = self.record
             calls = record.outputs.setdefault(name, [])
-            if any(torch.equal(tensor, before) for before in calls):
-                return  # computed again
+            # In a forward two micro-batches may well give the same: of their positions, say.
+            if not self._forwards and any(torch.equal(tensor, before) for before in calls):
+                return  # recomputed for a backward
             self._givers.setdefault(id(tensor), (tensor, []))[1].append(name)
             calls.append(tensor.detach().clone())
             gradients = record.gradients.setdefault(name, [])

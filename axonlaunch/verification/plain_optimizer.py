@@ -140,10 +140,11 @@ def _chosen(config: Any, name: str, ndim: int, *, is_hidden: bool) -> tuple[Any,
         options["weight_decay"] = 0.0
     options |= own
     options["lr"] *= scale
-    return _class_of(config), options
+    return class_of(config), options
 
 
-def _class_of(config: Any) -> Any:
+def class_of(config: Any) -> Any:
+    """Return what torch, or its user, has of an optimizer: called with groups of parameters."""
     if config.name == "lion":
         return PlainLion
     if config.name in OWN_OPTIMIZERS:

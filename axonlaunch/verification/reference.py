@@ -27,6 +27,7 @@ from axonlaunch.data.loader import whole_loader
 from axonlaunch.data.samples import map_tensors
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.models.build import build_model, initial_weights, spec_for
+from axonlaunch.models.lora import start_magnitudes
 from axonlaunch.models.module_state import evaluating
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
@@ -126,10 +127,6 @@ class PlainRun:
     def _built(self) -> nn.Module:
         config = self._config
         model = build_model(config, seed=config.seed)
-        if initial_weights(config.model) is not None:
-            World.mock(1).run(
-                lambda world: load_initial_weights(LoadableWeights(model), config, world=world)
-            )
         if self._plan.fp64:
             model.double()
         elif config.train.param_dtype != "fp32":
@@ -138,6 +135,12 @@ class PlainRun:
                 is_kept = config.adapter is not None and parameter.requires_grad
                 if parameter.is_floating_point() and not is_kept:
                     parameter.data = parameter.data.to(REFERENCE_DTYPES[config.train.param_dtype])
+        if self._spec.initializers is not None:
+            start_magnitudes(model)  # of the weights as they are kept
+        if initial_weights(config.model) is not None:
+            World.mock(1).run(
+                lambda world: load_initial_weights(LoadableWeights(model), config, world=world)
+            )
         return model.train()
 
     def _masters(self) -> dict[str, Tensor]:

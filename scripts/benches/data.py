@@ -1,4 +1,4 @@
-"""Tokenising beside datasets.map, feeding batches, the first batch of several files, and memory.
+"""Tokenising beside datasets.map, feeding batches, the first batch of a large file, and memory.
 
 The corpus is the source of Python's library, as rows of JSON lines, repeated up to a size; the
 tokenizer is learned from it. Contestants run one after another in processes of their own, on as
@@ -25,8 +25,8 @@ MB, MIB = 10**6, 1 << 20
 ROW = 4000
 """Characters of a row."""
 VOCABULARY = 8192
-FILES = 2
-"""That the corpus is divided into, each of them a shard if it has 64 MB."""
+LEARNED_MB, FED_MB = 20, 20
+"""Of text, of which the tokenizer is learned, and of which batches are fed."""
 
 
 def write_corpus(file: Path, size: int) -> Path:
@@ -155,7 +155,7 @@ def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float]:
 
 
 def first_batch(corpora: Path, tokenizer: Path) -> tuple[float, float]:
-    """Return the seconds to the first batch of several files, and those to tokenise them all."""
+    """Return the seconds to the first batch of files, and those to tokenise them all."""
     import numpy as np
 
     from axonlaunch.config.documents import DocumentsConfig
@@ -175,53 +175,85 @@ def first_batch(corpora: Path, tokenizer: Path) -> tuple[float, float]:
         return first, time.perf_counter() - began
 
 
+def compare_speed(folder: Path, tokenizer: Path, arguments: argparse.Namespace) -> None:
+    """Print how fast rows are tokenised beside ``datasets.map``, in turn."""
+    corpus = write_corpus(folder / "corpus.jsonl", arguments.mb * MB)
+    ours, theirs = [], []
+    for _ in range(arguments.repeats):
+        ours.append(by_axonlaunch(corpus, tokenizer, arguments.cores)[0])
+        theirs.append(by_datasets(corpus, tokenizer, arguments.cores))
+    seconds = statistics.median(ours)
+    mapped, everything = (statistics.median(column) for column in zip(*theirs, strict=True))
+    size = corpus.stat().st_size / MB
+    print(f"tokenise {size:.0f} MB on {arguments.cores} cores")
+    print(f"  axonlaunch data prepare     {size / seconds:7.2f} MB/s")
+    for rival_name, took in (("datasets.map", mapped), ("with load_dataset", everything)):
+        print(f"  {rival_name:<26}  {size / took:7.2f} MB/s, ours is {took / seconds:.2f} of it")
+
+
+def measure_feeding(folder: Path, tokenizer: Path, arguments: argparse.Namespace) -> None:
+    """Print which share of a step is spent waiting for its batch."""
+    corpus = write_corpus(folder / "fed.jsonl", FED_MB * MB)
+    waits, takes = feeding(corpus, tokenizer, arguments.steps)
+    print(f"feeding: a step of {takes / arguments.steps * 1e3:.0f} ms waits {waits / takes:.2%}")
+
+
+def measure_start(folder: Path, tokenizer: Path, arguments: argparse.Namespace) -> None:
+    """Print after how long the first batch of one large file is there."""
+    corpora = folder / "corpora"
+    corpora.mkdir()
+    write_corpus(corpora / "large.jsonl", arguments.mb * MB)
+    first, everything = first_batch(corpora, tokenizer)
+    print(
+        f"data.shuffle=shards: the first batch of a file of {arguments.mb} MB after {first:.1f} s, "
+        f"all of it tokenised after {everything:.1f} s"
+    )
+
+
+def measure_memory(folder: Path, tokenizer: Path, arguments: argparse.Namespace) -> None:
+    """Print the peak memory of tokenising corpora of several sizes."""
+    for size in arguments.memory_mb:
+        large = write_corpus(folder / "large.jsonl", size * MB)
+        seconds, peak = by_axonlaunch(large, tokenizer, arguments.cores)
+        took = f"{peak / MIB:.0f} MiB at its peak, {seconds:.0f} s"
+        print(f"memory: a corpus of {size} MB takes {took}", flush=True)
+        large.unlink()
+
+
+PARTS = {
+    "tokenise": compare_speed,
+    "feeding": measure_feeding,
+    "start": measure_start,
+    "memory": measure_memory,
+}
+
+
 def main() -> None:
-    """Run it and print a table."""
+    """Run all of it, or what is chosen, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run; all by default")
     parser.add_argument("--mb", type=int, default=200, help="megabytes of text to tokenise")
-    parser.add_argument("--memory-mb", type=int, default=4000, help="of the corpus of the memory")
+    parser.add_argument(
+        "--memory-mb", type=int, nargs="+", default=[4000], help="of the corpora of the memory"
+    )
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--folder", help="where corpora are written; the temporary folder's")
     parser.add_argument("--rival", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rival:
         corpus, tokenizer, cores = arguments.rival
         rival(corpus, tokenizer, int(cores))
         return
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        corpus = write_corpus(folder / "corpus.jsonl", arguments.mb * MB)
-        tokenizer = learn_tokenizer(corpus, folder / "learned")
-        ours, theirs = [], []
-        for _ in range(arguments.repeats):
-            ours.append(by_axonlaunch(corpus, tokenizer, arguments.cores)[0])
-            theirs.append(by_datasets(corpus, tokenizer, arguments.cores))
-        seconds = statistics.median(ours)
-        mapped, everything = (statistics.median(column) for column in zip(*theirs, strict=True))
-        size = corpus.stat().st_size / MB
-        print(f"tokenise {size:.0f} MB on {arguments.cores} cores")
-        print(f"  axonlaunch data prepare     {size / seconds:7.2f} MB/s")
-        for rival_name, took in (("datasets.map", mapped), ("with load_dataset", everything)):
-            ratio = f"ours is {took / seconds:.2f} of it"
-            print(f"  {rival_name:<26}  {size / took:7.2f} MB/s, {ratio}")
-        waits, takes = feeding(corpus, tokenizer, arguments.steps)
-        print(
-            f"feeding: a step of {takes / arguments.steps * 1e3:.0f} ms waits {waits / takes:.2%}"
-        )
-        corpora = folder / "corpora"
-        corpora.mkdir()
-        for number in range(FILES):
-            write_corpus(corpora / f"{number}.jsonl", arguments.mb * MB // FILES)
-        first, everything = first_batch(corpora, tokenizer)
-        when = f"the first batch of {FILES} files after {first:.1f} s"
-        print(f"data.shuffle=shards: {when}, all of them tokenised after {everything:.1f} s")
-        corpus.unlink()
-        large = write_corpus(folder / "large.jsonl", arguments.memory_mb * MB)
-        _, peak = by_axonlaunch(large, tokenizer, arguments.cores)
-        print(
-            f"memory: a corpus of {arguments.memory_mb} MB takes {peak / MIB:.0f} MiB at its peak"
-        )
+        os.environ["TMPDIR"] = name  # caches lie beside the corpora
+        tempfile.tempdir = name
+        text = write_corpus(folder / "learned.jsonl", LEARNED_MB * MB)
+        tokenizer = learn_tokenizer(text, folder / "learned")
+        for part in arguments.only or PARTS:
+            PARTS[part](folder, tokenizer, arguments)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
         groups=cuda_process.communicator_sizes(reduced.layout),
         capacity=capacity,
         expandable=run.expandable,
+        workspaces=cuda_process.cublas_workspaces(config),
     )
     steady = ("parameters", "gradients", "optimizer")
     return {

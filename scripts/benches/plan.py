@@ -42,7 +42,7 @@ def step_seconds(overrides: list[str], layout: Layout, *, ranks: int, steps: int
 def every_layout(overrides: list[str], *, ranks: int) -> list[Layout]:
     """Return the settings of every layout that recomputes nothing."""
     config = load([*overrides, f"launch.nproc={ranks}"])
-    found = candidates(config, devices=ranks, in_node=ranks, kept=_NONE)
+    found = candidates(config, devices=ranks, in_node=ranks, fixed=_NONE)
     return [tuple(f"{k}={plain(v)}" for k, v in one.settings.items()) for one in found]
 
 
@@ -52,7 +52,7 @@ def planned(overrides: list[str], *, ranks: int) -> tuple[Layout, dict[str, Any]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(ran.stdout)
     config = load([*overrides, *found["candidates"][0]["overrides"]])
-    for one in candidates(config, devices=ranks, in_node=ranks, kept={}):
+    for one in candidates(config, devices=ranks, in_node=ranks, fixed={}):
         if with_values(one.config, {"hardware": None}) == config:
             return tuple(f"{k}={plain(v)}" for k, v in one.settings.items()), found
     raise SystemExit(f"no layout is {found['candidates'][0]['overrides']}")

@@ -30,7 +30,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
     command = Served(tmp_path_factory.mktemp("runs"), server)
     rows = [{"prompt": f"What is {n} + 1?", "completion": f"{n + 1}."} for n in range(50)]
     corpus.write_jsonl(command.folder / "chats.jsonl", rows)
-    command("train", *MODEL, *DATA, *SHORT, "train.epochs=1", "data.packing=none")
+    command("train", *MODEL, *DATA, *SHORT, "train.epochs=1")
     return command
 
 
@@ -53,7 +53,7 @@ def test_a_model_of_chats_answers_a_prompt_or_each_line(command: Served) -> None
 
 
 def test_more_epochs_resume_with_the_tokenizer_that_was_learned(command: Served) -> None:
-    more = command("train", *MODEL, *DATA, *SHORT, "train.epochs=2", "data.packing=none").stdout
+    more = command("train", *MODEL, *DATA, *SHORT, "train.epochs=2").stdout
     assert "steps 7 to 13" in more
     corpus.write_jsonl(command.folder / "others.jsonl", [{"prompt": "a", "completion": "b"}] * 60)
     overrides = [*MODEL, *DATA, "data.files=[others.jsonl]", *SHORT, "train.epochs=3"]
@@ -62,7 +62,7 @@ def test_more_epochs_resume_with_the_tokenizer_that_was_learned(command: Served)
 
 
 def test_fewer_epochs_than_a_run_has_done_are_refused(command: Served) -> None:
-    overrides = [*MODEL, *DATA, *SHORT, "train.epochs=0.1", "data.packing=none"]
+    overrides = [*MODEL, *DATA, *SHORT, "train.epochs=0.1"]
     error = command("train", *overrides, status=2).stderr
     assert "error: train.epochs=0.1: " in error
     assert "steps already, and this is 1; use more to train on" in error

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from configured import run_config
 
 from axonlaunch import comm
-from axonlaunch.comm import RankFailedError, World
+from axonlaunch.comm import Backend, RankFailedError, World
+from axonlaunch.comm import mesh as meshes
 from axonlaunch.config.layout import Layout
+from axonlaunch.engines.device_mesh import run_mesh
 
 AXES = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
 
@@ -77,3 +84,51 @@ def test_ranks_of_one_shard_of_the_batch_are_those_of_one_copy_of_the_model() ->
         return layout.data_shard(world.rank), mesh.along("dp_replicate", "dp_shard")
 
     assert all(shard == along for shard, along in World.mock(16).run(place))
+
+
+class _Options:
+    """NCCL's, which a torch for CPUs has not."""
+
+    def __init__(self) -> None:
+        self.is_high_priority_stream = False
+
+
+@pytest.mark.parametrize(
+    ("backend", "degrees", "prioritised"),
+    [
+        (Backend.NCCL, {"tensor": 2}, ["tp"]),
+        (Backend.NCCL, {"tensor": 2, "pipeline": 2}, ["tp"]),
+        (Backend.NCCL, {"tensor": 4}, []),  # nothing competes with the whole world's
+        (Backend.NCCL, {"pipeline": 2}, []),
+        (Backend.GLOO, {"tensor": 2}, []),
+    ],
+)
+def test_nccl_sums_of_tensor_ranks_come_before_other_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Backend,
+    degrees: dict[str, int],
+    prioritised: list[str],
+) -> None:
+    asked: list[Any] = []
+
+    def make(*args: object, backend_override: Any, **kwargs: object) -> Any:
+        asked.append(backend_override)
+        group = SimpleNamespace()
+        return SimpleNamespace(get_group=lambda axis: group)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+    monkeypatch.setattr(meshes, "init_device_mesh", make)
+    monkeypatch.setattr(meshes, "set_timeout", lambda group, timeout_s: None)
+    overrides = [f"strategy.{axis}.degree={degree}" for axis, degree in degrees.items()]
+    chosen = run_config(["strategy=fsdp", "launch.nproc=4", *overrides])
+
+    def lay_out(world: World) -> None:
+        world.backend, world.timeout_s = backend, 77.0
+        run_mesh(world, Layout.of(chosen, world_size=4))
+
+    World.mock(4).run(lay_out)
+    for overridden in asked:
+        assert [*(overridden or {})] == prioritised
+        for options in (overridden or {}).values():
+            assert options.is_high_priority_stream
+            assert options._timeout == timedelta(seconds=77)

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import axonlaunch.comm
 from axonlaunch import comm
 from axonlaunch.comm import Backend, World, nccl, world
-from axonlaunch.comm.rendezvous import RankEnvironment, find_place, is_loopback
+from axonlaunch.comm.rendezvous import RankEnvironment, find_place, is_loopback, local_place
 from axonlaunch.comm.world import choose_backend
 
 Run = Callable[..., list[tuple[int, str]]]
@@ -203,6 +203,25 @@ def test_a_rank_that_sees_one_device_takes_it(
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
     assert world._device(Backend.NCCL, 3) == torch.device("cuda", index)
     assert taken == [index]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_nccl_connects_all_ranks_at_once_or_each_pair_on_its_first_message(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    class JoinedError(Exception):
+        pass
+
+    def init(*args: object, **kwargs: object) -> None:
+        raise JoinedError(kwargs["device_id"])
+
+    monkeypatch.setattr(nccl, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(dist, "init_process_group", init)
+    place, store = local_place(0, 1), dist.HashStore()
+    with pytest.raises(JoinedError) as joined:
+        World.join(place, backend="nccl", store=store, connects_at_once=at_once)
+    assert joined.value.args == (torch.device("cuda", 0) if at_once else None,)
 
 
 @pytest.mark.parametrize(("backend", "destroyed"), [(Backend.NCCL, 0), (Backend.GLOO, 1)])

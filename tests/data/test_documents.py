@@ -20,7 +20,7 @@ import torch
 from axonlaunch.config import ConfigError
 from axonlaunch.config.documents import DocumentsConfig
 from axonlaunch.config.tokenizer import TokenizerConfig
-from axonlaunch.data import build_dataset, token_cache
+from axonlaunch.data import build_dataset, shard_maker, token_cache
 from axonlaunch.data.dataset import IGNORE_INDEX
 from axonlaunch.data.encoding import Tokenising
 from axonlaunch.data.text_rows import TextRows
@@ -188,7 +188,7 @@ def kill_while_tokenising(config: DocumentsConfig, tokenizer: TokenizerConfig, a
         if count == after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    token_cache._CHUNK_ROWS = 10
+    shard_maker._CHUNK_ROWS = 10
     build_dataset(config, tokenizer, report=end)
 
 
@@ -213,11 +213,11 @@ def test_killed_in_the_middle_it_continues_where_it_stopped(
     with (partial / "tokens.bin").open("ab") as stream:
         stream.write(b"of a chunk that is not on record")
     read: list[int] = []
-    encode = token_cache._encoded
+    encode = shard_maker._encoded
     monkeypatch.setattr(
-        token_cache,
+        shard_maker,
         "_encoded",
-        lambda chunk, encoder: read.extend(n for n, _ in chunk) or encode(chunk, encoder),
+        lambda chunk, encoder: read.extend(n for n, _ in chunk.rows) or encode(chunk, encoder),
     )
     continued = documents(files=[file])
     assert read[0] == done["row"] + 1

@@ -28,7 +28,7 @@ def predictions(table: RowTable) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", ["concat", "best_fit", "none"])
+@pytest.mark.parametrize("how", PACKERS)
 @given(places=LENGTHS)
 def test_each_token_but_a_documents_last_is_predicted_from_once(
     how: str, places: list[int]
@@ -72,3 +72,22 @@ def test_many_documents_are_packed_in_a_time_that_grows_with_their_number() -> N
     places = np.minimum(rng.geometric(1 / 300, size=20_000), 2048)
     table = best_fit(np.cumsum(places + 1), places, length=2048)
     assert table.filled > 0.99
+
+
+@pytest.mark.parametrize(
+    ("places", "rows"),
+    [
+        ([5] * 50, 50),  # each has its own
+        ([5] * 80, 64),  # best_fit fills 27, which are two batches of no size
+        ([5] * 300, 100),  # as best_fit fills them
+        ([12] * 28 + [5] * 57 + [4] * 84, 61),  # as best_fit: the last ones fit none of 64
+    ],
+)
+def test_a_few_documents_are_spread_over_rows_that_are_more_than_a_batch(
+    places: list[int], rows: int
+) -> None:
+    table, _ = packed("auto", places)
+    assert len(table) == rows
+    assert sorted(table.places) == sorted(places)
+    fullest = [int(table.pieces(row)[1].sum()) for row in range(rows)]
+    assert 0 < min(fullest) <= max(fullest) <= LENGTH

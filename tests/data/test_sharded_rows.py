@@ -16,17 +16,18 @@ from configured import run_config
 from axonlaunch.config import ConfigError
 from axonlaunch.config.documents import DocumentsConfig
 from axonlaunch.config.tokenizer import TokenizerConfig
-from axonlaunch.data import build_dataset, token_cache
+from axonlaunch.data import build_dataset, shard_maker
 from axonlaunch.data.loader import Loader, order_of
 from axonlaunch.data.sharded_rows import ShardedRows
+from axonlaunch.data.token_cache import Shard
 
 SHARDS, DOCUMENTS = 4, 12
 
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file is a shard of its own."""
-    monkeypatch.setattr(token_cache, "_SMALL", 1)
+    """Each of the fixture's files is a shard of its own."""
+    monkeypatch.setattr(shard_maker, "SHARD_SIZE", 300)
 
 
 @pytest.fixture
@@ -97,6 +98,29 @@ def test_the_order_is_the_same_however_it_is_asked_for(files: list[Path]) -> Non
         assert torch.equal(torch.cat([part.inputs for part in parts]), expected[first_step])
 
 
+def test_who_resumes_reads_the_shard_it_has_come_to_and_none_before_it(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = made(files)
+    order_of(whole, np.array([10_000]), seed=5)  # all are known
+    last = whole._first_rows[-1] - 1
+    expected = Loader(whole, seed=5, global_batch_size=1).batch(last).inputs
+    read: list[Path] = []
+    lengths = Shard.lengths
+    monkeypatch.setattr(Shard, "lengths", lambda shard: read.append(shard.folder) or lengths(shard))
+    again = made(files)
+    assert torch.equal(Loader(again, seed=5, global_batch_size=1).batch(last).inputs, expected)
+    shards = [shard.folder for shard in again._corpus]
+    assert len(shards) == SHARDS
+    assert read == [shards[0], shards[-1]], "of the first one are the rows that are held out"
+    for folder in shards:
+        for note in folder.glob("rows-*.json"):
+            note.write_text("{")  # as a disk that was full leaves it
+    assert torch.equal(
+        Loader(made(files), seed=5, global_batch_size=1).batch(last).inputs, expected
+    )
+
+
 def test_what_is_held_out_is_of_the_first_file_and_is_not_trained_on(files: list[Path]) -> None:
     dataset = made(files, packing="none")
     held_out = dataset.samples(range(dataset.num_eval_samples), split="eval").inputs
@@ -116,8 +140,12 @@ def test_rows_have_the_documents_of_a_corpus_that_is_tokenised_first(files: list
     assert one.counted_tokens == other.counted_tokens
 
 
-def test_another_process_tokenises_the_rest_and_ends_with_this_one(files: list[Path]) -> None:
-    dataset = made(files)
+def test_another_process_tokenises_the_rest_and_ends_with_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # that process divides files as they are divided for users
+    rows = [{"text": "half of a shard " * (shard_maker.SHARD_SIZE // 32)}] * 4
+    dataset = made([corpus.write_jsonl(tmp_path / "large.jsonl", rows)], held_out=0)
     assert isinstance(dataset, ShardedRows)
     tokenizer = TokenizerConfig(name="bytes")
     with dataset.tokenising_ahead(tokenizer) as process:
@@ -125,7 +153,10 @@ def test_another_process_tokenises_the_rest_and_ends_with_this_one(files: list[P
     assert process.returncode == -9
     with dataset.tokenising_ahead(tokenizer) as process:
         assert process.wait(timeout=60) == 0
-    assert shards_in(files[0].parent) == SHARDS
+    names = {folder.name for folder in (tmp_path / "cache").iterdir()}
+    assert len(names) == 3, "two of text, and one that says that there is no more"
+    dataset.summaries()
+    assert {folder.name for folder in (tmp_path / "cache").iterdir()} == names
 
 
 def test_a_bad_row_of_a_later_file_is_reported_when_its_turn_comes(files: list[Path]) -> None:

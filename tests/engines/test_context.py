@@ -8,6 +8,7 @@ its two templates, ``_templated_ring_attention`` and ``..._backward``, with kern
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,33 @@ def test_it_attends_as_one_process_does(ranks: int, key_value_heads: int) -> Non
             torch.testing.assert_close(one.grad, other.grad[:, :, at], rtol=1e-4, atol=1e-5)
 
     World.mock(ranks).run(run)
+
+
+def test_the_ring_passes_each_head_of_keys_and_values_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    create = _attention._create_rotater
+
+    def spied(*args: Any, **options: Any) -> Any:
+        rotater = create(*args, **options)
+        exchange = rotater.exchange_buffers
+
+        def exchanged(buffer: Tensor) -> Tensor:
+            sent.append(buffer.numel())
+            return exchange(buffer)
+
+        rotater.exchange_buffers = exchanged
+        return rotater
+
+    monkeypatch.setattr(_attention, "_create_rotater", spied)
+
+    def run(world: World) -> None:
+        q, k, v = (torch.ones(1, heads, 4, 8, requires_grad=True) for heads in (4, 2, 2))
+        ring_attention(q, k, v, group=world.default_group).sum().backward()
+
+    World.mock(2).run(run)
+    # Of each rank the keys and values forward, again backward, and their gradients twice.
+    assert sent == [2 * 2 * 4 * 8] * len(sent)
+    assert len(sent) == 2 * 4
 
 
 def test_autocast_lowers_what_it_attends_to_as_it_does_in_one_process() -> None:

@@ -38,7 +38,7 @@ MODELS = {
 LORA = {
     "gpt": ["adapter=lora", "adapter.rank=4"],
     "llama": [
-        *("adapter=lora", "adapter.rank=3", "adapter.rslora=true"),
+        *("adapter=lora", "adapter.rank=3", "adapter.rslora=true", "adapter.dora=true"),
         *("adapter.targets=[q_proj,down_proj]", "train.unfreeze=[norm.*]"),
     ],
 }
@@ -57,6 +57,7 @@ LAYOUTS = {
 CASES = [
     *(("gpt", layout) for layout in LAYOUTS if layout != "tensor"),
     ("llama", "tensor"),
+    ("llama", "sequence"),
     ("llama", "zero bubble"),
 ]
 
@@ -104,17 +105,48 @@ def test_the_scale_of_rslora_is_by_the_root_of_the_rank() -> None:
     assert scales == {16 / math.sqrt(3)}
 
 
+def test_magnitudes_start_as_the_norms_of_the_weights_and_change_no_output() -> None:
+    overrides = [*MODELS["gpt"], *DATA, "strategy=single"]
+    adapted = build_model(run_config([*overrides, *LORA["gpt"], "adapter.dora=true"]), seed=0)
+    plain = build_model(run_config(overrides), seed=0)
+    tokens = torch.arange(8)[None]
+    assert torch.allclose(adapted(tokens), plain(tokens), atol=1e-5)
+    for layer in (part for part in adapted.modules() if isinstance(part, LoraLayer)):
+        assert layer.lora_magnitude_vector is not None
+        magnitudes = layer.lora_magnitude_vector.weight
+        assert torch.allclose(magnitudes, layer.weight.double().norm(dim=1).float())
+
+
 def test_dropout_leaves_out_inputs_of_a_alone_and_in_training_alone() -> None:
     overrides = [*MODELS["gpt"], *DATA, *LORA["gpt"], "adapter.dropout=0.5", "strategy=single"]
     model = build_model(run_config(overrides), seed=0)
     layer = next(one for one in model.modules() if isinstance(one, LoraLayer))
     nn.init.ones_(layer.lora_B.weight)
     x = torch.ones(2, layer.lora_A.in_features)
+    own = nn.functional.linear(x, layer.weight, layer.bias)
     torch.manual_seed(0)
     kept = nn.functional.dropout(x, 0.5)
     torch.manual_seed(0)
-    assert torch.equal(layer.adaptation(x), layer.lora_B(layer.lora_A(kept)) * layer.lora_scale)
-    assert torch.equal(layer.eval().adaptation(x), layer.lora_B(layer.lora_A(x)) * layer.lora_scale)
+    assert torch.equal(layer(x), own + layer.lora_B(layer.lora_A(kept)) * layer.lora_scale)
+    assert torch.equal(layer.eval()(x), own + layer.lora_B(layer.lora_A(x)) * layer.lora_scale)
+
+
+def test_dropout_leaves_out_inputs_of_a_weight_where_magnitudes_scale_it() -> None:
+    more = ["adapter.dora=true", "adapter.dropout=0.5", "strategy=single"]
+    model = build_model(run_config([*MODELS["gpt"], *DATA, *LORA["gpt"], *more]), seed=0)
+    layer = next(one for one in model.modules() if isinstance(one, LoraLayer))
+    assert layer.lora_magnitude_vector is not None
+    for parameter in (layer.lora_B.weight, layer.lora_magnitude_vector.weight, layer.bias):
+        nn.init.normal_(parameter)
+    x = torch.randn(2, layer.lora_A.in_features)
+    torch.manual_seed(0)
+    kept = nn.functional.dropout(x, 0.5)
+    added = layer.lora_scale * layer.lora_B.weight @ layer.lora_A.weight
+    factor = layer.lora_magnitude_vector.weight / (layer.weight + added).norm(dim=1)
+    own = nn.functional.linear(x, layer.weight, layer.bias)
+    expected = own + (factor - 1) * (kept @ layer.weight.t()) + factor * (kept @ added.t())
+    torch.manual_seed(0)
+    assert torch.allclose(layer(x), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +154,8 @@ def test_dropout_leaves_out_inputs_of_a_alone_and_in_training_alone() -> None:
     [
         "strategy=hybrid strategy.pipeline.degree=2 launch.nproc=4 adapter.dropout=0.1",
         "strategy=fsdp launch.nproc=2 train.precision=bf16 train.param_dtype=bf16",
-        "strategy=tensor launch.nproc=2 train.precision=bf16 train.param_dtype=bf16",
+        "strategy=tensor adapter.dora=true launch.nproc=2 train.precision=bf16 "
+        "train.param_dtype=bf16",
     ],
 )
 def test_verify_passes_and_says_that_the_rest_is_frozen(overrides: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonlaunch import comm
-from axonlaunch.comm import RankFailedError, World
+from axonlaunch.comm import Backend, RankFailedError, World
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.pipeline import Pipeline
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
@@ -52,6 +55,38 @@ def test_it_computes_what_one_process_does(schedule: str, ranks: int) -> None:
         torch.testing.assert_close(pipeline.predict(inputs[:3]), whole(inputs[:3]).detach())
 
     World.mock(ranks).run(run)
+
+
+def test_nccl_connects_the_stages_before_the_first_batch_of_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A batch of a send and a receive would wait for ranks whose schedule has none."""
+    done: list[tuple[str, int]] = []
+
+    def spied(name: str) -> None:
+        own = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            done.append((name, dist.get_rank()))
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, call)
+
+    inputs, targets = batch()
+
+    def run(world: World) -> None:
+        pipeline = Pipeline.from_modules(modules(2), schedule="1f1b", microbatches=4)
+        pipeline.group.backend = Backend.NCCL
+        for _ in range(2):
+            pipeline.step(inputs, targets, loss=loss)
+
+    spied("all_reduce")
+    spied("batch_isend_irecv")
+    World.mock(2).run(run)
+    for rank in range(2):
+        own = [name for name, of_rank in done if of_rank == rank]
+        assert own[:2] == ["all_reduce", "batch_isend_irecv"]
+        assert own.count("all_reduce") == 1
 
 
 def test_a_stage_that_gives_no_single_tensor_is_reported() -> None:

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from axonlaunch.config.layout import Layout
 from axonlaunch.config.model import GPTConfig, LlamaConfig, MLPConfig, ViTConfig
+from axonlaunch.engines.pipeline import split
 from axonlaunch.engines.pipeline.split import (
     balanced,
     block_names,
@@ -22,7 +24,7 @@ from axonlaunch.engines.pipeline.split import (
     parts,
     stage_counts,
 )
-from axonlaunch.models.build import build_model, construct, spec_for
+from axonlaunch.models.build import build_model, construct, on_meta, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.preflight.parallelism import pipeline_problems
@@ -177,6 +179,26 @@ def test_few_blocks_report_of_equal_ones(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [name for name, _ in model.named_modules()] == names
     monkeypatch.setattr(ModelSpec, "repeats", lambda spec, module: False)
     assert few == [balance(num_stages=n, in_flight=n) for n in range(1, 9)]
+
+
+def test_ranks_of_a_process_balance_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.zeros(16, dtype=torch.int64)
+    counted = []
+
+    def count(*_: object, num_stages: int, **__: object) -> list[int]:
+        counted.append(num_stages)
+        return [len(counted)] * num_stages
+
+    def blocks(*overrides: str) -> list[int]:
+        config = run_config(["strategy=pipeline", "launch.nproc=2", *overrides])
+        layout = Layout.of(config, world_size=2)
+        return split.stage_blocks(config, layout, on_meta(config, seed=0), sample=tokens)
+
+    monkeypatch.setattr(split, "stage_counts", count)
+    monkeypatch.setattr(split, "_balanced", {})
+    assert blocks() == blocks() == [1, 1]
+    assert blocks("model.num_attention_heads=8") == [2, 2]
+    assert blocks("train.micro_batch_size=1") == [3, 3]
 
 
 def test_a_large_vocabulary_takes_blocks_off_the_ends() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +164,17 @@ def test_states_are_saved_and_loaded_numbers_among_them() -> None:
         stepped(update, p, iter(range(2, 4)))
     assert torch.equal(straight, resumed)
     assert second.optimizers[0].state[resumed]["count"] == 4
+
+
+def test_states_asked_for_before_the_first_step_are_not_held_beside_those_it_makes() -> None:
+    """As the memory of every run on a CPU is measured: its states are asked for first."""
+    parameter = nn.Parameter(torch.ones(4, 3))
+    update = Update(CustomOptimizerConfig(target="somebodys:Tempered", lr=0.1), {"p": parameter})
+    asked = [weakref.ref(state) for state in update.state_dict().values()]
+    parameter.grad = torch.ones(4, 3)
+    update.apply(rate=lambda peak: peak)
+    gc.collect()
+    assert [reference() for reference in asked] == [None, None]
 
 
 def test_an_estimate_counts_its_states() -> None:

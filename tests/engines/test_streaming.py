@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,17 +63,117 @@ def test_a_parameter_of_the_host_is_written_to_in_place(monkeypatch: pytest.Monk
     assert written == [weight.data_ptr()]
 
 
-def test_an_update_waits_once_for_what_it_copied_to_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    waits: list[torch.device] = []
-    cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(streaming, "wait_for_copies", waits.append)
+# Copies in both directions beside the update, on streams that are made up.
+
+
+class _Stream:
+    """A stream of a GPU that does nothing, and knows what comes before what it does.
+
+    Its clock has, for each stream, how much of what that one does is done before this one goes on.
+    """
+
+    current: _Stream
+
+    def __init__(self, device: object = None) -> None:
+        self.clock = {self: 0}
+
+    def do(self) -> tuple[_Stream, dict[_Stream, int]]:
+        self.clock[self] += 1
+        return self, dict(self.clock)
+
+    def wait_stream(self, other: _Stream) -> None:
+        for stream, count in other.clock.items():
+            self.clock[stream] = max(count, self.clock.get(stream, 0))
+
+    def record_event(self) -> SimpleNamespace:
+        clock = dict(self.clock)
+        return SimpleNamespace(synchronize=lambda: _wait_on_host(clock))
+
+    def synchronize(self) -> None:
+        _wait_on_host(self.clock)
+
+
+_on_host: dict[_Stream, int] = {}
+
+
+def _wait_on_host(clock: dict[_Stream, int]) -> None:
+    for stream, count in clock.items():
+        _on_host[stream] = max(count, _on_host.get(stream, 0))
+
+
+@contextmanager
+def _on(stream: _Stream) -> Iterator[None]:
+    before, _Stream.current = _Stream.current, stream
+    yield
+    _Stream.current = before
+
+
+Done = tuple[_Stream, dict[_Stream, int]]
+
+
+def _is_before(first: Done, second: Done) -> bool:
+    return second[1].get(first[0], 0) >= first[1][first[0]]
+
+
+def _is_over(done: Done) -> bool:
+    return _on_host.get(done[0], 0) >= done[1][done[0]]
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Done]]:
+    """Four parameters that were updated on a GPU: what was done to each, and in which order."""
+    done: dict[str, list[Done]] = {"brought": [], "updated": [], "taken back": []}
+    over: list[list[bool]] = []
+    _Stream.current = _Stream()
+    _on_host.clear()
+    gradients = _Stream.current.do()
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "stream", _on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream.current)
+    monkeypatch.setattr(streaming, "_copied", lambda tensor, device: tensor.clone())
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if name == "brought":
+                over.append([_is_over(one) for one in done["taken back"]])
+            done[name].append(_Stream.current.do())
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(streaming, "_brought", noted("brought", streaming._brought))
+    monkeypatch.setattr(streaming, "_taken_back", noted("taken back", streaming._taken_back))
     weights = [nn.Parameter(torch.ones(3)) for _ in range(4)]
     optimizer = torch.optim.SGD(weights, lr=0.1)
-    streaming.stream_parameters(optimizer, device=cuda)
-    monkeypatch.setattr(streaming, "_copied", lambda tensor, device: tensor)
+    monkeypatch.setattr(optimizer, "step", noted("updated", optimizer.step))
+    streaming.stream_parameters(optimizer, device=torch.device("cuda", 0), states_on=HOST)
     for weight in weights:
         weight.grad = torch.ones(3)
     optimizer.step()
-    assert waits == [cuda]
+    assert all(_is_before(gradients, brought) for brought in done["brought"])
+    # The host lets the fourth come when two of three have left, and waits for all in the end.
+    assert over == [[], [False], [True, False], [True, True, False]]
+    assert all(map(_is_over, done["taken back"]))
+    return done
+
+
+def test_each_parameter_is_brought_updated_and_taken_back_in_this_order(
+    streamed: dict[str, list[Done]],
+) -> None:
+    for brought, updated, taken in zip(*streamed.values(), strict=True):
+        assert _is_before(brought, updated)
+        assert _is_before(updated, taken)
+
+
+def test_one_arrives_while_another_is_updated_and_a_third_leaves(
+    streamed: dict[str, list[Done]],
+) -> None:
+    third = streamed["brought"][2]
+    second = streamed["updated"][1]
+    first = streamed["taken back"][0]
+    for one, other in ((third, second), (second, first)):
+        assert not _is_before(one, other)
+        assert not _is_before(other, one)
+    second_left = streamed["taken back"][1]
+    assert not _is_before(second_left, third)
+    assert not _is_before(third, second_left)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from configured import run_config
 from rank_engine import rank_engine
+from torch.nn.attention import SDPBackend
 
 from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.comm import World
+from axonlaunch.training.arithmetic import attention_kernels
 from axonlaunch.training.device_use import DeviceUse
 from axonlaunch.training.stop_vote import StopVote
 
@@ -36,8 +38,8 @@ def world() -> Iterator[World]:
         yield world
 
 
-def losses(world: World, *overrides: str, steps: int = 3) -> list[float]:
-    """Train some steps; from the third on, what makes the host wait raises."""
+def losses(world: World, *overrides: str, steps: int = 3, may_wait: bool = False) -> list[float]:
+    """Train some steps; from the third on, what makes the host wait raises, unless it may."""
     chosen = run_config([*LLAMA, "train.global_batch_size=8", "launch.nproc=1", *overrides])
     engine, loader = rank_engine(chosen, world)
     found = []
@@ -46,7 +48,8 @@ def losses(world: World, *overrides: str, steps: int = 3) -> list[float]:
             batch = loader.batch(step)
             if world.device.type == "cuda":
                 batch = batch.pin_memory()
-                torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+                strict = step > 1 and not may_wait
+                torch.cuda.set_sync_debug_mode("error" if strict else "default")
             found.append(engine.train_step(batch).loss)
     finally:
         if world.device.type == "cuda":
@@ -65,6 +68,16 @@ def test_in_fp32_losses_are_those_of_a_cpu(world: World, model: str) -> None:
     here = losses(world, *overrides)
     on_cpu = World.mock(1).run(lambda cpu: losses(cpu, *overrides))[0]
     assert here == pytest.approx(on_cpu, rel=1e-4)
+
+
+@pytest.mark.parametrize("offload", ["params", "optimizer_states", "full"])
+def test_what_is_offloaded_learns_what_a_cpu_does(world: World, offload: str) -> None:
+    overrides = ["strategy=fsdp", f"strategy.fsdp.cpu_offload={offload}", "optimizer.lr=0.01"]
+    here = losses(world, *overrides, steps=6, may_wait=True)
+    on_cpu = World.mock(1).run(
+        lambda cpu: losses(cpu, "strategy=single", "optimizer.lr=0.01", steps=6)
+    )
+    assert here == pytest.approx(on_cpu[0], rel=1e-4)
 
 
 @pytest.mark.usefixtures("world")
@@ -90,3 +103,12 @@ def test_the_allocators_counters_are_read(world: World) -> None:
     read = DeviceUse(world.device).read(tokens_per_s=1.0)
     assert read["reserved_bytes"] >= read["active_bytes"] >= 0
     assert read["alloc_retries"] == 0
+
+
+def test_cudnn_attends_on_hopper(world: World) -> None:
+    if torch.cuda.get_device_capability(world.device)[0] != 9:
+        pytest.skip("this GPU is no Hopper")
+    heads = torch.ones(1, 2, 128, 64, device=world.device, dtype=torch.bfloat16)
+    with attention_kernels(run_config([]).train, world.device):
+        chosen = torch._fused_sdp_choice(heads, heads, heads, is_causal=True)
+    assert chosen == SDPBackend.CUDNN_ATTENTION.value

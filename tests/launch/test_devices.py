@@ -246,9 +246,21 @@ def test_a_rank_reports_before_any_communicator_is_destroyed(
     assert report.reason.startswith("OutOfMemoryError: CUDA out of memory.")
 
 
-def _reports_of_a_rank(folder: Path) -> list[Report]:
-    config = run_config(["launch.nproc=1"])
-    place = RankSpec(
+@pytest.mark.parametrize(("stages", "at_once"), [(1, True), (2, False)])
+def test_ranks_of_a_pipeline_connect_pair_by_pair(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stages: int, at_once: bool
+) -> None:
+    monkeypatch.setattr(rank_process, "_store", lambda place, waits_s: None)
+    monkeypatch.setattr(rank_process.os, "environ", {})
+    joined: list[dict[str, Any]] = []
+    monkeypatch.setattr(World, "join", lambda place, **options: joined.append(options))
+    config = run_config([f"strategy.pipeline.degree={stages}", "launch.nproc=2"])
+    rank_process.join_world(config, _place(tmp_path))
+    assert [options["connects_at_once"] for options in joined] == [at_once]
+
+
+def _place(folder: Path) -> RankSpec:
+    return RankSpec(
         rank=0,
         world_size=1,
         local_rank=0,
@@ -262,6 +274,10 @@ def _reports_of_a_rank(folder: Path) -> list[Report]:
         threads=1,
         cores=None,
     )
+
+
+def _reports_of_a_rank(folder: Path) -> list[Report]:
+    config, place = run_config(["launch.nproc=1"]), _place(folder)
     ours, theirs = Pipe(duplex=False)
     arguments = (pickle.dumps(config), place, theirs)
     rank = multiprocessing.get_context("fork").Process(target=rank_process.main, args=arguments)

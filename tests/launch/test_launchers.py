@@ -253,7 +253,7 @@ def test_a_job_asks_for_the_devices_that_its_ranks_compute_on(
     overrides: list[str], devices: list[str]
 ) -> None:
     script = slurm_job.render(configuration.load(["launch=slurm", "launch.nproc=4", *overrides]))
-    assert [o.removeprefix("#SBATCH ") for o in script.splitlines() if "gpus" in o] == devices
+    assert [o.removeprefix("#SBATCH ") for o in script.splitlines() if "--gpus" in o] == devices
 
 
 def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(served: Command) -> None:

@@ -15,7 +15,7 @@ from configured import run_config
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, read_frozen, to_yaml
 from axonlaunch.config.layout import Layout
-from axonlaunch.config.schema import ProfileConfig
+from axonlaunch.config.recording import ProfileConfig
 from axonlaunch.diagnostics import step_breakdown
 from axonlaunch.diagnostics.pipeline_actions import CLOCK_AHEAD, pipeline_actions
 from axonlaunch.diagnostics.step_breakdown import breakdown, read_trace

@@ -13,15 +13,21 @@ from axonlaunch.models.attention import Attention
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "repeats"),
+    ("device", "dtype", "is_masked", "repeats"),
     [
-        ("cuda", torch.float32, True),  # whose fused kernels refuse grouped heads
-        ("cuda", torch.bfloat16, False),
-        ("cpu", torch.float32, False),
+        ("cuda", torch.float32, False, True),  # whose fused kernels refuse grouped heads
+        ("cuda", torch.bfloat16, False, False),
+        ("cuda", torch.bfloat16, True, True),
+        ("cpu", torch.float32, False, False),
+        ("cpu", torch.bfloat16, True, False),
     ],
 )
-def test_grouped_heads_in_fp32_are_repeated_on_cuda(
-    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, repeats: bool
+def test_grouped_heads_are_repeated_where_kernels_of_cuda_refuse_them(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    dtype: torch.dtype,
+    is_masked: bool,
+    repeats: bool,
 ) -> None:
     calls: list[tuple[int, bool]] = []
 
@@ -35,7 +41,8 @@ def test_grouped_heads_in_fp32_are_repeated_on_cuda(
     with FakeTensorMode():
         q = torch.empty(1, 8, 4, 4, device=device, dtype=dtype)
         k, v = torch.empty(2, 1, 2, 4, 4, device=device, dtype=dtype)
-        layer.attend(q, k, v)
+        mask = torch.ones(4, 4, device=device, dtype=torch.bool) if is_masked else None
+        layer.attend(q, k, v, mask)
     assert calls == [(8, False) if repeats else (2, True)]
 
 

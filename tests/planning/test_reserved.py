@@ -10,7 +10,7 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
 from axonlaunch.planning.memory.cuda_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING
-from axonlaunch.planning.memory.cuda_process import communicator_sizes, held
+from axonlaunch.planning.memory.cuda_process import communicator_sizes, cublas_workspaces, held
 from axonlaunch.system import allocator_settings
 
 
@@ -104,9 +104,24 @@ def test_reserved_is_never_less_than_what_lives(expandable: bool) -> None:
 
 
 def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
-    one = held([Change(0, 30 * MIB)], peak_bytes=30 * MIB, groups=(1, 2, 8), workspace=10 * MIB)
+    one = held(
+        [Change(0, 30 * MIB)], peak_bytes=50 * MIB, groups=(1, 2, 8), workspaces=[10 * MIB] * 2
+    )
     assert one.allocator == 50 * MIB
     assert one.process == one.allocator + CUDA_CONTEXT + NCCL_PAIR + NCCL_RING
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mib"),
+    [
+        ([], 32),
+        (["hardware=h100_80gb"], 32),
+        (["hardware=a100_80gb"], 8.125),
+        (["hardware=a100_80gb", "train.deterministic=true"], 32),
+    ],
+)
+def test_each_of_two_threads_has_a_workspace_of_cublas(overrides: list[str], mib: float) -> None:
+    assert cublas_workspaces(estimate_config([*overrides, "launch.nproc=1"])) == [mib * MIB] * 2
 
 
 @pytest.mark.parametrize(
@@ -161,5 +176,5 @@ def test_an_estimate_depends_on_whether_segments_grow(monkeypatch: pytest.Monkey
 
 
 def test_what_a_recording_misses_of_the_peak_is_held_besides() -> None:
-    whole = held([Change(0, 30 * MIB)], peak_bytes=35 * MIB, groups=(), workspace=10 * MIB)
+    whole = held([Change(0, 30 * MIB)], peak_bytes=55 * MIB, groups=(), workspaces=[10 * MIB] * 2)
     assert whole.allocator == 55 * MIB

@@ -31,6 +31,7 @@ def first(overrides: list[str]) -> locate.FirstDifference | None:
         ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"],
         ["strategy=pipeline", "launch.nproc=2"],
         ["strategy.context.degree=2", "launch.nproc=2"],
+        [*DDP, "data.document_length=5", "train.micro_batch_size=2"],  # alike in positions
     ],
     ids=" ".join,
 )

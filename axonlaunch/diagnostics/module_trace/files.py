@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -84,7 +84,7 @@ def write_step(folder: Path, trace: StepTrace) -> None:
     Raises:
         OSError: It can't be written.
     """
-    content = {**asdict(trace), "tensors": [_row(tensor) for tensor in trace.tensors]}
+    content = {**vars(trace), "tensors": [_row(tensor) for tensor in trace.tensors]}
     target = folder / TRACE_FOLDER
     target.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": _FORMAT, **content}, allow_nan=False)
@@ -109,10 +109,9 @@ def read_step(path: Path) -> StepTrace:
 
 
 def _row(tensor: TracedTensor) -> list[Any]:
-    values = (getattr(tensor, key.name) for key in fields(tensor))
-    return [
-        None if isinstance(value, float) and not math.isfinite(value) else value for value in values
-    ]
+    values = (tensor.rms, tensor.mean, tensor.absmax)
+    finite = [None if value is None or not math.isfinite(value) else value for value in values]
+    return [tensor.kind, tensor.name, *finite, tensor.size]
 
 
 def _checked(content: Any) -> StepTrace:

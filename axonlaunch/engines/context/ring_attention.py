@@ -28,7 +28,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup) -> T
 
     Args:
         q: [B, heads, T / ranks, head_dim], at the positions of ``ContextAxis.positions``.
-        k: As q; with fewer heads each serves a group of query heads.
+        k: As q; with fewer heads each serves a group of query heads. The ring passes those alone:
+            each rank repeats them for its kernel.
         v: As k.
         group: The ranks that divide the sequence.
 
@@ -39,9 +40,6 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup) -> T
         # As torch's attention does, which autocast knows by its name: rotary tables may be fp32.
         lower = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(lower) for x in (q, k, v))
-    if k.shape[1] != q.shape[1]:
-        repeats = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     attended: Tensor = _RingAttention.apply(q, k, v, group)  # type: ignore[no-untyped-call]
     return attended
 
@@ -52,7 +50,7 @@ class _RingAttention(torch.autograd.Function):
         out, logsumexp, *rest = _attention._templated_ring_attention(
             group.torch_group,
             _SEQUENCE_DIM,
-            _kernel(q),
+            _for_groups(_kernel(q), q.shape[1] // k.shape[1]),
             query=q,
             key=k,
             value=v,
@@ -71,7 +69,7 @@ class _RingAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v, *_ = _attention._templated_ring_attention_backward(
             ctx.group.torch_group,
             _SEQUENCE_DIM,
-            kernel,
+            _for_groups_backward(kernel, q.shape[1] // k.shape[1]),
             grad_out=grad_out.contiguous(),
             grad_out_name=name,
             query=q,
@@ -83,6 +81,31 @@ class _RingAttention(torch.autograd.Function):
             **options,
         )
         return grad_q, grad_k, grad_v, None
+
+
+def _for_groups(kernel: Any, size: int) -> Any:
+    """Return a kernel that takes one head of keys and values for as many of queries."""
+    if size == 1:
+        return kernel
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return kernel(q, *(x.repeat_interleave(size, dim=1) for x in (k, v)), **options)
+
+    return attend
+
+
+def _for_groups_backward(kernel: Any, size: int) -> Any:
+    """Return the backward of ``_for_groups``'s kernel: a head's gradient is its group's sum."""
+    if size == 1:
+        return kernel
+
+    def backward(*, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        key, value = (x.repeat_interleave(size, dim=1) for x in (key, value))
+        grad_q, *grads = kernel(key=key, value=value, **options)
+        grad_k, grad_v = (x.unflatten(1, (-1, size)).sum(2) for x in grads[:2])
+        return grad_q, grad_k, grad_v
+
+    return backward
 
 
 def _kernel(q: Tensor) -> Any:

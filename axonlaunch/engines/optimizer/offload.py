@@ -1,7 +1,7 @@
 """Updates whose parameters or optimizer states live in host memory between steps.
 
-One parameter at a time passes through the device, so that the device never holds more than one
-parameter's states or copy. On a CPU device host and device are one and nothing moves.
+One parameter after another passes through the device, so that the device never holds more states
+or copies than those of a few. On a CPU device host and device are one and nothing moves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOST = torch.device("cpu")
 
 
 class StreamedUpdate(Update):
-    """Runs the update on the device, one parameter after another.
+    """Runs the update on the device, one parameter after another, copies beside it.
 
     It is exact for optimizers that update each parameter from its own gradient and states alone.
     """

@@ -107,6 +107,8 @@ class Update:
             for group in optimizer.param_groups:
                 group["lr"] = rate(group[PEAK_LR])
         self._hand_over()
+        if self._made:  # the optimizer has them, or makes its own now: hold no second copy
+            self._made, self._divided = {}, {}
         self._step()
         self.forget_gradients()
 

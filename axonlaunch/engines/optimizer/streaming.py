@@ -1,6 +1,7 @@
 """An optimizer's step that sees one parameter at a time, elsewhere or in another type.
 
-A copy stands in for each parameter during its update, so that no more than one copy exists.
+A copy stands in for each parameter during its update, so that no more than one copy exists; on a
+GPU one of each that arrives, is updated and leaves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from axonlaunch.engines.optimizer.copy_streams import copy_streams
 from axonlaunch.models.dtensor_regions import dtensor_of
 
 STREAMED: WeakSet[Optimizer] = WeakSet()
@@ -39,6 +41,7 @@ def stream_parameters(
         dtype: Type of the update and its states; None: the parameter's.
     """
     update = optimizer.step
+    streams = copy_streams(device)
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
@@ -50,14 +53,17 @@ def stream_parameters(
             for group in groups:
                 for tensor in group["params"]:
                     if tensor.grad is not None:
-                        working, before = _brought(self, tensor, device or tensor.device, dtype)
+                        with streams.arriving():
+                            target = device or tensor.device
+                            working, before = _brought(self, tensor, target, dtype)
                         self.param_groups = [{**group, "params": [working]}]
                         update()
-                        _taken_back(self, tensor, working, states_on or working.device, before)
+                        used = (working, working.grad, dict(self.state[working]))
+                        with streams.leaving(*used):
+                            _taken_back(self, tensor, working, states_on or working.device, before)
         finally:
             self.param_groups = groups
-            if device is not None and device.type == "cuda":
-                wait_for_copies(device)
+            streams.finish()
         return loss
 
     # A method, as torch's schedulers of learning rates expect.
@@ -117,11 +123,6 @@ def _copy(source: Tensor, target: Tensor) -> None:
     if isinstance(source, DTensor) and isinstance(target, DTensor):
         source, target = source.to_local(), target.to_local()
     target.copy_(source, non_blocking=True)
-
-
-def wait_for_copies(device: torch.device) -> None:
-    """Wait until what was copied from a device is there: whoever reads it does not."""
-    torch.cuda.current_stream(device).synchronize()
 
 
 def _place(value: object, device: torch.device) -> object:

@@ -20,6 +20,7 @@ from torch.distributed import pipelining
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.argument_checks import device_of
+from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.engines.pipeline.dynamic_send import broadcast_tensor, receive_tensor, send_tensor
 from axonlaunch.engines.pipeline.named_stage import NamedStage
@@ -267,6 +268,10 @@ class Pipeline:
         """Make torch's schedule for micro-batches of one shape."""
         if not self._known:
             self._meet_in_evaluation(inputs)
+        if self.group.backend is Backend.NCCL:
+            # Otherwise the first batch of a send and a receive connects the group, and waits for
+            # ranks in whose schedule there is none.
+            dist.all_reduce(torch.zeros((), device=self.device), group=self.group.torch_group)
         stages = [self._torch_stage(stage) for stage in self.stages.values()]
         several = self.schedule.stages_per_rank > 1
         make: Any = self.schedule.torch_class

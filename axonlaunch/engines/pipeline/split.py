@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -24,6 +24,8 @@ from axonlaunch.models.spec import BlockFlow, ModelSpec
 
 # fp32 parameter, gradient and AdamW's two moments.
 _BYTES_A_PARAMETER = 16
+_balanced: dict[Hashable, list[int]] = {}
+"""The blocks of each stage, by all that they depend on: ranks may be threads of one process."""
 
 
 @dataclass(frozen=True)
@@ -190,15 +192,25 @@ def stage_blocks(
     split = config.strategy.pipeline.split
     if split != "auto":
         return split
-    device = next(whole.parameters()).device
-    batch = torch.zeros((layout.micro_batch_size, *sample.shape), dtype=sample.dtype, device=device)
-    return stage_counts(
-        spec_for(config),
-        whole,
-        num_stages=layout.num_stages,
-        sample=batch,
-        in_flight=layout.pipeline,
-    )
+    shape = (layout.micro_batch_size, *sample.shape)
+    key = (layout.num_stages, layout.pipeline, shape, sample.dtype, _kind_of(config, whole))
+    if key not in _balanced:
+        device = next(whole.parameters()).device
+        _balanced[key] = stage_counts(
+            spec_for(config),
+            whole,
+            num_stages=layout.num_stages,
+            sample=torch.zeros(shape, dtype=sample.dtype, device=device),
+            in_flight=layout.pipeline,
+        )
+    return [*_balanced[key]]
+
+
+def _kind_of(config: RunConfig, model: nn.Module) -> Hashable:
+    """Return what two models have in common whose stages hold the same bytes."""
+    parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in model.parameters())
+    modules = tuple((name, type(module)) for name, module in model.named_modules())
+    return repr(config.model), parameters, modules
 
 
 def stage_counts(

@@ -93,7 +93,7 @@ class ColumnParallelLinear(nn.Linear):
         return collect_from(y, self.axis.group, -1) if self.gather_output else y
 
     def _adapted(self, output: Tensor, x: Tensor) -> Tensor:
-        return with_adapter(self, output, x)
+        return with_adapter(self, output, x, read=self.of_rank)
 
     def of_rank(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight [out / ranks, in] and bias."""
@@ -120,7 +120,7 @@ class SharedHeadsLinear(ColumnParallelLinear):
         return group.rank * self.heads // group.size * length, length
 
     def _adapted(self, output: Tensor, x: Tensor) -> Tensor:
-        return with_adapter(self, output, x, own=self._own)
+        return with_adapter(self, output, x, read=self.of_rank, own=self._own)
 
     def of_rank(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight [out / heads, in] and the bias of this rank's head."""
@@ -201,7 +201,8 @@ class RowParallelLinear(nn.Linear):
                 f"{weight.shape[1]} features a rank, got {x.shape[-1]}: feed it what a "
                 "column-parallel layer returns"
             )
-        part = with_adapter(self, F.linear(x, weight), x)
+        own = F.linear(x, weight)
+        part = with_adapter(self, own, x, read=lambda: (weight, None), group=group)
         y = leave(part, group, sequence_parallel=self.sequence_parallel)
         bias = cast("Tensor | None", self.bias)
         if bias is None:

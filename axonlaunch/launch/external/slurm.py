@@ -67,9 +67,11 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
     is_saved = f" && compgen -G {shlex.quote(f'{checkpoints}/checkpoints/step_*')} >/dev/null"
     if is_url(checkpoints):  # the shell can't look there
         is_saved = ""
+    # sbatch divides such a line at blanks, and takes quotes as a shell does.
+    options = [*map(shlex.quote, options), *launch.slurm.extra_args]
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in (*options, *launch.slurm.extra_args)),
+        *(f"#SBATCH {option}" for option in options),
         "",
         f"cd {shlex.quote(str(Path.cwd()))}",
         *launch.slurm.prologue,

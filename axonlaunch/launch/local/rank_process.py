@@ -143,6 +143,8 @@ def join_world(config: RunConfig, place: RankSpec) -> World:
         device=config.launch.device,
         timeout_s=waits_s,
         store=_store(place, waits_s),
+        # Micro-batches pass between pairs of stages in both directions at a time.
+        connects_at_once=config.strategy.pipeline.degree == 1,
     )
 
 

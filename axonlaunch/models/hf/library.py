@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.models import attention
 
 OLDEST = (5, 9)
 """Version of transformers from which it builds and converts as this package expects.
@@ -106,6 +107,7 @@ def transformers() -> Any:
     _let_masks_be_those_of_a_run()
     _let_masks_keep_documents_apart()
     _let_rotary_tables_be_those_of_a_run()
+    _let_kernels_refuse_groups()
     return module
 
 
@@ -166,6 +168,18 @@ def hides_nothing(padding: Tensor) -> bool:
 
 _LOOKING = ("dynamic", "longrope")
 """Kinds of rotary tables that depend on the value of the longest position."""
+
+
+def _let_kernels_refuse_groups() -> None:
+    """Let transformers repeat heads where no fused kernel of CUDA's shares them: also in fp32."""
+    sdpa: Any = importlib.import_module("transformers.integrations.sdpa_attention")
+    takes: Any = sdpa.use_gqa_in_sdpa
+
+    def use_gqa_in_sdpa(attention_mask: Any, key: Tensor, *rest: Any) -> bool:
+        fused = not attention.refuses_groups(key, attention_mask)
+        return fused and bool(takes(attention_mask, key, *rest))
+
+    sdpa.use_gqa_in_sdpa = use_gqa_in_sdpa
 
 
 def _let_rotary_tables_be_those_of_a_run() -> None:

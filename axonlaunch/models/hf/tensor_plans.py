@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.models.attention import Attention
-from axonlaunch.models.lora import LoraMatrix
+from axonlaunch.models.lora import ADAPTER_PARTS
 
 _STYLES = {
     "colwise": "column",
@@ -162,7 +162,7 @@ def tensor_plan(model: Any, layers: str | None) -> dict[str, str]:
         return {}
     # An adapter is cut as its layer is.
     named = model.named_modules()
-    modules = {name: module for name, module in named if not isinstance(module, LoraMatrix)}
+    modules = {name: module for name, module in named if not isinstance(module, ADAPTER_PARTS)}
     styles = {name: style for name in modules if (style := theirs.get(_starred(name)))}
     for name, owner in modules.items():
         for key in owner._parameters:

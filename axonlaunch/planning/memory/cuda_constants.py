@@ -9,12 +9,10 @@ one in a world; half as much or twice as much is possible with other versions of
 
 from axonlaunch.system.formatting import MIB
 
-CUBLAS_WORKSPACE = 32 * MIB
-"""cuBLAS's workspace on Hopper and later, of torch's allocator, for each thread that multiplies:
-the one of forward and autograd's. Earlier devices take 8.125 MiB.
-
-Source: PyTorch ``aten/src/ATen/cuda/CublasHandlePool.cpp``; cuBLAS, ``CUBLAS_WORKSPACE_CONFIG``.
-"""
+CUBLAS_THREADS = 2
+"""Threads that multiply, each with a workspace of its own: that of forward and autograd's."""
+DETERMINISTIC_WORKSPACE = 32 * MIB
+"""Their workspace under ``train.deterministic``, which sets 8 buffers of 4 MiB on any device."""
 CUDA_CONTEXT = 426 * MIB
 """The driver's context with torch's kernels loaded when they are first used.
 

@@ -6,26 +6,30 @@ The rest, in ``cuda_constants``, does not follow from the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from axonlaunch.config import RunConfig
+from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
 from axonlaunch.planning.memory.cuda_constants import (
-    CUBLAS_WORKSPACE,
+    CUBLAS_THREADS,
     CUDA_CONTEXT,
+    DETERMINISTIC_WORKSPACE,
     NCCL_PAIR,
     NCCL_RING,
 )
 from axonlaunch.planning.memory.extend_trace import FEWEST, extended
-from axonlaunch.planning.tracing import extrapolate_depth, fake_world
+from axonlaunch.planning.tracing import cuda_attention, extrapolate_depth, fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
+from axonlaunch.system.formatting import MIB
 
 
 @dataclass(frozen=True)
@@ -55,28 +59,33 @@ def held(
     groups: Iterable[int],
     capacity: int | None = None,
     expandable: bool = False,
-    workspace: int = CUBLAS_WORKSPACE,
+    workspaces: Sequence[int] = (),
 ) -> DeviceMemory:
     """Return what a process holds at most.
 
     Args:
         changes: What the rank asks of its allocator.
-        peak_bytes: What its tensors hold at most. What is missing of that in ``changes``, as of
-            buckets that an extended recording can't place, is held besides.
+        peak_bytes: What its tensors and ``workspaces`` hold at most. What is missing of that in
+            ``changes``, as of buckets that an extended recording can't place, is held besides.
         groups: Sizes of the groups that the rank talks to.
         capacity: Bytes of the device; None: without end.
         expandable: Whether the allocator's segments grow, as ``system.allocator_settings`` says.
-        workspace: cuBLAS's.
+        workspaces: As ``cublas_workspaces`` returns them.
     """
-    changes = list(changes)
+    changes = [*(Change(-n, size) for n, size in enumerate(workspaces, 1)), *changes]
     allocator = Allocator(capacity=capacity, expandable=expandable)
-    allocator.replay([Change(-1, workspace), Change(-2, workspace)])
     allocator.replay(changes)
     return DeviceMemory(
         allocator=allocator.peak_reserved + max(0, peak_bytes - _most(changes)),
         context=CUDA_CONTEXT,
         communicators=communicators(groups),
     )
+
+
+def cublas_workspaces(config: RunConfig) -> list[int]:
+    """Return the bytes that torch's allocator holds for each thread that multiplies."""
+    size = int((config.hardware or HardwareConfig(name="")).cublas_workspace_mib * MIB)
+    return [DETERMINISTIC_WORKSPACE if config.train.deterministic else size] * CUBLAS_THREADS
 
 
 def besides(groups: Iterable[int]) -> int:
@@ -132,7 +141,7 @@ def _run(
 
     Of a pipeline, whose step is long, it is one.
     """
-    trace = RecordingTrace(on_host=on_host)
+    trace = RecordingTrace(on_host=on_host, workspaces=cuda_attention.workspaces(reduced.config))
     world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
     with refusing_untraceable(reduced.config):
         return _steps(reduced, FakeRank(reduced, world, trace=trace), trace)

@@ -17,10 +17,10 @@ from axonlaunch.models import fake_tensor_cache
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory.caching_allocator import Change
 from axonlaunch.planning.records import Estimate, RankEstimate
-from axonlaunch.planning.tracing import extrapolate_depth
+from axonlaunch.planning.tracing import cuda_attention, extrapolate_depth
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import StageTrace, host_categories
-from axonlaunch.planning.tracing.storage_trace import CATEGORIES, TraceEvent, on_device
+from axonlaunch.planning.tracing.storage_trace import CATEGORIES, TraceEvent
 from axonlaunch.system import forked_map
 from axonlaunch.system.allocator_settings import segments_grow
 
@@ -28,10 +28,11 @@ from axonlaunch.system.allocator_settings import segments_grow
 def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> Estimate:
     """Estimate the peak memory of every rank of a run.
 
-    Bytes are those of live storages, as ``StorageTrace`` counts them: all samples of a rank's step
-    are counted as on its device, and what passes through the device on the way from and to host
-    memory, a layer or a parameter at a time, is not. Of what is compiled it is the wrappers of
-    kernels that are followed, which allocate. An evaluation, of as large micro-batches and without
+    Bytes are those of live storages, as ``StorageTrace`` counts them, on a GPU with what kernels of
+    attention and cuBLAS hold besides: all samples of a rank's step are counted as on its device,
+    and what passes through the device on the way from and to host memory, a layer or a parameter
+    at a time, is not. Of what is compiled it is the wrappers of kernels that are followed, which
+    allocate. An evaluation, of as large micro-batches and without
     gradients, holds less than a step.
 
     Args:
@@ -108,13 +109,17 @@ class _Run:
 
     @property
     def on_gpu(self) -> bool:
-        hardware = self.reduced.config.hardware
-        return hardware is None or not hardware.is_cpu
+        return cuda_attention.runs_on_gpu(self.reduced.config)
 
     @property
     def groups(self) -> list[int]:
         """Ranks of each communicator that a rank takes part in."""
         return cuda_process.communicator_sizes(self.reduced.layout)
+
+    @property
+    def workspaces(self) -> list[int]:
+        """Bytes of cuBLAS's workspaces; none on a CPU."""
+        return cuda_process.cublas_workspaces(self.reduced.config) if self.on_gpu else []
 
     def trace(self, places: Iterable[StageTrace], *, recorded: int | None = None) -> None:
         """Trace what is not traced yet of some places, and record one beside them."""
@@ -134,7 +139,9 @@ class _Run:
             self._steps[place.kind] = place.short_step(self.done)
         if place.place not in self._ranks:
             first = place.place * self.reduced.world_size // self.reduced.layout.pipeline
-            estimated = _of_rank(place, first, self._steps[place.kind], self.done)
+            estimated = _of_rank(
+                place, first, self._steps[place.kind], self.done, workspaces=self.workspaces
+            )
             self._ranks[place.place] = estimated
         return self._ranks[place.place]
 
@@ -151,7 +158,13 @@ class _Run:
             place = highest.coords["pp"]
             self.trace([], recorded=place)
             changes = self.done["process", place]
-            device = _process(highest.peak_bytes, changes, groups=self.groups, memory=memory)
+            device = _process(
+                highest.peak_bytes,
+                changes,
+                groups=self.groups,
+                memory=memory,
+                workspaces=self.workspaces,
+            )
             reserved, process_bytes = device.allocator, device.process
         return Estimate(
             world_size=self.reduced.world_size,
@@ -181,7 +194,12 @@ def _recorded(reduced: ReducedRun, place: int) -> Callable[[], list[Change]]:
 
 
 def _process(
-    peak_bytes: int, changes: list[Change], *, groups: list[int], memory: int | None
+    peak_bytes: int,
+    changes: list[Change],
+    *,
+    groups: list[int],
+    memory: int | None,
+    workspaces: list[int],
 ) -> cuda_process.DeviceMemory:
     """Return what the process of the highest rank holds of a GPU with so many bytes.
 
@@ -193,19 +211,27 @@ def _process(
         groups=groups,
         capacity=None if memory is None else max(0, memory - cuda_process.besides(groups)),
         expandable=segments_grow(),
+        workspaces=workspaces,
     )
 
 
 def _of_rank(
-    place: StageTrace, rank: int, short_step: list[TraceEvent], done: Mapping[Any, Any]
+    place: StageTrace,
+    rank: int,
+    short_step: list[TraceEvent],
+    done: Mapping[Any, Any],
+    *,
+    workspaces: Sequence[int],
 ) -> RankEstimate:
     point, host = extrapolate_depth.peak(place.events(short_step, done))
+    held = dict(zip(CATEGORIES, point, strict=False))
+    held["temporary"] += sum(workspaces)
     return RankEstimate(
         rank=rank,
         coords=place.whole.layout.coordinates(rank),
-        peak_bytes=on_device(point),
+        peak_bytes=sum(held.values()),
         host_bytes=host,
-        breakdown=dict(zip(CATEGORIES, point, strict=False)),
+        breakdown=held,
         sharded_parameters=place.sharded(done),
         microbatch_bytes=place.left_by_forward(short_step),
         read_bytes=place.read(done),

@@ -24,7 +24,12 @@ from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.dtensor_regions import local_boxes
 from axonlaunch.models.spec import ModelSpec
-from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule, fake_world
+from axonlaunch.planning.tracing import (
+    cuda_attention,
+    extrapolate_depth,
+    extrapolate_schedule,
+    fake_world,
+)
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, StorageTrace, TraceEvent
@@ -168,7 +173,10 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
     Raises:
         ConfigError: It can't be traced.
     """
-    trace = StorageTrace(on_host=host_categories(reduced.config))
+    trace = StorageTrace(
+        on_host=host_categories(reduced.config),
+        workspaces=cuda_attention.workspaces(reduced.config),
+    )
     extrapolate_schedule.watch_actions(trace)
     world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
     with refusing_untraceable(reduced.config):

@@ -1,14 +1,14 @@
 """Follows every storage that tensors of one thread hold, by what it is for: bytes now and at most.
 
-It watches tensors with values and fake ones alike. It counts what torch's operations return and
-nothing else: not what a kernel allocates for itself, and not what an allocator rounds up to.
+It watches tensors with values and fake ones alike. It counts what torch's operations return, and
+what their kernels are said to hold besides; not what an allocator rounds up to.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -81,12 +81,18 @@ class StorageTrace(UncompiledDispatchMode):
         events: What was held in each part of what is measured.
     """
 
-    def __init__(self, *, on_host: Collection[Category] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        on_host: Collection[Category] = (),
+        workspaces: Callable[[Any, Sequence[Any]], Sequence[int]] = lambda func, arguments: (),
+    ) -> None:
         """Begin to count.
 
         Args:
             on_host: Categories that live in host memory; on a CPU, where host and device are one,
                 this alone distinguishes them.
+            workspaces: As ``cuda_attention.workspaces`` gives them; none where kernels run here.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
@@ -99,6 +105,7 @@ class StorageTrace(UncompiledDispatchMode):
         self._top: int | None = 0
         self._highest = 0
         self._phase: Category | None = None
+        self._workspaces = workspaces
 
     def __enter__(self) -> Self:
         self._outer = getattr(_running, "trace", None)
@@ -131,6 +138,9 @@ class StorageTrace(UncompiledDispatchMode):
                 self._add(_plain(tensor), category)
         if namespace == "c10d" and self.host:
             self._tag_gradients()
+        held = [torch.empty(size, dtype=torch.uint8) for size in self._workspaces(func, args)]
+        for buffer in held:
+            self._add(buffer, category)
         self._note()
         return out
 

@@ -8,7 +8,7 @@ change neither its root mean square nor its mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,36 +89,40 @@ class Statistics:
         """Return the sums so far, of all tensors of each key together."""
         self._last = None
         on_device = [taken for _, taken in self._taken if isinstance(taken, _OnDevice)]
-        table = (
-            torch.stack([statistic.values for statistic in on_device]).tolist() if on_device else []
-        )
-        rows = iter(table)
+        read = dict(zip(map(id, on_device), _OnDevice.read(on_device), strict=True))
         sums: dict[TracedKey, Sums] = {}
         for key, taken in self._taken:
-            if isinstance(taken, _OnDevice):
-                norm, total, low, high = next(rows)
-                taken = Sums(taken.count, total, norm * norm, max(abs(low), abs(high)))
-            if taken.count:
-                sums.setdefault(key, Sums()).add(taken)
+            known = read[id(taken)] if isinstance(taken, _OnDevice) else taken
+            if known.count:
+                sums.setdefault(key, Sums()).add(known)
         return sums
 
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """A tensor's norm, sum, least and largest element [4] fp64, which nobody has waited for."""
+    """A tensor's norm, sum, least and largest element, each of no dim, which nobody waited for."""
 
     count: int
-    values: Tensor
+    values: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, local: Tensor) -> _OnDevice:
         if not local.numel():
-            return cls(0, torch.zeros(4, dtype=torch.double, device=local.device))
+            return cls(0, (torch.zeros((), device=local.device),) * 4)
         precision = torch.double if local.dtype in _EXACT_IN_DOUBLE else torch.float
-        low, high = local.aminmax()
         norm = torch.linalg.vector_norm(local, dtype=precision)
-        values = (norm, local.sum(dtype=precision), low, high)
-        return cls(local.numel(), torch.stack([value.double() for value in values]))
+        return cls(local.numel(), (norm, local.sum(dtype=precision), *local.aminmax()))
+
+    @staticmethod
+    def read(all_of: Sequence[_OnDevice]) -> Iterator[Sums]:
+        """Yield the sums of each, after one copy to the host for each type of numbers."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for value in (value for one in all_of for value in one.values):
+            by_dtype.setdefault(value.dtype, []).append(value)
+        numbers = {dtype: iter(torch.stack(of).tolist()) for dtype, of in by_dtype.items()}
+        for one in all_of:
+            norm, total, low, high = (next(numbers[value.dtype]) for value in one.values)
+            yield Sums(one.count, total, norm * norm, max(abs(low), abs(high)))
 
 
 def _summed(local: Tensor) -> Sums:
@@ -126,13 +130,14 @@ def _summed(local: Tensor) -> Sums:
 
     torch adds squares up in fp32, and is 8e-5 off for 4 million elements; it is not for a piece.
     """
-    sums = Sums()
-    for piece in local.reshape(-1).split(_PIECE) if local.numel() else ():
+    flat = local.reshape(-1)
+    total = squares = absmax = 0.0
+    for piece in flat.split(_PIECE) if len(flat) > _PIECE else (flat,) if len(flat) else ():
         exact = piece.double() if piece.dtype in _EXACT_IN_DOUBLE else piece.float()
-        absmax = max(float(exact.amax()), -float(exact.amin()))
-        squares = float(torch.dot(exact, exact))
-        sums.add(Sums(piece.numel(), float(exact.sum()), squares, absmax))
-    return sums
+        squares += torch.dot(exact, exact).item()
+        total += exact.sum().item()
+        absmax = max(absmax, exact.amax().item(), -exact.amin().item())
+    return Sums(len(flat), total, squares, absmax)
 
 
 class ModuleHooks:

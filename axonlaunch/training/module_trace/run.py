@@ -70,6 +70,8 @@ class RunTracer:
             # In its place stands what it will be given, which must not be touched.
             and not (head is not None and f"{head}.".startswith(f"{name}."))
         }
+        self._watched = [part for stage in engine.modules for part in self._whole_in(stage)]
+        self._stage_of = self._first_parameters()
         self._keys: list[TracedKey] = [
             *(("batch", "inputs"), ("batch", "targets"), ("loss", "")),
             *(("parameter", name) for name in self._parameters),
@@ -90,8 +92,7 @@ class RunTracer:
             statistics.add(("batch", "targets"), batch.targets)
         for name, parameter in engine.named_parameters():
             statistics.add(("parameter", name), parameter)
-        for stage in engine.modules:
-            hooks.watch(self._watched(stage))
+        hooks.watch(self._watched)
         try:
             loss, tokens = engine.backward(batch)
         finally:
@@ -103,7 +104,7 @@ class RunTracer:
         self._write(statistics.sums(), hooks.order)
         return loss, tokens
 
-    def _watched(self, stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    def _whole_in(self, stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules that are whole in a stage.
 
         Outside of blocks every stage calls what has no parameters, on nothing but in one of them.
@@ -147,19 +148,23 @@ class RunTracer:
         )
         write_step(Path(self._config.run_dir), trace)
 
-    def _places(self, order: dict[str, int]) -> list[int]:
-        """Return when each module is computed, where this rank has called it.
+    def _first_parameters(self) -> dict[str, int]:
+        """Return the place in the whole model of the first parameter of each module's stage.
 
-        A later stage of a pipeline holds later parameters of the whole model.
+        A later stage of a pipeline holds later parameters.
         """
-        first = {name: place for place, name in enumerate(self._parameters)}
+        place_of = {name: place for place, name in enumerate(self._parameters)}
         stage_of: dict[str, int] = {}
         for stage in self._engine.modules:
-            places = (first[name] for name, _ in stage.named_parameters() if name in first)
+            places = (place_of[name] for name, _ in stage.named_parameters() if name in place_of)
             begins = min(places, default=0)
             stage_of.update({name: begins for name, _ in stage.named_modules()})
+        return stage_of
+
+    def _places(self, order: dict[str, int]) -> list[int]:
+        """Return when each module is computed, where this rank has called it."""
         return [
-            stage_of.get(name, 0) * _STAGE + order[name] if name in order else _LAST
+            self._stage_of.get(name, 0) * _STAGE + order[name] if name in order else _LAST
             for name in self._modules
         ]
 

@@ -81,3 +81,21 @@ def test_keys_that_code_alone_reads_are_known() -> None:
 def test_types_are_known_by_their_names(kind: str) -> None:
     assert kind in library.causal_types()
     assert kind in library.config_types()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "shares"),
+    [("cuda", torch.float32, False), ("cuda", torch.bfloat16, True), ("cpu", torch.float32, True)],
+)
+def test_heads_are_shared_where_a_fused_kernel_takes_them(
+    device: str, dtype: torch.dtype, shares: bool
+) -> None:
+    """Else torch falls back in silence to the one that holds all scores."""
+    library.transformers()
+    from transformers.integrations import sdpa_attention
+
+    with tensors_without_bytes():
+        key = torch.empty(1, 2, 4, 8, device=device, dtype=dtype)
+        values = [key] if "value" in inspect.signature(sdpa_attention.repeat_kv).parameters else []
+        assert sdpa_attention.use_gqa_in_sdpa(None, key, *(values or [key])) is shares
+    assert "use_gqa_in_sdpa(attention_mask, key" in inspect.getsource(sdpa_attention)

@@ -25,21 +25,31 @@ from axonlaunch.models.dtensor_regions import whole
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 LORA = ["adapter=lora", "adapter.rank=4", "adapter.alpha=6", "train.global_batch_size=8"]
+SHARED = "tensor 4, of 2 heads of keys"
 LAYOUTS = {
     "single": ["strategy=single"],
     "ddp 2": ["strategy=ddp", "launch.nproc=2"],
     "fsdp 2": ["strategy=fsdp", "launch.nproc=2"],
+    "zero1 2": ["strategy=zero1", "launch.nproc=2"],
     "tensor 2": ["strategy=tensor", "launch.nproc=2"],
-    "tensor 4, of 2 heads of keys": [
-        *("strategy=tensor", "launch.nproc=4", "strategy.tensor.degree=4")
-    ],
+    SHARED: [*("strategy=tensor", "launch.nproc=4", "strategy.tensor.degree=4")],
     "pipeline 2": ["strategy=pipeline", "launch.nproc=2"],
     "hybrid 4": ["strategy=hybrid", "launch.nproc=4", "strategy.pipeline.degree=2"],
 }
 CASES = [
-    *(("qwen3", layout, "all-linear") for layout in LAYOUTS),
+    *(("qwen3", layout, "all-linear") for layout in LAYOUTS if layout != "zero1 2"),
     ("gpt2", "tensor 2", "all-linear"),
     ("gpt2", "fsdp 2", ["c_attn", "c_proj"]),
+]
+WITH_MAGNITUDES = [
+    ("gpt2", "tensor 2"),
+    ("qwen3", SHARED),
+    pytest.param("gpt2", "fsdp 2", marks=pytest.mark.slow),
+    *(
+        pytest.param("qwen3", layout, marks=pytest.mark.slow)
+        for layout in LAYOUTS
+        if layout != SHARED
+    ),
 ]
 
 
@@ -47,11 +57,24 @@ CASES = [
 def test_losses_and_gradients_are_those_of_peft(
     kind: str, layout: str, targets: Any, tmp_path: Path
 ) -> None:
-    save(kind, tmp_path)
     named = targets if isinstance(targets, str) else f"[{','.join(targets)}]"
-    overrides = [*LORA, f"adapter.targets={named}", f"model.path={tmp_path}"]
+    compared(kind, layout, tmp_path, f"adapter.targets={named}", target_modules=targets)
+
+
+@pytest.mark.parametrize(("kind", "layout"), WITH_MAGNITUDES)
+def test_losses_and_gradients_of_dora_are_those_of_peft(
+    kind: str, layout: str, tmp_path: Path
+) -> None:
+    options = {"target_modules": "all-linear", "use_dora": True}
+    compared(kind, layout, tmp_path, "adapter.dora=true", **options)
+
+
+def compared(kind: str, layout: str, folder: Path, *more: str, **options: Any) -> None:
+    """Hold five steps of a layout against those of peft with the same options."""
+    save(kind, folder)
+    overrides = [*LORA, *more, f"model.path={folder}"]
     losses, gradients, start = by_axonlaunch([*overrides, *LAYOUTS[layout]])
-    expected, wanted = by_peft(tmp_path, overrides, targets, start)
+    expected, wanted = by_peft(folder, overrides, options, start)
     assert losses == pytest.approx(expected, rel=2e-5)
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
@@ -86,22 +109,23 @@ def by_axonlaunch(overrides: list[str]) -> tuple[list[float], dict[str, Tensor],
 
 
 def by_peft(
-    path: Path, overrides: list[str], targets: Any, start: dict[str, Tensor]
+    path: Path, overrides: list[str], options: dict[str, Any], start: dict[str, Tensor]
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The same by a plain loop, of adapters that start alike."""
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     conv = type(base).__name__.startswith("GPT2")
-    settings = LoraConfig(r=4, lora_alpha=6, target_modules=targets, fan_in_fan_out=conv)
+    settings = LoraConfig(r=4, lora_alpha=6, fan_in_fan_out=conv, **options)
     model: Any = get_peft_model(base, settings)
     loaded = set_peft_model_state_dict(
-        model, {f"base_model.model.{name}": tensor for name, tensor in start.items()}
+        model, {f"base_model.model.{_theirs(name)}": tensor for name, tensor in start.items()}
     )
     assert not loaded.unexpected_keys
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == len(start)
-    optimizer = torch.optim.AdamW(
-        trained.values(), lr=3e-3, eps=1e-6, betas=(0.9, 0.99), weight_decay=0.1
-    )
+    vectors = [p for p in trained.values() if p.ndim < 2]
+    matrices = [p for p in trained.values() if p.ndim > 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-6, betas=(0.9, 0.99), weight_decay=0.1)
     losses: list[float] = []
     model.train()
     for batch in batches(run_config([*SETTINGS, *overrides, "strategy=single"])):
@@ -117,3 +141,8 @@ def by_peft(
 
 def _ours(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".default", "")
+
+
+def _theirs(name: str) -> str:
+    """PEFT's file names a layer's magnitudes by no name of a weight."""
+    return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")

@@ -69,6 +69,7 @@ def logits(model: Any) -> Tensor:
     ("kind", "layout"),
     [
         ("qwen3", ["strategy=tensor", "launch.nproc=2", "adapter.rslora=true"]),
+        ("gpt2", ["strategy=tensor", "launch.nproc=2", "adapter.dora=true"]),
         ("gpt2", ["strategy=fsdp", "launch.nproc=2", "adapter.targets=[c_attn,c_fc]"]),
     ],
 )
@@ -89,16 +90,21 @@ def test_peft_loads_what_is_exported_with_the_same_logits(
     assert torch.allclose(logits(merged), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [["strategy=tensor"], ["strategy=fsdp"], ["strategy=pipeline"]])
-def test_what_peft_saved_is_what_a_run_starts_from(layout: list[str], tmp_path: Path) -> None:
-    base, folder = tmp_path / "base", tmp_path / "peft"
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("tensor", {}), ("fsdp", {"use_dora": True}), ("pipeline", {})]
+)
+def test_what_peft_saved_is_what_a_run_starts_from(
+    strategy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    base, folder, layout = tmp_path / "base", tmp_path / "peft", [f"strategy={strategy}"]
     save("qwen3", base)
-    theirs = saved_by_peft(base, folder, target_modules=["q_proj", "down_proj"])
+    theirs = saved_by_peft(base, folder, target_modules=["q_proj", "down_proj"], **options)
     overrides = ["adapter=lora", f"adapter.path={folder}", f"model.path={base}", "launch.nproc=2"]
     chosen, seen = trained([*overrides, *layout], tmp_path / "run", steps=0)
     assert torch.allclose(seen, theirs, atol=1e-5)
     assert chosen.adapter is not None
     assert (chosen.adapter.rank, chosen.adapter.alpha, chosen.adapter.rslora) == (3, 5.0, True)
+    assert chosen.adapter.dora is bool(options)
     assert len(chosen.adapter.targets) == 4
 
 
@@ -109,6 +115,9 @@ def saved_by_peft(base: Path, folder: Path, **options: Any) -> Tensor:
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
         LoraConfig(r=3, lora_alpha=5, use_rslora=True, init_lora_weights=False, **options),
     )
+    for name, parameter in model.named_parameters():
+        if "lora_magnitude_vector" in name:
+            parameter.data *= 1 + torch.rand(parameter.shape)
     model.save_pretrained(folder)
     return logits(model)
 
@@ -116,7 +125,8 @@ def saved_by_peft(base: Path, folder: Path, **options: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("overrides", "change", "message"),
     [
-        ([], {"use_dora": True}, "it has use_dora=True"),
+        ([], {"use_dora": True}, "lacks model.layers.0.self_attn.q_proj.lora_magnitude_vector"),
+        ([], {"trainable_token_indices": [1]}, "it has trainable_token_indices="),
         ([], {"bias": "all"}, "it has bias=all"),
         ([], {"peft_type": "IA3"}, "peft_type is IA3"),
         (["adapter.rank=16"], {}, "has 3; remove this setting"),

@@ -1,0 +1,314 @@
+"""Makes a shard: rows are read, encoded and written, and how far that is goes on record.
+
+However it ends, the next process continues behind the last chunk that is on record. What is read
+stays open for the next shard, so that a stream that can only be read in order is read once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from axonlaunch.data.encoding import Encoded, Encoder, OnProgress, Tokenising
+from axonlaunch.data.rows import BadRow, Row, RowReader, UnreadableFileError
+from axonlaunch.data.sources import SourceFile
+from axonlaunch.system.files import replace_text
+
+SHARD_SIZE = 16 << 20
+"""Characters of text with which a shard is full: at a few MB a second the first one is made while
+a model is built, and its rows are still many to be shuffled among themselves."""
+META = "shard.json"
+TOKENS, LENGTHS, ROWS, COUNTED = "tokens.bin", "lengths.bin", "rows.bin", "counted.bin"
+_PROGRESS = "progress.json"
+_CHUNK_ROWS, _CHUNK_CHARACTERS = 1024, 1 << 20
+_LISTED = 5
+"""Bad rows that are remembered by name; the others are counted."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a shard is.
+
+    Attributes:
+        file: The file that is read, by its place among the files of the shard's group.
+        row: The last row of it that was taken.
+        offset: Bytes of it, decompressed, up to the end of that row; 0 where rows are not lines.
+        characters: Of the rows that were taken.
+        documents: How many there are, of each file.
+        tokens: How many there are.
+        counted: Of these, those that are a target.
+        empty: Rows of which no token is a target, and which are left out.
+        bad: Rows that are none.
+        listed: The first of them: ``"FILE, line N: reason"``.
+        is_last: Whether it was read to the end of the group's last file.
+    """
+
+    file: int = 0
+    row: int = 0
+    offset: int = 0
+    characters: int = 0
+    documents: tuple[int, ...] = (0,)
+    tokens: int = 0
+    counted: int = 0
+    empty: int = 0
+    bad: int = 0
+    listed: tuple[str, ...] = ()
+    is_last: bool = False
+
+    @classmethod
+    def behind(cls, other: Progress) -> Progress:
+        """Return the beginning of a shard that starts where another one ends."""
+        documents = (0,) * (other.file + 1)
+        return cls(file=other.file, row=other.row, offset=other.offset, documents=documents)
+
+    @classmethod
+    def read(cls, file: Path) -> Progress:
+        """Read what is on record.
+
+        Raises:
+            FileNotFoundError: Nothing is.
+            ValueError: It is no record of this form; or ``TypeError`` or ``KeyError``.
+        """
+        content = json.loads(file.read_text())
+        lists = {key: tuple(content[key]) for key in ("documents", "listed")}
+        return cls(**{**content, **lists})
+
+    def at_next_file(self) -> Progress:
+        """Return the same at the beginning of the group's next file."""
+        documents = (*self.documents, 0)
+        return replace(self, file=self.file + 1, row=0, offset=0, documents=documents)
+
+    def write(self, file: Path) -> None:
+        """Put it on record."""
+        replace_text(file, json.dumps(asdict(self)))
+
+
+class BadRowsError(ValueError):
+    """A row is none, and none is to be skipped."""
+
+    def __init__(self, progress: Progress) -> None:
+        """Name the first one."""
+        more = f" (and {progress.bad - 1} more so far)" if progress.bad > 1 else ""
+        super().__init__(f"{progress.listed[0]}{more}")
+
+
+def token_dtype(encoder: Encoder) -> str:
+    """Return the type that a token is written in."""
+    return "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
+
+
+class ShardMaker:
+    """Makes shards one after another."""
+
+    def __init__(self, encoder: Encoder, *, skip_bad: bool) -> None:
+        """Choose what makes documents of rows, and whether rows that are none are left out."""
+        self._encoder = encoder
+        self._skip_bad = skip_bad
+        self._open: _OpenFile | None = None
+
+    def make(
+        self, partial: Path, files: tuple[SourceFile, ...], start: Progress, report: OnProgress
+    ) -> None:
+        """Make what is missing of a shard: from its start on, until it is full or the files end.
+
+        Args:
+            partial: Its folder, which nobody else writes.
+            files: Of its group.
+            start: Where it begins.
+            report: Is called after each chunk.
+
+        Raises:
+            BadRowsError: A row is none, and rows are not skipped.
+            UnreadableFileError: A file can't be read, or holds no rows.
+            OSError: The folder can't be written.
+        """
+        try:
+            progress = Progress.read(partial / _PROGRESS)
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            progress = start
+        self._refuse_bad(progress)
+        with ExitStack() as stack:
+            written = _Files(partial, self._encoder, progress, stack)
+            pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="tokenising"))
+            while True:
+                progress = self._add_file(written, pool, files, progress, report)
+                is_full = progress.characters >= SHARD_SIZE
+                if not progress.row:
+                    raise UnreadableFileError(f"{files[progress.file].name} holds no rows")
+                if is_full or progress.file == len(files) - 1:
+                    break
+                progress = progress.at_next_file()
+        replace(progress, is_last=not is_full).write(partial / META)
+        (partial / _PROGRESS).unlink(missing_ok=True)
+
+    def _add_file(
+        self,
+        written: _Files,
+        pool: ThreadPoolExecutor,
+        files: tuple[SourceFile, ...],
+        progress: Progress,
+        report: OnProgress,
+    ) -> Progress:
+        """Add the rows of a file that are not there yet, until the shard is full."""
+        source = files[progress.file]
+        before, total = sum(f.size for f in files[: progress.file]), sum(f.size for f in files)
+        # What fails is not continued from: its end would look like that of the file.
+        opened, self._open = self._open, None
+        if opened is None or not opened.can_continue(source, progress):
+            opened = _OpenFile(source, progress)
+        encoding = None
+        # A chunk is encoded, outside of Python's lock, while the next one is read.
+        for chunk in itertools.chain(opened.chunks(progress), [None]):
+            after = None if chunk is None else pool.submit(_encoded, chunk, self._encoder)
+            if encoding is not None:
+                done, encoded, bad = encoding.result()
+                where = f"{source.name}, {opened.reader.what}"
+                progress = written.add(progress, done, encoded, bad, where)
+                self._refuse_bad(progress)
+                fraction = (before + done.fraction * source.size) / max(1, total)
+                report(Tokenising(source.name, fraction, progress.tokens))
+            encoding = after
+        self._open = opened
+        return progress
+
+    def _refuse_bad(self, progress: Progress) -> None:
+        if progress.bad and not self._skip_bad:
+            raise BadRowsError(progress)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows that are encoded together.
+
+    Attributes:
+        rows: Each with its number.
+        characters: Of them.
+        offset: Of the reader, behind the last one.
+        fraction: Of the file, up to there.
+    """
+
+    rows: list[tuple[int, Row | str | BadRow]]
+    characters: int
+    offset: int
+    fraction: float
+
+
+class _OpenFile:
+    """A file, read up to some row."""
+
+    def __init__(self, source: SourceFile, progress: Progress) -> None:
+        self._source = source
+        self._row = progress.row
+        self.reader = RowReader(source, skip=progress.row, offset=progress.offset)
+        self._rows = iter(self.reader)
+
+    def can_continue(self, source: SourceFile, progress: Progress) -> bool:
+        """Say whether what comes behind a progress is still to be read."""
+        return source == self._source and self._row <= progress.row
+
+    def chunks(self, progress: Progress) -> Iterator[_Chunk]:
+        """Yield what comes behind a progress, up to the row with which the shard is full."""
+        self.reader.skip = progress.row
+        read = progress.characters
+        while read < SHARD_SIZE:
+            rows: list[tuple[int, Row | str | BadRow]] = []
+            size = 0
+            for number, row in self._rows:
+                rows.append((number, row))
+                size += _characters(row)
+                is_chunk = len(rows) >= _CHUNK_ROWS or size >= _CHUNK_CHARACTERS
+                if is_chunk or read + size >= SHARD_SIZE:
+                    break
+            if not rows:
+                return
+            read += size
+            self._row = rows[-1][0]
+            yield _Chunk(rows, size, self.reader.offset, self.reader.fraction)
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _encoded(chunk: _Chunk, encoder: Encoder) -> tuple[_Chunk, Encoded, list[tuple[int, str]]]:
+    """Return a chunk, its documents with their rows' numbers, and what is wrong by number."""
+    good = [(number, row) for number, row in chunk.rows if not isinstance(row, BadRow)]
+    bad = [(number, row.reason) for number, row in chunk.rows if isinstance(row, BadRow)]
+    encoded = encoder.encode([row for _, row in good])
+    numbers = np.array([number for number, _ in good], dtype=np.int64)
+    bad += [(good[place][0], reason) for place, reason in encoded.bad]
+    return chunk, replace(encoded, rows=numbers[encoded.rows]), sorted(bad)
+
+
+class _Files:
+    """The files of a shard that is made."""
+
+    def __init__(
+        self, partial: Path, encoder: Encoder, progress: Progress, stack: ExitStack
+    ) -> None:
+        """Open them where the progress that is on record ends."""
+        self._progress_file = partial / _PROGRESS
+        self._dtype = np.dtype(token_dtype(encoder))
+        documents = sum(progress.documents)
+        sizes = {
+            TOKENS: progress.tokens * self._dtype.itemsize,
+            LENGTHS: documents * 4,
+            ROWS: documents * 4,
+            **({COUNTED: progress.tokens} if encoder.masks else {}),
+        }
+        self._streams = {}
+        for name, size in sizes.items():
+            stream = stack.enter_context((partial / name).open("ab"))
+            if stream.tell() < size:
+                raise OSError(
+                    f"{partial / name} is shorter than {_PROGRESS} says; delete {partial}"
+                )
+            stream.truncate(size)
+            self._streams[name] = stream
+
+    def add(
+        self,
+        progress: Progress,
+        chunk: _Chunk,
+        encoded: Encoded,
+        bad: list[tuple[int, str]],
+        where: str,
+    ) -> Progress:
+        """Write a chunk and put on record that it is written."""
+        self._streams[TOKENS].write(encoded.tokens.astype(self._dtype).tobytes())
+        self._streams[LENGTHS].write(encoded.lengths.astype(np.uint32).tobytes())
+        self._streams[ROWS].write(encoded.rows.astype(np.uint32).tobytes())
+        counted = len(encoded.tokens) - len(encoded.lengths)
+        if encoded.counted is not None:
+            self._streams[COUNTED].write(encoded.counted.tobytes())
+            counted = int(np.count_nonzero(encoded.counted))
+        for stream in self._streams.values():
+            stream.flush()
+        *before, here = progress.documents
+        listed = [f"{where} {number}: {reason}" for number, reason in bad]
+        progress = replace(
+            progress,
+            row=chunk.rows[-1][0],
+            offset=chunk.offset,
+            characters=progress.characters + chunk.characters,
+            documents=(*before, here + len(encoded.lengths)),
+            tokens=progress.tokens + len(encoded.tokens),
+            counted=progress.counted + counted,
+            empty=progress.empty + encoded.empty,
+            bad=progress.bad + len(bad),
+            listed=(*progress.listed, *listed)[:_LISTED],
+        )
+        progress.write(self._progress_file)
+        return progress

@@ -1,0 +1,40 @@
+"""The script of a SLURM job, line by line, as a file beside this one has it.
+
+Where a change is meant, the test prints the script: write it to the file, and read the difference.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from axonlaunch import config as configuration
+from axonlaunch.launch.external import slurm
+
+SCRIPTS = Path(__file__).with_name("job_scripts")
+JOBS = {
+    "one_node": ["launch.nproc=8", "strategy=fsdp"],
+    "several_nodes": [
+        *("launch.nproc=8", "launch.nnodes=4", "strategy=hsdp", "launch.slurm.partition=gpu"),
+        *("launch.slurm.account=lab", "launch.slurm.time=8:00:00", "launch.slurm.cpus_per_task=96"),
+        "train.global_batch_size=32",
+        "launch.slurm.extra_args=['--qos=high','--constraint=h100']",
+        "launch.slurm.prologue=['module load cuda','export NCCL_SOCKET_IFNAME=ib0']",
+    ],
+    "on_the_cpu": ["launch.nproc=2", "launch.device=cpu", "launch.slurm.cpus_per_task=4"],
+    "checkpoints_in_a_bucket": ["launch.nproc=8", "checkpoint.path=s3://bucket/big"],
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_s_script_is_what_it_was(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    named = ["launch=slurm", "name=big", "run_dir=/shared/my runs/big"]
+    script = slurm.render(
+        configuration.load([*named, *JOBS[job]]), python="/shared/venv/bin/python"
+    )
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    path = SCRIPTS / f"{job}.sbatch"
+    assert script == path.read_text(), f"the script of this job is no longer {path}:\n\n{script}"

@@ -1,0 +1,119 @@
+"""Verifies combinations of the parity table, in one process: any that fails is an alarm.
+
+``python tests/verification/sweep.py``, or ``scripts/test --sweep``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
+
+# ruff: noqa: E402 (what follows is found by the line above)
+from configured import run_config
+from parity_table import BATCH, Combination, combinations
+from rich.console import Console
+from rich.table import Table
+
+from axonlaunch.config import ConfigError
+from axonlaunch.verification import compare
+from axonlaunch.verification.demands import demanding
+from axonlaunch.verification.plan import ComparisonPlan
+
+STEPS = 6
+"""As many as ``axonlaunch verify`` does."""
+OUTCOMES = ("passed", "one rank", "refused", "alarm")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a combination.
+
+    Attributes:
+        kind: One of ``OUTCOMES``; of one rank, which has nothing to differ from, all numbers are
+            compared too.
+        reason: Why it did not pass.
+    """
+
+    kind: str
+    reason: str = ""
+
+
+def verified(combination: Combination) -> Outcome:
+    """Verify a combination as the command does."""
+    ranks = combination.layout.ranks
+    common = [f"train.global_batch_size={BATCH}", f"launch.nproc={ranks}", "launch.backend=mock"]
+    overrides = [*combination.model_overrides, *combination.overrides, *common]
+    plan = ComparisonPlan(steps=STEPS, beyond=True)
+    try:
+        config = run_config(overrides)
+    except ConfigError as error:
+        return Outcome("refused", str(error.problems[0]))
+    verdict = compare.on_mock(demanding(config, plan), plan)
+    if verdict.passed:
+        return Outcome("passed")
+    if ranks == 1 and verdict.verdict == "nothing proved":
+        return Outcome("one rank")
+    first = verdict.failure or verdict.reason or str(verdict.differences[0])
+    return Outcome("alarm", f"{verdict.verdict}: {first}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line for each combination and a table; return 1 where there was an alarm."""
+    chosen = _options(arguments)
+    every = [one for one in combinations() if chosen.only in str(one)]
+    random.Random(chosen.seed).shuffle(every)
+    outcomes: dict[Combination, Outcome] = {}
+    end = time.monotonic() + chosen.seconds
+    for one in every[: chosen.draw]:
+        if time.monotonic() > end:
+            break
+        began = time.process_time()
+        outcomes[one] = outcome = verified(one)
+        what = ": ".join(filter(None, (outcome.kind, outcome.reason)))
+        print(f"{one}: {what} [{time.process_time() - began:.1f} s of CPU]", flush=True)
+    _report(outcomes)
+    return int(any(outcome.kind == "alarm" for outcome in outcomes.values()))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/test --sweep", description=__doc__)
+    parser.add_argument("--draw", type=int, help="so many combinations (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw, and of the order")
+    parser.add_argument("--only", default="", help="those whose name holds this text")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin none after so many seconds"
+    )
+    return parser.parse_args(arguments)
+
+
+def _report(outcomes: dict[Combination, Outcome]) -> None:
+    console = Console()
+    rows: dict[str, Counter[str]] = {}
+    for one in combinations():
+        if one in outcomes:
+            rows.setdefault(one.layout.label, Counter())[outcomes[one].kind] += 1
+    table = Table("layout", "run", *OUTCOMES)
+    for label, counts in [*rows.items(), ("", sum(rows.values(), Counter()))]:
+        table.add_row(label, *_cells(counts))
+    console.print(table)
+    for one, outcome in outcomes.items():
+        if outcome.reason:
+            console.print(f"{outcome.kind}: {one}: {outcome.reason}", markup=False)
+
+
+def _cells(counts: Counter[str]) -> Iterable[str]:
+    yield str(counts.total())
+    for kind in OUTCOMES:
+        yield str(counts[kind] or "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

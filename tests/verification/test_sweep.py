@@ -1,0 +1,32 @@
+"""``scripts/test --sweep`` counts what it verified, and fails where a combination does."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from axonlaunch.config import RunConfig
+from axonlaunch.verification import compare
+from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.result import ParityResult, failed
+
+ONE = "ddp-2-mlp-fp32-1-full"
+sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))["main"]
+
+
+def test_what_passes_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep(["--only", ONE]) == 0
+    assert f"{ONE}: passed" in capsys.readouterr().out
+
+
+def test_a_combination_that_fails_is_an_alarm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: RunConfig, plan: ComparisonPlan) -> ParityResult:
+        return failed(config, plan.steps, "rank 1 failed")
+
+    monkeypatch.setattr(compare, "on_mock", fail)
+    assert sweep(["--only", ONE, "--draw", "1"]) == 1
+    assert f"alarm: {ONE}: failed: rank 1 failed" in capsys.readouterr().out
