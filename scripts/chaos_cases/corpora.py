@@ -93,7 +93,7 @@ def _words(lab: Lab, cache: Path) -> list[str]:
     folder = lab.folder / "corpus"
     if not folder.exists():
         folder.mkdir()
-        functions = corpus.functions()
+        functions = corpus.functions(1000)
         chats = [{"prompt": f"What is {f['name']}?", "completion": f["doc"]} for f in functions]
         corpus.write_jsonl(folder / "documents.jsonl", functions[:12])
         corpus.write_jsonl(folder / "chats.jsonl", chats[:20])

@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     hf_families.save("qwen3", folder, vocab_size=512)
     corpus.save_tokenizer(folder, chat_template=chat_templates.CHATML)
-    rows = [dict(row) for row in corpus.functions()[:200]]
+    rows = [dict(row) for row in corpus.functions()]
     corpus.write_jsonl(folder / "rows.jsonl", rows)
     corpus.write_jsonl(folder / "chats.jsonl", [{"messages": chat(row)} for row in rows])
     return folder
@@ -109,7 +109,7 @@ def texts(model: Path) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = [row["text"] for row in corpus.functions()[:200]]
+    rows = [row["text"] for row in corpus.functions()]
     return [[*tokens, tokenizer.eos_token_id] for tokens in tokenizer(rows)["input_ids"]]
 
 
@@ -168,7 +168,7 @@ def answers(model: Path) -> dict[tuple[int, ...], list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = {}
-    for row in corpus.functions()[:200]:
+    for row in corpus.functions():
         messages = chat(dict(row))
         whole = tokenizer.apply_chat_template(messages, return_dict=False)
         question = tokenizer.apply_chat_template(
