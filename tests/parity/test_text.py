@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configured import run_config
+from covers import pairs
 
 from axonlaunch.data.dataset import IGNORE_INDEX
 from axonlaunch.models.build import build_model
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     hf_families.save("qwen3", folder, vocab_size=512)
     corpus.save_tokenizer(folder, chat_template=chat_templates.CHATML)
-    rows = [dict(row) for row in corpus.functions()[:200]]
+    rows = [dict(row) for row in corpus.functions()]
     corpus.write_jsonl(folder / "rows.jsonl", rows)
     corpus.write_jsonl(folder / "chats.jsonl", [{"messages": chat(row)} for row in rows])
     return folder
@@ -114,7 +114,7 @@ def texts(model: Path) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = [row["text"] for row in corpus.functions()[:200]]
+    rows = [row["text"] for row in corpus.functions()]
     return [[*tokens, tokenizer.eos_token_id] for tokens in tokenizer(rows)["input_ids"]]
 
 
@@ -147,7 +147,7 @@ def following(text: list[int], part: list[int]) -> set[int]:
 
 @pytest.mark.parametrize(
     ("layout", "packing"),
-    [*itertools.product(LAYOUTS, ["concat", "best_fit", "none"]), ("hybrid", "concat")],
+    [*pairs([*LAYOUTS], ["concat", "best_fit", "none"]), ("hybrid", "concat")],
 )
 def test_losses_of_documents_are_those_of_transformers(
     layout: str, packing: str, model: Path
@@ -173,7 +173,7 @@ def answers(model: Path) -> dict[tuple[int, ...], list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = {}
-    for row in corpus.functions()[:200]:
+    for row in corpus.functions():
         messages = chat(dict(row))
         whole = tokenizer.apply_chat_template(messages, return_dict=False)
         question = tokenizer.apply_chat_template(
@@ -236,7 +236,7 @@ def known_chats(
 
 @pytest.mark.parametrize(
     ("layout", "packing"),
-    [*itertools.product(LAYOUTS, ["best_fit", "none"]), ("hybrid", "best_fit")],
+    [*pairs([*LAYOUTS], ["best_fit", "none"]), ("hybrid", "best_fit")],
 )
 def test_losses_of_chats_are_those_of_transformers_with_labels_of_its_own(
     layout: str, packing: str, model: Path
