@@ -53,7 +53,8 @@ def test_under_torchrun(axonlaunch: Command, expected: list[float]) -> None:
 
 
 def test_under_mpirun(axonlaunch: Command, server: Server, expected: list[float]) -> None:
-    reported = mpirun(axonlaunch.folder, 2).served(server)(*RUN, "name=run", "--json")
+    run = mpirun(axonlaunch.folder, 2).served(server)
+    reported = run(*RUN, "name=run", "estimate.background=true", "--json")
     summary = json.loads(reported.stdout)
     assert summary["status"] == "done"
     assert 0 <= summary["measured_peak_bytes"] - summary["predicted_peak_bytes"] < GATHERED

@@ -28,6 +28,7 @@ def test_two_machines_train_as_one_and_leave_one_port_open_on_their_wire(
     two: Machines, axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=8"]
+    overrides.append("estimate.background=true")
     processes = two.start(*overrides, "name=run", "model.arguments={pause:0.2}", nproc=1)
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2)
     # Only the store is left: gloo's ports are closed once the ranks have connected.
