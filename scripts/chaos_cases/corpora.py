@@ -102,7 +102,7 @@ def _mixed(lab: Lab) -> list[str]:
     folder = lab.folder / "corpus"
     if not folder.exists():
         folder.mkdir()
-        functions = corpus.functions()
+        functions = corpus.functions(1000)
         chats = [{"prompt": f"What is {f['name']}?", "completion": f["doc"]} for f in functions]
         corpus.write_jsonl(folder / "documents.jsonl", functions[:12])
         corpus.write_jsonl(folder / "chats.jsonl", chats[:20])

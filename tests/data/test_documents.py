@@ -25,7 +25,7 @@ from axonlaunch.data.dataset import IGNORE_INDEX
 from axonlaunch.data.encoding import Tokenising
 from axonlaunch.data.text_rows import TextRows
 
-ROWS = [{"text": row["text"]} for row in corpus.functions()[:200]]
+ROWS = [{"text": row["text"]} for row in corpus.functions()]
 
 
 @pytest.fixture(scope="module")
