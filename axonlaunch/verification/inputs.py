@@ -128,11 +128,12 @@ def move_vectors(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 
 @torch.no_grad()
-def roughen(parameters: Mapping[str, Tensor], *, relative: float) -> None:
+def roughen(parameters: Mapping[str, Tensor], *, relative: float, draw: int = 0) -> None:
     """Round parameters otherwise, in place: each element moves by at most this part of it."""
     for name, parameter in parameters.items():
         if parameter.is_floating_point():
-            factor = 1 + relative * (torch.rand(parameter.shape, generator=_generator(name)) - 0.5)
+            generator = _generator(f"{name}{draw or ''}")
+            factor = 1 + relative * (torch.rand(parameter.shape, generator=generator) - 0.5)
             parameter.mul_(factor.to(parameter.dtype))
 
 
