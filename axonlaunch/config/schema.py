@@ -262,12 +262,16 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateConfig:
-    """What an estimate of memory is worth."""
+    """What an estimate of memory is worth, and whether a run is estimated beside itself."""
 
     margin: float = field(default=0.1, metadata={"min": 0})
     """share by which an estimate may be too low: a run fits where this much more would, and is
     tight up to the device's memory. Beside published runs 9 of 10 estimates are within 0.1, half
     of them within 0.035; 0: none
+    """
+    background: bool = True
+    """predict a run's peak memory and the time of its steps while it trains, in a process of the
+    lowest priority; false: its summary shows what was measured alone
     """
 
 
