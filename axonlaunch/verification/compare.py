@@ -107,7 +107,7 @@ def verify_on_rank(
         store=store,
         connects_at_once=config.strategy.pipeline.degree == 1,
     ) as world:
-        first, again = map(_read, torch.load(Path(folder) / _SAVED))
+        first, *others = map(_read, torch.load(Path(folder) / _SAVED))
         with lowered_thresholds():
             own = layout_run.compare(config, world, first, plan, folder=Path(folder))
         gathered = all_gather_json(asdict(own))
@@ -120,7 +120,7 @@ def verify_on_rank(
         )
         for report in gathered
     ]
-    return judge(config, plan, (first, again), reports)
+    return judge(config, plan, (first, *others), reports)
 
 
 def _read(saved: dict[str, Any]) -> Reference:

@@ -29,7 +29,7 @@ _LISTED = 8
 def judge(
     config: RunConfig,
     plan: ComparisonPlan,
-    references: tuple[Reference, Reference],
+    references: Sequence[Reference],
     reports: Iterable[RankReport],
 ) -> ParityResult:
     """Decide whether rounding explains what all ranks found, and whether it shows anything.
@@ -37,11 +37,11 @@ def judge(
     Args:
         config: The layout's.
         plan: What was compared.
-        references: What one process computed, and again from weights rounded otherwise.
+        references: What one process computed, and others from weights rounded otherwise.
         reports: What the ranks found.
     """
-    reference, again = references
-    tolerances = Tolerances(config, reference, again)
+    reference, *others = references
+    tolerances = Tolerances(config, reference, others)
     reports = [*reports]
     differences = [difference for report in reports for difference in report.differences]
     draws = [draw for report in reports for draw in report.draws]

@@ -100,7 +100,9 @@ class Reference:
 class PlainRun:
     """A model and its optimizers, as a script of one process has them."""
 
-    def __init__(self, config: RunConfig, plan: ComparisonPlan, *, roughness: float = 0.0) -> None:
+    def __init__(
+        self, config: RunConfig, plan: ComparisonPlan, *, roughness: float = 0.0, draw: int = 0
+    ) -> None:
         self._config, self._plan = config, plan
         self._spec = spec_for(config)
         self._layout = Layout.of(config, world_size=num_ranks(config))
@@ -115,7 +117,7 @@ class PlainRun:
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self._start = _copies(self._parameters)
         if roughness:
-            inputs.roughen(self._parameters, relative=roughness)
+            inputs.roughen(self._parameters, relative=roughness, draw=draw)
         self._held = self._masters()
         self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._held)
         is_fp16 = config.train.precision == "fp16"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,11 +36,21 @@ _FACTOR_OF_FEW = 0.04
 does not cancel out in it.
 """
 _FEW = 2**10
+_DEVIATIONS = 3.0
+"""Of errors of n elements that go in all directions ``1 / sqrt(n)`` of their size adds up in one.
+By so many times that a gradient may be too long or too short: a rank's part of a bias may have six.
+"""
 _OF_SAME_OPERATIONS = 2.0**-11
 """In bf16: what a gradient of the first step may be off by where a layout runs the operations of
 the reference on the same rows. All that is left is an fp32 sum over ranks, 1e-7; in bf16 it makes
 1e-3.
 """
+_JUMP = 4.0
+"""By how much more one rounding makes of a step's gradients than another, where units of ReLU are
+on in one and off in another: that happens in some steps and not in others, as it may in a layout.
+"""
+_LENGTH = "length"
+"""The kind of what a gradient as a whole is too large or too small by."""
 _MOST = {False: 1e-2, True: 0.5}
 """What rounding may make of a gradient, in fp32 and in lower precision, for it to be compared."""
 
@@ -48,34 +58,56 @@ _MOST = {False: 1e-2, True: 0.5}
 class Tolerances:
     """How far each quantity may be off."""
 
-    def __init__(self, config: RunConfig, reference: Reference, again: Reference) -> None:
+    def __init__(
+        self, config: RunConfig, reference: Reference, others: Sequence[Reference]
+    ) -> None:
         """Measure what rounding does.
 
         Args:
             config: The layout's.
             reference: What ranks are compared with.
-            again: The same from weights that are rounded otherwise.
+            others: The same from weights that are rounded otherwise.
         """
         self.base = tolerance_of(config)
         self._is_low = self.base > 1e-4
         self._times = TIMES[self._is_low]
         self._has_same_operations = _has_same_operations(config, reference)
-        self._noise: dict[tuple[int, str, str], Difference] = {}
-        self._usual: dict[tuple[int, str], float] = {}
-        for noise in _noise(reference, again):
-            self._noise[noise.step, noise.kind, noise.name] = noise
-        kinds = {(noise.step, noise.kind) for noise in self._noise.values()}
-        for step, kind in kinds:
-            same = [n.relative for n in self._noise.values() if (n.step, n.kind) == (step, kind)]
-            self._usual[step, kind] = statistics.median(same)
+        self._noise: dict[tuple[int, str, str], float] = {}
+        usual: dict[tuple[int, str], list[float]] = {}
+        for other in others:
+            noise = dict(_relative_noise(reference, other))
+            for key, relative in noise.items():
+                self._noise[key] = max(relative, self._noise.get(key, 0.0))
+            for step, kind in {(step, kind) for step, kind, _ in noise}:
+                same = [n for key, n in noise.items() if key[:2] == (step, kind)]
+                usual.setdefault((step, kind), []).append(statistics.median(same))
+        self._usual = {key: max(of_each) for key, of_each in usual.items()}
+        if any(max(usual[key]) > _JUMP * min(usual[key]) for key in usual if key[1] == "gradient"):
+            self._expect_in_every_step()
         most = _MOST[self._is_low]
         chaotic = [
             step
-            for (step, kind), usual in self._usual.items()
-            if kind in ("loss", "gradient", "parameter") and usual * self._times > most
+            for (step, kind), of_each in usual.items()
+            if kind in ("loss", "gradient", "parameter")
+            and statistics.median(of_each) * self._times > most
         ]
         self.last_step = min(chaotic, default=len(reference.steps) + 1) - 1
         """The last step whose numbers say anything; after it rounding has taken over."""
+
+    def _expect_in_every_step(self) -> None:
+        """Expect in each step what rounding makes of a gradient in any, also in its averages."""
+        for kind in ("gradient", _LENGTH):
+            most: dict[str, float] = {}
+            for (_, of_kind, name), noise in self._noise.items():
+                if of_kind == kind:
+                    most[name] = max(noise, most.get(name, 0.0))
+            for step, of_kind, name in self._noise:
+                owner = name.rpartition(".")[0] if of_kind == "state" else name
+                if of_kind == kind or (of_kind == "state" and kind == "gradient"):
+                    key = (step, of_kind, name)
+                    self._noise[key] = max(self._noise[key], most.get(owner, 0.0))
+            usual = max(noise for key, noise in self._usual.items() if key[1] == kind)
+            self._usual |= {key: usual for key in self._usual if key[1] == kind}
 
     def of(self, difference: Difference) -> float:
         """Return what the quantity of a difference may be off by."""
@@ -93,10 +125,7 @@ class Tolerances:
             kind = "state" if section == "optimizer" else "parameter"
             if (difference.step, "buffer", name) in self._noise:
                 kind = "buffer"
-        known = self._noise.get((difference.step, kind, name))
-        own = known.relative if known is not None else 0.0
-        usual = self._usual.get((difference.step, kind), 0.0)
-        return max(base, self._times * max(own, usual))
+        return max(base, self._times * self._rounding(difference.step, kind, name))
 
     def allows(self, difference: Difference) -> bool:
         """Say whether rounding explains a difference."""
@@ -104,11 +133,19 @@ class Tolerances:
             return False
         if not self._is_low or difference.kind != "gradient" or difference.ratio is None:
             return True
-        known = self._noise.get((difference.step, "gradient", difference.name))
-        noise = 0.0 if known is None or known.ratio is None else abs(known.ratio - 1)
-        is_rough = difference.step > 1 and difference.count < _FEW
-        base = _FACTOR_OF_FEW if is_rough else FACTOR_BASE
-        return abs(difference.ratio - 1) <= max(base, self._times * noise)
+        step, name = difference.step, difference.name
+        rounding = self._times * self._rounding(step, _LENGTH, name)
+        base = FACTOR_BASE
+        if difference.count < _FEW:
+            # A unit of ReLU that is on in one of two roundings makes a difference in one direction.
+            rounding = max(rounding, self._rounding(step, "gradient", name))
+            base = _FACTOR_OF_FEW if step > 1 else base
+        by_chance = _DEVIATIONS * difference.relative / math.sqrt(difference.count)
+        return abs(difference.ratio - 1) <= max(base, rounding, by_chance)
+
+    def _rounding(self, step: int, kind: str, name: str) -> float:
+        """Return what rounding made: of the quantity itself, or as usual of its kind."""
+        return max(self._noise.get((step, kind, name), 0.0), self._usual.get((step, kind), 0.0))
 
 
 def floors(reference: Reference, number: int) -> float:
@@ -148,6 +185,16 @@ def _has_same_operations(config: RunConfig, reference: Reference) -> bool:
     is_fp64 = any(p.dtype is torch.float64 for p in reference.start.values())
     is_power = layout.data_ranks & (layout.data_ranks - 1) == 0
     return is_mixed and divides_samples_alone and is_like_plain and is_power and not is_fp64
+
+
+def _relative_noise(
+    one: Reference, other: Reference
+) -> Iterable[tuple[tuple[int, str, str], float]]:
+    """Yield by how much two references differ, by step, kind and name."""
+    for noise in _noise(one, other):
+        yield (noise.step, noise.kind, noise.name), noise.relative
+        if noise.kind == "gradient" and noise.ratio is not None:
+            yield (noise.step, _LENGTH, noise.name), abs(noise.ratio - 1)
 
 
 def _noise(one: Reference, other: Reference) -> Iterable[Difference]:
