@@ -31,8 +31,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
 
 def test_every_case_is_a_configuration_that_a_node_would_take(parts: dict[str, ModuleType]) -> None:
     memory, speed = parts["memory"], parts["speed"]
-    cases = [*memory.CASES.values(), *((1, overrides) for overrides in speed.CASES.values())]
-    for ranks, overrides in cases:
+    for ranks, overrides in [*memory.CASES.values(), *speed.CASES.values()]:
         configuration.load([*overrides, f"launch.nproc={ranks}"])
 
 
@@ -76,16 +75,43 @@ def test_a_part_ends_in_a_table_and_a_status(
     assert table.run([*rows], "nothing is called so", rows.__getitem__) == 1
 
 
+def test_a_part_ends_when_its_time_is_over(
+    parts: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = parts["table"]
+
+    def stopped(name: str) -> None:
+        monkeypatch.setattr(table, "_ENDS", 0.0)
+        raise subprocess.TimeoutExpired(name, 1)
+
+    assert table.run(["a", "b"], "", stopped) == 1
+    rows = [line.split(" | ")[-1] for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert rows == ["stopped: no time was left |", "not run: no time was left |"]
+
+
+@pytest.mark.parametrize("part", ["", "nonsense"])
+def test_a_part_that_does_not_exist_is_refused_in_one_line(part: str) -> None:
+    command = [ROOT / "scripts/gpu", *part.split()]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr == "error: name a part: check memory speed failures, or all\n"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_a_part_says_so_and_ends() -> None:
-    ran = subprocess.run(
-        [sys.executable, ROOT / "scripts/gpu_cases/failures.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_without_a_gpu_all_of_it_says_so_once() -> None:
+    ran = subprocess.run([ROOT / "scripts/gpu", "all"], capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert ran.stderr == "error: torch sees no GPU here; --device cpu runs a small scale\n"
+
+
+def test_its_help_names_every_part() -> None:
+    ran = subprocess.run(
+        [ROOT / "scripts/gpu", "--help"], capture_output=True, text=True, check=True
+    )
+    for name in ("all", *NAMES[1:]):
+        assert f"\n  {name} " in ran.stdout
 
 
 @pytest.mark.slow

@@ -1,32 +1,37 @@
 """Adapters in PEFT's format, adapter_config.json and adapter_model.safetensors, and merged weights.
 
-PEFT's names of tensors are ours behind a prefix. What it offers beyond LoRA of linear layers is
-refused by name.
+PEFT's names of tensors are ours behind a prefix, but for magnitudes and packed experts. What it
+offers beyond LoRA and DoRA of linear layers, and LoRA of packed experts, is refused by name.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from axonlaunch.checkpoint import reader
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.adapter import LoraConfig, is_of_adapter
+from axonlaunch.config.adapter import EXPERTS, LoraConfig, is_of_adapter
 from axonlaunch.config.model import HuggingFaceConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from axonlaunch.models.expert_lora import ExpertMatrices
+
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _MAGNITUDE, _THEIR_MAGNITUDE = ".lora_magnitude_vector.weight", ".lora_magnitude_vector"
+_NESTED = ".base_layer"
+_PACKED = re.compile(rf"(?P<holder>.+)\.(?P<key>[^.]+){EXPERTS}(?P<end>\.lora_[AB]\.weight)")
 _ABSENT = (
-    *("modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters"),
+    *("modules_to_save", "rank_pattern", "alpha_pattern"),
     *("lora_bias", "layer_replication", "trainable_token_indices", "use_qalora", "alora_offset"),
 )
 """Keys of ``adapter_config.json`` that change what an adapter computes, where they are set."""
@@ -41,8 +46,8 @@ class PeftFolder:
         alpha: As ``adapter.alpha``.
         rslora: As ``adapter.rslora``.
         dora: As ``adapter.dora``.
-        targets: Full names of the adapted layers.
-        shapes: Of its tensors, by our names.
+        targets: Full names of the adapted layers, and patterns of packed experts.
+        shapes: Of its tensors, by PEFT's names.
     """
 
     rank: int
@@ -73,14 +78,21 @@ def read_peft(folder: Path) -> PeftFolder:
         raise ConfigError(
             [ConfigIssue("adapter.path", problem, str(folder)) for problem in problems]
         )
-    named = {_our_name(key): shape for key, shape in shapes.items()}
+    packed = tuple(content.get("target_parameters") or ())
+    holders = [f".{name.rpartition('.')[0]}" for name in packed]
+    layers = [key.removesuffix(_A) for key in shapes if key.endswith(_A)]
+    linear = [
+        layer.removeprefix(_PREFIX)
+        for layer in layers
+        if not layer.replace(_NESTED, "").endswith(tuple(holders))
+    ]
     return PeftFolder(
         rank=int(content["r"]),
         alpha=float(content["lora_alpha"]),
         rslora=bool(content.get("use_rslora", False)),
         dora=bool(content.get("use_dora", False)),
-        targets=tuple(name.removesuffix(_A) for name in named if name.endswith(_A)),
-        shapes=named,
+        targets=(*linear, *packed),
+        shapes=shapes,
     )
 
 
@@ -93,35 +105,46 @@ def _unsupported(content: dict[str, Any], shapes: Iterable[str]) -> Iterator[str
             yield f"it has {key}={content[key]}, which is not supported"
     if content.get("bias", "none") != "none":
         yield f"it has bias={content['bias']}, which is not supported"
-    other = [
-        key for key in shapes if not (key.startswith(_PREFIX) and is_of_adapter(_our_name(key)))
-    ]
+    ends = (_A, _B, _THEIR_MAGNITUDE) if content.get("use_dora") else (_A, _B)
+    other = [key for key in shapes if not (key.startswith(_PREFIX) and key.endswith(ends))]
     if other:
         yield f"it holds {other[0]}, which is no matrix of LoRA on a linear layer"
-    ends = (_A, _B, _MAGNITUDE) if content.get("use_dora") else (_A, _B)
-    names = {_our_name(key) for key in shapes}
-    layers = {name.rpartition(".lora_")[0] for name in names}
-    if lacking := sorted({f"{layer}{end}" for layer in layers for end in ends} - names):
-        yield f"it lacks {_their_name(lacking[0]).removeprefix(_PREFIX)}"
+    layers = {key.rpartition(".lora_")[0] for key in shapes}
+    if lacking := sorted({f"{layer}{end}" for layer in layers for end in ends} - {*shapes}):
+        yield f"it lacks {lacking[0].removeprefix(_PREFIX)}"
+    for name in content.get("target_parameters") or ():
+        if "." not in name:
+            yield f"it has target_parameters={name}; name its module too, as experts.{name}"
     if not isinstance(content.get("r"), int) or not isinstance(
         content.get("lora_alpha"), int | float
     ):
         yield "it says no r or no lora_alpha"
 
 
-def _our_name(key: str) -> str:
-    """Return our name of a tensor of PEFT's."""
-    name = key.removeprefix(_PREFIX)
-    if name.endswith(_THEIR_MAGNITUDE):
-        return f"{name.removesuffix(_THEIR_MAGNITUDE)}{_MAGNITUDE}"
-    return name
+def peft_names(names: Iterable[str]) -> dict[str, str]:
+    """Return PEFT's name of each tensor of an adapter by ours.
 
+    It has no ``weight`` of magnitudes; and what it puts around a module for each of its packed
+    parameters, one around the other, has no name: all but the outermost are ``base_layer``.
 
-def _their_name(name: str) -> str:
-    """Return PEFT's name of a tensor of ours."""
-    if name.endswith(_MAGNITUDE):
-        return f"{_PREFIX}{name.removesuffix(_MAGNITUDE)}{_THEIR_MAGNITUDE}"
-    return f"{_PREFIX}{name}"
+    Args:
+        names: Of a model's parameters, or a stage's, in their order.
+    """
+    own = [name for name in names if is_of_adapter(name)]
+    packed = [match for name in own if (match := _PACKED.fullmatch(name))]
+    holders: dict[str, list[str]] = {}
+    for match in packed:
+        keys = holders.setdefault(match["holder"], [])
+        keys += [match["key"]] if match["key"] not in keys else []
+    theirs = {name: f"{_PREFIX}{name}" for name in own}
+    for match in packed:
+        keys = holders[match["holder"]]
+        nested = _NESTED * (len(keys) - 1 - keys.index(match["key"]))
+        theirs[match[0]] = f"{_PREFIX}{match['holder']}{nested}{match['end']}"
+    for name in own:
+        if name.endswith(_MAGNITUDE):
+            theirs[name] = f"{_PREFIX}{name.removesuffix(_MAGNITUDE)}{_THEIR_MAGNITUDE}"
+    return theirs
 
 
 def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
@@ -136,10 +159,8 @@ def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
     from axonlaunch.models.dtensor_regions import local_boxes
 
     with safe_open(folder / _WEIGHTS_FILE, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 - it is no mapping
-            parameter: Any = state.get(_our_name(key))
-            if parameter is None:
-                continue  # another stage's
+        for name, key in peft_names(state).items():
+            parameter: Any = state[name]
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             for box in local_boxes(parameter) if local.numel() else ():
                 region = tuple(slice(start, start + count) for start, count in box.region)
@@ -169,13 +190,13 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
             f"PEFT adapts models of transformers, and this is {config.model.name}; use --merge"
         )
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
-    layers, beside, transposed = _trained(config)
-    if beside:
-        message = f"{beside[0]} was trained beside the adapter; use --merge"
+    trained = _Trained.of(config)
+    if trained.beside:
+        message = f"{trained.beside[0]} was trained beside the adapter; use --merge"
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
-    parts = _parts(checkpoint, adapter, layers)
+    parts = _parts(checkpoint, trained)
     save_file(
-        {_their_name(name): tensor for name, tensor in parts.items()},
+        {key: parts[name] for name, key in peft_names(parts).items()},
         folder / _WEIGHTS_FILE,
         metadata={"format": "pt"},
     )
@@ -189,8 +210,9 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.rslora,
         "use_dora": adapter.dora,
-        "target_modules": layers,
-        "fan_in_fan_out": bool(transposed),
+        "target_modules": trained.layers,
+        "target_parameters": [*trained.experts] or None,
+        "fan_in_fan_out": bool(trained.transposed),
         "bias": "none",
         "inference_mode": True,
     }
@@ -208,44 +230,77 @@ def merged(
         config: Of its run; without an adapter they are what they are.
         tensors: The model's own, by name.
     """
+    from axonlaunch.models.expert_lora import adapted_experts
+
     adapter = config.adapter
     if adapter is None:
         yield from tensors
         return
-    layers, _, transposed = _trained(config)
-    parts = _parts(checkpoint, adapter, layers)
+    trained = _Trained.of(config)
+    parts = _parts(checkpoint, trained)
     for name, tensor in tensors:
         layer = name.removesuffix(".weight")
+        if (matrices := trained.experts.get(name)) is not None:
+            down, up = (parts[f"{name}{EXPERTS}{end}"].float() for end in (_A, _B))
+            adapted = adapted_experts(
+                *(tensor.float(), down, up),
+                scale=matrices.lora_scale,
+                is_transposed=matrices.is_transposed,
+            )
+            yield name, adapted.to(tensor.dtype)
+            continue
         if f"{layer}{_A}" not in parts:
             yield name, tensor
             continue
-        weight = (tensor.t() if layer in transposed else tensor).float()
+        weight = (tensor.t() if layer in trained.transposed else tensor).float()
         product = parts[f"{layer}{_B}"].float() @ parts[f"{layer}{_A}"].float()
         weight = weight + adapter.scale * product
         if adapter.dora:
             weight *= (parts[f"{layer}{_MAGNITUDE}"].float() / weight.norm(dim=1)).unsqueeze(1)
-        yield name, (weight.t() if layer in transposed else weight).to(tensor.dtype).contiguous()
+        weight = weight.t() if layer in trained.transposed else weight
+        yield name, weight.to(tensor.dtype).contiguous()
 
 
-def _trained(config: RunConfig) -> tuple[list[str], list[str], set[str]]:
-    """Return a run's adapted layers, what else is trained, and layers whose weight is [in, out]."""
-    from axonlaunch.models.build import on_meta
-    from axonlaunch.models.lora import LoraLayer, transposed_layers
+@dataclass(frozen=True)
+class _Trained:
+    """What a run with an adapter trains.
 
-    model = on_meta(config, seed=config.seed)
-    layers = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    beside = [name for name in trained if not is_of_adapter(name)]
-    return layers, beside, transposed_layers(model)
+    Attributes:
+        names: Of the adapter's parameters, in their order.
+        layers: Adapted linear ones.
+        transposed: Of them those whose weight is [inputs, outputs].
+        experts: Adapted parameters that pack experts, with what adapts them.
+        beside: Names of what else is trained.
+    """
+
+    names: list[str]
+    layers: list[str]
+    transposed: set[str]
+    experts: Mapping[str, ExpertMatrices]
+    beside: list[str]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Look at the model, which is built without storage."""
+        from axonlaunch.models.build import on_meta
+        from axonlaunch.models.lora import LoraLayer, adapted_experts_of, transposed_layers
+
+        model = on_meta(config, seed=config.seed)
+        named = dict(model.named_parameters())
+        return cls(
+            [name for name in named if is_of_adapter(name)],
+            [name for name, part in model.named_modules() if isinstance(part, LoraLayer)],
+            transposed_layers(model),
+            adapted_experts_of(model),
+            [n for n, p in named.items() if p.requires_grad and not is_of_adapter(n)],
+        )
 
 
-def _parts(checkpoint: Checkpoint, adapter: LoraConfig, layers: Iterable[str]) -> dict[str, Tensor]:
-    """Return A and B, and magnitudes, of each layer, whole, by name."""
-    ends = (_A, _B, _MAGNITUDE) if adapter.dora else (_A, _B)
-    names = [f"{layer}{end}" for layer in layers for end in ends]
+def _parts(checkpoint: Checkpoint, trained: _Trained) -> dict[str, Tensor]:
+    """Return the adapter's tensors, whole, by name, in the order of the model."""
     entries = reader.parameters(checkpoint)
-    contents = {f"{reader.MODEL}{name}": entries[name] for name in names}
-    return dict(zip(names, reader.tensors(checkpoint, [*contents], contents), strict=True))
+    contents = {f"{reader.MODEL}{name}": entries[name] for name in trained.names}
+    return dict(zip(trained.names, reader.tensors(checkpoint, [*contents], contents), strict=True))
 
 
 def with_peft_settings(

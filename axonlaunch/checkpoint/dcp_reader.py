@@ -1,12 +1,14 @@
 """What torch reads a checkpoint with, here or by fsspec URL; its files may be anybody's.
 
 Files that the manifest does not list, or that are no regular files, are not opened. Values that are
-not tensors, which torch would unpickle without a look, are refused.
+not tensors, which torch would unpickle without a look, are refused. Of a tensor those rows are read
+that a rank wants, and no others.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -14,6 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint import (
     FileSystemReader,
     LoadPlan,
@@ -22,7 +28,12 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader
 from torch.distributed.checkpoint.filesystem import FileSystem as LocalFileSystem
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 from zlib_ng.zlib_ng import crc32
 
@@ -31,7 +42,17 @@ from axonlaunch.checkpoint.manifest import CorruptCheckpointError
 from axonlaunch.checkpoint.storage import is_remote
 from axonlaunch.system import files
 
-__all__ = ["FileSystem", "LocalFileSystem", "read_dcp_index", "source"]
+__all__ = ["FileSystem", "LocalFileSystem", "bytes_of", "read_dcp_index", "source"]
+
+
+_BYTES = 4
+"""The first format whose files are the bytes of tensors; those before hold an archive of each."""
+
+
+def bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """Return the memory of a tensor on the host, whose elements lie one behind the other."""
+    memory: npt.NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
+    return memory
 
 
 def read_dcp_index(folder: Path) -> Metadata:
@@ -41,7 +62,10 @@ def read_dcp_index(folder: Path) -> Metadata:
         CorruptCheckpointError: Either is not what was written, or says what can't be.
         OSError: They can't be read.
     """
-    about = manifest.read_manifest(folder)
+    return _read_index(folder, manifest.read_manifest(folder))
+
+
+def _read_index(folder: Path, about: manifest.Manifest) -> Metadata:
     with files.opened(folder / about.index) as stream:
         # A byte more than there should be, so that a file that has grown is found.
         content = stream.read(about.files[about.index].bytes + 1)
@@ -54,14 +78,82 @@ def read_dcp_index(folder: Path) -> Metadata:
 
 
 class _Guarded(FileSystemReader):
-    """Reads the index with a look at what it names."""
+    """Reads the index with a look at what it names, and each file from its beginning to its end."""
 
     folder: Path
+    _saved: dict[MetadataIndex, tuple[torch.Size, torch.dtype]] | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        metadata = read_dcp_index(self.folder)
+        about = manifest.read_manifest(self.folder)
+        metadata = _read_index(self.folder, about)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        if about.format >= _BYTES:
+            tensors = cast("dict[str, TensorStorageMetadata]", metadata.state_dict_metadata)
+            self._saved = {
+                MetadataIndex(name, chunk.offsets): (chunk.sizes, entry.properties.dtype)
+                for name, entry in tensors.items()
+                for chunk in entry.chunks
+            }
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        where = self.storage_data
+        ordered = sorted(plan.items, key=lambda item: where[item.storage_index].offset)
+        if self._saved is None:
+            return super().read_data(replace(plan, items=ordered), planner)
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in ordered:
+            by_file.setdefault(where[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
+                for item in items:
+                    self._fill(item, planner, stream, *self._saved[item.storage_index])
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _fill(
+        self,
+        item: ReadItem,
+        planner: LoadPlanner,
+        stream: io.IOBase,
+        sizes: torch.Size,
+        dtype: torch.dtype,
+    ) -> None:
+        """Read the rows that an item is in: into its tensor where that is all of them."""
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO())
+            return
+        wanted = planner.resolve_tensor(item).detach()
+        assert wanted.shape == item.lengths, f"{item.dest_index} has another shape"
+        first, count = (item.storage_offsets[0], item.lengths[0]) if sizes else (0, 1)
+        width = math.prod(sizes[1:]) * dtype.itemsize
+        stream.seek(self.storage_data[item.storage_index].offset + first * width)
+        is_all = item.lengths[1:] == sizes[1:] and wanted.is_contiguous()
+        if is_all and wanted.dtype == dtype and wanted.is_cpu:
+            _read_into(wanted, stream)
+        else:
+            rows = torch.empty((count, *sizes[1:]) if sizes else (), dtype=dtype)
+            _read_into(rows, stream)
+            inner = zip(item.storage_offsets[1:], item.lengths[1:], strict=True)
+            for dim, (start, length) in enumerate(inner, start=1):
+                rows = rows.narrow(dim, start, length)
+            wanted.copy_(rows)
+        planner.commit_tensor(item, wanted)
+
+
+def _read_into(tensor: Tensor, stream: Any) -> None:
+    """Fill a tensor.
+
+    Raises:
+        CorruptCheckpointError: The file ends before.
+    """
+    left = bytes_of(tensor).data if tensor.numel() else memoryview(b"")
+    while len(left):
+        count = stream.readinto(left)
+        if not count:
+            raise CorruptCheckpointError("has a file that ends too early")
+        left = left[count:]
 
 
 class _Regular(LocalFileSystem):
@@ -77,16 +169,11 @@ class _Regular(LocalFileSystem):
 
 
 class _Here(_Guarded):
-    """Reads from a folder, each file from its beginning to its end."""
+    """Reads from a folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.fs = _Regular()
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        where = self.storage_data
-        ordered = sorted(plan.items, key=lambda item: where[item.storage_index].offset)
-        return super().read_data(replace(plan, items=ordered), planner)
 
 
 class _Elsewhere(_Guarded, FsspecReader):

@@ -6,24 +6,34 @@ It writes what it is given, once there is room, and makes a checkpoint of it; wh
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import futures
+from torch import Tensor, futures
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystem,
+    _OverlappingCpuLoader,
+    _SerialCpuLoader,
+    _StorageInfo,
+    _TensorLoader,
+)
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from zlib_ng.zlib_ng import crc32
 
-from axonlaunch.checkpoint import index
 from axonlaunch.checkpoint.dcp_reader import FileSystem as Remote
+from axonlaunch.checkpoint.dcp_reader import bytes_of
 from axonlaunch.checkpoint.direct_io import DirectFile
+from axonlaunch.checkpoint.index import NO_TENSOR, index_to_json
 from axonlaunch.checkpoint.manifest import INDEX, Checkpoint, Sum
 from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.checkpoint.step_folders import complete, partial_of, prepare
@@ -88,19 +98,41 @@ class Writer(FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
-        """Write; what was written goes to the main rank, with the sums."""
+        """Write the bytes of tensors one after another; the main rank gets where they are.
+
+        Raises:
+            TypeError: A value that is to be saved is no tensor.
+        """
         if self._background:
             _step_back()
-        computing = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # of each tensor: a file's own is enough
-        try:
-            results = _Written(super().write_data(plan, planner).wait())
-        finally:
-            torch.serialization.set_crc32_options(computing)
+        results = _Written()
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+            for tensor, item in self._on_host(plan.items, planner):
+                place = _StorageInfo(name, stream.tell(), tensor.nbytes)
+                if tensor.nbytes:
+                    stream.write(bytes_of(tensor.contiguous()))
+                results.append(WriteResult(item.index, tensor.nbytes, place))
         results.sums = dict(self._summing.sums)
         future: futures.Future[list[WriteResult]] = futures.Future()
         future.set_result(results)
         return future
+
+    def _on_host(
+        self, items: list[WriteItem], planner: SavePlanner
+    ) -> Iterator[tuple[Tensor, WriteItem]]:
+        """Yield what is to be written; of a GPU more is copied while some is written."""
+        resolve = planner.resolve_data
+        loader: _TensorLoader = _SerialCpuLoader(resolve)
+        if torch.cuda.is_available():
+            ahead = self.per_thread_copy_ahead
+            loader = _OverlappingCpuLoader(resolve, inflight_threshhold=ahead)
+        for item in items:
+            if item.tensor_data is None:
+                raise TypeError(f"{item.index.fqn} {NO_TENSOR}")
+            loader.add(math.prod(item.tensor_data.chunk.sizes), item)
+        loader.start_loading()
+        yield from cast("Iterator[tuple[Tensor, WriteItem]]", loader.values())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, on the main rank, and make a checkpoint of what is there."""
@@ -108,7 +140,7 @@ class Writer(FileSystemWriter):
             result.index: result.storage_data for rank in results for result in rank
         }
         with self.fs.create_stream(self.fs.concat_path(self.path, INDEX), "wb") as stream:
-            stream.write(index.index_to_json(metadata))
+            stream.write(index_to_json(metadata))
         sums = dict(self._summing.sums)
         for of_rank in results:
             sums.update(cast("_Written", of_rank).sums)

@@ -45,6 +45,7 @@ _IN_PICKLE = {
     },
 }
 """Module -> names that a pickled index may hold."""
+NO_TENSOR = "is not a tensor; a checkpoint contains only tensors"
 
 
 def index_to_json(metadata: Metadata) -> bytes:
@@ -56,7 +57,7 @@ def index_to_json(metadata: Metadata) -> bytes:
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise TypeError(f"{name} is not a tensor; a checkpoint contains only tensors")
+            raise TypeError(f"{name} {NO_TENSOR}")
         tensors[name] = {
             "dtype": str(entry.properties.dtype).removeprefix("torch."),
             "size": list(entry.size),

@@ -16,9 +16,9 @@ from typing import Any
 
 from axonlaunch.system.files import read_text
 
-FORMAT = 3
+FORMAT = 4
 """1: sizes alone, 2: checksums beside torch's pickled index, 3: an index that is no pickle, and a
-checksum of the manifest itself."""
+checksum of the manifest itself, 4: the bytes of tensors, in place of an archive of each."""
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 PICKLED_INDEX = ".metadata"
@@ -162,8 +162,7 @@ def _refuse_edited(manifest: Manifest, about: Mapping[str, Any]) -> None:
     consistent = {
         1: not any(has_sums) and not _SINCE_SECOND & about.keys() and own_sum is None,
         2: all(has_sums) and own_sum is None,
-        3: all(has_sums) and own_sum is not None,
-    }[manifest.format]
+    }.get(manifest.format, all(has_sums) and own_sum is not None)
     if not consistent or manifest.foreign_index in manifest.files:
         raise CorruptCheckpointError(f"has a {MANIFEST} that mixes formats")
     if manifest.format > 2 and own_sum != _own_sum(about):

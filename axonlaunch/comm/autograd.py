@@ -27,6 +27,18 @@ _reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
+_fusible: set[str] = set()
+
+
+def make_fusible(group: ProcessGroup) -> None:
+    """Exchange parts of a group's tensors in the one form that torch's compiler knows.
+
+    Where the ranks' parts lie one after the other already, that form copies them once more, but for
+    the compiler.
+    """
+    _fusible.add(group.torch_group.group_name)
+
+
 def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Enter a region where each rank computes a part: identity forward, sum backward."""
     if group.size == 1:
@@ -192,7 +204,8 @@ def _gather(x: Tensor, dim: int, size: int, name: str) -> Tensor:
     whole = finish(_all_gather(x.contiguous(), size, name))
     if dim == 0:
         return whole
-    if x.shape[:dim].numel() == 1:  # the ranks' parts lie one after the other already
+    # The ranks' parts lie one after the other already.
+    if x.shape[:dim].numel() == 1 and name not in _fusible:
         return whole.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     return torch.cat(whole.chunk(size), dim)
 
@@ -204,7 +217,7 @@ def _scatter_sum(x: Tensor, dim: int, size: int, name: str) -> Tensor:
 def _start_scatter_sum(x: Tensor, dim: int, size: int, name: str) -> Tensor:
     if dim == 0:
         x = x.contiguous()
-    elif x.shape[:dim].numel() == 1:
+    elif x.shape[:dim].numel() == 1 and name not in _fusible:
         x = x.contiguous().view(-1, *x.shape[1:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
     else:
         x = torch.cat(x.chunk(size, dim))

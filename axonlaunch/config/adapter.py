@@ -11,6 +11,9 @@ from typing import Literal
 
 _NAMES = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight")
 
+EXPERTS = "_lora"
+"""What a packed parameter's name ends in, where its adapter is meant: ``gate_up_proj_lora``."""
+
 
 def is_of_adapter(name: str) -> bool:
     """Say whether a parameter of an adapted model is the adapter's, by its name."""
@@ -36,8 +39,8 @@ class LoraConfig:
     dropout: float = field(default=0.0, metadata={"min": 0, "below": 1})
     """share of what A is given that is left out in training"""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """patterns of names of linear layers, or of the ends of their names, [q_proj,v_proj];
-    all-linear: every one but the head
+    """patterns of names of linear layers, or of the ends of their names, [q_proj,v_proj], and of
+    3-D parameters that pack experts, [experts.*]; all-linear: every linear layer but the head
     """
 
     path: str | None = None

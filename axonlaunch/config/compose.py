@@ -16,7 +16,7 @@ from typing import Any
 from axonlaunch.config.did_you_mean import nearest, unknown
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.hydra_files import HydraFiles
-from axonlaunch.config.other_names import FOREIGN_OPTIONS
+from axonlaunch.config.other_names import FOREIGN_OPTIONS, UNSUPPORTED
 from axonlaunch.config.override_text import too_much, without_quoted_keys, without_spaces
 from axonlaunch.config.plain import flatten, read_yaml
 from axonlaunch.config.registry import Registry
@@ -220,6 +220,8 @@ class Composer:
         options = self._files.options(group)
         if value is None or str(value) in options:
             return []
+        if message := UNSUPPORTED.get(f"{group}={value}".lower()):
+            return [ConfigIssue(group, message, value)]
         if isinstance(value, list):
             several = ",".join(str(option) for option in value)
             message = f"it takes one option; to run several in turn write -m {group}={several}"

@@ -25,6 +25,18 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
     if strategy.tensor.sequence_parallel and strategy.tensor.degree == 1:
         message = "strategy.tensor.degree is 1; use 2 or more, or remove this setting"
         yield ConfigIssue("strategy.tensor.sequence_parallel", message, True)
+    if strategy.tensor.async_collectives:
+        needed = {
+            "strategy.tensor.degree=2": strategy.tensor.degree > 1,
+            "strategy.tensor.sequence_parallel=true": strategy.tensor.sequence_parallel,
+            "train.compile=true": config.train.compile,
+        }
+        if missing := [key for key, is_there in needed.items() if not is_there]:
+            message = (
+                "the compiler multiplies what tensor ranks exchange of a divided sequence; add "
+                f"{' '.join(missing)}, or remove this setting"
+            )
+            yield ConfigIssue("strategy.tensor.async_collectives", message, True)
     recomputes = config.train.activation_checkpointing == "full"
     if strategy.tensor.degree > 1 and config.train.compile and recomputes:
         message = (

@@ -6,6 +6,8 @@ It holds tables; who meets an unknown name looks it up.
 from __future__ import annotations
 
 FOREIGN_OPTIONS = {
+    "adapter=dora": "adapter=lora adapter.dora=true",
+    "adapter=rslora": "adapter=lora adapter.rslora=true",
     "strategy=context_parallel": "strategy.context.degree=2",
     "strategy=data_parallel": "ddp",
     "strategy=deepspeed": "zero1, zero2 or fsdp",
@@ -24,11 +26,16 @@ FOREIGN_NAMES = {
     "batch": "train.global_batch_size",
     "batch_size": "train.global_batch_size",
     "devices": "launch.nproc",
+    "enable_async_tensor_parallel": "strategy.tensor.async_collectives",
     "epochs": "train.epochs",
     "gpus": "launch.nproc",
     "gradient_accumulation_steps": "train.micro_batch_size",
     "gradient_checkpointing": "train.activation_checkpointing",
     "learning_rate": "optimizer.lr",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_r": "adapter.rank",
+    "lora_rank": "adapter.rank",
     "max_epochs": "train.epochs",
     "max_grad_norm": "train.grad_clip",
     "max_steps": "train.steps",
@@ -41,9 +48,25 @@ FOREIGN_NAMES = {
     "pipeline_parallel_size": "strategy.pipeline.degree",
     "pp": "strategy.pipeline.degree",
     "tensor_parallel_size": "strategy.tensor.degree",
+    "target_modules": "adapter.targets",
+    "target_parameters": "adapter.targets",
     "tp": "strategy.tensor.degree",
+    "use_dora": "adapter.dora",
+    "use_rslora": "adapter.rslora",
 }
 """What other tools call a key, to the key that it is here."""
+
+_NO_QUANTISED_BASE = (
+    "a quantised base (QLoRA) is not supported: in 4 bits torchao gives other weights where a "
+    "layout cuts them, and can't cut them by inputs; use adapter=lora train.precision=bf16 "
+    "train.param_dtype=bf16"
+)
+UNSUPPORTED = {
+    "adapter=qlora": _NO_QUANTISED_BASE,
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantize_base"), _NO_QUANTISED_BASE),
+    **dict.fromkeys(("bnb_4bit_quant_type", "quantization_config"), _NO_QUANTISED_BASE),
+}
+"""What other tools have and this one lacks, an option or a key: why, and what to write instead."""
 
 RENAMED_KEYS = {
     "checkpoint.keep": "checkpoint.keep_last",

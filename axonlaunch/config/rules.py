@@ -51,6 +51,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_name(config),
         *_unused(config),
         *_parameters_in_bf16(config),
+        *_compile_mode(config),
         *_attention_kernel(config),
         *_averaged_parameters(config),
         *_no_replicas(config),
@@ -142,6 +143,13 @@ def _parameters_in_bf16(config: RunConfig) -> Iterator[ConfigIssue]:
     if train.param_dtype == "bf16" and train.precision != "bf16":
         message = f"weights in bf16 compute in bf16, not in {train.precision}; use bf16"
         yield ConfigIssue("train.precision", message, train.precision)
+
+
+def _compile_mode(config: RunConfig) -> Iterator[ConfigIssue]:
+    mode = config.train.compile_mode
+    if mode != "default" and not config.train.compile:
+        message = "nothing is compiled; add train.compile=true, or remove this setting"
+        yield ConfigIssue("train.compile_mode", message, mode)
 
 
 def _attention_kernel(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -49,7 +49,9 @@ class DDPConfig:
     bucket_size_mb: float = field(default=25.0, metadata={"above": 0})
     """MiB of gradients that are reduced together"""
     broadcast_buffers: bool = True
-    """copy rank 0's buffers (BatchNorm's running statistics) to every rank before each forward"""
+    """copy rank 0's buffers (BatchNorm's running statistics) to every rank before each forward;
+    buffers that are not saved, as tables of positions, are the same without
+    """
     gradient_as_bucket_view: bool = True
     """let gradients be views into the buckets, which saves one copy of them (overlapped only)"""
 
@@ -79,6 +81,10 @@ class TensorConfig:
     """ranks that share every layer; they see the same samples"""
     sequence_parallel: bool = False
     """keep norms and dropout on a part of the sequence: less activation memory, as much traffic"""
+    async_collectives: bool = False
+    """multiply parts of matrices while the compiled blocks' others are gathered or scattered, by
+    torch's symmetric memory: for GPUs of one node, with sequence_parallel and train.compile
+    """
     plan: dict[str, str] = field(default_factory=dict)
     """pattern of a module's or a parameter's name to a style: column, row, vocabulary, region, ...;
     empty: the model's own plan
@@ -204,6 +210,10 @@ class TrainConfig:
     """
     compile: bool = False
     """torch.compile each block, and the loss where ranks have whole logits"""
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's mode. max-autotune-no-cudagraphs: measure several kernels for each matrix
+    product and take the fastest, which makes the first step minutes longer
+    """
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     prove: Literal["auto", "always", "never"] = "auto"
@@ -252,12 +262,16 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateConfig:
-    """What an estimate of memory is worth."""
+    """What an estimate of memory is worth, and whether a run is estimated beside itself."""
 
     margin: float = field(default=0.1, metadata={"min": 0})
     """share by which an estimate may be too low: a run fits where this much more would, and is
     tight up to the device's memory. Beside published runs 9 of 10 estimates are within 0.1, half
     of them within 0.035; 0: none
+    """
+    background: bool = True
+    """predict a run's peak memory and the time of its steps while it trains, in a process of the
+    lowest priority; false: its summary shows what was measured alone
     """
 
 

@@ -80,6 +80,9 @@ def _messages(row: Row, field: str | None) -> list[Message]:
             {"role": "user", "content": _text(row, "instruction") + more},
             {"role": "assistant", "content": _text(row, "output")},
         ]
+    for name in _LISTS:
+        if name in row:
+            raise ValueError(f"{name} is null, not a list of messages")
     raise ValueError(
         f"has no {_FORMS}; it has {_fields(row)}; data.messages_field=NAME is for another name"
     )

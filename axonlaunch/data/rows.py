@@ -87,9 +87,9 @@ class RowReader:
         except (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, csv.Error) as error:
             if isinstance(error, UnreadableFileError):
                 raise
-            where = f"after {self.what} {number}" if number else "at its beginning"
+            where = f" after {self.what} {number}" if number else ""
             reason = " ".join(str(error).split()) or type(error).__name__
-            message = f"{self._source.name} can't be read {where}: {reason[:300]}"
+            message = f"{self._source.name} can't be read{where}: {reason[:300]}"
             raise UnreadableFileError(message) from error
         self.fraction = 1.0
 

@@ -7,7 +7,8 @@ micro-batch is chosen, and what a loss makes of it, is others' business.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -62,13 +63,13 @@ class Samples:
     Attributes:
         items: The samples.
         collate: Makes a batch of some of them.
-        counted: How many count, from the first on; None: all.
+        counted: Whether each counts; None: all do.
         parts: What was made of micro-batches already.
     """
 
     items: Sequence[Any]
     collate: Collate
-    counted: int | None = None
+    counted: Sequence[bool] | None = None
     parts: tuple[CollatedSamples, ...] = ()
 
     def __len__(self) -> int:
@@ -76,9 +77,8 @@ class Samples:
 
     def rows(self, start: int, stop: int) -> Samples:
         """Return some of the samples."""
-        counted = len(self) if self.counted is None else self.counted
-        left = max(0, min(counted, stop) - start)
-        return Samples(self.items[start:stop], self.collate, left)
+        counted = None if self.counted is None else self.counted[start:stop]
+        return Samples(self.items[start:stop], self.collate, counted)
 
     def micro_batches(self, size: int) -> Iterator[CollatedSamples]:
         """Yield what a model is given, of so many samples at a time."""
@@ -88,8 +88,9 @@ class Samples:
         for start in range(0, len(self), size):
             part = self.rows(start, start + size)
             # Every rank does as many forwards, also where nothing is left that counts.
-            items = list(part.items[: part.counted or None])
-            yield CollatedSamples(self.collate(items), len(items), is_counted=bool(part.counted))
+            counted = [*itertools.compress(part.items, part.counted or [True] * len(part))]
+            items = counted or list(part.items)
+            yield CollatedSamples(self.collate(items), len(items), is_counted=bool(counted))
 
     def ready(self, size: int) -> Samples:
         """Return the same with its micro-batches made."""
@@ -97,7 +98,13 @@ class Samples:
 
     def uncounted(self, first: int) -> Samples:
         """Return the same with nothing to count from a sample on."""
-        return replace(self, counted=first)
+        return self.counting(place < first for place in range(len(self)))
+
+    def counting(self, counted: Iterable[bool]) -> Samples:
+        """Return the same, of which those count that do now and are said to."""
+        before = self.counted or [True] * len(self)
+        both = [was and stays for was, stays in zip(before, counted, strict=True)]
+        return replace(self, counted=both, parts=())
 
     def pin_memory(self) -> Samples:
         """Copy what was made to page-locked memory."""

@@ -138,7 +138,7 @@ class TextRows:
         }
         if is_all and not len(self._tables["train"]):
             empty = sum(shard.progress.empty for shard in self._shards)
-            left = f"; {empty:,} rows of the files have no token to predict" if empty else ""
+            left = f"; rows without a token to predict: {empty:,}" if empty else ""
             message = f"no document is left to train on{left}"
             raise ConfigError([ConfigIssue("data.files", message, config.files)])
         self.notes = self._notes()
@@ -274,16 +274,16 @@ class TextRows:
             f"{tables['train'].filled:.1%} full, {self.num_eval_samples:,} held out"
         ]
         if self._too_long:
-            done = {"truncate": "were truncated", "drop": "were dropped"}[config.too_long]
-            notes.append(f"data.too_long={config.too_long}: {self._too_long:,} documents {done}")
+            done = {"truncate": "truncated", "drop": "left out"}[config.too_long]
+            notes.append(f"data.too_long={config.too_long}: documents {done}: {self._too_long:,}")
         if self._uncounted:
-            left = f"data: {self._uncounted:,} of them were left out"
-            notes.append(f"{left}, as no token of what is left of them counts")
+            why = "as no token of what is left of them counts"
+            notes.append(f"data: of them left out, {why}: {self._uncounted:,}")
         if empty := sum(shard.progress.empty for shard in self._shards):
-            notes.append(f"data: {empty:,} rows have no token to predict and were left out")
+            notes.append(f"data: rows left out, as they have no token to predict: {empty:,}")
         if bad := sum(shard.progress.bad for shard in self._shards):
             first = next(shard.progress.listed[0] for shard in self._shards if shard.progress.bad)
-            notes.append(f"data.on_bad_row=skip: {bad:,} rows were left out, the first: {first}")
+            notes.append(f"data.on_bad_row=skip: rows left out: {bad:,}, the first: {first}")
         return tuple(notes)
 
 

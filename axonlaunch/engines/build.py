@@ -60,6 +60,7 @@ from axonlaunch.engines.precision import (
     keep_parameters_in,
     sharded_policy,
 )
+from axonlaunch.engines.tensor.async_collectives import overlap_exchanges
 from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
@@ -214,6 +215,8 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
         plan.context.divide(plan.spec, model)
     tensor = plan.config.strategy.tensor
     if tensor.degree > 1:
+        if tensor.async_collectives:
+            overlap_exchanges(plan.mesh.group("tp"))
         parallelize(
             model,
             tensor.plan or plan.spec.plan(model),
@@ -313,7 +316,7 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
         os.environ["PYTHONSAFEPATH"] = "1"
         for block in blocks or [model]:
             # Not the module: what fully_shard hooks to its call is not for a compiler.
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward, mode=train.compile_mode)
 
 
 def _shard(plan: _Plan, model: nn.Module) -> FSDP:

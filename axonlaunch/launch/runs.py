@@ -148,7 +148,9 @@ class Runs:
             return request.load(overrides, environment, server=lambda: options.context)
 
         loaded = load_all(request, load=load)
-        composed = [request.composed(words, environment, config) for words, config in loaded]
+        composed = [
+            request.composed(overrides, environment, config) for overrides, config in loaded
+        ]
         return cls(loaded, options, composed)
 
     @property

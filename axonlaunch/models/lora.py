@@ -2,7 +2,7 @@
 
 Layers keep their names and weights: an adapter's matrices lie below them as PEFT calls them,
 ``...q_proj.lora_A.weight`` and ``...q_proj.lora_B.weight``. Layers that are not linear, and the
-head, are refused.
+head, are refused; experts that are packed in a parameter are adapted by ``expert_lora``.
 
 Source: Hu et al., "LoRA", 2021; huggingface/peft, ``tuners/lora/layer.py``.
 """
@@ -22,23 +22,17 @@ from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.adapter import LoraConfig
 from axonlaunch.config.parameter_groups import unmatched
 from axonlaunch.models.dora import MAGNITUDE, LoraMagnitude, adapted_norms, fill_magnitudes
+from axonlaunch.models.expert_lora import ExpertMatrices, LoraExperts, adapt_experts, packed_experts
 from axonlaunch.models.initialization import Constant, Initializer, Uniform
+from axonlaunch.models.lora_matrix import LoraMatrix
 from axonlaunch.models.spec import ModelSpec
 
 _READ_ELSEWHERE = ("NonDynamicallyQuantizableLinear",)
 """Linear layers whose weight another module computes with, so that an adapter would do nothing."""
 
 
-class LoraMatrix(nn.Linear):
-    """A or B; it computes in the type of what it is given, as fp32 weights do under autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in] to [..., out]."""
-        return F.linear(x, self.weight.to(x.dtype))
-
-
-ADAPTER_PARTS = (LoraMatrix, LoraMagnitude)
-"""The modules of an adapter below the layer that it is of."""
+ADAPTER_PARTS = (LoraMatrix, LoraMagnitude, ExpertMatrices)
+"""The modules of an adapter below what it is of."""
 
 
 class LoraLayer(nn.Module):
@@ -127,6 +121,9 @@ def add_adapters(module: nn.Module, config: LoraConfig, spec: ModelSpec) -> None
             lora.lora_B = LoraMatrix(config.rank, outputs, bias=False)
             lora.lora_magnitude_vector = LoraMagnitude(outputs) if config.dora else None
             lora.lora_dropout, lora.lora_scale = config.dropout, config.scale
+    for name, (owner, key) in packed_experts(module).items():
+        if config.targets != "all-linear" and _is_target(name, config):
+            adapt_experts(owner, key, config)
 
 
 def adapter_initializers(module: nn.Module) -> dict[str, Initializer]:
@@ -136,10 +133,11 @@ def adapter_initializers(module: nn.Module) -> dict[str, Initializer]:
     """
     initializers: dict[str, Initializer] = {}
     for name, layer in module.named_modules():
-        if isinstance(layer, LoraLayer):
+        if isinstance(layer, LoraLayer | ExpertMatrices):
             initializers[f"{name}.lora_A.weight"] = Uniform(1 / math.sqrt(layer.lora_A.in_features))
             initializers[f"{name}.lora_B.weight"] = Constant(0.0)
-            if layer.lora_magnitude_vector is not None:  # until its weight has its values
+            if getattr(layer, "lora_magnitude_vector", None) is not None:
+                # Until the layer's weight has its values.
                 initializers[f"{name}{MAGNITUDE}"] = Constant(1.0)
     return initializers
 
@@ -148,6 +146,16 @@ def transposed_layers(module: nn.Module) -> set[str]:
     """Return the names of adapted layers whose weight is [inputs, outputs]."""
     layers = ((n, part) for n, part in module.named_modules() if isinstance(part, LoraLayer))
     return {name for name, layer in layers if layer.is_transposed}
+
+
+def adapted_experts_of(module: nn.Module) -> dict[str, ExpertMatrices]:
+    """Return the adapters of packed experts by the full names of the experts' parameters."""
+    return {
+        f"{name}.{key}": matrices
+        for name, owner in module.named_modules()
+        if isinstance(owner, LoraExperts)
+        for key, matrices in owner.matrices().items()
+    }
 
 
 def start_magnitudes(module: nn.Module) -> None:
@@ -178,14 +186,29 @@ def adapter_problems(
         config: Which layers, and how.
         spec: The model's.
     """
-    layers = _linear_layers(module, spec)
-    if not layers:
+    layers, experts = _linear_layers(module, spec), packed_experts(module)
+    if not layers and config.targets == "all-linear":
         yield ConfigIssue("adapter.targets", "the model has no linear layer beside its head")
         return
-    for pattern in [] if config.targets == "all-linear" else config.targets:
-        if not any(_matches(name, pattern) for name in layers):
+    patterns = [] if config.targets == "all-linear" else config.targets
+    yield from _experts_problems([n for n in experts if patterns and _is_target(n, config)], config)
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in [*layers, *experts]):
             message = _why_none(pattern, module, layers, spec)
             yield ConfigIssue("adapter.targets", f"{pattern} {message}")
+
+
+def _experts_problems(adapted: list[str], config: LoraConfig) -> Iterator[ConfigIssue]:
+    """Yield what experts that are packed in a parameter can't have."""
+    if not adapted:
+        return
+    why = f"which {adapted[0]}, experts packed in a parameter, can't have, as in PEFT"
+    if config.dora:
+        message = f"scales outputs of a layer, {why}; use false, or targets that are linear layers"
+        yield ConfigIssue("adapter.dora", message, config.dora)
+    if config.dropout:
+        message = f"leaves out inputs of a layer, {why}; use 0, or targets that are linear layers"
+        yield ConfigIssue("adapter.dropout", message, config.dropout)
 
 
 def _why_none(
@@ -196,10 +219,9 @@ def _why_none(
     for name, other in module.named_modules():
         if name and _matches(name, pattern) and not any(True for _ in other.children()):
             return f"names {name}, of type {type(other).__name__}; adapters are for linear layers"
-    for name, parameter in module.named_parameters():
-        if _matches(name, pattern) and parameter.ndim > 2:
-            return f"names {name}, {parameter.ndim}-D; adapters are for linear layers"
-    return f"matches no linear layer{unmatched(pattern, [*layers])}"
+    experts = packed_experts(module)
+    kinds = "linear layer" if not experts else "linear layer and no packed experts"
+    return f"matches no {kinds}{unmatched(pattern, [*layers, *experts])}"
 
 
 def _linear_layers(module: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:

@@ -132,7 +132,10 @@ class BackgroundEstimate:
         )
         if hardware is None:
             self.step.settle(None, reason)
-        if (
+        if not config.estimate.background:
+            self.memory.settle(None, "estimate.background=false")
+            self.step.settle(None, "estimate.background=false")
+        elif (
             cached := estimate_cache.read_estimate(on_its_devices)
             or estimate_cache.read_estimate(named)
         ) is not None:

@@ -23,6 +23,7 @@ from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched, St
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
 from axonlaunch.system import forked_call, forkserver, host
+from axonlaunch.system.allocator_settings import not_replayed
 
 STATES_ALONE = (
     "by closed formulas: parameters, their gradients and optimizer states, and what is gathered of "
@@ -108,8 +109,20 @@ def forecast(
         margin=config.estimate.margin,
         host_memory=host_memory(config, result),
         states_only=analytic,
-        notes=[STATES_ALONE] if analytic else [],
+        notes=[STATES_ALONE] if analytic else _of_allocator(config),
     )
+
+
+def _of_allocator(config: RunConfig) -> list[str]:
+    """Say which of the user's settings the reserved bytes of a GPU do not follow."""
+    is_cpu = config.hardware is not None and config.hardware.is_cpu
+    names = [] if is_cpu else not_replayed()
+    if not names:
+        return []
+    return [
+        f"PYTORCH_ALLOC_CONF sets {', '.join(names)}, not replayed: torch may reserve more or "
+        "less than is estimated"
+    ]
 
 
 def suggest_changes(

@@ -44,9 +44,13 @@ def find_adapter_problems(
     yield from issues
     if issues or config.adapter.path is None:
         return
-    sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name, shape in adapters.read_peft(Path(config.adapter.path)).shapes.items():
-        if sizes.get(name) != shape:
-            message = f"its {name} is {list(shape)}; the model's is {list(sizes.get(name, ()))}"
+    named = dict(model.named_parameters())
+    names = adapters.peft_names(named)
+    sizes = {key: tuple(named[name].shape) for name, key in names.items()}
+    shapes = adapters.read_peft(Path(config.adapter.path)).shapes
+    for name in {**shapes, **sizes}:
+        if shapes.get(name) != sizes.get(name):
+            its, other = (list(found.get(name, ())) or "absent" for found in (shapes, sizes))
+            message = f"its {name} is {its}; the model's is {other}"
             yield ConfigIssue("adapter.path", message, config.adapter.path)
             return

@@ -52,6 +52,13 @@ def device_problems(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
     elif launch.device == "cuda" and not devices:
         message = "this node has no accelerator that torch sees; use cpu"
         yield ConfigIssue("launch.device", message, launch.device)
+    tensor = config.strategy.tensor
+    if tensor.async_collectives and (backend != "nccl" or nproc % tensor.degree):
+        message = (
+            f"{tensor.degree} tensor ranks are not all on GPUs of one node, by whose memory they "
+            "exchange; use false"
+        )
+        yield ConfigIssue("strategy.tensor.async_collectives", message, True)
     kernel = config.train.attention_kernel
     if kernel != "auto" and launch.device != "cuda":
         message = "the ranks compute on the CPU, which has one kernel; use auto"

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -22,6 +23,9 @@ import published
 
 from axonlaunch.config import load
 from axonlaunch.config.layout import resolved
+from axonlaunch.engines.data_parallel import fsdp
+from axonlaunch.engines.tensor import losses
+from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
@@ -35,6 +39,8 @@ Estimated = Mapping[str, int]
 
 def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
     """Return bytes by kind of the rank that was looked at; in a process of its own."""
+    if run.of_2024:
+        _as_torchtitan_of_2024()
     config = resolved(load(list(run.overrides)), accelerators=0)
     ranks = memory_estimate.estimate(config).ranks
     one = {"first": ranks[0], "last": ranks[-1]}.get(run.scope) or max(
@@ -62,6 +68,15 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
         "nvidia-smi": held.process,
         "steady": sum(one.breakdown[name] for name in steady),
     }
+
+
+def _as_torchtitan_of_2024() -> None:
+    """Gather and compile in this process as those runs did; no key of ours says that.
+
+    Source: pytorch/torchtitan@9dec370, ``parallelisms/parallelize_llama.py``.
+    """
+    fsdp.LARGE_UNIT = sys.maxsize
+    losses.cross_entropy_sum = partial(cross_entropy_sum)  # no model's own, which is compiled
 
 
 def cached(run: published.Run, capacity: int | None, folder: Path | None) -> Estimated:

@@ -28,11 +28,14 @@ class Run:
     Attributes:
         overrides: What ``axonlaunch estimate`` would be given.
         expandable: Whether it set ``expandable_segments``.
+        of_2024: Whether it is torchtitan's of that year, which gathered its embedding and its head
+            with what no block has, and left its loss as it was where blocks were compiled.
         scope: Which of the ranks was looked at.
     """
 
     overrides: tuple[str, ...]
     expandable: bool
+    of_2024: bool
     scope: Literal["highest", "first", "last"]
 
 
@@ -100,6 +103,7 @@ def run(row: Row) -> Run:
         overrides=tuple(overrides),
         # Its run_llama_train.sh sets them, but did not yet in March 2024.
         expandable=titan and not first_of_titan,
+        of_2024=titan,
         scope="highest",
     )
 

@@ -36,6 +36,11 @@ HARDWARE = (
     (r"H200", "h200"),
 )
 """What a row's GPU looks like, and which of our groups it is."""
+HOPPER = ("h100_80gb", "h100_96gb", "h200")
+FLASH_ATTENTION_2 = 0.34
+"""Share of Hopper's peak that the kernel of those years reached, up to 335 TFLOP/s: Dao,
+"FlashAttention-2", 2023, section 4.1. Our groups have the figure of torch's kernel of today.
+"""
 CSV_NUMBERS = (
     *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "num_gpus"),
     *("tp", "pp", "zero_stage", "micro_batch_size", "grad_accum"),
@@ -125,6 +130,8 @@ def _hardware(row: dict[str, Any]) -> tuple[HardwareConfig, str]:
         raise NotExpressedError(f"no hardware group for {gpu}")
     hardware = configs.load([f"hardware={option}"]).hardware
     assert hardware is not None
+    if option in HOPPER:
+        hardware = replace(hardware, attention_efficiency=FLASH_ATTENTION_2)
     gbit = NODE_GBIT_S.get(row["id"].split("-")[0])
     if gbit is not None:
         assert hardware.devices_per_node is not None

@@ -1,7 +1,9 @@
-"""A run on a mix of chats and documents is interrupted, also while it tokenises, and resumed.
+"""A run on text is interrupted, also while it tokenises, and resumed.
 
-Half of the runs resume in the same layout, and must have the losses of an undisturbed one to the
-bit; the others resume in another layout each time, and must have them to rounding.
+Half of the runs are on a mix of chats and documents, the others on a large file, which is tokenised
+shard after shard while they train on those before. Half of each resume in the same layout, and must
+have the losses of an undisturbed one to the bit; the others resume in another layout each time, and
+must have them to rounding.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from lab import (
     steps_logged,
 )
 
+from axonlaunch.data.shard_maker import SHARD_SIZE
+
 FAULTS = 2
 """To one run, before it may complete."""
 PAIRS = [("launcher", "SIGKILL"), ("launcher", "SIGTERM"), ("rank", "SIGKILL"), ("all", "SIGKILL")]
@@ -35,7 +39,10 @@ ROUNDING = 1e-4
 HELD_OUT_COPIES = 6
 """Of the library's functions: enough to be interrupted while they are tokenised."""
 
-_undisturbed: dict[str, list[float]] = {}
+SHARDS, SHARD_ROWS = 4, 64
+"""Of the large file: of such rows a run sees each at least once."""
+
+_undisturbed: dict[tuple[str, bool], list[float]] = {}
 
 
 def run(lab: Lab, seed: int, log: Log) -> None:
@@ -43,10 +50,12 @@ def run(lab: Lab, seed: int, log: Log) -> None:
     chance = random.Random(seed)
     same = seed % 2 == 0
     names = [("ddp", "fsdp")[seed // 2 % 2]] if same else list(STRATEGIES)
+    in_shards = seed // 4 % 2 == 1
+    log("shards" if in_shards else "a mix")
     log("the same layout" if same else "another layout each time")
     command = lab.quick(lab.new(f"corpus-{seed}"))
     cache = lab.folder / f"tokens-{seed}"
-    overrides = _words(lab, cache)
+    overrides = _words(lab, cache, in_shards=in_shards)
     try:
         for fault in range(FAULTS):
             strategy = chance.choice(names)
@@ -65,10 +74,10 @@ def run(lab: Lab, seed: int, log: Log) -> None:
         assert done.status == 0, f"it does not resume: {done.text[-1500:]}"
         check_nothing_is_left(command)
         if same:
-            check_complete(command, _losses(lab, strategy))
+            check_complete(command, _losses(lab, strategy, in_shards))
         else:
             log(strategy)
-            _check_rounding(command, _losses(lab, "ddp"))
+            _check_rounding(command, _losses(lab, "ddp", in_shards))
     finally:
         shutil.rmtree(cache, ignore_errors=True)
 
@@ -88,12 +97,12 @@ def _some_moment(
     time.sleep(chance.uniform(0, 0.05))
 
 
-def _words(lab: Lab, cache: Path) -> list[str]:
-    """Return the run's overrides: rows of two kinds, of which it sees some twice."""
+def _mixed(lab: Lab) -> list[str]:
+    """Return overrides of the data: rows of two kinds, of which a run sees some twice."""
     folder = lab.folder / "corpus"
     if not folder.exists():
         folder.mkdir()
-        functions = corpus.functions()
+        functions = corpus.functions(1000)
         chats = [{"prompt": f"What is {f['name']}?", "completion": f["doc"]} for f in functions]
         corpus.write_jsonl(folder / "documents.jsonl", functions[:12])
         corpus.write_jsonl(folder / "chats.jsonl", chats[:20])
@@ -101,26 +110,50 @@ def _words(lab: Lab, cache: Path) -> list[str]:
     documents = f"{{files: [{folder}/documents.jsonl], held_out: [{folder}/held_out.jsonl]}}"
     chats = f"{{data: chat, files: [{folder}/chats.jsonl], held_out: 2}}"
     return [
+        *("data=documents", f"data.mix={{code: {documents}, talk: {chats}}}"),
+        *("tokenizer=train", "tokenizer.vocab_size=400"),
+    ]
+
+
+def _sharded(lab: Lab) -> list[str]:
+    """Return overrides of the data: a file of several shards, a row of each long document."""
+    file = lab.folder / "large.jsonl"
+    if not file.exists():
+        texts = [row["text"] for row in corpus.functions()]
+        length = SHARD_SIZE // SHARD_ROWS
+        rows = []
+        for number in range(SHARDS * SHARD_ROWS):
+            text = texts[number % len(texts)]
+            rows.append({"text": (text * (1 + length // len(text)))[:length]})
+        corpus.write_jsonl(file, rows)
+    return [
+        *("data=documents", f"data.files=[{file}]", "data.shuffle=shards"),
+        *("data.packing=none", "data.held_out=4"),
+    ]
+
+
+def _words(lab: Lab, cache: Path, *, in_shards: bool) -> list[str]:
+    """Return a run's overrides."""
+    return [
+        *(_sharded(lab) if in_shards else _mixed(lab)),
         *("model=gpt", "model.hidden_size=32", "model.num_hidden_layers=2"),
         *("model.num_attention_heads=2", "model.vocab_size=400", "sample.max_new_tokens=0"),
-        *("data=documents", f"data.mix={{code: {documents}, talk: {chats}}}"),
-        *("data.sequence_length=32", f"data.cache_dir={cache}"),
-        *("tokenizer=train", "tokenizer.vocab_size=400", "train.global_batch_size=12"),
+        *("data.sequence_length=32", f"data.cache_dir={cache}", "train.global_batch_size=12"),
         *("train.micro_batch_size=2", f"train.steps={STEPS}", "train.log_every=1"),
         *("train.eval_batches=2", "optimizer.eps=1e-5", "launch.threads=1"),
         *("checkpoint.every=3", "name=run"),
     ]
 
 
-def _losses(lab: Lab, strategy: str) -> list[float]:
+def _losses(lab: Lab, strategy: str, in_shards: bool) -> list[float]:
     """Return the losses of an undisturbed run."""
-    if strategy not in _undisturbed:
-        command = lab.quick(lab.new(f"undisturbed-corpus-{strategy}"))
-        overrides = _words(lab, lab.folder / "tokens")
+    if (strategy, in_shards) not in _undisturbed:
+        command = lab.quick(lab.new(f"undisturbed-corpus-{strategy}-{in_shards:d}"))
+        overrides = _words(lab, lab.folder / "tokens", in_shards=in_shards)
         done = end(command.start("train", *overrides, *STRATEGIES[strategy]))
         assert done.status == 0, f"the undisturbed run failed: {done.text}"
-        _undisturbed[strategy] = command.losses("run")
-    return _undisturbed[strategy]
+        _undisturbed[strategy, in_shards] = command.losses("run")
+    return _undisturbed[strategy, in_shards]
 
 
 def _check_rounding(command: Command, expected: list[float]) -> None:

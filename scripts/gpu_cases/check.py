@@ -79,7 +79,7 @@ def command(name: str, overrides: list[str], folder: Path) -> table.Row:
             environment["CUDA_VISIBLE_DEVICES"] = devices
         ran = axonlaunch(overrides, folder, environment)
         if ran.returncode:
-            problems.append(f"status {ran.returncode}: {_last(ran.stderr)}")
+            problems.append(f"status {ran.returncode}: {table.last_line(ran.stderr)}")
     return table.Row(name, problem="; ".join(problems))
 
 
@@ -100,7 +100,9 @@ def trained(name: str, overrides: list[str], folder: Path, *, on_cuda: bool) -> 
         ]
         ran = axonlaunch(arguments, folder, dict(os.environ))
         if ran.returncode:
-            return table.Row(name, problem=f"status {ran.returncode}: {_last(ran.stderr)}")
+            return table.Row(
+                name, problem=f"status {ran.returncode}: {table.last_line(ran.stderr)}"
+            )
         lines = (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
         losses[backend] = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
     ours = next(iter(losses.values()))
@@ -126,11 +128,8 @@ def axonlaunch(
         capture_output=True,
         text=True,
         check=False,
+        timeout=table.seconds_left(),
     )
-
-
-def _last(text: str) -> str:
-    return (text.strip().splitlines() or ["nothing was printed"])[-1]
 
 
 if __name__ == "__main__":

@@ -107,13 +107,14 @@ def failed(name: str, case: Case, folder: Path, *, on_cuda: bool) -> table.Row:
         text=True,
     )
     if case.provoke is not None:
-        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        while process.poll() is None and not _trains(metrics) and table.seconds_left():
             time.sleep(0.1)
         began = time.monotonic()
         if (rank := rank_of(run_dir / "logs" / "rank_0.log")) is not None:
             case.provoke(rank)
     try:
-        _, errors = process.communicate(timeout=ENDS_IN_S + 60)
+        limit = min(ENDS_IN_S + 60, table.seconds_left())
+        _, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         process.kill()
         return table.Row(name, problem="it did not end")
@@ -129,6 +130,10 @@ def failed(name: str, case: Case, folder: Path, *, on_cuda: bool) -> table.Row:
     if on_cuda and (left := _computing()):
         problems.append(f"{left} processes still hold the device")
     return table.Row(name, cells, "; ".join(problems))
+
+
+def _trains(metrics: Path) -> bool:
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 def _has_model(case: Case) -> bool:

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import table
@@ -120,15 +121,27 @@ def main() -> int:
         sys.stdout.write(json.dumps(measured(overrides, ranks, torch.device(given.device, 0))))
         return 0
 
-    def case(name: str) -> table.Row:
-        ranks, overrides = cases[name]
-        asked = [sys.executable, __file__, "--device", given.device, "--case", name]
-        ran = subprocess.run(asked, capture_output=True, text=True, check=False)
-        if ran.returncode:
-            return table.Row(name, problem=_last_line(ran.stderr))
-        return compared(name, json.loads(ran.stdout), estimated(overrides, ranks))
+    # Estimates take no device, so that they are made while others are measured.
+    pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 4))
+    estimates = {
+        name: pool.submit(estimated, overrides, ranks)
+        for name, (ranks, overrides) in cases.items()
+        if name.startswith(given.only)
+    }
 
-    return table.run([*cases], given.only, case)
+    def case(name: str) -> table.Row:
+        asked = [sys.executable, __file__, "--device", given.device, "--case", name]
+        ran = table.ended(asked)
+        if ran.returncode:
+            return table.Row(name, problem=table.last_line(ran.stderr))
+        estimate = estimates[name].result()
+        if isinstance(estimate, str):
+            return table.Row(name, problem=estimate)
+        return compared(name, json.loads(ran.stdout), estimate)
+
+    status = table.run([*cases], given.only, case)
+    pool.shutdown(cancel_futures=True)
+    return status
 
 
 def measured(overrides: list[str], ranks: int, device: torch.device) -> dict[str, int]:
@@ -200,15 +213,12 @@ def _process_bytes() -> int:
     return int(held.get(str(os.getpid()), "0")) * MIB
 
 
-def estimated(overrides: list[str], ranks: int) -> dict[str, Any]:
-    """Return what ``axonlaunch estimate`` prints."""
+def estimated(overrides: list[str], ranks: int) -> dict[str, Any] | str:
+    """Return what ``axonlaunch estimate`` prints, or why it does not."""
     arguments = [*overrides, f"launch.nproc={ranks}", "--json"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "axonlaunch", "estimate", *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    ran = table.ended([sys.executable, "-m", "axonlaunch", "estimate", *arguments])
+    if ran.returncode:
+        return f"estimate: {table.last_line(ran.stderr)}"
     found: dict[str, Any] = json.loads(ran.stdout)
     return found
 
@@ -235,10 +245,6 @@ def compared(name: str, found: dict[str, int], estimate: dict[str, Any]) -> tabl
         if slack is not None and abs(theirs - ours) > slack:
             problems.append(f"{what} is {off:+.1%} off")
     return table.Row(name, cells, "; ".join(problems))
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it ended without a word"])[-1]
 
 
 if __name__ == "__main__":

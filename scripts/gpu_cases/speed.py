@@ -1,15 +1,18 @@
 """Tokens/s and MFU of axonlaunch, a hand-written loop and one as torchtitan's, interleaved.
 
 Each contestant trains the same model on the same tokens on one device: axonlaunch as a run does;
-``by hand`` with autocast; ``as torchtitan`` with fully_shard over one rank (embedding, blocks, norm
-with head), its bf16 policy, compiled blocks and loss where the case compiles, and garbage collected
-by hand. They take turns twice, as one alone fits the device; of each turn the first steps are
-dropped, and the median of the others counts.
+``by hand`` with autocast, and where ranks share the model with fully_shard of each block; ``as
+torchtitan`` with fully_shard also of one rank (embedding, blocks, norm with head), its bf16 policy,
+compiled blocks and loss where the case compiles, and garbage collected by hand. They take turns
+twice, as one alone fits the device; of each turn the first steps are dropped, and the median of the
+others counts. Ranks beside the first are not there: collectives of torch's ``fake`` process group
+do nothing, so that the speed of 8 is that of their kernels, with no message to wait for.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import sys
 import time
@@ -21,7 +24,7 @@ from typing import Any
 import table
 import torch
 import torch.distributed as dist
-from memory import BF16, COMPILED, GPT, LLAMA_1B
+from memory import BF16, COMPILED, GPT, LLAMA_1B, LLAMA_8B, SELECTIVE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -34,27 +37,35 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch, sample_inputs
 from axonlaunch.data.loader import rank_loader
+from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import construct, initialize_weights
 from axonlaunch.models.flops import looked_up_parameters, training_flops_per_token
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
+from axonlaunch.training.arithmetic import configure_arithmetic
 from axonlaunch.training.device_use import hardware_of, peak_flops
 
-STEPS, ROUNDS = 10, 4
+STEPS, ROUNDS = 10, 3
+STEPS_OF_8B = 3  # each of a second and more
 AGAINST_HAND, AGAINST_TITAN = 0.99, 0.97
 MFU = {"1.2B": 0.42, "1.2B compiled": 0.50}
 """What is required on an H100."""
-CASES = {
-    "gpt2": [*GPT, "strategy=single", BF16],
-    "1.2B": [*LLAMA_1B, "strategy=single", BF16],
-    "1.2B compiled": [*LLAMA_1B, "strategy=single", BF16, COMPILED],
+SHARED_8B = [*LLAMA_8B, "strategy=fsdp", SELECTIVE]
+CASES: dict[str, tuple[int, list[str]]] = {
+    "gpt2": (1, [*GPT, "strategy=single", BF16]),
+    "1.2B": (1, [*LLAMA_1B, "strategy=single", BF16]),
+    "1.2B compiled": (1, [*LLAMA_1B, "strategy=single", BF16, COMPILED]),
+    "8B of 8": (8, SHARED_8B),
+    "8B of 8 compiled": (8, [*SHARED_8B, COMPILED]),
 }
-CASES_OF_CPU = {
-    "tiny": [
-        *("model=llama_debug", "data=synthetic_tokens", "data.sequence_length=32"),
-        *("model.hidden_size=64", "train.global_batch_size=4", "strategy=single", BF16),
-    ]
+TINY = [
+    *("model=llama_debug", "data=synthetic_tokens", "data.sequence_length=32"),
+    *("model.hidden_size=64", "train.global_batch_size=4", BF16),
+]
+CASES_OF_CPU: dict[str, tuple[int, list[str]]] = {
+    "tiny": (1, [*TINY, "strategy=single"]),
+    "tiny of 4": (4, [*TINY, "strategy=fsdp", SELECTIVE]),
 }
 Step = Callable[[Batch], object]
 
@@ -66,11 +77,13 @@ class Work:
     Attributes:
         config: The run.
         device: Where.
+        ranks: That share the model; the others are not there.
         batches: A few, on the host, used again and again.
     """
 
     config: RunConfig
     device: torch.device
+    ranks: int
     batches: list[Batch]
 
 
@@ -78,29 +91,44 @@ def main() -> int:
     """Time every case."""
     given = table.arguments(__doc__ or "")
     cases = CASES if given.device == "cuda" else CASES_OF_CPU
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    is_cuda = given.device == "cuda"
-    device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
-    if is_cuda:
-        torch.cuda.set_device(device)
-    return table.run([*cases], given.only, lambda name: timed(name, cases[name], device))
+    if given.case:
+        is_cuda = given.device == "cuda"
+        device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+        if is_cuda:
+            torch.cuda.set_device(device)
+        ranks, overrides = cases[given.case]
+        sys.stdout.write(json.dumps(timed(overrides, ranks, device)))
+        return 0
+
+    def case(name: str) -> table.Row:
+        asked = [sys.executable, __file__, "--device", given.device, "--case", name]
+        ran = table.ended(asked)
+        if ran.returncode:
+            return table.Row(name, problem=table.last_line(ran.stderr))
+        return judged(name, **json.loads(ran.stdout.splitlines()[-1]))
+
+    return table.run([*cases], given.only, case)
 
 
-def timed(name: str, overrides: list[str], device: torch.device) -> table.Row:
-    """Time the contestants of one case."""
+def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, Any]:
+    """Time the contestants of one case; return what ``judged`` takes."""
     config = resolve_anywhere(
-        replace_with_synthetic(configuration.load([*overrides, "launch.nproc=1"]))
+        replace_with_synthetic(configuration.load([*overrides, f"launch.nproc={ranks}"]))
     )
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    configure_arithmetic(config.train)
     dataset = data.build_dataset(config.data, config.tokenizer)
-    layout = Layout.of(config, world_size=1)
+    layout = Layout.of(config, world_size=ranks)
     loader = rank_loader(config, dataset, layout=layout, rank=0, pin_memory=device.type == "cuda")
-    work = Work(config, device, [loader.batch(step) for step in range(4)])
+    work = Work(config, device, ranks, [loader.batch(step) for step in range(4)])
     makers: dict[str, Callable[[Work], Step]] = {
         "axonlaunch": lambda one: _axonlaunch(one, sample_inputs(dataset)),
         "by hand": _by_hand,
         "as torchtitan": _as_torchtitan,
     }
-    passes, rounds, steps = (2, ROUNDS, STEPS) if device.type == "cuda" else (1, 2, 2)
+    passes, rounds, steps = (1, 2, 2)
+    if device.type == "cuda":
+        passes, rounds, steps = (2, ROUNDS, STEPS if ranks == 1 else STEPS_OF_8B)
     seconds: dict[str, list[float]] = {who: [] for who in makers}
     for _ in range(passes):
         for who, make in makers.items():  # one at a time is in the device's memory
@@ -114,7 +142,11 @@ def timed(name: str, overrides: list[str], device: torch.device) -> table.Row:
                 torch.cuda.empty_cache()
     tokens = work.batches[0].targets.numel()
     rates = {who: tokens / statistics.median(times) for who, times in seconds.items()}
-    return judged(name, rates, _flops(config, dataset.sample_shape[0]), _peak(config, device))
+    return {
+        "rates": rates,
+        "flops_per_token": _flops(config, dataset.sample_shape[0]),
+        "peak": _peak(config, device),
+    }
 
 
 def judged(
@@ -179,7 +211,13 @@ def _peak(config: RunConfig, device: torch.device) -> float | None:
 
 
 def _axonlaunch(work: Work, sample: torch.Tensor) -> Step:
-    world = World(rank=0, local_rank=0, world_size=1, device=work.device, backend=Backend.MOCK)
+    world = World(
+        rank=0,
+        local_rank=0,
+        world_size=work.ranks,
+        device=work.device,
+        backend=Backend.MOCK,
+    )
     return build_engine(work.config, world, sample=sample).train_step
 
 
@@ -200,15 +238,22 @@ def _adamw(model: Any) -> torch.optim.Optimizer:
 
 def _by_hand(work: Work) -> Step:
     model = _model(work)
+    _recompute(work, model)
     if work.config.train.compile:
         for block in _blocks(model):
             block.compile()
+    if work.ranks > 1:
+        options = _sharding(work)
+        for block in _blocks(model):
+            fully_shard(block, **options)
+        fully_shard(model, **options)
     optimizer = _adamw(model)
+    casts = work.ranks == 1  # what is sharded is gathered in bf16
 
     def step(batch: Batch) -> None:
         inputs = batch.inputs.to(work.device, non_blocking=True)
         targets = batch.targets.to(work.device, non_blocking=True)
-        with torch.autocast(work.device.type, dtype=torch.bfloat16):
+        with torch.autocast(work.device.type, dtype=torch.bfloat16, enabled=casts):
             logits = model(inputs)
         F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -220,11 +265,8 @@ def _by_hand(work: Work) -> Step:
 
 def _as_torchtitan(work: Work) -> Step:
     model = _model(work)
-    mesh = init_device_mesh(work.device.type, (1,), mesh_dim_names=("dp_shard",))
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-    }
+    _recompute(work, model)
+    options = _sharding(work)
     loss: Any = _cross_entropy
     if work.config.train.compile:
         for block in _blocks(model):
@@ -248,6 +290,17 @@ def _as_torchtitan(work: Work) -> Step:
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def _sharding(work: Work) -> dict[str, Any]:
+    mesh = init_device_mesh(work.device.type, (work.ranks,), mesh_dim_names=("dp_shard",))
+    return {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
+def _recompute(work: Work, model: Any) -> None:
+    """Recompute in backward what axonlaunch does: all have the same products to do."""
+    mode = work.config.train.activation_checkpointing
+    apply_activation_checkpointing(_blocks(model), mode=mode)
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

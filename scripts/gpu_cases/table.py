@@ -1,4 +1,7 @@
-"""What the parts share: their arguments, their rows, the table at the end and its exit status."""
+"""What the parts share: their arguments, their ten minutes, their rows, the table and its status.
+
+By itself it says whether there is the device that the parts need.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,14 @@ import argparse
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+
+_ENDS = time.monotonic() + 580.0
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,23 @@ class Row:
     name: str
     cells: dict[str, str] = field(default_factory=dict)
     problem: str = ""
+
+
+def seconds_left() -> float:
+    """Return how long a part may still take: what it starts is to end by then."""
+    return max(0.0, _ENDS - time.monotonic())
+
+
+def ended(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, or to the end of the part's time."""
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=seconds_left()
+    )
+
+
+def last_line(text: str) -> str:
+    """Return what a command said last."""
+    return (text.strip().splitlines() or ["it ended without a word"])[-1]
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -44,7 +68,10 @@ def run(names: Sequence[str], only: str, case: Callable[[str], Row]) -> int:
     """Run the cases, print each as it ends and all of them last; return the exit status."""
     rows = []
     for name in (one for one in names if one.startswith(only)):
-        row = case(name)
+        try:
+            row = case(name) if seconds_left() else Row(name, problem="not run: no time was left")
+        except subprocess.TimeoutExpired:
+            row = Row(name, problem="stopped: no time was left")
         rows.append(row)
         sys.stdout.write(f"{row.name}: {row.problem or 'as it has to be'}\n")
         sys.stdout.flush()
@@ -70,3 +97,7 @@ def where() -> str:
     except (OSError, subprocess.SubprocessError):
         return f"CPU, {versions}"
     return f"{found.stdout.splitlines()[0]}, {versions}"
+
+
+if __name__ == "__main__":
+    arguments(__doc__ or "")

@@ -136,7 +136,7 @@ def test_saving_a_step_again_replaces_it(three: Path) -> None:
             lambda folder: (folder / "manifest.json").write_text(
                 json.dumps({**json.loads((folder / "manifest.json").read_text()), "format": 99})
             ),
-            "is of format 99, and this version knows up to 3",
+            "is of format 99, and this version knows up to 4",
         ),
     ],
     ids=["no manifest", "half a manifest", "a file gone", "a file cut", "newer"],

@@ -10,17 +10,22 @@ import old_checkpoint
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import init_device_mesh
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from axonlaunch.checkpoint import (
     Checkpoint,
     CorruptCheckpointError,
     dcp_reader,
     index,
+    load_checkpoint,
     reader,
     step_folders,
 )
 from axonlaunch.checkpoint.dcp_writer import Writer
+from axonlaunch.comm import World
 
 
 class Malicious:
@@ -55,6 +60,50 @@ def test_a_value_of_an_old_one_that_is_no_tensor_is_not_unpickled(tmp_path: Path
     ):
         reader.read_whole_tensors(found, {"model": {"w": torch.zeros(2)}})
     assert not victim.exists()
+
+
+@pytest.mark.parametrize("form", [2, 3])
+def test_what_older_formats_hold_is_read(form: int, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.randn(3, 4).t(), "scalar": torch.tensor(2.0)}}
+    found = old_checkpoint.save(tmp_path, state, form=form)
+    read = {"model": {name: torch.zeros_like(value) for name, value in state["model"].items()}}
+    reader.refuse_damage(found)
+    reader.read_whole_tensors(found, read)
+    assert all(torch.equal(read["model"][name], state["model"][name]) for name in read["model"])
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [torch.zeros(6, 4), torch.zeros(4, 6).t(), torch.zeros(6, 4, dtype=torch.bfloat16)],
+    ids=["as it was saved", "transposed in memory", "of another dtype"],
+)
+def test_a_tensor_is_read_into_whatever_has_its_shape(wanted: Tensor, tmp_path: Path) -> None:
+    tensor = torch.arange(48.0).view(4, 12).t()[::2]  # neither contiguous nor all of its storage
+    found = saved(tmp_path, {"model": {"before": torch.ones(3, dtype=torch.int8), "w": tensor}})
+    reader.read_whole_tensors(found, {"model": {"w": wanted}})
+    assert torch.equal(wanted.float(), tensor)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_of_a_tensor_is_read_without_the_rest(dim: int, tmp_path: Path) -> None:
+    tensor = torch.arange(24.0).view(6, 4)
+    found = saved(tmp_path, {"model": {"w": tensor}})
+
+    def read(world: World) -> Tensor:
+        mesh = init_device_mesh("cpu", (world.world_size,))
+        part = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(dim)])
+        load_checkpoint(found, {"model": {"w": part}}, world=world)
+        return part.to_local()
+
+    assert torch.equal(torch.cat(World.mock(2).run(read), dim), tensor)
+
+
+def test_a_file_that_ends_before_a_tensor_does_is_refused(tmp_path: Path) -> None:
+    found = saved(tmp_path, {"model": {"w": torch.ones(64)}})
+    file = found.path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpointError, match="has a file that ends too early"):
+        reader.read_whole_tensors(found, {"model": {"w": torch.zeros(64)}})
 
 
 @pytest.mark.parametrize("dtype", sorted(index._DTYPES))

@@ -21,6 +21,7 @@ DATA = ["data=chat", "data.files=[chats.jsonl]", "data.sequence_length=64", "tok
 DATA += ["tokenizer.vocab_size=320"]
 SHORT = ["strategy=single", "launch.backend=mock", "train.global_batch_size=8", "name=chat"]
 SHORT += ["train.eval_batches=1", "sample.max_new_tokens=4", "sample.prompt=And?"]
+SHORT.append("estimate.background=false")
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,24 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
+        "adapter=qlora",
+        [
+            "adapter=qlora: a quantised base (QLoRA) is not supported: in 4 bits torchao gives other weights where a layout cuts them, and can't cut them by inputs; use adapter=lora train.precision=bf16 train.param_dtype=bf16",
+        ],
+    ),
+    (
+        "adapter=lora adapter.load_in_4bit=true",
+        [
+            "adapter.load_in_4bit=true: a quantised base (QLoRA) is not supported: in 4 bits torchao gives other weights where a layout cuts them, and can't cut them by inputs; use adapter=lora train.precision=bf16 train.param_dtype=bf16",
+        ],
+    ),
+    (
+        "adapter=dora",
+        [
+            "adapter=dora: there is no such option; did you mean adapter=lora adapter.dora=true? known: lora",
+        ],
+    ),
+    (
         "learning_rate=0.1",
         [
             "learning_rate=0.1: there is no such key; did you mean optimizer.lr?",

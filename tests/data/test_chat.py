@@ -192,6 +192,7 @@ BAD = [
     ({"messages": [{"content": "a"}]}, "CHATML", "messages[0] has no role; it has content"),
     ({"messages": ["a"]}, "CHATML", "messages[0] is text, not a message with role and content"),
     ({"prompt": None, "completion": "a"}, "CHATML", "prompt is null, not text"),
+    ({"messages": None}, "CHATML", "messages is null, not a list of messages"),
     ({"messages": SINGLE[:1]}, "CHATML", "no token counts: its roles are user; write assistant"),
     (
         {"messages": CHAT},
@@ -226,7 +227,7 @@ def test_a_bad_chat_is_reported_with_file_and_line_or_skipped_and_counted(
     assert str(raised.value).startswith(f"data.files: {where}{reason}")
     dataset = chats([good, row], template, on_bad_row="skip")
     assert dataset.num_samples == 1
-    assert f"1 rows were left out, the first: {where}{reason}" in dataset.notes[-1]
+    assert f"rows left out: 1, the first: {where}{reason}" in dataset.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -253,8 +254,8 @@ def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(ch
     dataset = chats([{"messages": SINGLE}, {"messages": long}])
     assert dataset.num_samples == 1
     assert dataset.notes[1:] == (
-        "data.too_long=truncate: 1 documents were truncated",
-        "data: 1 of them were left out, as no token of what is left of them counts",
+        "data.too_long=truncate: documents truncated: 1",
+        "data: of them left out, as no token of what is left of them counts: 1",
     )
 
 

@@ -137,7 +137,7 @@ def test_what_a_pattern_does_not_find_is_reported_for_all_patterns_at_once(
 def test_a_compressed_file_that_ends_too_early_is_refused(name: str, tmp_path: Path) -> None:
     content = FILES[name]()
     (tmp_path / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(UnreadableFileError, match=rf"{name} can't be read (after line|at its beg)"):
+    with pytest.raises(UnreadableFileError, match=rf"{name} can't be read( after line \d+)?: "):
         read(tmp_path / name)
 
 

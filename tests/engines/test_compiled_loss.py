@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from configured import run_config
+from rank_engine import rank_engine
 
 from axonlaunch.comm import World
+from axonlaunch.config import ConfigError, with_values
 from axonlaunch.config.data import IGNORE_INDEX
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.engines.tensor.losses import Losses, losses_of
@@ -29,8 +32,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked: list[Any] = []
     compiling = torch.compile
 
-    def compile_eagerly(function: Any) -> Any:
-        asked.append(function)
+    def compile_eagerly(function: Any, *, mode: str) -> Any:
+        asked.append((function, mode))
         return compiling(function, backend="eager")
 
     monkeypatch.setattr(torch, "compile", compile_eagerly)
@@ -41,7 +44,7 @@ def test_the_cross_entropy_of_whole_logits_is_compiled_and_stays_what_it_is(
     compiled: list[Any],
 ) -> None:
     loss = chosen().loss
-    assert compiled == [cross_entropy_sum]
+    assert compiled == [(cross_entropy_sum, "default")]
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 5, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.tensor([[0, 4, IGNORE_INDEX], [2, 2, 1]])
@@ -73,3 +76,17 @@ def test_a_users_own_loss_is_not_compiled(compiled: list[Any]) -> None:
     own = ModelSpec(build=SPEC.build, loss=lambda outputs, targets: outputs.sum())
     assert chosen(own).loss is own.loss
     assert compiled == []
+
+
+def test_blocks_and_loss_are_compiled_in_the_mode_that_is_asked_for(compiled: list[Any]) -> None:
+    mode = "max-autotune-no-cudagraphs"
+    overrides = ["train.compile=true", f"train.compile_mode={mode}", "model.num_hidden_layers=2"]
+    # Threads of the mock world are refused a compiler; here a single one only asks for it.
+    config = with_values(run_config([*overrides, "launch.nproc=1"]), {"launch.backend": "mock"})
+    World.mock(1).run(lambda world: rank_engine(config, world))
+    assert [asked for _, asked in compiled] == [mode] * 3
+
+
+def test_a_mode_without_a_compiler_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"compile_mode=max-.*: nothing is compiled; add train"):
+        run_config(["train.compile_mode=max-autotune-no-cudagraphs", "launch.nproc=1"])

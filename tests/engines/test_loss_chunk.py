@@ -68,11 +68,13 @@ def test_loss_and_gradients_are_those_of_torch_s_cross_entropy(overrides: list[s
     "layout",
     [
         ["strategy=ddp", "launch.nproc=2", "train.micro_batch_size=2"],
-        ["strategy=fsdp", "launch.nproc=2", "train.micro_batch_size=2"],
+        pytest.param(
+            ["strategy=fsdp", "launch.nproc=2", "train.micro_batch_size=2"], marks=pytest.mark.slow
+        ),
         [*TENSOR, "strategy.tensor.sequence_parallel=true"],
         ZERO_BUBBLE,
         ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2"],
-        ["strategy=hybrid", "launch.nproc=8"],
+        pytest.param(["strategy=hybrid", "launch.nproc=8"], marks=pytest.mark.slow),
     ],
     ids=lambda overrides: overrides[-1],
 )
@@ -86,8 +88,8 @@ def test_every_layout_gives_what_one_process_gives_without_chunks(layout: list[s
     ("kind", "layout", "changes"),
     [
         ("qwen3", TENSOR, {}),
-        ("gpt2", ZERO_BUBBLE, {"num_hidden_layers": 4}),
-        ("gemma2", TENSOR, CAPPED),
+        pytest.param("gpt2", ZERO_BUBBLE, {"num_hidden_layers": 4}, marks=pytest.mark.slow),
+        pytest.param("gemma2", TENSOR, CAPPED, marks=pytest.mark.slow),
         ("gemma2", ZERO_BUBBLE, {**CAPPED, "num_hidden_layers": 4}),
         ("gemma2", ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"], CAPPED),
         ("mixtral", ["strategy=fsdp", "launch.nproc=2"], {"output_router_logits": True}),

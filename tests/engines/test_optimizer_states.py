@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covers import pairs
 from optimizer_layouts import LAYOUTS
 from rank_engine import rank_engine
 from torch import Tensor, nn
@@ -182,8 +183,7 @@ def plain_sgd(overrides: list[str]) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("momentum", SGD)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "momentum"), pairs([*LAYOUTS], [*SGD]))
 def test_a_run_whose_states_are_loaded_before_its_first_step_is_plain_sgd(
     layout: str, momentum: str
 ) -> None:

@@ -97,6 +97,37 @@ def test_buffers_follow_the_first_rank_only_where_asked(
     assert torch.allclose(second, alone(1)) is (not broadcast)
 
 
+class Positions(nn.Module):
+    """A scale, and a table that follows from what the module is: it is not saved."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("scale", torch.full((1,), value))
+        self.register_buffer("table", torch.full((4,), value), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.get_buffer("scale") + self.get_buffer("table")
+
+
+@pytest.mark.parametrize("sync", list(ax.GradSyncStrategy))
+def test_buffers_that_are_not_saved_are_sent_once_and_not_before_each_forward(
+    sync: ax.GradSyncStrategy,
+) -> None:
+    def run(world: ax.World) -> list[list[float]]:
+        model = ax.DDP(Positions(float(world.rank)), sync=sync)
+        found = [buffer.tolist() for buffer in model.module.buffers()]
+        for buffer in model.module.buffers():
+            buffer.fill_(10.0 + world.rank)
+        for _ in range(2):
+            model(torch.ones(4)).sum().backward()
+        return [*found, *(buffer.tolist() for buffer in model.module.buffers())]
+
+    first, second = ax.World.mock(2).run(run)
+    assert first == [[0.0], [0.0] * 4, [10.0], [10.0] * 4]
+    assert second == [[0.0], [0.0] * 4, [10.0], [11.0] * 4]
+
+
 def test_a_parameter_that_one_rank_left_out_counts_as_zero_there() -> None:
     def run(world: ax.World) -> Tensor:
         weight = nn.Parameter(torch.ones(3))

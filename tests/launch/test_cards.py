@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import axonlaunch
 from axonlaunch.diagnostics.flight_recorder import OpenCollective, Record
-from axonlaunch.launch.failures.hang import locate, main_stack
+from axonlaunch.launch.failures.hang import HangLocation, locate, main_stack
 from axonlaunch.launch.failures.report import Crash, Report, exit_reason, plain_ranks
 from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
 from axonlaunch.launch.output import console
@@ -176,3 +177,11 @@ def test_who_is_in_code_of_its_own_does_not_wait() -> None:
 
 def test_a_stack_of_no_rank_is_none() -> None:
     assert main_stack("Fatal Python error\n") == []
+
+
+def test_a_hang_is_shown_as_its_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    location = HangLocation(False, "is in forward (demo/sleepy.py:9)", "")
+    first = location.to_report(report(2, "hang"), timeout_s=8)
+    console.show_crash(Crash(first, ()), coords={}, world_size=4)
+    page = (Path(axonlaunch.__file__).parent / "docs" / "failures.md").read_text()
+    assert all(line in page for line in capsys.readouterr().err.splitlines()[:3])

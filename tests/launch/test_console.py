@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from axonlaunch import config
 from axonlaunch.events import Started, StepLogged
+from axonlaunch.launch.output import summary
 from axonlaunch.launch.output.console import RunConsole
+
+README = Path(__file__).parents[2] / "README.md"
 
 STEP: dict[str, Any] = {
     "step": 3,
@@ -54,3 +59,20 @@ def test_a_step_says_what_is_counted_and_whose_memory_it_is(
     )
     show(StepLogged(**STEP))
     assert stream.getvalue().splitlines()[-1] == line
+
+
+def test_a_run_ends_in_the_lines_that_the_readme_shows() -> None:
+    chosen = config.with_values(config.load([]), {"run_dir": "runs/gpt-fsdp"})
+    reported = {
+        "status": "done",
+        "steps": 450,
+        "loss": 1.5903,
+        "eval_loss": 1.9286,
+        "tokens_per_s": 8500.0,
+        "first_step_s": 3.3,
+        "measured_peak_bytes": 43 * 1024**2,
+        "predicted_peak_bytes": 43 * 1024**2,
+    }
+    stream = io.StringIO()
+    RunConsole(stream=stream).summary(summary._rows(chosen, reported, counted="tokens"))
+    assert stream.getvalue() in README.read_text()

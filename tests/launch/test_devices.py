@@ -341,7 +341,7 @@ def test_the_record_of_a_rank_whose_stack_has_come_is_waited_for(
         "Current thread 0x1 (most recent call first):\n"
         '  File "/x/axonlaunch/launch/local/rank_process.py", line 1 in main\n'
     )
-    written = iter([stack, *[""] * 5, f"{hang._TOLD}{Record(begun={}, open=()).to_json()}\n"])
+    written = iter([stack, *[""] * 5, f"{hang._PREFIX}{Record(begun={}, open=()).to_json()}\n"])
 
     def sleep(seconds: float) -> None:
         with log.open("a") as stream:

@@ -104,7 +104,7 @@ def reason(fault: str) -> str:
         "exception": "failed first: ValueError: the fault of a test",
         "memory": "failed first: OutOfMemoryError: the fault of a test",
         "exit": "failed first: exited with status 0 before the end of training",
-        "SIGSTOP": "hung: no progress for 3 s: it is stopped by a signal",
+        "SIGSTOP": "made no progress for 3 s (hang): it is stopped by a signal",
     }.get(fault, f"failed first: killed by {fault}")
 
 
@@ -155,7 +155,7 @@ def test_who_waits_in_what_and_who_never_came_are_on_the_hang_card(
 ) -> None:
     arguments = "model.arguments={fault:SIGALRM,rank:9,pause:60.0}"  # all of them sleep
     ran = served("train", *faulty, "launch.timeout_s=3", arguments, status=1)
-    assert "rank 0 of 2 hung: no progress for 3 s: it is in forward (" in ran.stderr
+    assert "rank 0 of 2 made no progress for 3 s (hang): it is in forward" in ran.stderr
     assert "faulty_plugin.py:" in ran.stderr
 
 
@@ -181,7 +181,7 @@ def test_the_collective_that_a_rank_never_came_to_is_on_the_hang_card(served: Co
     ]
     ran = served.train(*overrides, status=1)
     reported = " ".join(ran.stderr.replace("│", " ").split())
-    assert "rank 1 of 2 hung: no progress for 3 s: it is in late (" in reported
+    assert "rank 1 of 2 made no progress for 3 s (hang): it is in late (" in reported
     assert re.search(
         r"rank 0: waiting in all_reduce, called by late \S+: all_reduce \d+ of world \(24 bytes\), "
         "which rank 1 never joined",

@@ -55,6 +55,16 @@ def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log() 
     assert "in _deep_inside" in prediction.memory.traceback
 
 
+def test_a_run_that_asks_for_no_estimate_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked_call, "ForkedCall", None)
+    overrides = ["launch.nproc=1", "hardware=cpu", "estimate.background=false"]
+    prediction = BackgroundEstimate(get_context("forkserver"), config.load(overrides))
+    prediction.begin()
+    prediction.wait()
+    assert (prediction.memory.result, prediction.step.result) == (None, None)
+    assert prediction.memory.reason == "estimate.background=false"
+
+
 def test_debug_shows_the_traceback_of_a_rank_and_nothing_else_does(
     served: Command, faulty: list[str]
 ) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from io import StringIO
 from pathlib import Path
 
 import pytest
-from command import Command
+from command import Command, Served
 from rich.console import Console, ConsoleDimensions
 from run_folders import run_folder
+from served import Server
 
 from axonlaunch.cli.run_screen import screen_of
 from axonlaunch.diagnostics.report.page_data import facts, page_data
@@ -19,9 +21,18 @@ from axonlaunch.diagnostics.report.run_record import read_run
 MOCK = ["launch.nproc=2", "launch.backend=mock"]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Path:
+    command = Served(tmp_path_factory.mktemp("trained"), server)
+    overrides = ["name=demo", "train.steps=4", "checkpoint.every=2", "estimate.background=true"]
+    command.train("strategy=fsdp", *MOCK, *overrides)
+    return command.folder / "runs"
+
+
 @pytest.fixture
-def run(served: Command) -> Path:
-    served.train("strategy=fsdp", *MOCK, "name=demo", "train.steps=4", "checkpoint.every=2")
+def run(trained: Path, served: Command) -> Path:
+    """A copy of what was trained, in the folder of the test."""
+    shutil.copytree(trained, served.folder / "runs")
     return served.folder / "runs/demo"
 
 
@@ -46,7 +57,8 @@ def test_a_run_writes_what_happened_to_it_in_the_order_of_time(run: Path) -> Non
 
 
 def test_where_its_profiled_steps_went_is_on_its_page(served: Command) -> None:
-    served.train("strategy=ddp", *MOCK, "name=demo", "train.steps=3", "train.profile.steps=[2,3]")
+    overrides = ["train.steps=3", "train.profile.steps=[2,3]", "estimate.background=true"]
+    served.train("strategy=ddp", *MOCK, "name=demo", *overrides)
     steps = page_data([read_run(served.folder / "runs/demo")])["runs"][0]["steps"]
     [rank] = steps["bars"]
     assert rank["name"] == "rank 0, profiled"

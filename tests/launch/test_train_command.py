@@ -272,7 +272,7 @@ def test_compiled_blocks_have_the_same_losses(served: Command) -> None:
         "train.eval_batches=0",
     ]
     served.train("name=plain", *overrides)
-    served.train("name=compiled", *overrides, "train.compile=true")
+    served.train("name=compiled", *overrides, "train.compile=true", "estimate.background=true")
     assert served.losses("compiled") == pytest.approx(served.losses("plain"), rel=1e-5)
     compiled = served.summary("compiled")
     assert compiled["measured_peak_bytes"] is None  # nothing on a CPU sees what kernels allocate
@@ -306,6 +306,7 @@ def test_a_users_module_prints_what_a_rank_does_and_nothing_of_the_estimate(
         "    return Loud(nn.Embedding(256, 8), nn.Linear(8, 256))\n"
     )
     overrides = ["model=custom", "model.target=loud:build", "strategy=single", "train.steps=3"]
+    overrides.append("estimate.background=true")
     tiny = [word for word in TINY if not word.startswith("model.")]
     ran = served("train", *tiny, *overrides, "train.eval_batches=0", "sample.max_new_tokens=0")
     assert ran.stdout.splitlines().count("forward") == 3
@@ -346,7 +347,7 @@ def test_the_shortest_run_reports_what_it_held_and_what_it_was_to_hold(
     served: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(served.folder / "cache"))
-    served.train("strategy=fsdp", "name=new", "train.steps=2")
+    served.train("strategy=fsdp", "name=new", "train.steps=2", "estimate.background=true")
     summary = served.summary("new")
     # The trainer keeps the last step's numbers, and between rows of a batch lies a token more; a
     # gathered block stays where gloo's thread lets go of it late.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,8 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configured import run_config
+from covers import pairs
 
 from axonlaunch.data.dataset import IGNORE_INDEX
+from axonlaunch.models.build import build_model
 
 pytest.importorskip("transformers")
 
@@ -38,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     hf_families.save("qwen3", folder, vocab_size=512)
     corpus.save_tokenizer(folder, chat_template=chat_templates.CHATML)
-    rows = [dict(row) for row in corpus.functions()[:200]]
+    rows = [dict(row) for row in corpus.functions()]
     corpus.write_jsonl(folder / "rows.jsonl", rows)
     corpus.write_jsonl(folder / "chats.jsonl", [{"messages": chat(row)} for row in rows])
     return folder
@@ -78,6 +79,8 @@ def plainly_trained(
     model: Path,
     overrides: list[str],
     summed: Callable[[Any, Any], Iterator[tuple[torch.Tensor, int]]],
+    *,
+    adapted: Callable[[Any, Any], Any] = lambda net, _: net,
 ) -> list[float]:
     """Losses of steps over batches, whose parts are run by themselves.
 
@@ -85,11 +88,13 @@ def plainly_trained(
         model: Folder of a model of transformers.
         overrides: Of the data.
         summed: A model and a batch to the summed loss of each part and its counted targets.
+        adapted: A model and the configuration to what is trained.
     """
     import transformers
 
     chosen = run_config([*hf_loops.SETTINGS, f"model.path={model}", "strategy=single", *overrides])
     net: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    net = adapted(net, chosen)
     optimizer = hf_loops.adamw(net.train())
     losses = []
     for batch in hf_loops.batches(chosen):
@@ -109,7 +114,7 @@ def texts(model: Path) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = [row["text"] for row in corpus.functions()[:200]]
+    rows = [row["text"] for row in corpus.functions()]
     return [[*tokens, tokenizer.eos_token_id] for tokens in tokenizer(rows)["input_ids"]]
 
 
@@ -142,7 +147,7 @@ def following(text: list[int], part: list[int]) -> set[int]:
 
 @pytest.mark.parametrize(
     ("layout", "packing"),
-    [*itertools.product(LAYOUTS, ["concat", "best_fit", "none"]), ("hybrid", "concat")],
+    [*pairs([*LAYOUTS], ["concat", "best_fit", "none"]), ("hybrid", "concat")],
 )
 def test_losses_of_documents_are_those_of_transformers(
     layout: str, packing: str, model: Path
@@ -168,7 +173,7 @@ def answers(model: Path) -> dict[tuple[int, ...], list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = {}
-    for row in corpus.functions()[:200]:
+    for row in corpus.functions():
         messages = chat(dict(row))
         whole = tokenizer.apply_chat_template(messages, return_dict=False)
         question = tokenizer.apply_chat_template(
@@ -180,7 +185,7 @@ def answers(model: Path) -> dict[tuple[int, ...], list[int]]:
 
 
 @cache
-def plain_chat_losses(model: Path, packing: str) -> list[float]:
+def plain_chat_losses(model: Path, packing: str, *adapter: str) -> list[float]:
     """Losses of transformers' model with its own labels, each chat run by itself."""
 
     def summed(net: Any, batch: Any) -> Iterator[tuple[torch.Tensor, int]]:
@@ -188,7 +193,24 @@ def plain_chat_losses(model: Path, packing: str) -> list[float]:
             counted = int((labels[1:] != IGNORE_INDEX).sum())
             yield net(input_ids=tokens[None], labels=labels[None]).loss * counted, counted
 
-    return plainly_trained(model, chats(model, packing), summed)
+    if not adapter:
+        return plainly_trained(model, chats(model, packing), summed)
+    return plainly_trained(model, [*chats(model, packing), *adapter], summed, adapted=by_peft)
+
+
+def by_peft(net: Any, chosen: Any) -> Any:
+    """Return a model with peft's adapters, whose matrices start as those of a run."""
+    import peft
+
+    start = {
+        f"base_model.model.{name}": parameter
+        for name, parameter in build_model(chosen, seed=chosen.seed).named_parameters()
+        if ".lora_" in name
+    }
+    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear")
+    adapted = peft.get_peft_model(net, settings)
+    assert not peft.set_peft_model_state_dict(adapted, start).unexpected_keys
+    return adapted.train()
 
 
 def known_chats(
@@ -214,10 +236,29 @@ def known_chats(
 
 @pytest.mark.parametrize(
     ("layout", "packing"),
-    [*itertools.product(LAYOUTS, ["best_fit", "none"]), ("hybrid", "best_fit")],
+    [*pairs([*LAYOUTS], ["best_fit", "none"]), ("hybrid", "best_fit")],
 )
 def test_losses_of_chats_are_those_of_transformers_with_labels_of_its_own(
     layout: str, packing: str, model: Path
 ) -> None:
     losses = hf_loops.by_axonlaunch(model, {**LAYOUTS, **HYBRID}[layout], *chats(model, packing))
     assert losses == pytest.approx(plain_chat_losses(model, packing), rel=2e-5)
+
+
+# What peft 0.21 calls is deprecated in transformers 5.23.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tensor",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in ("single", "fsdp", "pipeline", "hybrid")
+        ),
+    ],
+)
+def test_losses_of_an_adapter_on_packed_chats_are_those_of_peft(layout: str, model: Path) -> None:
+    adapter = ["adapter=lora", "adapter.rank=4", "adapter.alpha=6"]
+    overrides = [*chats(model, "best_fit"), *adapter]
+    losses = hf_loops.by_axonlaunch(model, {**LAYOUTS, **HYBRID}[layout], *overrides)
+    assert losses == pytest.approx(plain_chat_losses(model, "best_fit", *adapter), rel=2e-5)

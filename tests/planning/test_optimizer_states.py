@@ -50,7 +50,7 @@ def test_an_estimate_has_the_bytes_that_a_run_holds(
     optimizer: str, strategy: str, ranks: int
 ) -> None:
     overrides = [
-        *("model.hidden_size=16", "model.num_hidden_layers=6", "model.num_attention_heads=2"),
+        *("model.hidden_size=16", "model.num_hidden_layers=2", "model.num_attention_heads=2"),
         *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"),
         *(f"optimizer={optimizer}", *strategy.split(), f"launch.nproc={ranks}"),
         "hardware=cpu",  # of which no allocator's cache is estimated, which takes a trace more

@@ -7,6 +7,7 @@ import pytest
 from configured import estimate_config
 
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.planning import estimate as planning_estimate
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
 from axonlaunch.planning.memory.cuda_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING
@@ -165,6 +166,29 @@ def test_segments_grow_unless_the_user_has_settings_of_his_own(
     assert allocator_settings.segments_grow() is grows
     asked = {n: v for n, v in before.items() if n in allocator_settings._VARIABLES}
     assert asked == (variables or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("expandable_segments:True", []),
+        ("max_split_size_mb:512, expandable_segments:True", ["max_split_size_mb"]),
+        (
+            "roundup_power2_divisions:[256:1,>:4],backend:native",
+            ["backend", "roundup_power2_divisions"],
+        ),
+    ],
+)
+def test_settings_of_the_allocator_that_are_not_replayed_are_named(
+    value: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", value)
+    assert allocator_settings.not_replayed() == names
+    notes = planning_estimate._of_allocator(estimate_config(["launch.nproc=1"]))
+    assert bool(notes) == bool(names)
+    assert all(name in note for note in notes for name in names)
+    on_cpu = estimate_config(["launch.nproc=1", "hardware=cpu"])
+    assert planning_estimate._of_allocator(on_cpu) == []
 
 
 def test_an_estimate_depends_on_whether_segments_grow(monkeypatch: pytest.MonkeyPatch) -> None:

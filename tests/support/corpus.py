@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
 import sysconfig
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,19 @@ END = "<|end|>"
 
 
 @functools.cache
-def functions() -> list[dict[str, str]]:
-    """Return functions of Python's library: ``name``, ``doc`` and ``text``, their source."""
-    rows = []
+def functions(count: int = 200) -> list[dict[str, str]]:
+    """Return functions of Python's library, at most 1,000: ``name``, ``doc`` and ``text``."""
+    return list(itertools.islice(_functions(), count))
+
+
+def _functions() -> Iterator[dict[str, str]]:
     for module in _MODULES:
         source = Path(sysconfig.get_path("stdlib"), f"{module}.py").read_text()
         lines = source.splitlines(keepends=True)
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)):
                 text = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
-                rows.append({"name": node.name, "doc": doc, "text": text})
-    return rows
+                yield {"name": node.name, "doc": doc, "text": text}
 
 
 def write_jsonl(file: Path, rows: list[dict[str, Any]]) -> Path:
@@ -48,7 +52,7 @@ def _learned() -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([row["text"] for row in functions()[:200]], trainer)
+    tokenizer.train_from_iterator([row["text"] for row in functions()], trainer)
     return tokenizer.to_str()
 
 

@@ -74,10 +74,13 @@ def test_a_proof_is_of_one_version_of_the_code(monkeypatch: Patch) -> None:
 def test_many_ranks_are_proved_by_two_on_each_axis() -> None:
     overrides = ["strategy.tensor.degree=4", "strategy.pipeline.degree=4", "launch.nproc=64"]
     given = run("llama", "strategy=hybrid", *overrides, num_hidden_layers=8, num_key_value_heads=4)
-    small = proof.reduced(with_values(given, {"train.precision": "bf16"}))
+    of_gpus = {"train.attention_kernel": "flash", "strategy.tensor.async_collectives": True}
+    small = proof.reduced(with_values(given, {"train.precision": "bf16", **of_gpus}))
     layout = Layout.of(small, world_size=num_ranks(small))
     assert layout.axes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
     assert small.train.precision == "fp32"
+    assert small.train.attention_kernel == "auto"
+    assert not small.strategy.tensor.async_collectives
 
 
 def a_row_parallel_layer_is_scaled(patch: Patch) -> None:

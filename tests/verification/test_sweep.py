@@ -17,8 +17,10 @@ sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))["main"]
 
 
 def test_what_passes_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep(["--only", ONE]) == 0
-    assert f"{ONE}: passed" in capsys.readouterr().out
+    """In bf16, and a rank's part of a bias has six elements: rounding makes it longer by 6 %."""
+    combination = "fsdp,_offload_full_x_tensor-4-mlp-bf16-1-none"
+    assert sweep(["--only", combination]) == 0
+    assert f"{combination}: passed" in capsys.readouterr().out
 
 
 def test_a_combination_that_fails_is_an_alarm(

@@ -84,7 +84,8 @@ class DDP(nn.Module):
             group: Replicas; None is the whole world.
             sync: When gradients are averaged.
             bucket_size_mb: MiB of gradients reduced together.
-            broadcast_buffers: Copy the first rank's buffers before each forward in training.
+            broadcast_buffers: Copy the first rank's buffers before each forward in training, but
+                for those that are not saved: tables of positions are the same on every rank.
             gradient_as_bucket_view: Let gradients be views into the buckets (overlapped only).
             find_unused_parameters: Let ``overlapped`` not wait for gradients of parameters that a
                 forward left out, for which torch goes through the graph of each output. A rank's
@@ -100,6 +101,9 @@ class DDP(nn.Module):
         self._queued = False
         self._waits_for_all = not find_unused_parameters
         self._torch: nn.parallel.DistributedDataParallel | None = None
+        # torch's DDP leaves out what the module names so.
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._ignored = ignored | (dict(module.named_buffers()).keys() - module.state_dict().keys())
         self.sync_parameters()
         self.synchronizer = GradientSynchronizer(
             module.parameters(),
@@ -119,6 +123,8 @@ class DDP(nn.Module):
                 "find_unused_parameters": find_unused_parameters,
                 _BUFFERS_KEYWORD: broadcast_buffers,
             }
+            ignoring: Any = module  # torch has not typed it
+            ignoring._ddp_params_and_buffers_to_ignore = self._ignored
             wrapped = _FixedBuckets(
                 module, process_group=self.group.torch_group, init_sync=False, **options
             )
@@ -153,11 +159,12 @@ class DDP(nn.Module):
     def sync_parameters(self) -> None:
         """Copy the group's first rank's parameters and buffers to all of its ranks."""
         self._copy_from_first(self.module.parameters())
-        self.sync_buffers()
+        self._copy_from_first(self.module.buffers())
 
     def sync_buffers(self) -> None:
-        """Copy the group's first rank's buffers to all of its ranks."""
-        self._copy_from_first(self.module.buffers())
+        """Copy the group's first rank's buffers, those that are saved, to all of its ranks."""
+        named = self.module.named_buffers()
+        self._copy_from_first(buffer for name, buffer in named if name not in self._ignored)
 
     def parameters_without_grad(self) -> list[str]:
         """Return the parameters that no backward reached, where torch's buckets wait for them all.

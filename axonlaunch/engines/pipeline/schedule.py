@@ -1,6 +1,6 @@
 """The order in which each rank of a pipeline carries out forwards and backwards, read from torch.
 
-It refuses sizes that a schedule can't order; how long the actions take is ``pipeline_timeline``'s.
+It refuses sizes that a schedule can't order; how long the actions take is ``timeline``'s.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PipelineSchedule:
     """One round of micro-batches through a pipeline, as torch's runtime carries it out.
 
     Args:
-        name: One of ``config.schedules.SCHEDULES``.
+        name: One of ``config.schedule_rules.SCHEDULES``.
         degree: Ranks that the stages are divided among.
         microbatches: Parts that the samples of one round are divided into.
         stages_per_rank: Stages that each rank holds; None: as many as is usual for the schedule.

@@ -1,6 +1,6 @@
 """A pipeline's timeline as text for a terminal: a row a rank, time to the right.
 
-It cuts what is wider than the terminal, and says so; ``pipeline_plot`` draws pictures.
+It cuts what is wider than the terminal, and says so; ``timeline_plot`` draws pictures.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ the gradient of what is whole, so that is summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from axonlaunch.engines.tensor.local_parameters import (
     TensorAxis,
     convert_module,
 )
+from axonlaunch.models.expert_lora import LoraExperts
 from axonlaunch.models.lora import LoraLayer
 
 
@@ -62,15 +63,32 @@ def divide_adapter(
     """
     if not isinstance(layer, LoraLayer):
         return
-    parts = [
-        (layer.lora_A, inputs),
-        (layer.lora_B, outputs),
-        (layer.lora_magnitude_vector, outputs),
-    ]
-    for matrix, cut in parts:
-        if matrix is None:
-            continue
-        if not isinstance(matrix, ReadsLocally):
-            convert_module(matrix, ReadsLocally)
-        matrix.__dict__.update(_axis=axis, _sums_gradients=True)
-        matrix.__dict__["cuts"] = {} if cut is None else {"weight": cut}
+    _cut(layer.lora_A, inputs, axis)
+    _cut(layer.lora_B, outputs, axis)
+    if layer.lora_magnitude_vector is not None:
+        _cut(layer.lora_magnitude_vector, outputs, axis)
+
+
+def divide_experts(experts: nn.Module, axis: TensorAxis, *, cuts: Mapping[str, Cut]) -> None:
+    """Cut the adapters of experts that are packed in 3-D parameters, if they have some.
+
+    Args:
+        experts: Divided.
+        axis: Over which.
+        cuts: How their parameters are cut; those that are not, every rank adapts alike.
+    """
+    if not isinstance(experts, LoraExperts):
+        return
+    for key, matrices in experts.matrices().items():
+        if (cut := cuts.get(key)) is not None:
+            # A weight is [experts, outputs, inputs], or the other way round.
+            is_of_outputs = (cut.dim == 1) != matrices.is_transposed
+            _cut(matrices.lora_A, None if is_of_outputs else Cut(1, cut.pieces), axis)
+            _cut(matrices.lora_B, Cut(0, cut.pieces) if is_of_outputs else None, axis)
+
+
+def _cut(matrix: nn.Module, cut: Cut | None, axis: TensorAxis) -> None:
+    if not isinstance(matrix, ReadsLocally):
+        convert_module(matrix, ReadsLocally)
+    matrix.__dict__.update(_axis=axis, _sums_gradients=True)
+    matrix.__dict__["cuts"] = {} if cut is None else {"weight": cut}

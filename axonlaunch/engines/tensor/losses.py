@@ -95,7 +95,7 @@ def losses_of(
         gather = partial(gather_logits, group=group, classes=classes)
     elif train.compile and train.loss_chunk is None and spec.loss is cross_entropy_sum:
         # Eagerly it reads and writes whole logits, in fp32, once for each of its five kernels.
-        loss = torch.compile(cross_entropy_sum)
+        loss = torch.compile(cross_entropy_sum, mode=train.compile_mode)
     if train.loss_chunk is None:
         return Losses(loss, gather, own=own_loss(train))
     chunked = ChunkedLoss(summed, chunk=train.loss_chunk)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import all_reduce_from_group, copy_to_group, scatter_to_group
-from axonlaunch.engines.tensor.adapters import divide_adapter
+from axonlaunch.engines.tensor.adapters import divide_adapter, divide_experts
 from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup
 from axonlaunch.engines.tensor.heads import follow_the_cut, key_value_heads
 from axonlaunch.engines.tensor.kinds import LinearSizes, linear_sizes
@@ -214,6 +214,7 @@ def _cut_outputs(
 
 def _divide_adapter(entry: Styled, axis: TensorAxis) -> None:
     """Cut a layer's adapter as the layer is cut."""
+    divide_experts(entry.module, axis, cuts=entry.cuts)
     if isinstance(entry.module, SharedHeadsLinear):
         divide_adapter(entry.module, axis)
     elif isinstance(entry.module, ColumnParallelLinear):

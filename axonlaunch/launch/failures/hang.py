@@ -32,7 +32,7 @@ _ANSWER_S = 2.0
 _RECORD_S = 15.0
 """For the record of a rank whose stack has come: NCCL's asks the device, which may be busy, what of
 each collective is done."""
-_TOLD = "axonlaunch collectives: "
+_PREFIX = "axonlaunch collectives: "
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _RANK = re.compile(r"axonlaunch[/\\]launch[/\\](local[/\\]rank_process|external[/\\]rank)\.py")
 _BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py")
@@ -75,7 +75,7 @@ class HangLocation:
         kind: FailureKind = "waiting" if self.is_waiting else "hang"
         reason = self.doing
         if not self.is_waiting:
-            reason = f"no progress for {timeout_s:g} s: it {reason}"
+            reason = f"made no progress for {timeout_s:g} s (hang): it {reason}"
         return replace(
             about, kind=kind, reason=reason, traceback=self.stack or None, record=self.record
         )
@@ -114,7 +114,7 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, HangLocation]:
 
 def write(log: Path) -> None:
     """Add this process's record to its log, and put torch's own form of it beside the log."""
-    line = f"{_TOLD}{flight_recorder.take().to_json()}\n".encode()
+    line = f"{_PREFIX}{flight_recorder.take().to_json()}\n".encode()
     with os.fdopen(files.appended(log), "ab", buffering=0) as stream:
         stream.write(line)
     files.replace(log.with_suffix(FLIGHT_RECORD), flight_recorder.dump())
@@ -152,9 +152,9 @@ def main_stack(text: str) -> list[Frame]:
 
 def _record(text: str) -> Record | None:
     for line in text.splitlines(keepends=True):
-        if line.startswith(_TOLD) and line.endswith("\n"):
+        if line.startswith(_PREFIX) and line.endswith("\n"):
             with suppress(ValueError, LookupError, TypeError):  # a user's own line may look so
-                return Record.of(json.loads(line.removeprefix(_TOLD)))
+                return Record.of(json.loads(line.removeprefix(_PREFIX)))
     return None
 
 

@@ -231,8 +231,9 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
     """Print who failed first and why, on standard error; return what prints there."""
     console = Console(stderr=True, highlight=False)
     first = crash.first
-    verb = {"hang": "hung", "waiting": "hung", "lost": "was lost"}.get(first.kind, "failed first")
-    body = Text(f"rank {first.rank} of {world_size} {verb}: ", style="bold")
+    verbs = {"hang": "", "waiting": "hung: ", "lost": "was lost: "}  # a hang's reason has its own
+    verb = verbs.get(first.kind, "failed first: ")
+    body = Text(f"rank {first.rank} of {world_size} {verb}", style="bold")
     body.append(first.reason, style="bold red")
     body.append("\n" + _whereabouts(first, coords), style="dim")
     if first.traceback:

@@ -3,7 +3,7 @@
 It joins transformers' registry of attention functions under a name of its own. What a rank computes
 is what the function that was chosen before would compute for the rank's positions: the mask is that
 of the model, built from its own mask functions at the positions of this part, so that windows and
-chunks hold. What it is not offered, a model that attends by itself, ``sequence_parts`` reports.
+chunks hold. What it is not offered, a model that attends by itself, ``sequence_mixing`` reports.
 """
 
 from __future__ import annotations

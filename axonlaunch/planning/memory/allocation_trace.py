@@ -1,6 +1,6 @@
 """Writes down every storage that comes, changes its size or goes, in order and by stream.
 
-It is what an allocator would be asked; what the allocator makes of it is ``reserved``'s.
+It is what an allocator would be asked; what the allocator makes of it is ``caching_allocator``'s.
 """
 
 from __future__ import annotations

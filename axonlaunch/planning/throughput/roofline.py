@@ -1,7 +1,7 @@
 """How long a device takes for one operation: its rates, its bandwidth, its smallest kernel.
 
 It refuses to time what a figure is not published for. What a device waits for others is in
-``collective_cost``.
+``collectives``.
 
 Source: Williams, Waterman, Patterson, "Roofline", 2009; NVIDIA, "Matrix Multiplication Background
 User's Guide", for tiles and waves.

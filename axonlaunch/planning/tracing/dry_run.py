@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import World
+from axonlaunch.config import with_values
 from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.data.samples import Samples, default_collate
 from axonlaunch.engines.base import Engine
@@ -58,13 +59,14 @@ class FakeRank:
             storing=self.storing,
             boundaries=self._boundaries,
         )
-        if reduced.config.train.compile:
+        config = reduced.config
+        if config.train.compile:
             from axonlaunch.planning.tracing import fake_inductor
 
             fake_inductor.install_fake_inductor()
-        self.engine: Engine = build_engine(
-            reduced.config, world, sample=reduced.sample, source=source
-        )
+            # Without values no kernel can be measured; any of them allocates the same.
+            config = with_values(config, {"train.compile_mode": "default"})
+        self.engine: Engine = build_engine(config, world, sample=reduced.sample, source=source)
 
     def storing(self) -> AbstractContextManager[Any]:
         """Return the context in which tensors have no bytes and are followed."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from configured import run_config
+from covers import every
 from hf_families import FAMILIES, SPECIAL, save, without_folder
 from hf_loops import by_axonlaunch, by_transformers
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ CONTEXT = ["strategy=ddp", "strategy.context.degree=2", "launch.nproc=2"]
 OFFERED = [kind for kind in FAMILIES if kind != "bloom"]
 
 
-@pytest.mark.parametrize("kind", OFFERED)
+@pytest.mark.parametrize("kind", every(3, OFFERED, start=1))
 def test_a_family_learns_from_parts_of_sequences_as_in_a_plain_loop(
     kind: str, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
-from hf_families import save
+from hf_families import save, without_folder
 from hf_loops import SETTINGS, STEPS, batches
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from rank_engine import rank_engine
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
+from axonlaunch.config import ConfigError
 from axonlaunch.config.adapter import is_of_adapter
 from axonlaunch.models.dtensor_regions import whole
 
@@ -67,6 +68,38 @@ def test_losses_and_gradients_of_dora_are_those_of_peft(
 ) -> None:
     options = {"target_modules": "all-linear", "use_dora": True}
     compared(kind, layout, tmp_path, "adapter.dora=true", **options)
+
+
+PACKED = [
+    ("qwen3_moe", "tensor 2"),
+    *(
+        pytest.param("qwen3_moe", layout, marks=pytest.mark.slow)
+        for layout in LAYOUTS
+        if layout not in (SHARED, "tensor 2")
+    ),
+    # Whose experts are [experts, inputs, outputs].
+    pytest.param("gpt_oss", "single", marks=pytest.mark.slow),
+    pytest.param("gpt_oss", "tensor 2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), PACKED)
+def test_losses_and_gradients_of_packed_experts_are_those_of_peft(
+    kind: str, layout: str, tmp_path: Path
+) -> None:
+    targets = "adapter.targets=[q_proj,experts.*_proj]"
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    options = {"target_modules": ["q_proj"], "target_parameters": parameters}
+    compared(kind, layout, tmp_path, targets, **options)
+
+
+@pytest.mark.parametrize(("key", "value"), [("adapter.dora", "true"), ("adapter.dropout", "0.1")])
+def test_what_packed_experts_can_not_have_is_refused(key: str, value: str) -> None:
+    model = without_folder("qwen3_moe", "adapter=lora", "adapter.targets=[experts.down_proj]")
+    with pytest.raises(ConfigError, match="as in PEFT; use") as refused:
+        run_config([*model, "strategy=single", f"{key}={value}"])
+    [problem] = refused.value.problems
+    assert problem.key == key
 
 
 def compared(kind: str, layout: str, folder: Path, *more: str, **options: Any) -> None:
@@ -140,9 +173,12 @@ def by_peft(
 
 
 def _ours(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".default", "")
+    name = name.removeprefix("base_model.model.").replace(".default", "")
+    name = name.replace("experts.base_layer.lora", "experts.gate_up_proj_lora.lora")
+    return name.replace("experts.lora", "experts.down_proj_lora.lora")
 
 
 def _theirs(name: str) -> str:
-    """PEFT's file names a layer's magnitudes by no name of a weight."""
-    return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+    """PEFT's files name magnitudes by no weight, and number what it puts around experts."""
+    name = name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+    return name.replace("gate_up_proj_lora", "base_layer").replace("down_proj_lora.", "")

@@ -71,6 +71,8 @@ def logits(model: Any) -> Tensor:
         ("qwen3", ["strategy=tensor", "launch.nproc=2", "adapter.rslora=true"]),
         ("gpt2", ["strategy=tensor", "launch.nproc=2", "adapter.dora=true"]),
         ("gpt2", ["strategy=fsdp", "launch.nproc=2", "adapter.targets=[c_attn,c_fc]"]),
+        ("qwen3_moe", ["strategy=tensor", "launch.nproc=2", "adapter.targets=[experts.*,v_proj]"]),
+        ("qwen3_moe", ["strategy=single", "adapter.targets=[experts.down_proj]"]),
     ],
 )
 def test_peft_loads_what_is_exported_with_the_same_logits(
@@ -106,6 +108,19 @@ def test_what_peft_saved_is_what_a_run_starts_from(
     assert (chosen.adapter.rank, chosen.adapter.alpha, chosen.adapter.rslora) == (3, 5.0, True)
     assert chosen.adapter.dora is bool(options)
     assert len(chosen.adapter.targets) == 4
+
+
+@pytest.mark.parametrize("parameters", [["down_proj"], ["down_proj", "gate_up_proj"]])
+def test_what_peft_saved_of_packed_experts_is_what_a_run_starts_from(
+    parameters: list[str], tmp_path: Path
+) -> None:
+    base, folder = tmp_path / "base", tmp_path / "peft"
+    save("qwen3_moe", base)
+    targets = [f"mlp.experts.{name}" for name in parameters]
+    theirs = saved_by_peft(base, folder, target_modules=["q_proj"], target_parameters=targets)
+    overrides = ["adapter=lora", f"adapter.path={folder}", f"model.path={base}"]
+    _, seen = trained([*overrides, "strategy=single"], tmp_path / "run", steps=0)
+    assert torch.allclose(seen, theirs, atol=1e-5)
 
 
 def saved_by_peft(base: Path, folder: Path, **options: Any) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from configured import run_config
+from covers import every
 from hf_families import FAMILIES, SPECIAL, save, without_folder
 from hf_loops import SETTINGS, by_axonlaunch, by_transformers
 from torch import nn
@@ -26,7 +27,7 @@ PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"]
 EIGHT = ["train.global_batch_size=8", "train.micro_batch_size=2"]
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", every(2, FAMILIES, start=1))
 def test_a_family_learns_in_two_stages_as_in_a_plain_loop(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path, num_hidden_layers=BLOCKS)
     expected = by_transformers(tmp_path)
@@ -34,7 +35,7 @@ def test_a_family_learns_in_two_stages_as_in_a_plain_loop(kind: str, tmp_path: P
     assert max(expected) - min(expected) > 1e-2  # the weights have moved
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", every(2, SCHEDULES, start=1))
 def test_every_schedule_learns_as_a_plain_loop(schedule: str, tmp_path: Path) -> None:
     save("gemma2", tmp_path, num_hidden_layers=BLOCKS)  # windows, softcaps, a tied and scaled table
     overrides = ["train.global_batch_size=8", "train.micro_batch_size=1"]

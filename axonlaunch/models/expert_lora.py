@@ -1,0 +1,127 @@
+"""Low-rank adapters of experts that are packed in one 3-D parameter, as PEFT computes them.
+
+While the experts' own forward runs, the parameter that it reads is ``W + scale * B A``, expert by
+expert. Dropout of A's inputs and magnitudes, which need a layer's inputs or outputs, are refused.
+
+Source: huggingface/peft, ``ParamWrapper`` in ``tuners/lora/layer.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.config.adapter import EXPERTS, LoraConfig
+from axonlaunch.models.lora_matrix import LoraMatrix
+
+
+class ExpertMatrices(nn.Module):
+    """A and B of all experts of a parameter [experts, outputs, inputs].
+
+    Attributes:
+        lora_A: [rank x experts, inputs], the ranks of an expert one behind the other.
+        lora_B: [outputs, rank x experts], the experts of a rank one behind the other.
+        lora_scale: Of their product.
+        is_transposed: Whether the parameter is [experts, inputs, outputs].
+    """
+
+    def __init__(self, weight: Tensor, config: LoraConfig, *, is_transposed: bool) -> None:
+        super().__init__()
+        experts, outputs, inputs = weight.shape
+        if is_transposed:
+            inputs, outputs = outputs, inputs
+        self.lora_A = LoraMatrix(inputs, config.rank * experts, bias=False)
+        self.lora_B = LoraMatrix(config.rank * experts, outputs, bias=False)
+        self.lora_scale, self.is_transposed = config.scale, is_transposed
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return the parameter, or a rank's part of it, with what is added."""
+        down, up = self.lora_A.weight, self.lora_B.weight
+        return adapted_experts(
+            weight, down, up, scale=self.lora_scale, is_transposed=self.is_transposed
+        )
+
+
+class LoraExperts(nn.Module):
+    """Comes before the class of experts, and lets it compute with adapted parameters.
+
+    Attributes:
+        base_class: The experts' own.
+    """
+
+    base_class: ClassVar[type[nn.Module]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the experts' own forward."""
+        adapted = {key: matrices(getattr(self, key)) for key, matrices in self.matrices().items()}
+        # What lies in __dict__ is found before a parameter of the same name.
+        vars(self).update(adapted)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for key in adapted:
+                del vars(self)[key]
+
+    def matrices(self) -> dict[str, ExpertMatrices]:
+        """Return those of each adapted parameter, by its name, in the order of the parameters."""
+        return {
+            name.removesuffix(EXPERTS): part
+            for name, part in self.named_children()
+            if isinstance(part, ExpertMatrices)
+        }
+
+
+def adapted_experts(
+    weight: Tensor, down: Tensor, up: Tensor, *, scale: float, is_transposed: bool
+) -> Tensor:
+    """Return ``weight + scale * up @ down``, expert by expert.
+
+    Args:
+        weight: [experts, outputs, inputs]; transposed [experts, inputs, outputs].
+        down: A, [rank x experts, inputs].
+        up: B, [outputs, rank x experts].
+        scale: Of the product.
+        is_transposed: Of the weight.
+    """
+    experts = len(weight)
+    down = down.view(experts, -1, down.shape[-1]).to(weight.dtype)
+    up = up.view(len(up), -1, experts).permute(2, 0, 1).to(weight.dtype)
+    left, right = (down.mT, up.mT) if is_transposed else (up, down)
+    device = weight.device.type
+    # Under autocast the sum would be in another type than the weight.
+    with torch.autocast("cpu" if device == "meta" else device, enabled=False):
+        return torch.baddbmm(weight, left, right, alpha=scale)
+
+
+def packed_experts(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return parameters that pack experts: by name the module that computes with it, and its key.
+
+    They are the 3-D ones of modules with a forward of their own, but for convolutions.
+    """
+    return {
+        f"{name}.{key}": (owner, key)
+        for name, owner in module.named_modules()
+        if type(owner).forward is not nn.Module.forward
+        and not type(owner).__module__.startswith("torch.nn.")
+        for key, parameter in owner._parameters.items()
+        if name and parameter is not None and parameter.ndim == 3
+    }
+
+
+def adapt_experts(owner: nn.Module, key: str, config: LoraConfig) -> None:
+    """Add an adapter to a parameter of a module in place, without values."""
+    if not isinstance(owner, LoraExperts):
+        owner.__class__ = _adapted(cast("Any", type(owner)))
+    weight = owner._parameters[key]
+    assert weight is not None
+    is_transposed = bool(getattr(owner, "is_transposed", False))
+    owner.add_module(f"{key}{EXPERTS}", ExpertMatrices(weight, config, is_transposed=is_transposed))
+
+
+@functools.cache
+def _adapted(cls: Any) -> Any:
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "base_class": cls}
+    return type(cls.__name__, (LoraExperts, cls), named)

@@ -1,0 +1,14 @@
+"""The matrices A and B of an adapter."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LoraMatrix(nn.Linear):
+    """A or B; it computes in the type of what it is given, as fp32 weights do under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in] to [..., out]."""
+        return F.linear(x, self.weight.to(x.dtype))
