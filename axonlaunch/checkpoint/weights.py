@@ -153,7 +153,8 @@ def export_weights(
         raise ConfigError([ConfigIssue("", f"{folder}: can't be made: {error.strerror}")]) from None
     if config.adapter is not None and not merge:
         reader.refuse_damage(checkpoint)
-        return adapters.write_peft(checkpoint, config, folder)
+        written = adapters.write_peft(checkpoint, config, folder)
+        return [*written, *_copy_tokenizer(checkpoint.path.parent.parent, folder)]
     known = hugging_face.places(config.model)
     entries = reader.parameters(checkpoint)
     if config.adapter is not None:

@@ -25,8 +25,11 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """Turn bytes into text; what is no UTF-8 becomes the replacement character."""
-    return bytes(tokens).decode(errors="replace")
+    """Turn bytes into text; what is no UTF-8 becomes the replacement character.
+
+    A model of a larger vocabulary may give a token that is no byte; it is left out.
+    """
+    return bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
 
 
 class ByteWindows(TokenWindows):

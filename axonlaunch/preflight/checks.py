@@ -266,7 +266,9 @@ def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Ite
     longest = longest if spec.max_positions is None else spec.max_positions
     if longest is not None and length is not None and length > longest:
         of = "model.config" if isinstance(model, HuggingFaceConfig) else "model"
-        message = f"longer than {of}.max_position_embeddings={longest}; shorten it or raise that"
+        # A pretrained model has as many positions as it was trained with.
+        less = "shorten it" if config.is_pretrained else "shorten it or raise that"
+        message = f"longer than {of}.max_position_embeddings={longest}; {less}"
         yield ConfigIssue("data.sequence_length", message, length)
     classes = getattr(model, "num_classes", None)
     if dataset.kind == "images" and classes is not None and classes < dataset.num_classes:

@@ -138,6 +138,7 @@ def test_bytes_come_back_as_text(corpus):
     dataset = build_dataset(TextConfig(files=["a.txt"], sequence_length=4))
     assert dataset.decode(dataset.encode("naïve ✓")) == "naïve ✓"
     assert dataset.decode([0xFF, 65]) == "\ufffdA"
+    assert dataset.decode([300, 65]) == "A"  # of a model with more tokens than bytes
 
 
 def test_the_unigram_entropy_is_what_the_best_constant_guess_costs(tmp_path):

@@ -81,8 +81,11 @@ def test_peft_loads_what_is_exported_with_the_same_logits(
     base, run_dir = tmp_path / "base", tmp_path / "run"
     save(kind, base)
     chosen, expected = trained([*LORA, *layout, f"model.path={base}"], run_dir)
+    (run_dir / "tokenizer").mkdir()
+    (run_dir / "tokenizer/tokenizer.json").write_text("{}")
     written = export(chosen, run_dir, tmp_path / "peft", merge=False)
-    assert sorted(written) == ["adapter_config.json", "adapter_model.safetensors"]
+    parts = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
+    assert sorted(written) == parts
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert not torch.allclose(logits(plain), expected, atol=1e-3)
     loaded = PeftModel.from_pretrained(plain, tmp_path / "peft")
