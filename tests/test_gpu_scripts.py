@@ -22,6 +22,7 @@ NAMES = ("table", "memory", "speed", "check", "failures")
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """The modules of ``scripts/gpu_cases`` by name; no other module is hidden by theirs."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "gpu_cases"))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as they set it
     for name in NAMES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield {name: importlib.import_module(name) for name in NAMES}
@@ -33,6 +34,22 @@ def test_every_case_is_a_configuration_that_a_node_would_take(parts: dict[str, M
     memory, speed = parts["memory"], parts["speed"]
     for ranks, overrides in [*memory.CASES.values(), *speed.CASES.values()]:
         configuration.load([*overrides, f"launch.nproc={ranks}"])
+
+
+def test_a_case_is_measured_and_estimated_with_the_same_allocator(
+    parts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, settings = parts["memory"], {}
+
+    def ended(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+        settings["estimate" in command] = environment
+        return subprocess.CompletedProcess(command, 1, "", "nothing is run here")
+
+    monkeypatch.setattr(memory.table, "ended", ended)
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--only", "1.2B fixed segments"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert memory.main() == 1
+    assert settings[True] == settings[False] == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 
 
 def test_memory_has_to_be_within_two_percent_and_64_mib(parts: dict[str, ModuleType]) -> None:

@@ -78,6 +78,9 @@ CASES: dict[str, tuple[int, list[str]]] = {
         for what in ("params", "optimizer_states", "full")
     },
 }
+CASES["1.2B fixed segments"] = CASES["1.2B"]
+ALLOCATORS = {"1.2B fixed segments": "expandable_segments:False"}
+"""Settings of torch's allocator, where they are others than those of a run."""
 TINY = [
     *("model=llama_debug", "data=synthetic_tokens", "data.sequence_length=32"),
     *("model.hidden_size=64", "train.global_batch_size=4", "hardware=cpu"),
@@ -124,14 +127,14 @@ def main() -> int:
     # Estimates take no device, so that they are made while others are measured.
     pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 4))
     estimates = {
-        name: pool.submit(estimated, overrides, ranks)
+        name: pool.submit(estimated, overrides, ranks, **_allocator(name))
         for name, (ranks, overrides) in cases.items()
         if name.startswith(given.only)
     }
 
     def case(name: str) -> table.Row:
         asked = [sys.executable, __file__, "--device", given.device, "--case", name]
-        ran = table.ended(asked)
+        ran = table.ended(asked, **_allocator(name))
         if ran.returncode:
             return table.Row(name, problem=table.last_line(ran.stderr))
         estimate = estimates[name].result()
@@ -213,10 +216,15 @@ def _process_bytes() -> int:
     return int(held.get(str(os.getpid()), "0")) * MIB
 
 
-def estimated(overrides: list[str], ranks: int) -> dict[str, Any] | str:
+def _allocator(name: str) -> dict[str, str]:
+    return {"PYTORCH_ALLOC_CONF": ALLOCATORS[name]} if name in ALLOCATORS else {}
+
+
+def estimated(overrides: list[str], ranks: int, **environment: str) -> dict[str, Any] | str:
     """Return what ``axonlaunch estimate`` prints, or why it does not."""
     arguments = [*overrides, f"launch.nproc={ranks}", "--json"]
-    ran = table.ended([sys.executable, "-m", "axonlaunch", "estimate", *arguments])
+    command = [sys.executable, "-m", "axonlaunch", "estimate", *arguments]
+    ran = table.ended(command, **environment)
     if ran.returncode:
         return f"estimate: {table.last_line(ran.stderr)}"
     found: dict[str, Any] = json.loads(ran.stdout)

@@ -6,6 +6,7 @@ By itself it says whether there is the device that the parts need.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import subprocess
 import sys
@@ -14,7 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+from axonlaunch.system import allocator_settings
+
+allocator_settings.grow_segments()  # as in a rank, before torch is there
+
+import torch  # noqa: E402
 
 _ENDS = time.monotonic() + 580.0
 
@@ -39,10 +44,15 @@ def seconds_left() -> float:
     return max(0.0, _ENDS - time.monotonic())
 
 
-def ended(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+def ended(command: Sequence[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, or to the end of the part's time."""
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=seconds_left()
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+        timeout=seconds_left(),
     )
 
 

@@ -72,6 +72,7 @@ SLOW_CASES: dict[int, list[str]] = {
         f"{PIPELINE}=1f1b strategy.pipeline.degree=4 train.micro_batch_size=4",
         *(f"{PIPELINE}={name} strategy.data_parallel=fsdp" for name in SCHEDULES),
         "strategy=tensor strategy.tensor.degree=2 strategy.pipeline.degree=2",
+        "strategy=hybrid strategy.tensor.degree=2 strategy.pipeline.degree=2",
         "strategy=ddp strategy.context.degree=4",
         "strategy=fsdp strategy.context.degree=2 model=llama_debug train.micro_batch_size=2",
         "strategy=zero1 strategy.context.degree=2",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from axonlaunch.comm import World
 from axonlaunch.config import with_values
@@ -105,12 +106,26 @@ class FakeRank:
         """
         if self._reduced.layout.pipeline == 1:
             self.engine.backward(self.batch(1))
+        else:
+            self._gather_once()
         for _, parameter in self.engine.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
         phase = nullcontext() if self._trace is None else self._trace.during("temporary")
         with phase, fake_world.assume_true():
             self.engine.update()
+
+    def _gather_once(self) -> None:
+        """Gather all parameters and let them go: one rank's buffers are resized from then on.
+
+        What is made the first time is an activation by its looks, where no rank has a share of it.
+        """
+        parts = [part for module in self.engine.modules for part in module.modules()]
+        sharded = [part for part in parts if isinstance(part, FSDPModule)]
+        for part in sharded:
+            part.unshard()
+        for part in sharded:
+            part.reshard()
 
     def _construct(self, config: Any, *, seed: int) -> nn.Module:
         del config, seed
