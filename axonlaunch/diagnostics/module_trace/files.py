@@ -81,35 +81,35 @@ def traced_steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in paths if match))
 
 
-def write_step(folder: Path, trace: StepTrace) -> None:
-    """Write a step's file in a run's folder, in place of an earlier one.
-
-    Raises:
-        OSError: It can't be written.
-    """
-    content = {**vars(trace), "tensors": [_row(tensor) for tensor in trace.tensors]}
-    target = folder / TRACE_FOLDER
-    target.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"format": _FORMAT, **content}, allow_nan=False)
-    replace_text(target / f"step_{trace.step}.json", text + "\n")
-
-
-def write_elements(
-    folder: Path, step: int, tensors: Mapping[tuple[TracedKind, str], Tensor]
+def write_step(
+    folder: Path,
+    trace: StepTrace,
+    elements: Mapping[tuple[TracedKind, str], Tensor] | None = None,
 ) -> None:
-    """Write all elements of a step's tensors, in place of an earlier file, as safetensors.
+    """Write a step's files in a run's folder, in place of earlier ones.
 
-    Names are ``<kind>/<name>``, the kinds with ``_`` for a space.
+    Args:
+        folder: The run's.
+        trace: The step's statistics.
+        elements: All elements of its tensors, written as safetensors under ``element_name``; None:
+            they are not, and those of an earlier run are removed.
 
     Raises:
-        OSError: It can't be written.
+        OSError: They can't be written.
     """
-    from safetensors.torch import save
-
-    named = {element_name(*key): tensor.contiguous() for key, tensor in tensors.items()}
     target = folder / TRACE_FOLDER
     target.mkdir(parents=True, exist_ok=True)
-    replace(target / f"step_{step}.safetensors", save(named, metadata={"format": "pt"}))
+    path = target / f"step_{trace.step}.json"
+    if elements is None:
+        elements_path(path).unlink(missing_ok=True)
+    else:
+        from safetensors.torch import save
+
+        named = {element_name(*key): tensor.contiguous() for key, tensor in elements.items()}
+        replace(elements_path(path), save(named, metadata={"format": "pt"}))
+    content = {**vars(trace), "tensors": [_row(tensor) for tensor in trace.tensors]}
+    text = json.dumps({"format": _FORMAT, **content}, allow_nan=False)
+    replace_text(path, text + "\n")
 
 
 def elements_path(path: Path) -> Path:

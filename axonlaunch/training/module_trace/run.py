@@ -17,7 +17,6 @@ from axonlaunch.diagnostics.module_trace.files import (
     Arithmetic,
     StepTrace,
     TracedTensor,
-    write_elements,
     write_step,
 )
 from axonlaunch.engines.base import Engine
@@ -125,11 +124,8 @@ class RunTracer:
                 statistics.add(("gradient", name), parameter.grad)
                 if whole is not None:
                     whole.add_parameter(("gradient", name), parameter.grad)
-        if whole is not None:
-            elements = whole.gathered(self._factors)
-            if self._world.is_main:
-                write_elements(Path(self._config.run_dir), engine.step, elements)
-        self._write(statistics.sums(), hooks.order)
+        elements = None if whole is None else whole.gathered(self._factors)
+        self._write(statistics.sums(), hooks.order, elements)
         return loss, tokens
 
     def _whole_in(self, stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -144,7 +140,12 @@ class RunTracer:
             if name in self._traceable and is_here and owned <= names:
                 yield name, module
 
-    def _write(self, sums: dict[TracedKey, Sums], order: dict[str, int]) -> None:
+    def _write(
+        self,
+        sums: dict[TracedKey, Sums],
+        order: dict[str, int],
+        elements: dict[TracedKey, Tensor] | None,
+    ) -> None:
         known = [sums.get(key, Sums()) for key in self._keys]
         added = torch.tensor(
             [[each.count, each.total, each.squares] for each in known], dtype=torch.float64
@@ -174,7 +175,7 @@ class RunTracer:
             axes={axis: size for axis, size in self._layout.axes.items() if size > 1},
             tensors=[*self._in_order(whole, sorted(self._modules, key=by_place.__getitem__))],
         )
-        write_step(Path(self._config.run_dir), trace)
+        write_step(Path(self._config.run_dir), trace, elements)
 
     def _first_parameters(self) -> dict[str, int]:
         """Return the place in the whole model of the first parameter of each module's stage.

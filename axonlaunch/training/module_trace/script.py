@@ -15,7 +15,6 @@ from axonlaunch.diagnostics.module_trace.files import (
     Arithmetic,
     StepTrace,
     TracedTensor,
-    write_elements,
     write_step,
 )
 from axonlaunch.training.module_trace.hooks import (
@@ -151,8 +150,6 @@ class ModelTrace:
         return whole
 
     def _write(self, loss_scale: float) -> None:
-        if self._is_full:
-            write_elements(self._folder, self._number, self._elements(loss_scale))
         sums = self._statistics.sums()
         for statistics in self._gradients.values():
             sums.update(statistics.sums())
@@ -175,7 +172,7 @@ class ModelTrace:
             layout="a loop of its own",
             tensors=tensors,
         )
-        write_step(self._folder, trace)
+        write_step(self._folder, trace, self._elements(loss_scale) if self._is_full else None)
 
 
 def trace(
