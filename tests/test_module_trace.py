@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ from axonlaunch.diagnostics.module_trace.difference import (
     TraceTolerance,
     compare_traces,
 )
+from axonlaunch.diagnostics.module_trace.elements import elements_of_steps
 from axonlaunch.diagnostics.module_trace.files import StepTrace, read_step, traced_steps
 from axonlaunch.engines.tensor import layers
+from axonlaunch.preflight import module_trace
 from axonlaunch.training import worker
 from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR, TOLERANCES
 
@@ -33,7 +36,7 @@ SMALL = [
     *("train.global_batch_size=16", "train.steps=2", "scheduler.warmup_steps=0"),
     *("sample.max_new_tokens=0", "train.eval_batches=0", "optimizer.eps=1e-4"),
     "checkpoint.every=0",
-    "train.trace={steps: [0, 1], tensors: norms}",
+    "train.trace={steps: [0, 1], tensors: full}",
 ]
 SINGLE = ("strategy=single", "launch.nproc=1")
 TOLERANCE = TraceTolerance(
@@ -47,29 +50,47 @@ def configured(model: str, *overrides: str) -> RunConfig:
     )
 
 
-def traced(model: str, *overrides: str) -> dict[int, StepTrace]:
+class Traced(dict[int, StepTrace]):
+    """The traced steps of a run, by their number, and its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = traced_steps(folder)
+        super().__init__({step: read_step(path) for step, path in self.paths.items()})
+
+
+FOLDERS: list[Path] = []
+"""What runs write is kept until the last test."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folders() -> Iterator[None]:
+    with TemporaryDirectory() as folder:
+        FOLDERS.append(Path(folder))
+        yield
+    FOLDERS.clear()
+    alone.cache_clear()
+
+
+def traced(model: str, *overrides: str) -> Traced:
     return trained(configured(model, *overrides))
 
 
-def trained(chosen: RunConfig) -> dict[int, StepTrace]:
+def trained(chosen: RunConfig) -> Traced:
     """Train on the mock world and return the traced steps."""
-    with TemporaryDirectory() as folder:
-        chosen = dataclasses.replace(chosen, run_dir=folder)
-        World.mock(num_ranks(chosen)).run(lambda world: worker.run(chosen, world))
-        return steps_in(Path(folder))
-
-
-def steps_in(folder: Path) -> dict[int, StepTrace]:
-    return {step: read_step(path) for step, path in traced_steps(folder).items()}
+    folder = Path(mkdtemp(dir=FOLDERS[0]))
+    chosen = dataclasses.replace(chosen, run_dir=str(folder))
+    World.mock(num_ranks(chosen)).run(lambda world: worker.run(chosen, world))
+    return Traced(folder)
 
 
 @functools.cache
-def alone(model: str) -> dict[int, StepTrace]:
+def alone(model: str) -> Traced:
     return traced(model, *SINGLE)
 
 
-def compared(one: dict[int, StepTrace], other: dict[int, StepTrace]) -> TraceComparison:
-    return compare_traces(one, other, tolerance=TOLERANCE)
+def compared(one: Traced, other: Traced) -> TraceComparison:
+    elements = elements_of_steps(one.paths, other.paths)
+    return compare_traces(one, other, tolerance=TOLERANCE, elements=elements)
 
 
 BLOCKS = {"gpt": 2, "llama": 4, "mlp": 2}
@@ -102,6 +123,8 @@ def test_every_layout_traces_what_one_process_does(layout: str) -> None:
     # But for the logits, which do not exist where the loss is in chunks.
     assert found.only == ((["lm_head"] if "chunks" in layout else []), [])
     assert found.compared > 2 * 100
+    # All but the batch, the loss, and what no rank of the layout has of every sample.
+    assert found.by_element >= found.compared - 2 * 4
 
 
 def test_the_gradients_of_an_adapter_are_traced_alike_in_every_layout() -> None:
@@ -118,7 +141,7 @@ def test_what_every_stage_calls_and_one_computes_is_traced_in_no_pipeline() -> N
     pytest.importorskip("transformers")
     model = [*without_folder("gpt2"), "data.sequence_length=16", *SMALL]
 
-    def steps(*overrides: str) -> dict[int, StepTrace]:
+    def steps(*overrides: str) -> Traced:
         return trained(run_config([*model, *overrides]))
 
     found = compared(steps(*SINGLE), steps("strategy=pipeline", TWO))
@@ -166,6 +189,18 @@ def test_a_sum_too_many_over_tensor_ranks_is_found_in_its_module(
     assert first.ratio == pytest.approx(2.0)
 
 
+def test_samples_in_another_order_are_found_where_all_elements_are_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = layers.RowParallelLinear.forward
+    monkeypatch.setattr(layers.RowParallelLinear, "forward", lambda *args: right(*args).flip(0))
+    first = compared(traced("gpt", "strategy=tensor", TWO), alone("gpt")).differences[0]
+    assert (first.module, first.ours.kind) == ("layers.0.self_attn.o_proj", "output")
+    assert first.elements is not None
+    assert first.elements.index == (0, 0, 0)
+    assert first.ours.rms == pytest.approx(first.theirs.rms)
+
+
 def test_other_samples_and_other_weights_are_found_before_any_module() -> None:
     other = compared(alone("mlp"), traced("mlp", *SINGLE, "seed=1")).differences[0]
     assert (other.ours.kind, other.ours.name) == ("batch", "inputs")
@@ -197,6 +232,16 @@ def test_steps_that_no_run_has_are_refused(steps: str) -> None:
         configured("mlp", *SINGLE, f"train.trace.steps={steps}")
 
 
+def test_all_elements_of_many_steps_or_of_more_than_the_disk_holds_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match="all elements of 17 steps would be written; name 16"):
+        configured("mlp", *SINGLE, "train.steps=20", f"train.trace.steps={[*range(17)]}")
+    monkeypatch.setattr(module_trace, "free_bytes", lambda folder: (folder, 1000))
+    with pytest.raises(ConfigError, match=r"all elements of 2 steps take .* MiB free; name"):
+        configured("mlp", *SINGLE)
+
+
 class Plain(nn.Module):
     """Two layers, one of which is called twice in a forward."""
 
@@ -209,8 +254,8 @@ class Plain(nn.Module):
         return y
 
 
-def loop(folder: Path, *, parts: int = 1, wrapped: bool = False, bug: bool = False) -> None:
-    """Three steps of a loop of a user's own, in micro-batches."""
+def loop(folder: Path, *, parts: int = 1, wrapped: bool = False, bug: bool = False) -> Traced:
+    """Trace three steps of a loop of a user's own, in micro-batches."""
     torch.manual_seed(0)
     bare = Plain()
     model = nn.DataParallel(bare) if wrapped else bare
@@ -218,7 +263,7 @@ def loop(folder: Path, *, parts: int = 1, wrapped: bool = False, bug: bool = Fal
     batches = torch.randn(3, 8, 4)
     if bug:
         bare.twice.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 3,))
-    with ax.trace(model, folder, steps=[0, 2]) as trace:
+    with ax.trace(model, folder, steps=[0, 2], tensors="full") as trace:
         for batch in batches:
             optimizer.zero_grad()
             for part in batch.chunk(parts):
@@ -228,15 +273,17 @@ def loop(folder: Path, *, parts: int = 1, wrapped: bool = False, bug: bool = Fal
             trace.step()
     assert not any(part._forward_hooks for part in model.modules())
     assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
+    return Traced(folder)
 
 
 def test_a_loop_traces_alike_in_micro_batches_and_in_a_wrapper(tmp_path: Path) -> None:
-    loop(tmp_path / "a")
-    loop(tmp_path / "b", parts=4, wrapped=True)
-    found = compared(steps_in(tmp_path / "a"), steps_in(tmp_path / "b"))
+    right = loop(tmp_path / "a")
+    found = compared(right, loop(tmp_path / "b", parts=4, wrapped=True))
     assert ([*found.steps], found.differences, found.only) == ([0, 2], [], ([], []))
-    loop(tmp_path / "c", bug=True)
-    first = compared(steps_in(tmp_path / "a"), steps_in(tmp_path / "c")).differences[0]
+    # Four parameters, their gradients, and the first layer's output and gradient: of the layer that
+    # is called twice in a forward the calls are in another order.
+    assert found.by_element == 2 * (4 + 4 + 2)
+    first = compared(right, loop(tmp_path / "c", bug=True)).differences[0]
     assert (first.step, first.module, first.ours.kind) == (0, "twice", "output gradient")
 
 

@@ -78,7 +78,8 @@ def shortened(command: str) -> list[str]:
         "model=hf" in arguments
     ):  # whose import takes seconds, in each process that is not a thread
         arguments.append("launch.backend=mock")
-    return [*arguments, length, "train.eval_batches=1", "sample.max_new_tokens=4"]
+    less = ["train.eval_batches=1", "sample.max_new_tokens=4", "estimate.background=false"]
+    return [*arguments, length, *less]
 
 
 def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from axonlaunch.diagnostics.module_trace.difference import TraceComparison, TracedDifference
+    from axonlaunch.diagnostics.module_trace.elements import ElementsOfStep
     from axonlaunch.diagnostics.module_trace.files import StepTrace
 
 HELP = (
@@ -53,9 +54,9 @@ def command(
     tolerance = TraceTolerance(
         base=TOLERANCES, gradient_floor=GRADIENT_FLOOR, parameter_floor=PARAMETER_FLOOR
     )
-    traces = _read(folders)
+    traces, elements = _read(folders)
     try:
-        comparison = compare_traces(*traces, tolerance=tolerance)
+        comparison = compare_traces(*traces, tolerance=tolerance, elements=elements)
     except TracesIncomparableError as error:
         refuse(f"{run_a} and {run_b}: {error}")
     report = _Report(folders, traces, comparison, _changed_settings(folders))
@@ -66,13 +67,16 @@ def command(
     raise typer.Exit(1 if comparison.differences else 0)
 
 
-def _read(folders: tuple[Path, Path]) -> tuple[dict[int, StepTrace], dict[int, StepTrace]]:
-    """Read the traced steps of both.
+def _read(
+    folders: tuple[Path, Path],
+) -> tuple[tuple[dict[int, StepTrace], dict[int, StepTrace]], dict[int, ElementsOfStep]]:
+    """Read the traced steps of both, and open the elements of those of which both wrote them.
 
     Raises:
         ConfigError: A folder has none, or they can't be read; all such folders are named.
     """
     from axonlaunch.config import ConfigError, ConfigIssue, meant_below_runs
+    from axonlaunch.diagnostics.module_trace.elements import elements_of_steps
     from axonlaunch.diagnostics.module_trace.files import (
         UnreadableModuleTraceError,
         read_step,
@@ -92,9 +96,14 @@ def _read(folders: tuple[Path, Path]) -> tuple[dict[int, StepTrace], dict[int, S
             traces.append({step: read_step(path) for step, path in paths.items()})
         except UnreadableModuleTraceError as error:
             problems.append(ConfigIssue("", str(error)))
+    elements: dict[int, ElementsOfStep] = {}
+    try:
+        elements = elements_of_steps(*map(traced_steps, folders))
+    except UnreadableModuleTraceError as error:
+        problems.append(ConfigIssue("", str(error)))
     if problems:
         raise ConfigError(problems)
-    return traces[0], traces[1]
+    return (traces[0], traces[1]), elements
 
 
 def _changed_settings(folders: tuple[Path, Path]) -> list[tuple[str, list[str]]]:
@@ -134,6 +143,7 @@ class _Report:
                 "relative": difference.relative if math.isfinite(difference.relative) else None,
                 "ratio": difference.ratio,
                 "rms": [difference.ours.rms, difference.theirs.rms],
+                "elements": _elements(difference),
                 "what": self._described(difference),
                 "likely_cause": self._cause(difference) or None,
             }
@@ -145,6 +155,7 @@ class _Report:
             "configuration": dict(self.settings),
             "tolerances": {str(step): passing for step, passing in self.found.steps.items()},
             "compared": self.found.compared,
+            "compared_by_element": self.found.by_element,
             "first_difference": differences[0] if differences else None,
             "differences": differences,
             "only": list(self.found.only),
@@ -167,7 +178,8 @@ class _Report:
         passing = ", ".join(
             f"{most:.1e} at step {number}" for number, most in self.found.steps.items()
         )
-        _line(console, f"{self.found.compared} tensors compared; what passes: {passing}")
+        every = f", of {self.found.by_element} all elements" if self.found.by_element else ""
+        _line(console, f"{self.found.compared} tensors compared{every}; what passes: {passing}")
         if self.found.differences:
             self._show_differences(console)
         else:
@@ -221,6 +233,20 @@ class _Report:
     @property
     def _names(self) -> tuple[str, str]:
         return str(self.folders[0]), str(self.folders[1])
+
+
+def _elements(difference: TracedDifference) -> dict[str, Any] | None:
+    """Return the first element that differs, and how many do; None where that is not known."""
+    elements = difference.elements
+    if elements is None or elements.index is None:
+        return None
+    values = [value if math.isfinite(value) else None for value in elements.values]
+    return {
+        "first": [*elements.index],
+        "values": values,
+        "different": elements.count,
+        "total": elements.total,
+    }
 
 
 def _line(console: Console, text: str) -> None:

@@ -330,8 +330,7 @@ def _device(backend: Backend, local_rank: int, *, asked: str = "auto") -> torch.
             f"backend=nccl: LOCAL_RANK={local_rank} has no device, this process sees {devices}; "
             "start fewer ranks on this node, or use backend=gloo"
         )
-    torch.accelerator.set_device_index(index)
-    return torch.device("cuda", index)
+    return _become_current(index)
 
 
 def _shared_device(local_rank: int) -> torch.device:
@@ -339,7 +338,15 @@ def _shared_device(local_rank: int) -> torch.device:
     devices = torch.accelerator.device_count()
     if not devices:
         raise ValueError("device=cuda: torch sees no GPU here; use device=cpu")
-    index = local_rank % devices
+    return _become_current(local_rank % devices)
+
+
+def _become_current(index: int) -> torch.device:
+    """Make a device this process's, and initialise CUDA there.
+
+    For a process in which it is not, torch's device mesh would choose the device of its local rank,
+    which may not be visible.
+    """
     torch.accelerator.set_device_index(index)
-    torch.cuda.init()  # torch's device mesh would choose another for a process that has none
+    torch.cuda.init()
     return torch.device("cuda", index)

@@ -28,7 +28,7 @@ class TraceConfig:
     """steps that are traced, by the updates before them: [0, 100] are the first and the 101st;
     empty: none
     """
-    tensors: Literal["norms"] = "norms"
+    tensors: Literal["norms", "full"] = "norms"
     """norms: root mean square, mean and largest absolute value of each module's output, of its
-    gradient, of parameters and their gradients
+    gradient, of parameters and their gradients; full: all their elements too, of a few steps
     """

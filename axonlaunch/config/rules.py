@@ -36,6 +36,8 @@ from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.url import is_url
 
 _LONGEST_NAME, _LONGEST_PATH = 240, 2048
+_WHOLE_STEPS = 16
+"""Steps of which all elements may be written: of a billion parameters each takes 10 GB and more."""
 """Bytes of a folder's name and of a path, with room for what a run adds to them."""
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 
@@ -313,6 +315,12 @@ def _trace(config: RunConfig) -> Iterator[ConfigIssue]:
         last = 10**9
     if len(set(steps)) < len(steps) or any(not 0 <= step < last for step in steps):
         message = f"expected steps from 0, the first, to {last - 1}, each once, as [0]"
+        yield ConfigIssue("train.trace.steps", message, steps)
+    if config.train.trace.tensors == "full" and len(steps) > _WHOLE_STEPS:
+        message = (
+            f"all elements of {len(steps)} steps would be written; name {_WHOLE_STEPS} at most, or "
+            "use train.trace.tensors=norms"
+        )
         yield ConfigIssue("train.trace.steps", message, steps)
 
 

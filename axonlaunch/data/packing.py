@@ -56,15 +56,16 @@ def concat(starts: Indices, places: Indices, *, length: int) -> RowTable:
         length: Places of a row.
     """
     ends = np.cumsum(places)
+    begins = ends - places
     total = int(ends[-1]) if len(ends) else 0
     # Pieces lie between neighbouring edges, of documents or of rows.
-    edges = np.union1d(ends - places, np.arange(0, total, length))
+    edges = np.union1d(begins, np.arange(0, total, length))
     document = np.searchsorted(ends, edges, side="right")
-    inside = edges - (ends - places)[document] if len(edges) else edges
     rows = -(-total // length)
     first = np.searchsorted(edges, np.arange(rows + 1) * length)
     sizes = np.diff(edges, append=total)
-    return RowTable(starts[document] + inside, sizes, first, length)
+    edges += (starts - begins)[document]  # in place: a large corpus has millions of them
+    return RowTable(edges, sizes, first, length)
 
 
 def one_each(starts: Indices, places: Indices, *, length: int) -> RowTable:

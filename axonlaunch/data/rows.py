@@ -190,9 +190,9 @@ class RowReader:
         if form == ".parquet":
             import pyarrow.parquet
 
-            # Without a buffer the whole column of a group of rows is read at once.
+            # As it is by default, the columns of a group of rows are read at once.
             file = pyarrow.parquet.ParquetFile(
-                self._raw, page_checksum_verification=True, buffer_size=_BLOCK
+                self._raw, page_checksum_verification=True, buffer_size=_BLOCK, pre_buffer=False
             )
             total, first = max(1, file.metadata.num_rows), 1
             for group in range(file.metadata.num_row_groups):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,6 +143,24 @@ def squares_along(tensor: Tensor, *, dim: int) -> Tensor:
     for cut in _cuts(tensor):
         summed = sum_over(summed, ProcessGroup.from_torch(tensor.device_mesh.get_group(cut.axis)))
     return summed.to(total.device)
+
+
+@torch.no_grad()
+def held_boxes(tensor: Tensor) -> list[tuple[tuple[Any, ...], Tensor]]:
+    """Return copies of what a rank holds of a tensor, each with its place in the whole.
+
+    All ranks of its mesh call this: where there are no boxes, each has the whole.
+    """
+    try:
+        boxes = local_boxes(tensor)
+    except NotImplementedError:
+        return [((...,), whole(tensor.detach()).clone())]
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return [
+        (tuple(slice(start, start + length) for start, length in box.region), box.of(local).clone())
+        for box in boxes
+        if local.numel()
+    ]
 
 
 def _is_cut_unevenly(tensor: DTensor) -> bool:

@@ -40,6 +40,7 @@ from axonlaunch.preflight.dataset import (
 )
 from axonlaunch.preflight.devices import accelerators, device_problems, memory_of_a_rank
 from axonlaunch.preflight.model_outputs import head_problems, output_problems
+from axonlaunch.preflight.module_trace import trace_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.own_data import own_data_problems
 from axonlaunch.preflight.parallelism import (
@@ -178,6 +179,8 @@ def _examine(
     if here and model is not None and not unfit:
         problems += _memory(config, model, layout)
         problems += _disk(config, model)
+        if dataset is not None and config.train.trace.tensors == "full":
+            problems += trace_problems(config, model, dataset)
         problems += checkpoint_problems(config, model)
     if here and isinstance(dataset, Untokenised) and not problems:
         dataset, problems = make_dataset(config, report)

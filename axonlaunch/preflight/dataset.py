@@ -65,8 +65,9 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
     elif not is_stream and dataset.num_samples < config.train.global_batch_size:
         message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
         if isinstance(config.data, TextRowsConfig):
-            has = f"the data fills {dataset.num_samples} rows of {config.data.sequence_length}"
-            message = f"{has} tokens; use fewer, a shorter data.sequence_length, or more data"
+            rows = f"the rows of {config.data.sequence_length} tokens that the data fills"
+            message = f"more than {rows}: {dataset.num_samples}; use fewer, a shorter "
+            message += "data.sequence_length, or more data"
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if config.train.eval_batches and not dataset.num_eval_samples:
         how = "give it an attribute held_out" if is_stream else "hold samples out"

@@ -116,7 +116,9 @@ def run(
         )
     )
 
-    tracer = RunTracer(config, engine, world=world) if config.train.trace.steps else None
+    tracer = None
+    if config.train.trace.steps:
+        tracer = RunTracer(config, engine, world=world, sample=sample_inputs(dataset))
     profiler = StepProfiler(config.train.profile, world=world, run_dir=Path(config.run_dir))
     saver = None
     if config.checkpoint.every:

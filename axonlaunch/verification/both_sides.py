@@ -16,12 +16,12 @@ from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.dtensor_regions import local_boxes, whole
+from axonlaunch.models.dtensor_regions import held_boxes
+from axonlaunch.models.output_regions import Place, joined, region
 from axonlaunch.verification import inputs
 from axonlaunch.verification.demands import lowered_thresholds, with_smooth_updates
 from axonlaunch.verification.layout_run import prepared_engine
 from axonlaunch.verification.module_recorder import ModuleRecord, ModuleRecorder
-from axonlaunch.verification.output_regions import Place, joined, region
 from axonlaunch.verification.plain_model import threads_for
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import PlainRun
@@ -233,24 +233,9 @@ def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
         step = _Step(recorder.record)
         for name, parameter in engine.named_parameters():
             if parameter.grad is not None:
-                step.gradients.setdefault(name, []).extend(_boxes(parameter.grad))
+                step.gradients.setdefault(name, []).extend(held_boxes(parameter.grad))
         engine.update()
         for name, parameter in engine.named_parameters():
-            step.parameters.setdefault(name, []).extend(_boxes(parameter))
+            step.parameters.setdefault(name, []).extend(held_boxes(parameter))
         steps.append(step)
     return steps
-
-
-@torch.no_grad()
-def _boxes(tensor: Tensor) -> list[tuple[Index, Tensor]]:
-    """Return copies of what a rank holds of a tensor, with their places in the whole."""
-    try:
-        boxes = local_boxes(tensor)
-    except NotImplementedError:  # no boxes of the whole; all ranks of its mesh are here
-        return [((...,), whole(tensor.detach()).clone())]
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-    return [
-        (tuple(slice(start, start + length) for start, length in box.region), box.of(local).clone())
-        for box in boxes
-        if local.numel()
-    ]

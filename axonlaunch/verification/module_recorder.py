@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.models.output_regions import pieces_of
+
 
 @dataclass
 class ModuleRecord:
@@ -93,7 +95,7 @@ class ModuleRecorder:
             calls.append(tensor.detach().clone())
             gradients = record.gradients.setdefault(name, [])
             gradients.append(None)
-            record.pieces[name] = _pieces(module)
+            record.pieces[name] = pieces_of(module)
             if tensor.requires_grad:
                 tensor.register_hook(_keeping(gradients, len(gradients) - 1))
 
@@ -107,12 +109,6 @@ def _keeping(gradients: list[Tensor | None], place: int) -> Any:
             gradients[place] = gradient.detach().clone()
 
     return keep
-
-
-def _pieces(module: nn.Module) -> int:
-    """Return how many equal tensors, each of them cut, a layer's outputs are: 1, or 2 packed."""
-    cut = getattr(module, "cuts", {}).get("weight")
-    return int(getattr(cut, "pieces", 1))
 
 
 def _first_floating(outputs: Any) -> Tensor | None:

@@ -36,10 +36,6 @@ _FACTOR_OF_FEW = 0.04
 does not cancel out in it.
 """
 _FEW = 2**10
-_DEVIATIONS = 3.0
-"""Of errors of n elements that go in all directions ``1 / sqrt(n)`` of their size adds up in one.
-By so many times that a gradient may be too long or too short: a rank's part of a bias may have six.
-"""
 _OF_SAME_OPERATIONS = 2.0**-11
 """In bf16: what a gradient of the first step may be off by where a layout runs the operations of
 the reference on the same rows. All that is left is an fp32 sum over ranks, 1e-7; in bf16 it makes
@@ -140,8 +136,7 @@ class Tolerances:
             # A unit of ReLU that is on in one of two roundings makes a difference in one direction.
             rounding = max(rounding, self._rounding(step, "gradient", name))
             base = _FACTOR_OF_FEW if step > 1 else base
-        by_chance = _DEVIATIONS * difference.relative / math.sqrt(difference.count)
-        return abs(difference.ratio - 1) <= max(base, rounding, by_chance)
+        return abs(difference.ratio - 1) <= max(base, rounding)
 
     def _rounding(self, step: int, kind: str, name: str) -> float:
         """Return what rounding made: of the quantity itself, or as usual of its kind."""

@@ -25,6 +25,7 @@ MB, MIB = 10**6, 1 << 20
 ROW = 4000
 """Characters of a row."""
 VOCABULARY = 8192
+STEP_TIMEOUT_S = 600.0
 LEARNED_MB, FED_MB = 20, 20
 """Of text, of which the tokenizer is learned, and of which batches are fed."""
 
@@ -113,8 +114,13 @@ def _run(command: list[str], cores: int, **variables: str) -> tuple[dict[str, An
     return printed, usage.ru_maxrss * 1024
 
 
-def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float]:
-    """Return the seconds that steps of a small GPT wait for batches, and those that they take."""
+def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float, float]:
+    """Return what a thread ahead of a small GPT costs its steps.
+
+    Returns:
+        Seconds that steps wait for batches, those that they take, and those in which their batches
+        are made, which is beside them.
+    """
     import torch
 
     from axonlaunch import config
@@ -134,11 +140,12 @@ def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float]:
         command += ["model.max_position_embeddings=512", "launch.nproc=1", "checkpoint.every=0"]
         chosen = checks.resolve(config.load(command))
 
-        def work(world: World) -> tuple[float, float]:
+        def work(world: World) -> tuple[float, float, float]:
             dataset = build_dataset(chosen.data, chosen.tokenizer)
             engine = build_engine(chosen, world, sample=sample_inputs(dataset))
             layout = Layout.of(chosen, world_size=1)
-            batches = rank_loader(chosen, dataset, layout=layout, rank=0).iterate()
+            loader = rank_loader(chosen, dataset, layout=layout, rank=0)
+            batches = loader.iterate()
             waits, takes = [], []
             for _ in range(steps + 1):
                 began = time.perf_counter()
@@ -148,9 +155,12 @@ def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float]:
                 waits.append(got - began)
                 takes.append(time.perf_counter() - began)
             batches.close()
-            return sum(waits[1:]), sum(takes[1:])
+            began = time.perf_counter()
+            for step in range(steps):
+                loader.batch(2 * steps + step)
+            return sum(waits[1:]), sum(takes[1:]), time.perf_counter() - began
 
-        [found] = World.mock(1).run(work)
+        [found] = World.mock(1, timeout_s=STEP_TIMEOUT_S).run(work)
         return found
 
 
@@ -194,8 +204,9 @@ def compare_speed(folder: Path, tokenizer: Path, arguments: argparse.Namespace) 
 def measure_feeding(folder: Path, tokenizer: Path, arguments: argparse.Namespace) -> None:
     """Print which share of a step is spent waiting for its batch."""
     corpus = write_corpus(folder / "fed.jsonl", FED_MB * MB)
-    waits, takes = feeding(corpus, tokenizer, arguments.steps)
-    print(f"feeding: a step of {takes / arguments.steps * 1e3:.0f} ms waits {waits / takes:.2%}")
+    waits, takes, makes = feeding(corpus, tokenizer, arguments.steps)
+    step = f"a step of {takes / arguments.steps * 1e3:.0f} ms waits {waits / takes:.2%}"
+    print(f"feeding: {step}; its batch is made in {makes / takes:.2%} of that time, beside it")
 
 
 def measure_start(folder: Path, tokenizer: Path, arguments: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from rank_engine import rank_engine
 
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
+from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.training.module_trace.run import RunTracer
 
 
@@ -41,7 +42,7 @@ def configured(args: argparse.Namespace, *, hidden: int) -> RunConfig:
 def seconds_of_steps(config: RunConfig, world: World) -> tuple[int, list[tuple[float, float]]]:
     """Return how many parameters the model has, and the CPU time and the time of each step."""
     engine, loader = rank_engine(config, world)
-    tracer = RunTracer(config, engine, world=world)
+    tracer = RunTracer(config, engine, world=world, sample=sample_inputs(loader.dataset))
     taken = []
     for step in range(config.train.num_steps):
         batch = loader.batch(step)
@@ -61,7 +62,7 @@ parser.add_argument("--layers", type=int, default=6)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--length", type=int, default=128)
 parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
-parser.add_argument("--tensors", default="norms", choices=["norms"])
+parser.add_argument("--tensors", default="norms", choices=["norms", "full"])
 parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--rounds", type=int, default=30)
 parser.add_argument("--warm-up", type=int, default=3)

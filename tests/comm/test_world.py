@@ -198,11 +198,13 @@ def test_nccl_with_more_ranks_than_devices_says_so(monkeypatch: pytest.MonkeyPat
 def test_a_rank_that_sees_one_device_takes_it(
     monkeypatch: pytest.MonkeyPatch, seen: int, index: int
 ) -> None:
-    taken: list[int] = []
+    taken: list[object] = []
     monkeypatch.setattr(nccl, "device_count", lambda: seen)
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    # Without it torch's device mesh would take the local rank's, which one task may not see.
+    monkeypatch.setattr(torch.cuda, "init", lambda: taken.append("initialised"))
     assert world._device(Backend.NCCL, 3) == torch.device("cuda", index)
-    assert taken == [index]
+    assert taken == [index, "initialised"]
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -217,6 +219,7 @@ def test_nccl_connects_all_ranks_at_once_or_each_pair_on_its_first_message(
 
     monkeypatch.setattr(nccl, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(dist, "init_process_group", init)
     place, store = local_place(0, 1), dist.HashStore()
     with pytest.raises(JoinedError) as joined:

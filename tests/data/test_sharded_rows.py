@@ -144,7 +144,7 @@ def test_another_process_tokenises_the_rest_and_ends_with_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # that process divides files as they are divided for users
-    rows = [{"text": "half of a shard " * (shard_maker.SHARD_SIZE // 32)}] * 4
+    rows = [{"text": "half of a shard " * (shard_maker.SHARD_SIZE // 32)}] * 3
     dataset = made([corpus.write_jsonl(tmp_path / "large.jsonl", rows)], held_out=0)
     assert isinstance(dataset, ShardedRows)
     tokenizer = TokenizerConfig(name="bytes")
@@ -154,7 +154,7 @@ def test_another_process_tokenises_the_rest_and_ends_with_this_one(
     with dataset.tokenising_ahead(tokenizer) as process:
         assert process.wait(timeout=60) == 0
     names = {folder.name for folder in (tmp_path / "cache").iterdir()}
-    assert len(names) == 3, "two of text, and one that says that there is no more"
+    assert len(names) == 2
     dataset.summaries()
     assert {folder.name for folder in (tmp_path / "cache").iterdir()} == names
 
@@ -179,3 +179,13 @@ def test_what_needs_to_know_all_rows_is_refused(files: list[Path]) -> None:
     mix = f"data.mix={{a: {{files: [{files[0]}]}}, b: {{files: [{files[1]}]}}}}"
     with pytest.raises(ConfigError, match=r"data\.shuffle=shards: data\.mix is shuffled over all"):
         run_config([*[word for word in overrides if "files" not in word], mix])
+
+
+def test_a_batch_that_is_larger_than_all_rows_is_refused_with_what_makes_more(
+    files: list[Path],
+) -> None:
+    overrides = ["data=documents", f"data.files=[{files[0]}]", "model=gpt", "data.held_out=2"]
+    overrides += [f"data.cache_dir={files[0].parent}/cache", "data.sequence_length=100"]
+    message = r"train\.global_batch_size=32: more than the rows of 100 tokens that the data fills: "
+    with pytest.raises(ConfigError, match=rf"{message}2; .* a shorter data\.sequence_length"):
+        run_config([*overrides, "train.global_batch_size=32", "train.steps=2"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from axonlaunch.data import shard_maker
+from axonlaunch.data import shard_maker, token_cache
 from axonlaunch.data.documents import DocumentEncoder
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.sources import SourceFile, find_sources
@@ -182,3 +182,13 @@ def test_small_files_share_shards_in_their_order(tmp_path: Path) -> None:
     corpus = shards_of(*files, folder=tmp_path / "cache")
     assert texts(corpus) == [f"text {number} " for number in range(40)]
     assert len([*corpus]) == 2
+
+
+def test_a_cache_of_another_version_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    [old] = shards_of(tmp_path / "a.txt", folder=tmp_path / "cache")
+    monkeypatch.setattr(token_cache, "_FORMAT", token_cache._FORMAT + 1)
+    [new] = shards_of(tmp_path / "a.txt", folder=tmp_path / "cache")
+    assert new.folder != old.folder

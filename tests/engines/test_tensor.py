@@ -161,6 +161,19 @@ def test_gradients_of_several_backwards_add_up_and_frozen_layers_pass_them_on() 
     on_ranks(2, rank)
 
 
+def test_under_autocast_a_row_gives_what_one_layer_gives_of_its_type() -> None:
+    def rank(world: ax.World) -> None:
+        divided = same_start(lambda: ax.RowParallelLinear(8, 4, dtype=torch.float32))
+        whole = same_start(lambda: nn.Linear(8, 4, dtype=torch.float32))
+        x = drawn(3, 8).float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y, expected = divided(x), whole(x)
+        assert y.dtype is expected.dtype is torch.bfloat16
+        torch.testing.assert_close(y, expected, rtol=0.01, atol=0.01)
+
+    on_ranks(2, rank)
+
+
 def test_under_autocast_they_round_as_one_layer_does() -> None:
     def rank(world: ax.World) -> None:
         outputs = []

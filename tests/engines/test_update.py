@@ -158,6 +158,29 @@ def test_a_sharded_update_gathers_small_parameters_in_one_message(
     assert sizes == [rows] * 2 * STEPS
 
 
+def test_rows_of_a_large_parameter_are_gathered_from_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zero1, "_LARGE", 0)
+    gather, is_in_place = zero1.all_gather_single, []
+
+    def seen(output: Tensor, mine: Tensor, **kwargs: Any) -> Any:
+        is_in_place.append(output.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr())
+        return gather(output, mine, **kwargs)
+
+    monkeypatch.setattr(zero1, "all_gather_single", seen)
+
+    def run(world: World) -> None:
+        own = parameters()
+        mesh = world.mesh(dp_replicate=2).device_mesh
+        updated(ShardedUpdate(SGDConfig(lr=0.1), own, mesh=mesh), own)
+
+    World.mock(2).run(run)
+    # Of these ranks' 4 parameters the one whose rows they divide; the others travel together.
+    assert is_in_place.count(True) == 2 * STEPS
+    assert len(is_in_place) == 2 * 2 * STEPS
+
+
 @pytest.mark.parametrize("config", [AdamWConfig(lr=0.1), SGDConfig(lr=0.1, weight_decay=0.1)])
 def test_a_streamed_update_is_the_whole_one(config: AdamWConfig | SGDConfig) -> None:
     cpu = torch.device("cpu")

@@ -7,9 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from command import Command
 
-from axonlaunch.diagnostics.module_trace.files import StepTrace, TracedTensor, write_step
+from axonlaunch.diagnostics.module_trace.files import (
+    StepTrace,
+    TracedTensor,
+    write_elements,
+    write_step,
+)
 
 TRACE = StepTrace(
     step=0,
@@ -51,6 +57,31 @@ def test_runs_that_part_end_with_1_and_the_module_step_and_factor(served: Comman
     assert (first["step"], first["module"], first["kind"]) == (0, "head", "output")
     assert first["ratio"] == pytest.approx(2.0)
     assert found["configuration"] == {"strategy.tensor.degree": ["2", "1"]}
+
+
+def test_the_first_element_that_differs_is_named_where_both_runs_wrote_all(
+    served: Command,
+) -> None:
+    rows = torch.arange(1.0, 13.0).reshape(2, 3, 2)
+    for name, elements in (("a", rows), ("b", rows.flip(1))):
+        write(served.folder / name, TRACE)
+        write_elements(served.folder / name, 0, {("output", "head"): elements})
+    said = served("diff", "a", "b", status=1).stdout
+    assert "3 tensors compared, of 1 all elements; what passes" in said
+    assert "head: its output is off by 0.44 of its size, first at [0, 0, 0]: 1 in a, 5 in b" in said
+    assert "(8 of 12 elements)" in said
+    found = json.loads(served("diff", "a", "b", "--json", status=1).stdout)
+    assert found["compared_by_element"] == 1
+    assert found["first_difference"]["elements"] == {
+        "first": [0, 0, 0],
+        "values": [1.0, 5.0],
+        "different": 8,
+        "total": 12,
+    }
+    (served.folder / "b/module_trace/step_0.safetensors").write_bytes(b"damaged")
+    assert served("diff", "a", "b", status=2).stderr.startswith(
+        "error: b/module_trace/step_0.safetensors: holds no elements ("
+    )
 
 
 def test_runs_that_are_the_same_end_with_0_also_where_one_is_no_run_of_ours(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from configured import run_config
 from parity_table import MODELS
 
+import axonlaunch as ax
 from axonlaunch.comm import gradient_bucket
 from axonlaunch.engines.tensor import layers
 from axonlaunch.verification import locate
@@ -59,9 +61,53 @@ def gradients_are_summed_not_averaged(patch: Patch) -> None:
     patch.setattr(gradient_bucket.GradientBucket, "finish", summed)
 
 
+def part_of_rank_0(part: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Patch], None]:
+    """Return a fault: a part of what rank 1's column-parallel layers return is rank 0's."""
+    right = layers.ColumnParallelLinear.forward
+
+    def exchanged(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        y = right(layer, x)
+        group = layer.axis.group
+        first = ax.broadcast(y.detach().clone(), group=group)
+        if group.rank == 1:
+            part(y.data).copy_(part(first))
+        return y
+
+    return lambda patch: patch.setattr(layers.ColumnParallelLinear, "forward", exchanged)
+
+
+def half_is_doubled(patch: Patch) -> None:
+    right = layers.RowParallelLinear.forward
+
+    def doubled(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        y = right(layer, x)
+        y.data[:, : y.shape[1] // 2] *= 2
+        return y
+
+    patch.setattr(layers.RowParallelLinear, "forward", doubled)
+
+
 @pytest.mark.parametrize(
     ("fault", "overrides", "said"),
     [
+        (
+            part_of_rank_0(lambda y: y),
+            TENSOR,
+            "layers.0.self_attn.q_proj: its output is off by 1.4 of its size: it is rank 0's on "
+            "rank 1 (tp 1)",
+        ),
+        (
+            part_of_rank_0(lambda y: y[:, y.shape[1] // 2 :]),
+            TENSOR,
+            "layers.0.self_attn.q_proj: its output is off by 0.95 of its size: the second half of "
+            "dim 1 is rank 0's on rank 1 (tp 1)",
+        ),
+        (
+            half_is_doubled,
+            TENSOR,
+            "layers.0.self_attn.o_proj: its output is off by 0.78 of its size, all of it in the "
+            "first half of dim 1 on every rank that computes it",
+        ),
         (
             one_rank_doubles,
             TENSOR,

@@ -1,6 +1,7 @@
 """Where two runs part: their module traces side by side, in order of computation.
 
-It compares statistics of whole tensors, which every layout writes alike, and needs no torch.
+It compares whole tensors, which every layout writes alike: by their statistics, without torch, and
+where both runs wrote them by all elements.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from axonlaunch.config.did_you_mean import nearest
+from axonlaunch.diagnostics.module_trace.elements import DifferentElements, ElementsOfStep
 from axonlaunch.diagnostics.module_trace.files import Arithmetic, StepTrace, TracedTensor
 
 _OF_LARGEST = 4.0
@@ -58,6 +60,7 @@ class TracedDifference:
         theirs: In the second.
         relative: How far root mean square, mean or largest element are apart, at most.
         ratio: The first run's size in the second's, where all that differs is a factor.
+        elements: Which elements, where both runs wrote them.
     """
 
     step: int
@@ -65,6 +68,7 @@ class TracedDifference:
     theirs: TracedTensor
     relative: float
     ratio: float | None = None
+    elements: DifferentElements | None = None
 
     @property
     def module(self) -> str:
@@ -82,12 +86,14 @@ class TraceComparison:
     Attributes:
         steps: Traced by both, each with the largest relative difference that passes.
         compared: Tensors, over all steps.
+        by_element: Those of them of which all elements were compared.
         differences: In order of computation.
         only: Names of modules and parameters that one run alone traced, for each run.
     """
 
     steps: dict[int, float] = field(default_factory=dict)
     compared: int = 0
+    by_element: int = 0
     differences: list[TracedDifference] = field(default_factory=list)
     only: tuple[list[str], list[str]] = ([], [])
 
@@ -97,7 +103,11 @@ class TracesIncomparableError(Exception):
 
 
 def compare_traces(
-    ours: Mapping[int, StepTrace], theirs: Mapping[int, StepTrace], *, tolerance: TraceTolerance
+    ours: Mapping[int, StepTrace],
+    theirs: Mapping[int, StepTrace],
+    *,
+    tolerance: TraceTolerance,
+    elements: Mapping[int, ElementsOfStep] | None = None,
 ) -> TraceComparison:
     """Compare what two runs traced, step by step.
 
@@ -105,6 +115,7 @@ def compare_traces(
         ours: The first run's steps.
         theirs: The second's.
         tolerance: What passes.
+        elements: Of the steps of which both wrote all.
 
     Raises:
         TracesIncomparableError: No step is in both, or they are of different models.
@@ -129,11 +140,19 @@ def compare_traces(
             if beside is None or (tensor.kind, tensor.name) in wandering:
                 continue
             comparison.compared += 1
-            relative = _relative(tensor, beside, floor=floors.get(tensor.kind, 0.0))
+            floor = floors.get(tensor.kind, 0.0)
+            relative, different = _relative(tensor, beside, floor=floor), None
+            if elements is not None and step in elements:
+                different = elements[step].compare(
+                    tensor.kind, tensor.name, floor=floor, passing=passing
+                )
+            if different is not None:
+                comparison.by_element += 1
+                relative = max(relative, different.relative)
             if not relative <= passing:
                 ratio = _factor(tensor, beside)
                 comparison.differences.append(
-                    TracedDifference(step, tensor, beside, relative, ratio)
+                    TracedDifference(step, tensor, beside, relative, ratio, different)
                 )
     mine, others = (_names(side[steps[0]]) for side in (ours, theirs))
     comparison.only = ([*(mine - others)], [*(others - mine)])
@@ -163,10 +182,24 @@ def describe_difference(difference: TracedDifference, names: tuple[str, str]) ->
             name for name, tensor in zip(names, (ours, theirs), strict=True) if tensor.rms is None
         ]
         return f"{what} is not finite in {' and '.join(which)}"
+    first = _first_element(difference, names)
     if difference.ratio is None:
-        return f"{what} is off by {difference.relative:.2g} of its size"
+        return f"{what} is off by {difference.relative:.2g} of its size{first}"
     digits = 2 if abs(difference.ratio - 1) > 0.1 else 3
-    return f"{what} is {difference.ratio:.{digits}f} times as large in {names[0]} as in {names[1]}"
+    times = f"{difference.ratio:.{digits}f} times"
+    return f"{what} is {times} as large in {names[0]} as in {names[1]}{first}"
+
+
+def _first_element(difference: TracedDifference, names: tuple[str, str]) -> str:
+    """Say which element is the first that differs, and how many do."""
+    elements = difference.elements
+    if elements is None or elements.index is None:
+        return ""
+    values = (f"{v:.7g} in {name}" for v, name in zip(elements.values, names, strict=True))
+    return (
+        f", first at {[*elements.index]}: {', '.join(values)} "
+        f"({elements.count:,} of {elements.total:,} elements)"
+    )
 
 
 def likely_cause(

@@ -11,9 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from axonlaunch.system.files import opened, replace_text
+from axonlaunch.system.files import opened, replace, replace_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TRACE_FOLDER = "module_trace"
 """In a run's folder."""
@@ -89,6 +92,34 @@ def write_step(folder: Path, trace: StepTrace) -> None:
     target.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": _FORMAT, **content}, allow_nan=False)
     replace_text(target / f"step_{trace.step}.json", text + "\n")
+
+
+def write_elements(
+    folder: Path, step: int, tensors: Mapping[tuple[TracedKind, str], Tensor]
+) -> None:
+    """Write all elements of a step's tensors, in place of an earlier file, as safetensors.
+
+    Names are ``<kind>/<name>``, the kinds with ``_`` for a space.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    from safetensors.torch import save
+
+    named = {element_name(*key): tensor.contiguous() for key, tensor in tensors.items()}
+    target = folder / TRACE_FOLDER
+    target.mkdir(parents=True, exist_ok=True)
+    replace(target / f"step_{step}.safetensors", save(named, metadata={"format": "pt"}))
+
+
+def elements_path(path: Path) -> Path:
+    """Return where the elements of a step are, if they were written, from its file."""
+    return path.with_suffix(".safetensors")
+
+
+def element_name(kind: TracedKind, name: str) -> str:
+    """Return a tensor's name in a file of elements."""
+    return f"{kind.replace(' ', '_')}/{name}"
 
 
 def read_step(path: Path) -> StepTrace:

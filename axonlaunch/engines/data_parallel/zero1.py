@@ -126,7 +126,8 @@ class ShardedUpdate(Update):
             if whole.nbytes < _LARGE or whole.shape[0] % size or not whole.is_contiguous():
                 small.append(whole)
                 continue
-            mine = whole[slice(*self._range(whole, rank))].clone()
+            # Where they are to be already: nothing of them is copied, as fully_shard gathers.
+            mine = whole[slice(*self._range(whole, rank))]
             works.append(all_gather_single(whole, mine, group=group, async_op=True))
         together = [_Bucket(wholes, ranks=size) for wholes in buckets(small, limit=_FULL)]
         for bucket in together:
@@ -154,8 +155,8 @@ class _Bucket:
     def pack(self, pieces: list[Tensor]) -> Tensor:
         """Return a rank's rows of every parameter, one after another."""
         flat = self.gathered.new_zeros(sum(self._lengths))
-        for part, place in zip(pieces, flat.split(self._lengths), strict=True):
-            place[: part.numel()].view(part.shape).copy_(part)
+        places = zip(flat.split(self._lengths), pieces, strict=True)
+        torch._foreach_copy_([to[: part.numel()].view(part.shape) for to, part in places], pieces)
         return flat
 
     def unpack(self) -> None:

@@ -207,8 +207,10 @@ class RowParallelLinear(nn.Linear):
         bias = cast("Tensor | None", self.bias)
         if bias is None:
             return y
-        # Each rank adds it to its part of the sequence, so sees that part of its gradient.
-        return y + to_local(bias, summed_over=group if self.sequence_parallel else None)
+        # Each rank adds it to its part of the sequence, so sees that part of its gradient. Under
+        # autocast a linear layer's bias is cast as its weight is, and its output stays what it is.
+        bias = to_local(bias, summed_over=group if self.sequence_parallel else None)
+        return y + bias.to(y.dtype)
 
 
 class VocabParallelEmbedding(nn.Embedding):

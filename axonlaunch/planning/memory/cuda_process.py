@@ -101,9 +101,10 @@ def communicators(groups: Iterable[int]) -> int:
 def communicator_sizes(layout: Layout) -> list[int]:
     """Return the ranks of each communicator that a rank takes part in.
 
-    torch makes the world's as soon as it knows the device, and splits one for each axis of the mesh
-    from it, unless the mesh is the world. Ranks that share a sequence are part of a data axis,
-    and have one of their own besides.
+    torch makes the world's as soon as it knows the device, under a pipeline with the first sum, and
+    one for each axis of the mesh, unless the mesh is the world. Those of two neighboring stages,
+    which carry messages alone, are left out: what NCCL holds for them is not known here. Ranks that
+    share a sequence are part of a data axis, and have one of their own besides.
     """
     axes = dict(layout.axes)
     axes["dp_replicate" if layout.replicates_context else "dp_shard"] *= axes.pop("cp")

@@ -8,16 +8,17 @@ change neither its root mean square nor its mean.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from axonlaunch.diagnostics.module_trace.files import TracedKind, TracedTensor
+from axonlaunch.models.output_regions import first_floating
 
 _PIECE = 2**16
 """Elements: 256 KiB of fp32."""
@@ -140,6 +141,13 @@ def _summed(local: Tensor) -> Sums:
     return Sums(len(flat), total, squares, absmax)
 
 
+class KeepCall(Protocol):
+    """Keeps the elements of what a module returned, or of its gradient, in one of its calls."""
+
+    def __call__(self, key: TracedKey, tensor: Tensor, *, number: int, module: nn.Module) -> None:
+        """Keep those of one call."""
+
+
 class ModuleHooks:
     """Notes what modules return in training, and the gradients of it, until it is closed.
 
@@ -150,11 +158,15 @@ class ModuleHooks:
             gradient that is a sum over them, which depends on how many they are: it is left out.
     """
 
-    def __init__(self, statistics: Statistics, *, samples: int) -> None:
+    def __init__(
+        self, statistics: Statistics, *, samples: int, keep: KeepCall | None = None
+    ) -> None:
         self.order: dict[str, int] = {}
         self.dtypes: set[torch.dtype] = set()
         self.samples = samples
         self._statistics = statistics
+        self._keep = keep
+        self._calls: Counter[tuple[str, bool]] = Counter()
         self._handles: list[Any] = []
 
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -166,6 +178,10 @@ class ModuleHooks:
         for name, module in modules:
             self._handles.append(module.register_forward_hook(self._noting(name)))
 
+    def calls(self, name: str) -> int:
+        """Return how often a module was called, recomputation apart."""
+        return self._calls[name, False]
+
     def close(self) -> None:
         """Remove every hook of a module; those of gradients end with the backward."""
         for handle in self._handles:
@@ -176,27 +192,27 @@ class ModuleHooks:
         def note(module: nn.Module, _inputs: Any, output: Any) -> None:
             if not (torch.is_grad_enabled() and module.training):
                 return  # shapes are tried out
-            for tensor in first_of_numbers(output):
-                # In a backward it is computed again.
-                if torch._C._current_graph_task_id() == -1:
-                    self.order.setdefault(name, len(self.order))
-                    self.dtypes.add(tensor.dtype)
-                    self._statistics.add(("output", name), tensor)
-                if tensor.requires_grad and tensor.ndim and tensor.shape[0] == self.samples:
-                    tensor.register_hook(self._noting_gradient(name))
+            tensor = first_floating(output)
+            if tensor is None:
+                return
+            # In a backward it is computed again.
+            is_again = torch._C._current_graph_task_id() != -1
+            number = self._calls[name, is_again]
+            self._calls[name, is_again] += 1
+            if not is_again:
+                self.order.setdefault(name, len(self.order))
+                self.dtypes.add(tensor.dtype)
+                self._add(("output", name), tensor, number, module)
+            if tensor.requires_grad and tensor.ndim and tensor.shape[0] == self.samples:
+                key: TracedKey = ("output gradient", name)
+                tensor.register_hook(lambda gradient: self._add(key, gradient, number, module))
 
         return note
 
-    def _noting_gradient(self, name: str) -> Callable[[Tensor], None]:
-        return lambda gradient: self._statistics.add(("output gradient", name), gradient)
-
-
-def first_of_numbers(output: Any) -> Iterator[Tensor]:
-    """Yield the first floating-point tensor of what a module returns, if there is one."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            yield leaf
-            return
+    def _add(self, key: TracedKey, tensor: Tensor, number: int, module: nn.Module) -> None:
+        self._statistics.add(key, tensor)
+        if self._keep is not None:
+            self._keep(key, tensor, number=number, module=module)
 
 
 def in_order_of_computation(

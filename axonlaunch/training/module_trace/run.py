@@ -17,10 +17,12 @@ from axonlaunch.diagnostics.module_trace.files import (
     Arithmetic,
     StepTrace,
     TracedTensor,
+    write_elements,
     write_step,
 )
 from axonlaunch.engines.base import Engine
 from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.output_shapes import output_shapes
 from axonlaunch.training.module_trace.hooks import (
     ModuleHooks,
     Statistics,
@@ -28,6 +30,7 @@ from axonlaunch.training.module_trace.hooks import (
     TracedKey,
     in_order_of_computation,
 )
+from axonlaunch.training.module_trace.whole_tensors import WholeTensors
 
 _LAST = 2**40
 """The place of a module that no rank has called."""
@@ -43,13 +46,14 @@ class RunTracer:
     table: the elements of every tensor, their sum and that of their squares.
     """
 
-    def __init__(self, config: RunConfig, engine: Engine, *, world: World) -> None:
+    def __init__(self, config: RunConfig, engine: Engine, *, world: World, sample: Tensor) -> None:
         """Learn the whole model's names.
 
         Args:
             config: The run's.
             engine: Built.
             world: Its ranks; all of them have one.
+            sample: One sample's inputs, of which shape and type count.
         """
         self._config, self._engine, self._world = config, engine, world
         self._layout = Layout.of(config, world_size=world.world_size)
@@ -79,6 +83,20 @@ class RunTracer:
             *(("output", name) for name in self._modules),
             *(("output gradient", name) for name in self._modules),
         ]
+        self._shapes = self._whole_shapes(model, sample)
+
+    def _whole_shapes(self, model: nn.Module, sample: Tensor) -> dict[TracedKey, tuple[int, ...]]:
+        """Return the shapes of all tensors whose elements are written; the model is used up."""
+        train = self._config.train
+        if train.trace.tensors != "full":
+            return {}
+        shapes: dict[TracedKey, tuple[int, ...]] = {}
+        for name, parameter in model.named_parameters():
+            shapes["parameter", name] = shapes["gradient", name] = tuple(parameter.shape)
+        for name, output in output_shapes(model, sample).items():
+            shapes["output", name] = output.whole(train.global_batch_size)
+            shapes["output gradient", name] = shapes["output", name]
+        return shapes
 
     def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Do as ``Engine.backward`` does, and write the step if it is traced."""
@@ -86,12 +104,16 @@ class RunTracer:
         if engine.step not in self._config.train.trace.steps:
             return engine.backward(batch)
         statistics = Statistics()
-        hooks = ModuleHooks(statistics, samples=self._layout.micro_batch_size)
+        whole = WholeTensors(self._shapes, self._layout, self._world) if self._shapes else None
+        keep = None if whole is None else whole.add_call
+        hooks = ModuleHooks(statistics, samples=self._layout.micro_batch_size, keep=keep)
         if isinstance(batch, Batch):  # others are collated micro-batch by micro-batch
             statistics.add(("batch", "inputs"), batch.inputs)
             statistics.add(("batch", "targets"), batch.targets)
         for name, parameter in engine.named_parameters():
             statistics.add(("parameter", name), parameter)
+            if whole is not None:
+                whole.add_parameter(("parameter", name), parameter)
         hooks.watch(self._watched)
         try:
             loss, tokens = engine.backward(batch)
@@ -101,6 +123,12 @@ class RunTracer:
         for name, parameter in engine.named_parameters():
             if parameter.grad is not None:
                 statistics.add(("gradient", name), parameter.grad)
+                if whole is not None:
+                    whole.add_parameter(("gradient", name), parameter.grad)
+        if whole is not None:
+            elements = whole.gathered(self._factors)
+            if self._world.is_main:
+                write_elements(Path(self._config.run_dir), engine.step, elements)
         self._write(statistics.sums(), hooks.order)
         return loss, tokens
 
@@ -168,16 +196,23 @@ class RunTracer:
             for name in self._modules
         ]
 
+    @property
+    def _factors(self) -> dict[str, float]:
+        """What gradients are multiplied by.
+
+        Engines average them over ranks whose losses are summed, and fp16 scales the loss.
+        """
+        scale = self._engine.loss_scale
+        return {
+            "gradient": 1 / scale,
+            "output gradient": 1 / (scale * self._layout.gradient_ranks),
+        }
+
     def _in_order(
         self, whole: dict[TracedKey, Sums], modules: Iterable[str]
     ) -> Iterator[TracedTensor]:
         """Yield what was seen in order of computation."""
-        # Engines average gradients over ranks whose losses are summed, and fp16 scales the loss.
-        scale = self._engine.loss_scale
-        factors = {
-            "gradient": 1 / scale,
-            "output gradient": 1 / (scale * self._layout.gradient_ranks),
-        }
+        factors = self._factors
         for key in in_order_of_computation(modules, self._parameters):
             if key in whole:
                 kind, name = key

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,14 @@ from axonlaunch.diagnostics.module_trace.files import (
     Arithmetic,
     StepTrace,
     TracedTensor,
+    write_elements,
     write_step,
 )
 from axonlaunch.training.module_trace.hooks import (
     ModuleHooks,
     Statistics,
     Sums,
+    TracedKey,
     in_order_of_computation,
 )
 
@@ -37,8 +39,16 @@ class ModelTrace:
     Steps are counted by ``step``. In others than those that are traced the model has no hooks.
     """
 
-    def __init__(self, model: nn.Module, folder: str | Path, *, steps: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | Path,
+        *,
+        steps: Sequence[int],
+        tensors: Literal["norms", "full"],
+    ) -> None:
         self._model, self._folder, self._steps = model, Path(folder), frozenset(steps)
+        self._is_full = tensors == "full"
         self._number = 0
         self._handles: list[Any] = []
         self._begin()
@@ -75,12 +85,17 @@ class ModelTrace:
             return
         self._statistics = Statistics()
         self._gradients: dict[str, Statistics] = {}
-        self._hooks = ModuleHooks(self._statistics, samples=0)
+        self._calls: dict[TracedKey, dict[int, Tensor]] = {}
+        self._forwards = 0
+        keep = self._keep if self._is_full else None
+        self._hooks = ModuleHooks(self._statistics, samples=0, keep=keep)
         self._hooks.watch((_canonical(name), part) for name, part in _parts(self._model))
         note = self._note_inputs
         self._handles = [self._model.register_forward_pre_hook(note, with_kwargs=True)]
         for name, parameter in self._model.named_parameters():
             self._statistics.add(("parameter", _canonical(name)), parameter)
+            if self._is_full:
+                self._calls["parameter", _canonical(name)] = {0: _on_host(parameter)}
             if parameter.requires_grad:
                 hook = self._noting(_canonical(name))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -98,6 +113,7 @@ class ModelTrace:
         ]
         if not (module.training and torch.is_grad_enabled() and inputs):
             return
+        self._forwards += 1
         self._hooks.samples = len(inputs[0]) if inputs[0].ndim else 0
         self._statistics.add(("batch", "inputs"), inputs[0])
 
@@ -107,10 +123,36 @@ class ModelTrace:
             self._gradients[name] = Statistics()
             if parameter.grad is not None:
                 self._gradients[name].add(("gradient", name), parameter.grad)
+                if self._is_full:
+                    self._calls["gradient", name] = {0: _on_host(parameter.grad)}
 
         return note
 
+    def _keep(self, key: TracedKey, tensor: Tensor, *, number: int, **_module: nn.Module) -> None:
+        """Keep a call's elements; what is no call's samples, as positions are, is kept once."""
+        calls = self._calls.setdefault(key, {})
+        if not calls or (tensor.ndim and len(tensor) == self._hooks.samples):
+            calls.setdefault(number, _on_host(tensor))
+
+    def _elements(self, loss_scale: float) -> dict[TracedKey, Tensor]:
+        """Return the elements of all micro-batches, one behind the other.
+
+        A module that a forward calls several times is left out: its calls are in another order
+        where there are more micro-batches.
+        """
+        whole: dict[TracedKey, Tensor] = {}
+        for key, calls in self._calls.items():
+            if key[0].startswith("output") and self._hooks.calls(key[1]) != self._forwards:
+                continue
+            parts = [calls[number] for number in sorted(calls)]
+            if all(part.shape[1:] == parts[0].shape[1:] for part in parts):
+                factor = 1 / loss_scale if key[0].endswith("gradient") else 1.0
+                whole[key] = (torch.cat(parts) if len(parts) > 1 else parts[0]) * factor
+        return whole
+
     def _write(self, loss_scale: float) -> None:
+        if self._is_full:
+            write_elements(self._folder, self._number, self._elements(loss_scale))
         sums = self._statistics.sums()
         for statistics in self._gradients.values():
             sums.update(statistics.sums())
@@ -136,7 +178,13 @@ class ModelTrace:
         write_step(self._folder, trace)
 
 
-def trace(model: nn.Module, folder: str | Path, *, steps: Sequence[int] = (0,)) -> ModelTrace:
+def trace(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    steps: Sequence[int] = (0,),
+    tensors: Literal["norms", "full"] = "norms",
+) -> ModelTrace:
     """Trace a model in a loop that is not ours, for ``axonlaunch diff RUN FOLDER``.
 
     Names of modules are made those of the bare model, so that a wrapped one compares with it. The
@@ -147,6 +195,7 @@ def trace(model: nn.Module, folder: str | Path, *, steps: Sequence[int] = (0,)) 
         model: What is called in the loop, in training mode and with gradients; on one process.
         folder: Where the steps' files go, in its folder ``module_trace``.
         steps: Steps that are traced, by the updates before them: 0 is the first.
+        tensors: norms: statistics of each tensor; full: all its elements too, in fp32.
 
     Raises:
         ValueError: The loop has several processes, each of which sees a part.
@@ -156,12 +205,16 @@ def trace(model: nn.Module, folder: str | Path, *, steps: Sequence[int] = (0,)) 
             f"ax.trace: there are {dist.get_world_size()} processes, of which each sees a part of "
             "the step; run the loop on one, or trace a run of several with train.trace.steps"
         )
-    return ModelTrace(model, folder, steps=steps)
+    return ModelTrace(model, folder, steps=steps, tensors=tensors)
 
 
 def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules inside of a model, by name, without those that only wrap it."""
     return [(name, part) for name, part in model.named_modules() if _canonical(name)]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True)
 
 
 def _canonical(name: str) -> str:

@@ -38,9 +38,11 @@ LAYOUTS = {
     "hybrid 4": ["strategy=hybrid", "launch.nproc=4", "strategy.pipeline.degree=2"],
 }
 CASES = [
-    *(("qwen3", layout, "all-linear") for layout in LAYOUTS if layout != "zero1 2"),
-    ("gpt2", "tensor 2", "all-linear"),
+    *(("qwen3", layout, "all-linear") for layout in LAYOUTS if layout not in ("zero1 2", SHARED)),
     ("gpt2", "fsdp 2", ["c_attn", "c_proj"]),
+    # These with magnitudes always, which scale the same.
+    pytest.param("gpt2", "tensor 2", "all-linear", marks=pytest.mark.slow),
+    pytest.param("qwen3", SHARED, "all-linear", marks=pytest.mark.slow),
 ]
 WITH_MAGNITUDES = [
     ("gpt2", "tensor 2"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from axonlaunch.config.layout import Layout
 
@@ -31,6 +33,12 @@ class Place:
         layout = self.layout
         before = layout.data_shard(self.rank) * layout.micro_batches + self.number
         return before * layout.micro_batch_size
+
+
+def pieces_of(module: nn.Module) -> int:
+    """Return how many equal tensors, each of them cut, a layer's outputs are: 1, or 2 packed."""
+    cut = getattr(module, "cuts", {}).get("weight")
+    return int(getattr(cut, "pieces", 1))
 
 
 def joined(calls: Sequence[Tensor], layout: Layout) -> Tensor | None:
@@ -107,3 +115,9 @@ def region(
 
 def _samples(layout: Layout) -> int:
     return layout.micro_batch_size * layout.micro_batches * layout.data_ranks
+
+
+def first_floating(output: Any) -> Tensor | None:
+    """Return the first floating-point tensor of what a module returns, if there is one."""
+    leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    return next((leaf for leaf in leaves if leaf.is_floating_point()), None)
