@@ -120,13 +120,18 @@ class _Results(TorchDispatchMode):
         return out
 
 
+def _in_fp32(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    assert x.dtype == torch.float32
+    return torch.empty_like(x)
+
+
 def _forward(model: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Any:
     """Compute a forward under a device's autocast; in a process of its own, which it patches."""
     torch.amp.autocast_mode.torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    torch.cuda.is_available = lambda: True
     torch.cuda.is_bf16_supported = lambda *_: True
-    # Neither has values here: which kernel attends is the test's above, and a CPU's build of torch
-    # can't slice what is said to be on a GPU.
+    # What is replaced has other kernels on CUDA, and a CPU's torch can't slice what is said
+    # to be on a GPU. Norms are given fp32 by either, so that CUDA's list has nothing to cast.
+    F.rms_norm = _in_fp32
     F.scaled_dot_product_attention = lambda q, *_, **__: torch.empty_like(q.to(torch.bfloat16))
     half = partial(torch.empty, dtype=torch.float32, device=device)
     RotaryTable.forward = lambda self, length, positions=None: Rotary(  # type: ignore[method-assign]
