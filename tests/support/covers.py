@@ -13,7 +13,7 @@ def every(n: int, cases: Iterable[Any], *, start: int = 0) -> list[Any]:
 
     Args:
         n: 2: every other one.
-        cases: Values of one parameter, or tuples of several.
+        cases: Values of one parameter, tuples of several, or what ``pytest.param`` made of either.
         start: The first that is fast. Tests that share a list of cases begin at different ones, so
             that together they have all of them.
     """
@@ -33,5 +33,7 @@ def pairs(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
 
 
 def _case(case: Any, *, is_fast: bool) -> Any:
-    values = case if isinstance(case, tuple) else (case,)
-    return pytest.param(*values, marks=() if is_fast else (pytest.mark.slow,))
+    slow = () if is_fast else (pytest.mark.slow,)
+    if hasattr(case, "marks"):
+        return pytest.param(*case.values, marks=(*case.marks, *slow), id=case.id)
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=slow)
