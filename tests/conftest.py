@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for item in items if not item.get_closest_marker("slow")]
     if config.getoption("--quick"):
         chosen = _cover(chosen)
-    kept = set(chosen)
-    if left := [item for item in items if item not in kept]:
+    selected = set(chosen)
+    if left := [item for item in items if item not in selected]:
         config.hook.pytest_deselected(items=left)
         items[:] = chosen
 

@@ -83,9 +83,9 @@ def test_what_a_device_refuses_is_asked_once(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(torch.cuda, "power_draw", refuse)
     use = DeviceUse(CUDA)  # which asks for the first time, so that a note says it at the start
     for _ in range(2):
-        found = use.read(tokens_per_s=1.0)
-        assert "power_w" not in found
-        assert found["temperature_c"] == 61.0
+        readings = use.read(tokens_per_s=1.0)
+        assert "power_w" not in readings
+        assert readings["temperature_c"] == 61.0
     assert use.notes == ("power_w are not logged: Not Supported",)
 
 
@@ -99,9 +99,9 @@ def test_a_cpu_reports_nothing_of_the_kind() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_device_is_known_by_its_name() -> None:
-    found = hardware_of(CUDA)
-    assert found is not None
-    assert found.name == "h100_80gb"
+    hardware = hardware_of(CUDA)
+    assert hardware is not None
+    assert hardware.name == "h100_80gb"
     assert hardware_of(torch.device("cpu")) is None
 
 

@@ -19,7 +19,7 @@ NAMES = ("table", "memory", "speed", "check", "failures")
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """The modules of ``scripts/gpu_cases`` by name; no other module is hidden by theirs."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "gpu_cases"))
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as they set it
@@ -30,16 +30,18 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
         sys.modules.pop(name, None)
 
 
-def test_every_case_is_a_configuration_that_a_node_would_take(parts: dict[str, ModuleType]) -> None:
-    memory, speed = parts["memory"], parts["speed"]
+def test_every_case_is_a_configuration_that_a_node_would_take(
+    modules: dict[str, ModuleType],
+) -> None:
+    memory, speed = modules["memory"], modules["speed"]
     for ranks, overrides in [*memory.CASES.values(), *speed.CASES.values()]:
         configuration.load([*overrides, f"launch.nproc={ranks}"])
 
 
 def test_a_case_is_measured_and_estimated_with_the_same_allocator(
-    parts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory, settings = parts["memory"], {}
+    memory, settings = modules["memory"], {}
 
     def ended(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
         settings["estimate" in command] = environment
@@ -52,20 +54,20 @@ def test_a_case_is_measured_and_estimated_with_the_same_allocator(
     assert settings[True] == settings[False] == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 
 
-def test_memory_has_to_be_within_two_percent_and_64_mib(parts: dict[str, ModuleType]) -> None:
-    mib, compared = 2**20, parts["memory"].compared
-    found = {"allocated": 10_000 * mib, "reserved": 12_000 * mib, "process": 13_000 * mib}
-    estimate = {key: found[key.partition("_")[0]] for key in ("reserved_bytes", "process_bytes")}
-    good = compared("x", found, {**estimate, "peak_bytes": 10_264 * mib})
+def test_memory_has_to_be_within_two_percent_and_64_mib(modules: dict[str, ModuleType]) -> None:
+    mib, compared = 2**20, modules["memory"].compared
+    peaks = {"allocated": 10_000 * mib, "reserved": 12_000 * mib, "process": 13_000 * mib}
+    estimate = {key: peaks[key.partition("_")[0]] for key in ("reserved_bytes", "process_bytes")}
+    good = compared("x", peaks, {**estimate, "peak_bytes": 10_264 * mib})
     assert good.problem == ""
     assert good.cells["allocated, estimated"] == "10,264.0 (+2.6%)"
-    assert compared("x", found, {**estimate, "peak_bytes": 10_265 * mib}).problem
+    assert compared("x", peaks, {**estimate, "peak_bytes": 10_265 * mib}).problem
     low = {**estimate, "reserved_bytes": 11_399 * mib, "peak_bytes": 10_000 * mib}
-    assert compared("x", found, low).problem == "reserved is -5.0% off"
+    assert compared("x", peaks, low).problem == "reserved is -5.0% off"
 
 
-def test_speed_has_to_reach_what_is_required_on_a_gpu(parts: dict[str, ModuleType]) -> None:
-    judged = parts["speed"].judged
+def test_speed_has_to_reach_what_is_required_on_a_gpu(modules: dict[str, ModuleType]) -> None:
+    judged = modules["speed"].judged
     rates = {"axonlaunch": 98.0, "by hand": 100.0, "as torchtitan": 100.0}
     row = judged("1.2B", rates, 1e10, 2e12)
     assert row.cells["MFU"] == "49.0%"
@@ -77,9 +79,9 @@ def test_speed_has_to_reach_what_is_required_on_a_gpu(parts: dict[str, ModuleTyp
 
 
 def test_a_part_ends_in_a_table_and_a_status(
-    parts: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+    modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = parts["table"]
+    table = modules["table"]
     rows = {"a": table.Row("a", {"MFU": "40%"}), "b": table.Row("b", problem="it broke")}
     assert table.run([*rows], "", rows.__getitem__) == 1
     assert capsys.readouterr().out.splitlines()[-4:] == [
@@ -93,11 +95,11 @@ def test_a_part_ends_in_a_table_and_a_status(
 
 
 def test_a_part_ends_when_its_time_is_over(
-    parts: dict[str, ModuleType],
+    modules: dict[str, ModuleType],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    table = parts["table"]
+    table = modules["table"]
 
     def stopped(name: str) -> None:
         monkeypatch.setattr(table, "_ENDS", 0.0)

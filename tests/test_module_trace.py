@@ -88,9 +88,9 @@ def alone(model: str) -> Traced:
     return traced(model, *SINGLE)
 
 
-def compared(one: Traced, other: Traced) -> TraceComparison:
-    elements = elements_of_steps(one.paths, other.paths)
-    return compare_traces(one, other, tolerance=TOLERANCE, elements=elements)
+def compared(first: Traced, other: Traced) -> TraceComparison:
+    elements = elements_of_steps(first.paths, other.paths)
+    return compare_traces(first, other, tolerance=TOLERANCE, elements=elements)
 
 
 BLOCKS = {"gpt": 2, "llama": 4, "mlp": 2}
@@ -117,14 +117,14 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_traces_what_one_process_does(layout: str) -> None:
     overrides, model = LAYOUTS[layout]
-    found = compared(alone(model), traced(model, *overrides))
-    assert [str(one) for one in found.differences] == []
-    assert [*found.steps] == [0, 1]
+    result = compared(alone(model), traced(model, *overrides))
+    assert [str(d) for d in result.differences] == []
+    assert [*result.steps] == [0, 1]
     # But for the logits, which do not exist where the loss is in chunks.
-    assert found.only == ((["lm_head"] if "chunks" in layout else []), [])
-    assert found.compared > 2 * 100
+    assert result.only == ((["lm_head"] if "chunks" in layout else []), [])
+    assert result.compared > 2 * 100
     # All but the batch, the loss, and what no rank of the layout has of every sample.
-    assert found.by_element >= found.compared - 2 * 4
+    assert result.by_element >= result.compared - 2 * 4
 
 
 def test_the_gradients_of_an_adapter_are_traced_alike_in_every_layout() -> None:
@@ -132,8 +132,8 @@ def test_the_gradients_of_an_adapter_are_traced_alike_in_every_layout() -> None:
     gradients = [tensor.name for tensor in whole[0].tensors if tensor.kind == "gradient"]
     assert gradients
     assert all(".lora_" in name for name in gradients)
-    found = compared(whole, traced("gpt", "strategy=fsdp", TWO, "adapter=lora"))
-    assert (found.differences, found.only) == ([], ([], []))
+    result = compared(whole, traced("gpt", "strategy=fsdp", TWO, "adapter=lora"))
+    assert (result.differences, result.only) == ([], ([], []))
 
 
 def test_what_every_stage_calls_and_one_computes_is_traced_in_no_pipeline() -> None:
@@ -144,9 +144,9 @@ def test_what_every_stage_calls_and_one_computes_is_traced_in_no_pipeline() -> N
     def steps(*overrides: str) -> Traced:
         return trained(run_config([*model, *overrides]))
 
-    found = compared(steps(*SINGLE), steps("strategy=pipeline", TWO))
-    assert ([str(one) for one in found.differences], found.only[1]) == ([], [])
-    assert "transformer.drop" in found.only[0]
+    result = compared(steps(*SINGLE), steps("strategy=pipeline", TWO))
+    assert ([str(d) for d in result.differences], result.only[1]) == ([], [])
+    assert "transformer.drop" in result.only[0]
 
 
 def test_statistics_are_those_of_whole_tensors() -> None:
@@ -166,17 +166,17 @@ def test_statistics_are_those_of_whole_tensors() -> None:
         return gradients, torch.cat(seen), batch.inputs.double()
 
     gradients, output, inputs = World.mock(1).run(run)[0]
-    step = {(one.kind, one.name): one for one in traced("gpt", "strategy=ddp", TWO)[0].tensors}
+    step = {(t.kind, t.name): t for t in traced("gpt", "strategy=ddp", TWO)[0].tensors}
     expected = {
         ("batch", "inputs"): inputs,
         ("output", "layers.1.mlp"): output,
         ("gradient", "layers.1.mlp.up_proj.weight"): gradients["layers.1.mlp.up_proj.weight"],
     }
     for key, tensor in expected.items():
-        one = step[key]  # type: ignore[index]
-        assert one.rms == pytest.approx(float(tensor.square().mean().sqrt()), rel=1e-5)
-        assert one.mean == pytest.approx(float(tensor.mean()), rel=1e-5, abs=1e-7)
-        assert one.absmax == pytest.approx(float(tensor.abs().max()), rel=1e-5)
+        stats = step[key]  # type: ignore[index]
+        assert stats.rms == pytest.approx(float(tensor.square().mean().sqrt()), rel=1e-5)
+        assert stats.mean == pytest.approx(float(tensor.mean()), rel=1e-5, abs=1e-7)
+        assert stats.absmax == pytest.approx(float(tensor.abs().max()), rel=1e-5)
 
 
 def test_a_sum_too_many_over_tensor_ranks_is_found_in_its_module(
@@ -272,17 +272,17 @@ def loop(folder: Path, *, parts: int = 1, wrapped: bool = False, bug: bool = Fal
             optimizer.step()
             trace.step()
     assert not any(part._forward_hooks for part in model.modules())
-    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     return Traced(folder)
 
 
 def test_a_loop_traces_alike_in_micro_batches_and_in_a_wrapper(tmp_path: Path) -> None:
     right = loop(tmp_path / "a")
-    found = compared(right, loop(tmp_path / "b", parts=4, wrapped=True))
-    assert ([*found.steps], found.differences, found.only) == ([0, 2], [], ([], []))
+    result = compared(right, loop(tmp_path / "b", parts=4, wrapped=True))
+    assert ([*result.steps], result.differences, result.only) == ([0, 2], [], ([], []))
     # Four parameters, their gradients, and the first layer's output and gradient: of the layer that
     # is called twice in a forward the calls are in another order.
-    assert found.by_element == 2 * (4 + 4 + 2)
+    assert result.by_element == 2 * (4 + 4 + 2)
     first = compared(right, loop(tmp_path / "c", bug=True)).differences[0]
     assert (first.step, first.module, first.ours.kind) == (0, "twice", "output gradient")
 

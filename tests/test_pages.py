@@ -55,18 +55,18 @@ def shortened(command: str) -> list[str]:
     if arguments[1] == "estimate":
         return [*arguments, *small]
     if arguments[1] == "plan":
-        one = ["data_parallel=ddp", "tensor.degree=8", "pipeline.degree=1"]
+        strategy = ["data_parallel=ddp", "tensor.degree=8", "pipeline.degree=1"]
         rest = ["train.micro_batch_size=1", "train.activation_checkpointing=full"]
-        return [*arguments, *small, *(f"strategy.{key}" for key in one), *rest]
+        return [*arguments, *small, *(f"strategy.{key}" for key in strategy), *rest]
     if arguments[1] != "train" or "--render" in arguments:
         return arguments
     if "strategy=auto" in arguments:  # a few layouts to search
         arguments += ["strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
         arguments += ["strategy.tensor.degree=1", "train.activation_checkpointing=none"]
         arguments.append("train.micro_batch_size=4")
-    given = dict(word.split("=", 1) for word in arguments if word.startswith("train."))
-    length = f"train.steps={int(given.get('train.steps', 20)) // 5}"
-    length = "train.epochs=0.2" if "train.epochs" in given else length
+    train_settings = dict(word.split("=", 1) for word in arguments if word.startswith("train."))
+    length = f"train.steps={int(train_settings.get('train.steps', 20)) // 5}"
+    length = "train.epochs=0.2" if "train.epochs" in train_settings else length
     arguments = [
         word for word in arguments if not word.startswith(("train.steps=", "train.epochs="))
     ]
@@ -236,4 +236,4 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     names = {str(path.relative_to(ROOT)) for path in known}
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for name in set(re.findall(r"`([\w/]+\.py)(?:\b|`)", text)) - own:
-        assert any(f"/{one}".endswith(f"/{name}") for one in names), f"{name} is not there"
+        assert any(f"/{path}".endswith(f"/{name}") for path in names), f"{name} is not there"

@@ -155,7 +155,7 @@ def test_a_variant_of_data_parallelism_trains_and_is_estimated(command: Environm
     estimate = json.loads(command("estimate", *overrides, "--json").stdout)
     replicas = json.loads(command("estimate", *WORDS, "strategy=ddp", "--json").stdout)
     for part in ("parameters", "gradients", "optimizer"):
-        mine, ddps = (one["ranks"][0]["breakdown"][part] for one in (estimate, replicas))
+        mine, ddps = (e["ranks"][0]["breakdown"][part] for e in (estimate, replicas))
         assert mine == ddps
     command("train", *overrides, "name=local", "checkpoint.every=4")
     command("train", *overrides, "name=local", "checkpoint.every=4", "train.steps=6")

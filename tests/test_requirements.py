@@ -16,10 +16,10 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 def _locked(name: str) -> dict[str, list[str]]:
     """Return the locked versions of each package, by environment there may be several."""
-    found: dict[str, list[str]] = {}
+    versions: dict[str, list[str]] = {}
     for match in re.finditer(r"^([\w.-]+)==([^ ]+)", _text(name), re.MULTILINE):
-        found.setdefault(match[1].lower(), []).append(match[2])
-    return found
+        versions.setdefault(match[1].lower(), []).append(match[2])
+    return versions
 
 
 def _text(name: str) -> str:
@@ -27,10 +27,10 @@ def _text(name: str) -> str:
 
 
 def _direct(extra: str) -> list[Requirement]:
-    wanted = [Requirement(one) for one in (*PROJECT["dependencies"], *EXTRAS.get(extra, []))]
-    nested = [extra for one in wanted if one.name == "axonlaunch" for extra in one.extras]
-    wanted += [Requirement(one) for extra in nested for one in EXTRAS[extra]]
-    return [one for one in wanted if one.name != "axonlaunch"]
+    wanted = [Requirement(name) for name in (*PROJECT["dependencies"], *EXTRAS.get(extra, []))]
+    nested = [extra for r in wanted if r.name == "axonlaunch" for extra in r.extras]
+    wanted += [Requirement(name) for extra in nested for name in EXTRAS[extra]]
+    return [r for r in wanted if r.name != "axonlaunch"]
 
 
 @pytest.mark.parametrize("extra", ["base", *EXTRAS])

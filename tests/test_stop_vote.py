@@ -13,16 +13,16 @@ from axonlaunch.training.stop_vote import StopVote
 
 def answers(world: World, asked_in: int, *, steps: int) -> list[bool]:
     vote = StopVote(world)
-    found = []
+    votes = []
     for step in range(steps):
         vote.cast(stop=world.rank == 1 and step >= asked_in)
-        found.append(vote.anyone())
-    return found
+        votes.append(vote.anyone())
+    return votes
 
 
 def test_on_a_cpu_all_ranks_stop_after_the_step_in_which_one_is_asked() -> None:
-    found = World.mock(2).run(lambda world: answers(world, 1, steps=3))
-    assert found == [[False, True, True]] * 2
+    results = World.mock(2).run(lambda world: answers(world, 1, steps=3))
+    assert results == [[False, True, True]] * 2
 
 
 class _Event:
@@ -49,11 +49,11 @@ def test_on_a_gpu_the_host_waits_for_the_step_before_the_one_that_was_launched(
     def run(world: World) -> list[bool]:
         vote = StopVote(world)
         vote._lag = 1  # what a CUDA device makes of it
-        found = []
+        asked = []
         for step in range(4):
             vote.cast(stop=step >= 1)
-            found.append(vote.anyone())
-        return found
+            asked.append(vote.anyone())
+        return asked
 
     assert World.mock(1).run(run) == [[False, False, True, True]]
     assert log == ["record", "record", "wait", "record", "wait", "record", "wait"]

@@ -70,10 +70,10 @@ def test_evaluation_counts_every_held_out_target_once(tmp_path: Path) -> None:
     """19 samples in global batches of 8 on 4 ranks: the ragged end is padded, not counted."""
     overrides = ["train.steps=4", "train.eval_every=2", "train.eval_batches=100"]
     many = of(Evaluated, train(tmp_path / "many", *overrides, ranks=4))
-    one = of(Evaluated, train(tmp_path / "one", *overrides, "strategy=single", ranks=1))
+    single = of(Evaluated, train(tmp_path / "one", *overrides, "strategy=single", ranks=1))
     assert [event.step for event in many] == [2, 4]
-    assert {event.eval_tokens for event in many + one} == {19 * 8}
-    assert [e.eval_loss for e in many] == pytest.approx([e.eval_loss for e in one], rel=1e-5)
+    assert {event.eval_tokens for event in many + single} == {19 * 8}
+    assert [e.eval_loss for e in many] == pytest.approx([e.eval_loss for e in single], rel=1e-5)
 
 
 def test_each_batch_of_an_evaluation_and_each_tensor_of_a_save_is_progress(tmp_path: Path) -> None:
@@ -185,8 +185,8 @@ def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: P
 
         whole = losses(tmp_path / "whole", 4)
         (tmp_path / "parts").mkdir()
-        parts = losses(tmp_path / "parts", 2) + losses(tmp_path / "parts", 4)
-    assert parts == whole
+        in_two_runs = losses(tmp_path / "parts", 2) + losses(tmp_path / "parts", 4)
+    assert in_two_runs == whole
 
 
 def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:

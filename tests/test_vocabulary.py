@@ -35,10 +35,10 @@ class Values(nn.Module):
 
 def configured(folder: Path, *overrides: str) -> RunConfig:
     register_model("values", inputs="tokens")(Values)
-    given = ["model=values", "data=synthetic_tokens", "data.vocab_size=50", "launch.nproc=2"]
-    given += ["data.sequence_length=8", "train.global_batch_size=8", "train.eval_batches=0"]
-    given += ["checkpoint.every=0", "train.steps=1", "strategy=ddp", *overrides]
-    return with_values(config.load(given), {"run_dir": str(folder)})
+    arguments = ["model=values", "data=synthetic_tokens", "data.vocab_size=50", "launch.nproc=2"]
+    arguments += ["data.sequence_length=8", "train.global_batch_size=8", "train.eval_batches=0"]
+    arguments += ["checkpoint.every=0", "train.steps=1", "strategy=ddp", *overrides]
+    return with_values(config.load(arguments), {"run_dir": str(folder)})
 
 
 def failure(chosen: RunConfig) -> BaseException:
@@ -101,13 +101,17 @@ class Sequences(Dataset[tuple[Tensor, Tensor]]):
 def test_it_is_named_where_ranks_divide_the_vocabulary(
     model: str, place: int, named: str, tmp_path: Path
 ) -> None:
-    given = [model, "model.vocab_size=50", "model.hidden_size=32", "model.num_hidden_layers=1"]
+    settings = [model, "model.vocab_size=50", "model.hidden_size=32", "model.num_hidden_layers=1"]
     register_dataset("sequences")(Sequences)
-    given += ["model.num_attention_heads=2", "data=sequences", f"data.arguments={{place: {place}}}"]
-    given += ["train.global_batch_size=64", "train.steps=4"]
-    given += ["strategy=tensor", "launch.nproc=2", "checkpoint.every=0", "train.eval_batches=0"]
+    settings += [
+        "model.num_attention_heads=2",
+        "data=sequences",
+        f"data.arguments={{place: {place}}}",
+    ]
+    settings += ["train.global_batch_size=64", "train.steps=4"]
+    settings += ["strategy=tensor", "launch.nproc=2", "checkpoint.every=0", "train.eval_batches=0"]
     if model == "model=llama_debug":
-        given += ["model.num_key_value_heads=2", "model.intermediate_size=32"]
-    error = failure(with_values(run_config(given), {"run_dir": str(tmp_path)}))
+        settings += ["model.num_key_value_heads=2", "model.intermediate_size=32"]
+    error = failure(with_values(run_config(settings), {"run_dir": str(tmp_path)}))
     assert isinstance(error, ConfigError)
     assert str(error).startswith(f"model: {named} is out of range: the model's ")

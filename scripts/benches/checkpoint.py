@@ -52,8 +52,8 @@ def direct(file: Path, size: int) -> list[str]:
     return ["nice", "-n", "19", *dd]
 
 
-def copied(held: dict[str, dict[str, DTensor]]) -> list[torch.Tensor]:
-    return [t.to_local().clone() for part in held.values() for t in part.values()]
+def copied(sharded: dict[str, dict[str, DTensor]]) -> list[torch.Tensor]:
+    return [t.to_local().clone() for part in sharded.values() for t in part.values()]
 
 
 def forget(folder: Path) -> None:
@@ -73,15 +73,15 @@ def read(files: list[Path]) -> None:
 def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     here = Path(folder)
-    found: dict[str, list[float]] = {}
+    timings: dict[str, list[float]] = {}
 
     def note(name: str, value: float) -> None:
-        found.setdefault(name, []).append(value)
+        timings.setdefault(name, []).append(value)
 
     store = dist.FileStore(str(here / "store"), ranks)
     with World.join(local_place(rank, ranks), backend="gloo", store=store) as world:
-        held = state(ranks)
-        size = sum(t.nbytes for part in held.values() for t in part.values())
+        sharded = state(ranks)
+        size = sum(t.nbytes for part in sharded.values() for t in part.values())
         keep = Retention(newest=1)
         now = Saver(here / "run", world=world, retention=keep)
         later = Saver(here / "later", world=world, retention=keep, background=True)
@@ -103,7 +103,7 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
 
         def torch_save() -> None:
             local = {
-                kind: {n: t.to_local() for n, t in part.items()} for kind, part in held.items()
+                kind: {n: t.to_local() for n, t in part.items()} for kind, part in sharded.items()
             }
             (here / f"torch_{rank}").unlink(missing_ok=True)
             with (here / f"torch_{rank}").open("wb") as file:
@@ -114,12 +114,15 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
         for repeat in range(repeats):
             note("dd with fsync", seconds(dd))
             note("torch.save with fsync, a file a rank", seconds(torch_save))
-            note("save", seconds(lambda r=repeat: now.save(held, step=3 * r + 1, samples=0)))
+            note("save", seconds(lambda r=repeat: now.save(sharded, step=3 * r + 1, samples=0)))
             now.close()
-            one = latest(here / "run")
-            assert one is not None
-            mine = sorted(one.path.iterdir())[rank::ranks]
-            loaded = "load, checksums included", lambda o=one: load_checkpoint(o, held, world=world)
+            newest = latest(here / "run")
+            assert newest is not None
+            mine = sorted(newest.path.iterdir())[rank::ranks]
+            loaded = (
+                "load, checksums included",
+                lambda o=newest: load_checkpoint(o, sharded, world=world),
+            )
             whole = "read the files", lambda m=mine: read(m)
             for name, work in (whole, loaded, loaded, whole):  # disks grow faster and slower
                 if world.is_main:
@@ -134,10 +137,10 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
                     dist.all_reduce(writing, op=dist.ReduceOp.MAX)
                 return statistics.median(times)
 
-            note("copy of the state", seconds(lambda: copied(held)))
+            note("copy of the state", seconds(lambda: copied(sharded)))
             usual = statistics.median(step() for _ in range(15))
             began = time.perf_counter()
-            later.save(held, step=3 * repeat + 2, samples=0)
+            later.save(sharded, step=3 * repeat + 2, samples=0)
             note("stall of a save in the background", time.perf_counter() - began)
             done: list[Completed] = []
 
@@ -147,13 +150,13 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
 
             note("steps beside it, relative", beside(is_saving) / usual)
             later.close()
-            note("copy of the state", seconds(lambda: copied(held)))
+            note("copy of the state", seconds(lambda: copied(sharded)))
             usual = statistics.median(step() for _ in range(15))
             writer = subprocess.Popen(direct(here / f"direct_{rank}", size // ranks), **SILENT)
             of_dd = beside(lambda w=writer: w.poll() is None) / usual
             note("steps beside dd of as much past the cache, relative", of_dd)
-    found["megabytes"] = [size / MB]
-    return found
+    timings["megabytes"] = [size / MB]
+    return timings
 
 
 def main() -> None:
@@ -166,17 +169,17 @@ def main() -> None:
     context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         calls = [(rank, args.ranks, folder, args.repeats) for rank in range(args.ranks)]
-        found = forked_call.call_together(context, "checkpoint:on_rank", calls)[0]
-    [size] = found.pop("megabytes")
+        times = forked_call.call_together(context, "checkpoint:on_rank", calls)[0]
+    [size] = times.pop("megabytes")
     print(f"{size:.0f} MB on {args.ranks} ranks, medians of {args.repeats}")
-    for name, values in found.items():
+    for name, values in times.items():
         value = statistics.median(values)
         if "relative" in name:
             print(f"{name:<52} {value:>8.3f}")
         else:
             print(f"{name:<52} {value:>7.2f} s  {size / value:>6.0f} MB/s")
     for ours, theirs in (("save", "dd with fsync"), ("load, checksums included", "read the files")):
-        ratio = statistics.median(t / o for o, t in zip(found[ours], found[theirs], strict=True))
+        ratio = statistics.median(t / o for o, t in zip(times[ours], times[theirs], strict=True))
         print(f"{ours} at {ratio:.2f} of {theirs}")
 
 

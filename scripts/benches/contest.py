@@ -56,15 +56,15 @@ class Contestant:
 
     def rank_pss_mib(self) -> float:
         """Return the mean proportional set size of the ranks, MiB."""
-        found = []
+        sizes = []
         for process in Path("/proc").iterdir():
             if process.name.isdigit():
                 with contextlib.suppress(OSError, StopIteration):
                     if self.is_rank(process):
                         lines = (process / "smaps_rollup").read_text().splitlines()
                         pss = next(line for line in lines if line.startswith("Pss:"))
-                        found.append(int(pss.split()[1]) * 1024)
-        return statistics.mean(found) / MIB if found else float("nan")
+                        sizes.append(int(pss.split()[1]) * 1024)
+        return statistics.mean(sizes) / MIB if sizes else float("nan")
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def write_corpus(file: Path, size: int) -> Path:
 
 def _texts() -> Iterator[str]:
     library = Path(sysconfig.get_path("stdlib"))
-    sources = [one.read_text(errors="ignore") for one in sorted(library.glob("*.py"))]
+    sources = [file.read_text(errors="ignore") for file in sorted(library.glob("*.py"))]
     while True:
         for source in sources:
             yield from (source[at : at + ROW] for at in range(0, len(source), ROW))
@@ -160,8 +160,8 @@ def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float, fl
                 loader.batch(2 * steps + step)
             return sum(waits[1:]), sum(takes[1:]), time.perf_counter() - began
 
-        [found] = World.mock(1, timeout_s=STEP_TIMEOUT_S).run(work)
-        return found
+        [rates] = World.mock(1, timeout_s=STEP_TIMEOUT_S).run(work)
+        return rates
 
 
 def first_batch(corpora: Path, tokenizer: Path) -> tuple[float, float]:

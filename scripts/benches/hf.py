@@ -185,7 +185,7 @@ def sweep(kinds: list[str], layouts: list[str], file: Path, *, seconds: float) -
     """Prove what a file has no row of yet, a line for each; return all rows of these classes."""
     here = _here()
     file.parent.mkdir(parents=True, exist_ok=True)
-    known = {(one.model_type, one.layout): one for one in read(file) if one.versions == here}
+    known = {(r.model_type, r.layout): r for r in read(file) if r.versions == here}
     with file.open("a") as out:
         for kind in kinds:
             missing = [layout for layout in layouts if (kind, layout) not in known]
@@ -201,8 +201,8 @@ def read(file: Path) -> list[Row]:
     """Return the rows of a file, of which a later one of the same class and layout counts."""
     if not file.exists():
         return []
-    found = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
-    return list({(one.model_type, one.layout): one for one in found}.values())
+    every_row = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
+    return list({(row.model_type, row.layout): row for row in every_row}.values())
 
 
 def main() -> None:
@@ -223,27 +223,27 @@ def main() -> None:
         forget(chosen.rows, wanted, chosen.layouts)
     seen = sweep(wanted, chosen.layouts, chosen.rows, seconds=chosen.seconds)
     for layout in chosen.layouts:
-        equal = sum(one.outcome == "equal" for one in seen if one.layout == layout)
-        print(f"{layout}: {equal} of {sum(one.layout == layout for one in seen)}")
+        equal = sum(row.outcome == "equal" for row in seen if row.layout == layout)
+        print(f"{layout}: {equal} of {sum(row.layout == layout for row in seen)}")
     write(chosen.rows, kinds)
 
 
 def write(file: Path, kinds: list[str]) -> None:
     """Write what the package ships, once every class was run under every layout."""
-    rows = [one for one in read(file) if one.versions == _here()]
-    done = {(one.model_type, one.layout) for one in rows}
+    rows = [row for row in read(file) if row.versions == _here()]
+    done = {(row.model_type, row.layout) for row in rows}
     left = [kind for kind in kinds if any((kind, layout) not in done for layout in LAYOUTS)]
     if left:  # what is shipped has them
         print(f"{len(left)} of {len(kinds)} classes are left, and no table is written")
         return
-    rows = [one for one in rows if one.model_type in kinds]
+    rows = [row for row in rows if row.model_type in kinds]
     hf_page.write(rows, versions=versions(), classes=len(kinds), layouts=LAYOUTS)
 
 
 def forget(file: Path, kinds: list[str], layouts: list[str]) -> None:
     """Take rows out of a file."""
-    kept = [x for x in read(file) if x.model_type not in kinds or x.layout not in layouts]
-    file.write_text("".join(json.dumps(asdict(one)) + "\n" for one in kept))
+    rest = [x for x in read(file) if x.model_type not in kinds or x.layout not in layouts]
+    file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rest))
 
 
 if __name__ == "__main__":

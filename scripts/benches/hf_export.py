@@ -92,7 +92,7 @@ def _by_us(config: RunConfig, trained: dict[str, torch.Tensor], out: Path) -> st
     def on_rank(world: World) -> dict[str, torch.Tensor]:
         engine = _engine(again, world)
         weights.load_initial_weights(engine, again.model, world=world)
-        return {name: whole(one).clone() for name, one in engine.state_dict()["model"].items()}
+        return {name: whole(t).clone() for name, t in engine.state_dict()["model"].items()}
 
     loaded = World.mock(num_ranks(config)).run(on_rank)[0]
     if missing := trained.keys() ^ loaded.keys():

@@ -126,10 +126,10 @@ def on_rank(folder: str, layout: list[str], rank: int, ranks: int, meet: str) ->
         load_initial_weights(engine, config.model, world=world)
         seconds = time.perf_counter() - began
         tensors = [tensor for _, tensor in engine.named_parameters()]
-        parts = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+        shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return Loaded(
-        part=sum(one.nbytes for one in parts),
-        largest=max(one.numel() * one.element_size() for one in tensors),
+        part=sum(shard.nbytes for shard in shards),
+        largest=max(t.numel() * t.element_size() for t in tensors),
         peak=peak.most - peak.start,
         seconds=seconds,
     )
@@ -168,14 +168,14 @@ def main() -> None:
             for layout, overrides in LAYOUTS.items():
                 read = reading(folder)
                 ranks = load(folder, overrides)
-                slowest = max(one.seconds for one in ranks)
-                above = max(one.peak - one.part for one in ranks)
+                slowest = max(r.seconds for r in ranks)
+                above = max(r.peak - r.part for r in ranks)
                 if chosen.json:
-                    rows = [vars(one) for one in ranks]
+                    rows = [vars(r) for r in ranks]
                     print(json.dumps({"layout": layout, "read_s": read, "ranks": rows}))
                     continue
                 print(
-                    f"{layout:9} part {max(one.part for one in ranks) / 1e6:.0f} MB, beside it at "
+                    f"{layout:9} part {max(r.part for r in ranks) / 1e6:.0f} MB, beside it at "
                     f"most {above / 1e6:.0f} MB; largest tensor {ranks[0].largest / 1e6:.0f} MB; "
                     f"loaded in {slowest:.2f} s, files read in {read:.2f} s "
                     f"({slowest / read:.2f})",

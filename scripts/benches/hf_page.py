@@ -82,7 +82,7 @@ def write(
     """Write the package's data, a line for each class, and the page from it."""
     head = {"versions": dict(versions), "classes": classes, "layouts": dict(layouts)}
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-    families = [f"  {json.dumps(kind)}: {json.dumps(one)}" for kind, one in _families(rows)]
+    families = [f"  {json.dumps(kind)}: {json.dumps(family)}" for kind, family in _families(rows)]
     lines += [' "families": {', ",\n".join(families), " }"]
     proved.FILE.write_text("\n".join(["{", *lines, "}", ""]))
     proved.proved.cache_clear()
@@ -92,10 +92,10 @@ def write(
 def _families(rows: Iterable[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
     from axonlaunch.models.hf import library
 
-    types, found = library.causal_types(), defaultdict(list)
+    types, by_type = library.causal_types(), defaultdict(list)
     for row in rows:
-        found[row.model_type].append(row)
-    for kind, of_kind in sorted(found.items()):
+        by_type[row.model_type].append(row)
+    for kind, of_kind in sorted(by_type.items()):
         equal = {row.layout: row.reason for row in of_kind if row.outcome == "equal"}
         yield (
             kind,
@@ -152,7 +152,7 @@ def _table(table: proved.Proved) -> list[str]:
     for kind, family in table.families.items():
         answers = (_answer(family, layout) for layout in table.layouts)
         lines.append(f"| `{kind}` | {' | '.join(answers)} |")
-    also = {other: kind for kind, one in table.families.items() for other in one.also}
+    also = {other: kind for kind, entry in table.families.items() for other in entry.also}
     if also:
         same = ", ".join(f"`{other}` (`{kind}`)" for other, kind in sorted(also.items()))
         lines += ["", f"Of the same class as another: {same}."]

@@ -191,5 +191,5 @@ def _found(owner: Any, key: str) -> Any:
 
 def _spread(value: list[Any]) -> list[Any]:
     """Return a list that has an entry for each block: of two kinds in turn, if there are two."""
-    other = next((one for one in value if one != value[0]), value[0])
+    other = next((item for item in value if item != value[0]), value[0])
     return [value[0], other] * (BLOCKS // 2)

@@ -43,18 +43,18 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
         _as_torchtitan_of_2024()
     config = resolved(load(list(run.overrides)), accelerators=0)
     ranks = memory_estimate.estimate(config).ranks
-    one = {"first": ranks[0], "last": ranks[-1]}.get(run.scope) or max(
+    rank = {"first": ranks[0], "last": ranks[-1]}.get(run.scope) or max(
         ranks, key=lambda rank: rank.peak_bytes
     )
     reduced = ReducedRun.of(config)
-    stages = reduced.stages_of(one.coords["pp"])
+    stages = reduced.stages_of(rank.coords["pp"])
     on_host = memory_estimate.host_categories(config)
     (changes,) = forked_map.map_forked(
-        [partial(cuda_process.record, reduced, rank=one.rank, stages=stages, on_host=on_host)]
+        [partial(cuda_process.record, reduced, rank=rank.rank, stages=stages, on_host=on_host)]
     )
-    held = cuda_process.held(
+    memory = cuda_process.held(
         changes,
-        peak_bytes=one.peak_bytes,
+        peak_bytes=rank.peak_bytes,
         groups=cuda_process.communicator_sizes(reduced.layout),
         capacity=capacity,
         expandable=run.expandable,
@@ -62,11 +62,11 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
     )
     steady = ("parameters", "gradients", "optimizer")
     return {
-        "allocated": one.peak_bytes,
-        "active": one.peak_bytes,
-        "reserved": held.allocator,
-        "nvidia-smi": held.process,
-        "steady": sum(one.breakdown[name] for name in steady),
+        "allocated": rank.peak_bytes,
+        "active": rank.peak_bytes,
+        "reserved": memory.allocator,
+        "nvidia-smi": memory.process,
+        "steady": sum(rank.breakdown[name] for name in steady),
     }
 
 
@@ -88,8 +88,8 @@ def cached(run: published.Run, capacity: int | None, folder: Path | None) -> Est
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(estimate_run(run, capacity)))
-    found: Estimated = json.loads(file.read_text())
-    return found
+    estimate: Estimated = json.loads(file.read_text())
+    return estimate
 
 
 def main() -> None:
@@ -129,20 +129,20 @@ def _print_errors(rows: list[dict[str, Any]], answers: list[Estimated]) -> None:
             )
     print(f"\n{'source':<10} {'kind':<10} {'rows':>4} {'median':>7} {'90th':>7}")
     groups = sorted(errors.items())
-    whole = [error for _, found in groups for error in found]
-    for (source, kind), found in [*groups, (("all", ""), whole)]:
-        if found:
+    whole = [error for _, of_group in groups for error in of_group]
+    for (source, kind), of_group in [*groups, (("all", ""), whole)]:
+        if of_group:
             print(
-                f"{source:<10} {kind:<10} {len(found):>4} {statistics.median(found):>7.1%} "
-                f"{_percentile(found, 0.9):>7.1%}"
+                f"{source:<10} {kind:<10} {len(of_group):>4} {statistics.median(of_group):>7.1%} "
+                f"{_percentile(of_group, 0.9):>7.1%}"
             )
     print(f"\nestimated not to fit their GPU: {', '.join(misfits) or 'none'}")
 
 
 def _print_reasons(against: Mapping[str, list[str]]) -> None:
     """Say what rows would need, and for how many of them nothing else is missing."""
-    every = Counter(reason for found in against.values() for reason in found)
-    alone = Counter(found[0] for found in against.values() if len(found) == 1)
+    every = Counter(reason for reasons in against.values() for reason in reasons)
+    alone = Counter(reasons[0] for reasons in against.values() if len(reasons) == 1)
     print(f"\n{'rows':>5} {'alone':>5}  can't be said")
     for reason, count in every.most_common():
         print(f"{count:>5} {alone[reason]:>5}  {reason}")

@@ -202,5 +202,5 @@ def final_loss(peer: Peer, folder: Path) -> float | None:
         file = folder / "summary.json"
         return json.loads(file.read_text())["eval_loss"] if file.exists() else None
     text = (folder / "output").read_text(errors="replace")
-    found = [line.split()[-1] for line in text.splitlines() if line.startswith("final loss ")]
-    return float(found[-1]) if found else None
+    losses = [line.split()[-1] for line in text.splitlines() if line.startswith("final loss ")]
+    return float(losses[-1]) if losses else None

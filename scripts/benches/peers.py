@@ -82,7 +82,7 @@ def measured(
     peers: Sequence[Peer], pythons: dict[Peer, Path], ranks: int, args: Any
 ) -> dict[Peer, dict[str, list[float]]]:
     """Return seconds to the first step and of a step, and MiB of a rank, of each turn."""
-    found: dict[Peer, dict[str, list[float]]] = {
+    samples: dict[Peer, dict[str, list[float]]] = {
         peer: {"first": [], "step": [], "memory": []} for peer in peers
     }
     for turn in range(args.repeats):
@@ -93,22 +93,22 @@ def measured(
                 overrides = command_of(peer, pythons[peer], job, folder=folder)
                 with started(overrides, pythons[peer], folder=folder) as (process, began):
                     contestant = contestant_of(peer, process, folder, began)
-                    found[peer]["first"].append(contestant.first_step_s())
-                    found[peer]["memory"].append(contestant.rank_pss_mib())
-                    found[peer]["step"].append(step_seconds(contestant))
+                    samples[peer]["first"].append(contestant.first_step_s())
+                    samples[peer]["memory"].append(contestant.rank_pss_mib())
+                    samples[peer]["step"].append(step_seconds(contestant))
             print(
-                ranks, peer.name, {k: round(v[-1], 4) for k, v in found[peer].items()}, flush=True
+                ranks, peer.name, {k: round(v[-1], 4) for k, v in samples[peer].items()}, flush=True
             )
-    return found
+    return samples
 
 
 def contestant_of(
     peer: Peer, process: subprocess.Popen[bytes], folder: Path, began: float
 ) -> Contestant:
-    def is_rank(found: Path) -> bool:
+    def is_rank(proc_folder: Path) -> bool:
         if peer is AXONLAUNCH:
-            return str((found / "fd" / "1").readlink()).startswith(str(folder / "run/logs"))
-        line = (found / "cmdline").read_bytes()
+            return str((proc_folder / "fd" / "1").readlink()).startswith(str(folder / "run/logs"))
+        line = (proc_folder / "cmdline").read_bytes()
         return f"--out={folder}".encode() in line and b"--standalone" not in line
 
     progress = folder / ("run/metrics.jsonl" if peer is AXONLAUNCH else "seconds")
@@ -203,7 +203,7 @@ def page(
             "",
             *table(
                 ["", *(peer.name for peer in peers)],
-                [[name, *(found[peer] for peer in peers)] for name, found in mistakes.items()],
+                [[name, *(cells[peer] for peer in peers)] for name, cells in mistakes.items()],
             ),
         ]
     lines += ["", "## Where another is better", "", *better(speeds, mistakes)]
@@ -224,9 +224,9 @@ def better(
                 if ours is not None and value < ours:
                     share = f"{value / ours:.2f} of axonlaunch's"
                     lines.append(f"- {name}, {ranks} ranks: {peer.name}, {share}")
-    for name, found in mistakes.items():
-        if found.get(AXONLAUNCH) not in GOOD:
-            others = [peer.name for peer, verdict in found.items() if verdict in GOOD]
+    for name, verdicts in mistakes.items():
+        if verdicts.get(AXONLAUNCH) not in GOOD:
+            others = [peer.name for peer, verdict in verdicts.items() if verdict in GOOD]
             if others:
                 lines.append(f"- {name}: {', '.join(others)}")
     return lines or ["In nothing that was measured here."]

@@ -42,27 +42,27 @@ def step_seconds(overrides: list[str], layout: Layout, *, ranks: int, steps: int
 def every_layout(overrides: list[str], *, ranks: int) -> list[Layout]:
     """Return the settings of every layout that recomputes nothing."""
     config = load([*overrides, f"launch.nproc={ranks}"])
-    found = candidates(config, devices=ranks, in_node=ranks, fixed=_NONE)
-    return [tuple(f"{k}={plain(v)}" for k, v in one.settings.items()) for one in found]
+    choices = candidates(config, devices=ranks, in_node=ranks, fixed=_NONE)
+    return [tuple(f"{k}={plain(v)}" for k, v in choice.settings.items()) for choice in choices]
 
 
 def planned(overrides: list[str], *, ranks: int) -> tuple[Layout, dict[str, Any]]:
     """Return the first choice, with all its settings, and what the command printed."""
     command = [COMMAND, "plan", "--json", "--devices", str(ranks), *overrides, "hardware=cpu"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(ran.stdout)
-    config = load([*overrides, *found["candidates"][0]["overrides"]])
-    for one in candidates(config, devices=ranks, in_node=ranks, fixed={}):
-        if with_values(one.config, {"hardware": None}) == config:
-            return tuple(f"{k}={plain(v)}" for k, v in one.settings.items()), found
-    raise SystemExit(f"no layout is {found['candidates'][0]['overrides']}")
+    plan: dict[str, Any] = json.loads(ran.stdout)
+    config = load([*overrides, *plan["candidates"][0]["overrides"]])
+    for choice in candidates(config, devices=ranks, in_node=ranks, fixed={}):
+        if with_values(choice.config, {"hardware": None}) == config:
+            return tuple(f"{k}={plain(v)}" for k, v in choice.settings.items()), plan
+    raise SystemExit(f"no layout is {plan['candidates'][0]['overrides']}")
 
 
 def short(layout: Layout) -> str:
     """Say a layout by what is not as usual."""
     usual = ("degree=1", "=false", "=none", "schedule=1f1b")
-    kept = [word for word in layout if not word.endswith(usual)]
-    return " ".join(kept) or "one rank"
+    unusual = [word for word in layout if not word.endswith(usual)]
+    return " ".join(unusual) or "one rank"
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def main() -> None:
             for layout in finalists:
                 seconds = step_seconds(args.overrides, layout, ranks=ranks, steps=args.steps)
                 times[layout].append(seconds)
-        medians = {layout: statistics.median(found) for layout, found in times.items()}
+        medians = {layout: statistics.median(turns) for layout, turns in times.items()}
         print(f"\n{ranks} ranks, {len(once)} layouts run, planned in {reported['seconds']} s")
         for layout in sorted(medians, key=lambda layout: medians[layout]):
             mark = "planned" if layout == first else ""

@@ -42,22 +42,22 @@ class Run:
 def measured(row: Row) -> dict[Kind, int]:
     """Return what was measured and says what it is, in bytes by kind."""
     metric = str(row.get("memory_metric", "")).lower()
-    found: dict[Kind, int] = {}
+    peaks: dict[Kind, int] = {}
     peak = _peak(row)
     if peak is not None and " or " not in metric:
         if "reserved" in metric and "allocated" not in metric:
-            found["reserved"] = peak
+            peaks["reserved"] = peak
         elif "nvidia-smi" in metric:
-            found["nvidia-smi"] = peak
+            peaks["nvidia-smi"] = peak
         elif metric.startswith("peak active"):
-            found["active"] = peak
+            peaks["active"] = peak
         elif "allocated" in metric and "allocated-type" not in metric:
-            found["allocated"] = peak
+            peaks["allocated"] = peak
     if "peak_active_gib" in row:
-        found["active"] = round(row["peak_active_gib"] * GIB)
+        peaks["active"] = round(row["peak_active_gib"] * GIB)
     if "steady_allocated_bytes" in row:
-        found["steady"] = row["steady_allocated_bytes"]
-    return found
+        peaks["steady"] = row["steady_allocated_bytes"]
+    return peaks
 
 
 def device_bytes(row: Row) -> int | None:
@@ -147,12 +147,12 @@ def _of_arithmetic(row: Row) -> Iterator[str]:
     precision = str(row.get("linear_precision", "bf16")).lower()
     if row.get("float8_linear") or row.get("fp8") or not precision.startswith("bf16"):
         yield "float8"
-    masters, kept = str(row.get("master_weights")), str(row.get("param_dtype"))
+    masters, parameters = str(row.get("master_weights")), str(row.get("param_dtype"))
     if "sharded params" in masters:
         pass
     elif masters.startswith("fp32"):
         yield _BF16_MASTERS
-    elif masters == "none" or "pure" in kept or "true" in kept:
+    elif masters == "none" or "pure" in parameters or "true" in parameters:
         yield _NO_MASTERS
     else:
         yield "how parameters are kept is not given"
@@ -213,8 +213,8 @@ def _micro_batch(row: Row) -> int | None:
 
 def _batch(row: Row) -> int | None:
     size: int | None = row.get("global_batch_size")
-    if size is None and row.get("num_gpus") == 1 and (one := _micro_batch(row)):
-        return one * (row.get("grad_accum") or 1)
+    if size is None and row.get("num_gpus") == 1 and (samples := _micro_batch(row)):
+        return samples * (row.get("grad_accum") or 1)
     return size
 
 

@@ -110,7 +110,7 @@ def rank(number: int, port: int, sizes: list[int], repeats: int) -> None:
         for hidden in sizes:
             seconds = contest(world, hidden, max(20, repeats * 64 // max(hidden, 64)))
             if number == 0:
-                mine, other = (statistics.median(one) for one in seconds.values())
+                mine, other = (statistics.median(times) for times in seconds.values())
                 ratio = statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
                 print(
                     f"{hidden:>6}  {mine * 1e3:>9.2f} ms  {other * 1e3:>9.2f} ms  {ratio:>6.3f}",

@@ -56,12 +56,12 @@ def report(
     left_out: Counter[str],
 ) -> None:
     print(f"\n{'group':56}{'rows':>5}{'Spearman':>10}{'first':>7}")
-    found, firsts = [], []
+    correlations, firsts = [], []
     for (model, hardware, devices), pairs in sorted(groups.items()):
         if len(pairs) < LEAST_ROWS:
             continue
         rho = spearman([a for a, _ in pairs], [b for _, b in pairs])
-        found.append(rho)
+        correlations.append(rho)
         first = max(pairs)[1] / max(measured for _, measured in pairs)
         firsts.append(first)
         name = f"{model}, {hardware}, {devices} devices"
@@ -71,9 +71,9 @@ def report(
         print(f"{count:5}  {reason}")
     if errors:
         print(f"\nrows {len(errors)}, median absolute error {statistics.median(errors):.1%}")
-    if found:
+    if correlations:
         print(
-            f"groups {len(found)}, median Spearman {statistics.median(found):.2f}, "
+            f"groups {len(correlations)}, median Spearman {statistics.median(correlations):.2f}, "
             f"median of the first over the best {statistics.median(firsts):.2f}"
         )
 

@@ -78,7 +78,7 @@ for hidden in args.hidden:
     traced, other = taken[args.warm_up :: 2], taken[args.warm_up + 1 :: 2]
     medians = [statistics.median(cpu for cpu, _ in side) for side in (other, traced)]
     pairs = [*zip(traced, other, strict=True)]
-    ratios = [statistics.median(one[kind] / two[kind] for one, two in pairs) for kind in (0, 1)]
+    ratios = [statistics.median(first[kind] / two[kind] for first, two in pairs) for kind in (0, 1)]
     print(
         f"{parameters:>12,}  {medians[0] * 1e3:>6.1f} ms  {medians[1] * 1e3:>6.1f} ms  "
         f"{ratios[0]:>6.3f}  {ratios[1]:>7.3f}",

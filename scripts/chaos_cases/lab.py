@@ -223,8 +223,8 @@ def complete(command: Command, overrides: list[str], expected: list[float]) -> E
 def checkpoints(command: Command) -> list[Path]:
     """Return a run's checkpoints, oldest first."""
     folder = command.folder / "runs/run/checkpoints"
-    found = [path for path in folder.glob("step_*") if path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    folders = [path for path in folder.glob("step_*") if path.name[5:].isdigit()]
+    return sorted(folders, key=lambda path: int(path.name[5:]))
 
 
 def steps_logged(command: Command) -> int:

@@ -56,8 +56,8 @@ ON_CPU = {"commands": ("estimate",), "runs": ("gpt fp32",)}
 
 def main() -> int:
     """Run every command and every kind of run."""
-    given = table.arguments(__doc__ or "")
-    on_cuda = given.device == "cuda"
+    args = table.arguments(__doc__ or "")
+    on_cuda = args.device == "cuda"
     commands = {n: c for n, c in COMMANDS.items() if on_cuda or n in ON_CPU["commands"]}
     runs = {n: r for n, r in RUNS.items() if on_cuda or n in ON_CPU["runs"]}
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +67,7 @@ def main() -> int:
                 return command(name, commands[name], Path(folder))
             return trained(name, runs[name], Path(folder), on_cuda=on_cuda)
 
-        return table.run([*commands, *runs], given.only, case)
+        return table.run([*commands, *runs], args.only, case)
 
 
 def command(name: str, overrides: list[str], folder: Path) -> table.Row:

@@ -79,14 +79,14 @@ CASES = {
 
 def main() -> int:
     """Let every case fail."""
-    given = table.arguments(__doc__ or "")
-    on_cuda = given.device == "cuda"
+    args = table.arguments(__doc__ or "")
+    on_cuda = args.device == "cuda"
     cases = {name: case for name, case in CASES.items() if on_cuda or not case.needs_gpu}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sleeper.py").write_text(SLEEPER)
         return table.run(
             [*cases],
-            given.only,
+            args.only,
             lambda name: failed(name, cases[name], Path(folder), on_cuda=on_cuda),
         )
 

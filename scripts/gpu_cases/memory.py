@@ -117,11 +117,11 @@ CASES_OF_CPU: dict[str, tuple[int, list[str]]] = {
 
 def main() -> int:
     """Measure and estimate every case."""
-    given = table.arguments(__doc__ or "")
-    cases = CASES if given.device == "cuda" else CASES_OF_CPU
-    if given.case:
-        ranks, overrides = cases[given.case]
-        sys.stdout.write(json.dumps(measured(overrides, ranks, torch.device(given.device, 0))))
+    args = table.arguments(__doc__ or "")
+    cases = CASES if args.device == "cuda" else CASES_OF_CPU
+    if args.case:
+        ranks, overrides = cases[args.case]
+        sys.stdout.write(json.dumps(measured(overrides, ranks, torch.device(args.device, 0))))
         return 0
 
     # Estimates take no device, so that they are made while others are measured.
@@ -129,11 +129,11 @@ def main() -> int:
     estimates = {
         name: pool.submit(estimated, overrides, ranks, **_allocator(name))
         for name, (ranks, overrides) in cases.items()
-        if name.startswith(given.only)
+        if name.startswith(args.only)
     }
 
     def case(name: str) -> table.Row:
-        asked = [sys.executable, __file__, "--device", given.device, "--case", name]
+        asked = [sys.executable, __file__, "--device", args.device, "--case", name]
         ran = table.ended(asked, **_allocator(name))
         if ran.returncode:
             return table.Row(name, problem=table.last_line(ran.stderr))
@@ -142,7 +142,7 @@ def main() -> int:
             return table.Row(name, problem=estimate)
         return compared(name, json.loads(ran.stdout), estimate)
 
-    status = table.run([*cases], given.only, case)
+    status = table.run([*cases], args.only, case)
     pool.shutdown(cancel_futures=True)
     return status
 
@@ -161,11 +161,11 @@ def measured(overrides: list[str], ranks: int, device: torch.device) -> dict[str
     configure_arithmetic(config.train)
     watch: PeakWatch = DevicePeak(device) if device.type == "cuda" else CpuPeakMemory(config)
     _train(config, world, watch)
-    found = {"allocated": watch.peak_bytes() or 0}
+    peaks = {"allocated": watch.peak_bytes() or 0}
     if device.type == "cuda":
-        found["reserved"] = torch.cuda.max_memory_reserved(device)
-        found["process"] = _process_bytes()
-    return found
+        peaks["reserved"] = torch.cuda.max_memory_reserved(device)
+        peaks["process"] = _process_bytes()
+    return peaks
 
 
 def _train(config: RunConfig, world: World, watch: PeakWatch) -> None:
@@ -212,8 +212,8 @@ def _process_bytes() -> int:
     """Return what the driver says that this process holds of its device; 0 where it does not."""
     asked = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
-    held = dict(line.split(", ") for line in lines if ", " in line)
-    return int(held.get(str(os.getpid()), "0")) * MIB
+    mib_of_process = dict(line.split(", ") for line in lines if ", " in line)
+    return int(mib_of_process.get(str(os.getpid()), "0")) * MIB
 
 
 def _allocator(name: str) -> dict[str, str]:
@@ -227,11 +227,11 @@ def estimated(overrides: list[str], ranks: int, **environment: str) -> dict[str,
     ran = table.ended(command, **environment)
     if ran.returncode:
         return f"estimate: {table.last_line(ran.stderr)}"
-    found: dict[str, Any] = json.loads(ran.stdout)
-    return found
+    estimate: dict[str, Any] = json.loads(ran.stdout)
+    return estimate
 
 
-def compared(name: str, found: dict[str, int], estimate: dict[str, Any]) -> table.Row:
+def compared(name: str, peaks: dict[str, int], estimate: dict[str, Any]) -> table.Row:
     """Return a row: allocated within 2% and 64 MiB, reserved within 5%; on a CPU 0.1%."""
     pairs = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "process": "process_bytes"}
     first = estimate.get("ranks", [estimate])[0]
@@ -241,14 +241,14 @@ def compared(name: str, found: dict[str, int], estimate: dict[str, Any]) -> tabl
     cells: dict[str, str] = {}
     problems = []
     for what, key in pairs.items():
-        if what not in found:
+        if what not in peaks:
             continue
-        ours, theirs = found[what], int(estimate[key])
+        ours, theirs = peaks[what], int(estimate[key])
         off = (theirs - ours) / ours if ours else 0.0
         cells[f"{what}, MiB"] = f"{ours / MIB:,.1f}"
         cells[f"{what}, estimated"] = f"{theirs / MIB:,.1f} ({off:+.1%})"
         slack = {"allocated": 0.02 * ours + 64 * MIB, "reserved": 0.05 * ours}.get(what)
-        if "reserved" not in found:
+        if "reserved" not in peaks:
             slack = 0.001 * ours  # of messages that nobody takes, some are freed earlier
         if slack is not None and abs(theirs - ours) > slack:
             problems.append(f"{what} is {off:+.1%} off")

@@ -89,25 +89,25 @@ class Work:
 
 def main() -> int:
     """Time every case."""
-    given = table.arguments(__doc__ or "")
-    cases = CASES if given.device == "cuda" else CASES_OF_CPU
-    if given.case:
-        is_cuda = given.device == "cuda"
+    args = table.arguments(__doc__ or "")
+    cases = CASES if args.device == "cuda" else CASES_OF_CPU
+    if args.case:
+        is_cuda = args.device == "cuda"
         device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
         if is_cuda:
             torch.cuda.set_device(device)
-        ranks, overrides = cases[given.case]
+        ranks, overrides = cases[args.case]
         sys.stdout.write(json.dumps(timed(overrides, ranks, device)))
         return 0
 
     def case(name: str) -> table.Row:
-        asked = [sys.executable, __file__, "--device", given.device, "--case", name]
+        asked = [sys.executable, __file__, "--device", args.device, "--case", name]
         ran = table.ended(asked)
         if ran.returncode:
             return table.Row(name, problem=table.last_line(ran.stderr))
         return judged(name, **json.loads(ran.stdout.splitlines()[-1]))
 
-    return table.run([*cases], given.only, case)
+    return table.run([*cases], args.only, case)
 
 
 def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, A
     loader = rank_loader(config, dataset, layout=layout, rank=0, pin_memory=device.type == "cuda")
     work = Work(config, device, ranks, [loader.batch(step) for step in range(4)])
     makers: dict[str, Callable[[Work], Step]] = {
-        "axonlaunch": lambda one: _axonlaunch(one, sample_inputs(dataset)),
+        "axonlaunch": lambda model: _axonlaunch(model, sample_inputs(dataset)),
         "by hand": _by_hand,
         "as torchtitan": _as_torchtitan,
     }

@@ -67,17 +67,17 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", metavar="PREFIX", help="cases whose name begins so")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.device == "cuda" and torch.cuda.device_count() == 0:
+    args = parser.parse_args()
+    if args.device == "cuda" and torch.cuda.device_count() == 0:
         sys.stderr.write("error: torch sees no GPU here; --device cpu runs a small scale\n")
         sys.exit(2)
-    return given
+    return args
 
 
 def run(names: Sequence[str], only: str, case: Callable[[str], Row]) -> int:
     """Run the cases, print each as it ends and all of them last; return the exit status."""
     rows = []
-    for name in (one for one in names if one.startswith(only)):
+    for name in (case_name for case_name in names if case_name.startswith(only)):
         try:
             row = case(name) if seconds_left() else Row(name, problem="not run: no time was left")
         except subprocess.TimeoutExpired:
@@ -103,10 +103,10 @@ def where() -> str:
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
+        query = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return f"CPU, {versions}"
-    return f"{found.stdout.splitlines()[0]}, {versions}"
+    return f"{query.stdout.splitlines()[0]}, {versions}"
 
 
 if __name__ == "__main__":

@@ -46,10 +46,10 @@ def resume(where: Path, *, passes_over: bool = True) -> tuple[int | None, set[fl
 
     def on_rank(world: World) -> tuple[int | None, set[float], list[str]]:
         state: dict[str, Any] = {"model": {f"w{rank}": torch.zeros(64) for rank in range(RANKS)}}
-        found = fallback.load_newest(where, lambda: state, world=world, passes_over=passes_over)
-        values = {float(v) for t in found.state.get("model", {}).values() for v in t}
-        step = None if found.checkpoint is None else found.checkpoint.step
-        return step, values, [*found.aside]
+        loaded = fallback.load_newest(where, lambda: state, world=world, passes_over=passes_over)
+        values = {float(v) for t in loaded.state.get("model", {}).values() for v in t}
+        step = None if loaded.checkpoint is None else loaded.checkpoint.step
+        return step, values, [*loaded.aside]
 
     first, *others = World.mock(RANKS).run(on_rank)
     assert all(other[:2] == first[:2] for other in others)
@@ -176,23 +176,23 @@ def test_a_file_that_can_not_be_opened_is_no_damage(
     with pytest.raises(OSError, match=os.strerror(number)):
         fallback.newest_good(where)
     monkeypatch.undo()
-    found = checkpoint.latest(where)
-    assert found is not None
+    newest = checkpoint.latest(where)
+    assert newest is not None
     monkeypatch.setattr(step_folders, "opened", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
-        step_folders.damage(found)
-    assert found.step == 2
+        step_folders.damage(newest)
+    assert newest.step == 2
 
 
 def test_a_disk_that_can_not_read_a_file_any_more_is_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
-    found = checkpoint.list_checkpoints(tmp_path)[0]
+    unreadable = checkpoint.list_checkpoints(tmp_path)[0]
 
     def fail(path: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr(step_folders, "opened", fail)
     with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
-        reader.refuse_damage(found)
+        reader.refuse_damage(unreadable)

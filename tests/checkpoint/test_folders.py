@@ -36,7 +36,7 @@ def save(run_dir: Path, *steps: int, keep: Retention | None = None) -> None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    return [one.step for one in checkpoint.list_checkpoints(run_dir)]
+    return [saved.step for saved in checkpoint.list_checkpoints(run_dir)]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def three(written: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("retention", "kept"),
+    ("retention", "expected"),
     [
         (Retention(newest=1), [12]),
         (Retention(newest=3), [10, 11, 12]),
@@ -63,12 +63,12 @@ def three(written: Path, tmp_path: Path) -> Path:
         (Retention(newest=1, every=6, best=2), [2, 3, 6, 12]),
     ],
 )
-def test_what_is_kept(retention: Retention, kept: list[int]) -> None:
-    found = [
+def test_what_is_kept(retention: Retention, expected: list[int]) -> None:
+    checkpoints = [
         Checkpoint(Path(str(n)), n, 8 * n, 1, None, eval_loss=abs(n - 2.4)) for n in range(1, 13)
     ]
-    gone = step_folders.superseded(found, retention)
-    assert [one.step for one in found if one not in gone] == kept
+    gone = step_folders.superseded(checkpoints, retention)
+    assert [saved.step for saved in checkpoints if saved not in gone] == expected
 
 
 def test_a_save_deletes_what_is_not_kept(tmp_path: Path) -> None:
@@ -102,11 +102,11 @@ def test_a_disk_without_room_is_reported_before_anything_is_written(
 
 
 def test_readers_do_not_keep_each_other_out(three: Path) -> None:
-    one = checkpoint.list_checkpoints(three)[0]
+    oldest = checkpoint.list_checkpoints(three)[0]
     with (
-        step_folders.reading(one),
-        step_folders.reading(one),
-        (one.path / step_folders.MANIFEST).open() as file,
+        step_folders.reading(oldest),
+        step_folders.reading(oldest),
+        (oldest.path / step_folders.MANIFEST).open() as file,
     ):
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
@@ -167,22 +167,22 @@ def test_what_an_interrupted_save_left_is_none_and_is_swept(three: Path) -> None
 
 def test_checkpoints_of_the_first_format_are_read_without_checksums(tmp_path: Path) -> None:
     old_checkpoint.save(tmp_path, STATE, step=3, form=1)
-    found = checkpoint.latest(tmp_path)
-    assert found is not None
-    assert found.step == 3
-    assert step_folders.damage(found) == []
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    assert newest.step == 3
+    assert step_folders.damage(newest) == []
     model = {name: torch.zeros(64) for name in STATE["model"]}
-    checkpoint.load_model(found, model)
+    checkpoint.load_model(newest, model)
     assert all(torch.equal(model[name], STATE["model"][name]) for name in model)
 
 
 def test_every_flipped_bit_and_every_cut_is_found(three: Path) -> None:
     """200 of them, anywhere in any file that holds the state."""
-    found = checkpoint.latest(three)
-    assert found is not None
+    newest = checkpoint.latest(three)
+    assert newest is not None
     draw = random.Random(0)
-    files = sorted(step_folders.files(found))
-    whole = {name: (found.path / name).read_bytes() for name in files}
+    files = sorted(step_folders.files(newest))
+    whole = {name: (newest.path / name).read_bytes() for name in files}
     for _ in range(200):
         name = draw.choice(files)
         content = bytearray(whole[name])
@@ -190,37 +190,37 @@ def test_every_flipped_bit_and_every_cut_is_found(three: Path) -> None:
             content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         else:
             del content[draw.randrange(len(content)) :]
-        (found.path / name).write_bytes(content)
-        assert step_folders.damage(found) == [name]
-        (found.path / name).write_bytes(whole[name])
-    assert step_folders.damage(found) == []
+        (newest.path / name).write_bytes(content)
+        assert step_folders.damage(newest) == [name]
+        (newest.path / name).write_bytes(whole[name])
+    assert step_folders.damage(newest) == []
 
 
 def test_a_changed_file_is_refused_when_it_is_loaded_and_the_one_before_is_offered(
     three: Path,
 ) -> None:
-    found = checkpoint.latest(three)
-    assert found is not None
-    file = found.path / "__0_0.distcp"
+    last = checkpoint.latest(three)
+    assert last is not None
+    file = last.path / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
     def on_rank(world: World) -> None:
         with pytest.raises(CorruptCheckpointError) as caught:
-            checkpoint.load_checkpoint(found, STATE, world=world)
+            checkpoint.load_checkpoint(last, STATE, world=world)
         assert str(caught.value) == (
-            f"{found.path}: __0_0.distcp is not what was written (its CRC-32 differs); resume from "
-            f"the previous one with checkpoint.resume={found.path.with_name('step_2')}"
+            f"{last.path}: __0_0.distcp is not what was written (its CRC-32 differs); resume from "
+            f"the previous one with checkpoint.resume={last.path.with_name('step_2')}"
         )
 
     World.mock(1).run(on_rank)
 
 
 def test_ranks_share_the_reading_of_checksums(three: Path) -> None:
-    found = checkpoint.latest(three)
-    assert found is not None
-    for name in step_folders.files(found):
-        os.truncate(found.path / name, 1)
-    parts = [step_folders.damage(found, part=part, parts=3) for part in range(3)]
-    assert sorted(name for part in parts for name in part) == sorted(step_folders.files(found))
+    newest = checkpoint.latest(three)
+    assert newest is not None
+    for name in step_folders.files(newest):
+        os.truncate(newest.path / name, 1)
+    damaged = [step_folders.damage(newest, part=part, parts=3) for part in range(3)]
+    assert sorted(name for part in damaged for name in part) == sorted(step_folders.files(newest))

@@ -48,7 +48,7 @@ def started(config: RunConfig) -> dict[str, Tensor]:
     def run(world: World) -> dict[str, Tensor]:
         engine, _ = rank_engine(config, world)
         weights.load_initial_weights(engine, config.model, world=world)
-        return {name: whole(one.detach()).clone() for name, one in engine.named_parameters()}
+        return {name: whole(p.detach()).clone() for name, p in engine.named_parameters()}
 
     return World.mock(config.launch.nproc).run(run)[0]
 
@@ -57,9 +57,9 @@ def started(config: RunConfig) -> dict[str, Tensor]:
 def test_every_layout_starts_from_what_save_pretrained_wrote(kind: str, tmp_path: Path) -> None:
     theirs = dict(save(kind, tmp_path).named_parameters())
     for layout in (["strategy=single"], ["strategy=fsdp", "launch.nproc=3"]):
-        found = started(chosen(tmp_path, *layout, "train.global_batch_size=6"))
-        assert found.keys() == theirs.keys()
-        for name, parameter in found.items():
+        parameters = started(chosen(tmp_path, *layout, "train.global_batch_size=6"))
+        assert parameters.keys() == theirs.keys()
+        for name, parameter in parameters.items():
             assert torch.equal(parameter, theirs[name]), name
 
 
@@ -77,9 +77,9 @@ def test_a_rank_reads_its_part_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     model = save("mixtral", tmp_path)
     monkeypatch.setattr(Piece, "read", counted)
     started(chosen(tmp_path, "strategy=fsdp", "launch.nproc=2"))
-    count = sum(one.numel() for one in model.parameters())
+    count = sum(p.numel() for p in model.parameters())
     assert sum(numbers) == count  # of both ranks together
-    assert max(numbers) <= max(one.numel() for one in model.parameters()) // 2
+    assert max(numbers) <= max(p.numel() for p in model.parameters()) // 2
 
 
 def test_weights_of_several_files_are_read(tmp_path: Path) -> None:
@@ -88,9 +88,9 @@ def test_weights_of_several_files_are_read(tmp_path: Path) -> None:
     model = theirs("qwen3")
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    found = started(chosen(tmp_path, "strategy=fsdp", "launch.nproc=2"))
+    parameters = started(chosen(tmp_path, "strategy=fsdp", "launch.nproc=2"))
     for name, parameter in model.named_parameters():
-        assert torch.equal(found[name], parameter)
+        assert torch.equal(parameters[name], parameter)
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def test_a_shard_that_was_cut_is_named(tmp_path: Path) -> None:
 
 def test_weights_of_another_configuration_are_refused(tmp_path: Path) -> None:
     save("qwen3", tmp_path)
-    found = refusal(tmp_path, "model.config.intermediate_size=64")
-    assert found.startswith(f"model.path={tmp_path}: they were saved with a different model: ")
-    assert "model.layers.0.mlp.gate_proj.weight has shape [128, 64], not [64, 64]" in found
+    message = refusal(tmp_path, "model.config.intermediate_size=64")
+    assert message.startswith(f"model.path={tmp_path}: they were saved with a different model: ")
+    assert "model.layers.0.mlp.gate_proj.weight has shape [128, 64], not [64, 64]" in message
     assert "model.layers.1.mlp.up_proj.weight is unexpected" in refusal(
         tmp_path, "model.config.num_hidden_layers=1"
     )
@@ -121,8 +121,8 @@ def test_weights_of_another_configuration_are_refused(tmp_path: Path) -> None:
 
 def test_weights_that_lack_a_block_are_refused(tmp_path: Path) -> None:
     save("llama", tmp_path)
-    found = refusal(tmp_path, "model.config.num_hidden_layers=3")
-    assert "model.layers.2.self_attn.q_proj.weight is missing" in found
+    message = refusal(tmp_path, "model.config.num_hidden_layers=3")
+    assert "model.layers.2.self_attn.q_proj.weight is missing" in message
 
 
 def test_a_folder_without_weights_is_refused_when_they_are_asked_for(tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_what_can_only_be_computed_from_whole_tensors_is(tmp_path: Path) -> None
     class Doubled(ConversionOps):
         def convert(self, input_dict: Any, target_patterns: Any, **_: Any) -> Any:
             [values] = input_dict.values()
-            one = values[0] if isinstance(values, list) else values
-            return {target_patterns[0]: one + one}
+            value = values[0] if isinstance(values, list) else values
+            return {target_patterns[0]: value + value}
 
     from axonlaunch.models.hf import library
 
@@ -154,11 +154,11 @@ def test_what_can_only_be_computed_from_whole_tensors_is(tmp_path: Path) -> None
                 ("lm_head.weight", "lm_head.weight", "lm_head.weight", converter)
             ],
         )
-        found = conversion(model, {"lm_head.weight": (256, 64)}).parameters["lm_head.weight"]
-    assert isinstance(found, Computed)
+        lm_head = conversion(model, {"lm_head.weight": (256, 64)}).parameters["lm_head.weight"]
+    assert isinstance(lm_head, Computed)
     values = torch.randn(256, 64)
     into = torch.empty(2, 64)
-    found.read(lambda name, region: values, [5, 0], [2, 64], into)
+    lm_head.read(lambda name, region: values, [5, 0], [2, 64], into)
     assert torch.equal(into, 2 * values[5:7])
 
 
@@ -193,10 +193,10 @@ def test_from_pretrained_loads_what_is_exported(kind: str, tmp_path: Path) -> No
     (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "x"}')
     config = chosen(tmp_path / "model", "strategy=single", "model.init=random")
     module = saved(config, tmp_path / "run")
-    found = checkpoint.latest(tmp_path / "run")
-    assert found is not None
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
     written = weights.export_weights(
-        found, config, tmp_path / "out", dtype=None, file_bytes=150_000
+        newest, config, tmp_path / "out", dtype=None, file_bytes=150_000
     )
     assert {"config.json", "generation_config.json", "tokenizer.json"} < {*written}
     theirs, about = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -224,9 +224,9 @@ def test_what_was_exported_can_be_imported_and_continues_text(tmp_path: Path) ->
     text = ["data=python_source", "data.sequence_length=16"]
     config = chosen(tmp_path / "model", "strategy=single", "model.init=random", *text)
     saved(config, tmp_path / "run")
-    found = checkpoint.latest(tmp_path / "run")
-    assert found is not None
-    weights.export_weights(found, config, tmp_path / "out", dtype=None, file_bytes=10**9)
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
+    weights.export_weights(newest, config, tmp_path / "out", dtype=None, file_bytes=10**9)
     taken = weights.import_weights(tmp_path / "out", tmp_path / "again", config)
     assert taken.exists()
     how: dict[str, Any] = {"tokens": 8, "temperature": 0.0, "top_k": None, "seed": 0}

@@ -52,11 +52,11 @@ def flip(file: Path) -> None:
 
 def is_loaded(folder: Path) -> bool:
     """Whether anything of a checkpoint reaches a state."""
-    found = step_folders.read_checkpoint(folder)
-    if found is None:
+    target = step_folders.read_checkpoint(folder)
+    if target is None:
         return False
     try:
-        checkpoint.load_model(found, {"w": torch.zeros(64)})
+        checkpoint.load_model(target, {"w": torch.zeros(64)})
     except CORRUPT:
         return False
     return True
@@ -80,12 +80,12 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edited_manifest_beside_changed_bytes_is_refused(name: str, tmp_path: Path) -> None:
-    found = saved(tmp_path)
-    edit(found.path / "manifest.json", EDITS[name])
-    flip(found.path / DATA)
-    assert not is_loaded(found.path)
+    target = saved(tmp_path)
+    edit(target.path / "manifest.json", EDITS[name])
+    flip(target.path / DATA)
+    assert not is_loaded(target.path)
     assert checkpoint.list_checkpoints(tmp_path) == []
-    assert list(checkpoint.corrupt_checkpoints(tmp_path)) == [found.path]
+    assert list(checkpoint.corrupt_checkpoints(tmp_path)) == [target.path]
 
 
 def test_a_whole_one_is_loaded_and_an_old_one_too(tmp_path: Path) -> None:
@@ -100,34 +100,34 @@ def test_a_whole_one_is_loaded_and_an_old_one_too(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_holds_no_pickled_index(tmp_path: Path) -> None:
-    found = saved(tmp_path)
-    assert sorted(file.name for file in found.path.iterdir()) == [
+    target = saved(tmp_path)
+    assert sorted(file.name for file in target.path.iterdir()) == [
         DATA,
         "index.json",
         "manifest.json",
     ]
-    assert sorted(step_folders.files(found)) == [DATA, "index.json"]
-    tensors = json.loads((found.path / "index.json").read_text())["tensors"]
+    assert sorted(step_folders.files(target)) == [DATA, "index.json"]
+    tensors = json.loads((target.path / "index.json").read_text())["tensors"]
     assert sorted(tensors) == ["model.b", "model.w", "optimizer.w.exp_avg"]
 
 
 @pytest.mark.parametrize("manifest", ["new", "old"])
 def test_formats_do_not_mix(manifest: str, tmp_path: Path) -> None:
     new, before = saved(tmp_path / "new"), old_checkpoint.save(tmp_path / "old", STATE)
-    one, other, index = (
+    target, other, index = (
         (new, before, ".metadata") if manifest == "new" else (before, new, "index.json")
     )
-    shutil.copy(other.path / index, one.path / index)
-    assert not is_loaded(one.path)
-    [reason] = checkpoint.corrupt_checkpoints(one.path).values()
+    shutil.copy(other.path / index, target.path / index)
+    assert not is_loaded(target.path)
+    [reason] = checkpoint.corrupt_checkpoints(target.path).values()
     assert "mixes formats" in reason
 
 
 def test_an_old_manifest_may_not_say_that_it_is_older(tmp_path: Path) -> None:
-    found = old_checkpoint.save(tmp_path, STATE)
-    edit(found.path / "manifest.json", EDITS["the first format"])
-    flip(found.path / DATA)
-    assert not is_loaded(found.path)
+    target = old_checkpoint.save(tmp_path, STATE)
+    edit(target.path / "manifest.json", EDITS["the first format"])
+    flip(target.path / DATA)
+    assert not is_loaded(target.path)
 
 
 class Malicious:
@@ -154,22 +154,22 @@ def resum(folder: Path) -> None:
 
 
 def test_an_old_index_that_names_a_function_does_not_call_it(tmp_path: Path) -> None:
-    found, victim = old_checkpoint.save(tmp_path, STATE), tmp_path / "victim"
-    (found.path / ".metadata").write_bytes(pickle.dumps(Malicious(victim)))
-    resum(found.path)
+    target, victim = old_checkpoint.save(tmp_path, STATE), tmp_path / "victim"
+    (target.path / ".metadata").write_bytes(pickle.dumps(Malicious(victim)))
+    resum(target.path)
     with pytest.raises(CorruptCheckpointError, match=r"names posix.system, which no index needs"):
-        reader.contents(found)
+        reader.contents(target)
     assert not victim.exists()
 
 
 def test_a_new_checkpoint_with_a_pickle_for_an_index_is_refused(tmp_path: Path) -> None:
-    found, victim = saved(tmp_path), tmp_path / "victim"
-    (found.path / "index.json").write_bytes(pickle.dumps(Malicious(victim)))
-    resum(found.path)
+    target, victim = saved(tmp_path), tmp_path / "victim"
+    (target.path / "index.json").write_bytes(pickle.dumps(Malicious(victim)))
+    resum(target.path)
     with pytest.raises(
         CorruptCheckpointError, match=r"has an index\.json that can't be understood"
     ):
-        reader.contents(found)
+        reader.contents(target)
     assert not victim.exists()
 
 
@@ -221,43 +221,43 @@ INDEX_EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.parametrize("name", INDEX_EDITS)
 def test_an_index_that_says_what_can_not_be_is_refused(name: str, tmp_path: Path) -> None:
     """By whoever wrote it, so that every checksum is right."""
-    found = saved(tmp_path)
+    target = saved(tmp_path)
     change, reported = INDEX_EDITS[name]
-    (tmp_path / "checkpoints" / "secret").write_bytes((found.path / DATA).read_bytes())
-    edit(found.path / "index.json", change)
-    resum(found.path)
+    (tmp_path / "checkpoints" / "secret").write_bytes((target.path / DATA).read_bytes())
+    edit(target.path / "index.json", change)
+    resum(target.path)
     with pytest.raises(
         CorruptCheckpointError, match=reported or r"has an index\.json that can't be understood"
     ):
-        reader.contents(found)
-    assert not is_loaded(found.path)
+        reader.contents(target)
+    assert not is_loaded(target.path)
 
 
 @pytest.mark.parametrize("text", ["3", "null", "[" * 15_000, "{" * 15_000, '"x"', "", "\0", "NaN"])
 @pytest.mark.parametrize("file", ["manifest.json", "index.json"])
 def test_json_that_is_something_else_is_refused(file: str, text: str, tmp_path: Path) -> None:
-    found = saved(tmp_path)
-    (found.path / file).write_text(text)
+    target = saved(tmp_path)
+    (target.path / file).write_text(text)
     if file == "index.json":
-        resum(found.path)
+        resum(target.path)
         with pytest.raises(
             CorruptCheckpointError, match=r"has an index\.json that can't be understood"
         ):
-            reader.contents(found)
+            reader.contents(target)
     else:
         assert checkpoint.corrupt_checkpoints(tmp_path) == {
-            found.path: "has a manifest.json that can't be understood"
+            target.path: "has a manifest.json that can't be understood"
         }
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "..", ".", "", "a\0b"])
 def test_a_name_that_leaves_the_folder_is_refused_in_a_manifest(name: str, tmp_path: Path) -> None:
-    found = saved(tmp_path)
+    target = saved(tmp_path)
     (tmp_path / "checkpoints" / "secret").write_bytes(b"x")
     edit(
-        found.path / "manifest.json", lambda about: about[FILES].update({name: about[FILES][DATA]})
+        target.path / "manifest.json", lambda about: about[FILES].update({name: about[FILES][DATA]})
     )
-    resum(found.path)
+    resum(target.path)
     [reason] = checkpoint.corrupt_checkpoints(tmp_path).values()
     assert reason == f"has a manifest.json that names {name!r}, which is not a file name"
 
@@ -284,9 +284,9 @@ SWAPS = {"a link": linked, "a FIFO": piped, "a device": device}
 @pytest.mark.parametrize("name", [DATA, "index.json", "manifest.json"])
 @pytest.mark.parametrize("swap", SWAPS)
 def test_what_is_no_regular_file_is_refused(swap: str, name: str, tmp_path: Path) -> None:
-    found = saved(tmp_path)
-    SWAPS[swap](found.path / name)
-    assert not is_loaded(found.path)
+    target = saved(tmp_path)
+    SWAPS[swap](target.path / name)
+    assert not is_loaded(target.path)
     [reason] = checkpoint.corrupt_checkpoints(tmp_path).values()
     assert reason == f"has {name}, which is not a regular file"
 
@@ -294,10 +294,10 @@ def test_what_is_no_regular_file_is_refused(swap: str, name: str, tmp_path: Path
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("swap", SWAPS)
 def test_what_was_swapped_since_it_was_looked_at_is_refused(swap: str, tmp_path: Path) -> None:
-    found = saved(tmp_path)
-    SWAPS[swap](found.path / DATA)
+    target = saved(tmp_path)
+    SWAPS[swap](target.path / DATA)
     with pytest.raises(CorruptCheckpointError, match="not a regular file"):
-        reader.read_whole_tensors(found, {"model": {"w": torch.zeros(64)}})
+        reader.read_whole_tensors(target, {"model": {"w": torch.zeros(64)}})
 
 
 def test_a_checkpoint_that_is_a_link_is_refused_unless_a_user_names_it(tmp_path: Path) -> None:

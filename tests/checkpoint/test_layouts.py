@@ -98,8 +98,8 @@ def whole_state(engine: Engine) -> dict[str, Tensor]:
     state = engine.state_dict()
     return {
         f"{kind}.{name}": (t.full_tensor() if isinstance(t, DTensor) else t).clone()
-        for kind, held in state.items()
-        for name, t in held.items()
+        for kind, tensors in state.items()
+        for name, t in tensors.items()
     }
 
 
@@ -119,9 +119,9 @@ def save(engine: Engine, world: World, folder: Path, *, keep: int = 2) -> None:
 
 
 def load(engine: Engine, world: World, folder: Path) -> None:
-    found = checkpoint.latest(folder)
-    assert found is not None
-    engine.load_state_dict(checkpoint.load_checkpoint(found, engine.state_dict(), world=world))
+    newest = checkpoint.latest(folder)
+    assert newest is not None
+    engine.load_state_dict(checkpoint.load_checkpoint(newest, engine.state_dict(), world=world))
 
 
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
@@ -270,10 +270,10 @@ def test_fp16_keeps_its_loss_scale(tmp_path: Path) -> None:
 
 def test_another_models_names_and_shapes_are_listed(tmp_path: Path) -> None:
     run("single", lambda engine, loader, world: save(engine, world, tmp_path))
-    found = checkpoint.latest(tmp_path)
-    assert found is not None
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
     with torch.device("meta"):
         other = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(7, 32)})
-    reported = checkpoint.model_differences(found, other)
+    reported = checkpoint.model_differences(newest, other)
     assert any("is unexpected" in line for line in reported)
     assert any("has shape" in line or "is missing" in line for line in reported)

@@ -45,7 +45,7 @@ def save(folder: Path, *overrides: str, steps: int = 1) -> None:
 
 def refusals(folder: Path, *overrides: str) -> list[str]:
     run = chosen(folder, "strategy=single", *overrides)
-    return [str(one) for one in checkpoint_problems(run, on_meta(run.model, seed=0))]
+    return [str(problem) for problem in checkpoint_problems(run, on_meta(run.model, seed=0))]
 
 
 @pytest.mark.parametrize("optimizer", ["optimizer=adamw", MOMENTUM, NO_MOMENTUM])
@@ -108,9 +108,9 @@ def resumed(folder: Path, layout: str, optimizer: str, steps: int = 5) -> list[f
 
     def on_rank(world: World) -> list[float]:
         engine, loader = rank_engine(run, world)
-        found = checkpoint.latest(folder)
-        assert found is not None
-        engine.load_state_dict(checkpoint.load_checkpoint(found, engine.state_dict(), world=world))
+        newest = checkpoint.latest(folder)
+        assert newest is not None
+        engine.load_state_dict(checkpoint.load_checkpoint(newest, engine.state_dict(), world=world))
         left = range(engine.step, steps)
         return [float(engine.train_step(loader.batch(step)).loss) for step in left]
 

@@ -38,19 +38,19 @@ def save(where: Path, *steps: int, ranks: int = 2, retention: Retention | None =
 
 
 def values(where: Path) -> set[float]:
-    found = checkpoint.latest(where)
-    assert found is not None
+    newest = checkpoint.latest(where)
+    assert newest is not None
 
     def on_rank(world: World) -> set[float]:
         state: dict[str, Any] = {"model": {"w0": torch.zeros(8), "w1": torch.zeros(8)}}
-        checkpoint.load_checkpoint(found, state, world=world)
+        checkpoint.load_checkpoint(newest, state, world=world)
         return {float(v) for tensor in state["model"].values() for v in tensor}
 
     return set.union(*World.mock(1).run(on_rank))
 
 
 def steps(where: Path) -> list[int]:
-    return [one.step for one in checkpoint.list_checkpoints(where)]
+    return [c.step for c in checkpoint.list_checkpoints(where)]
 
 
 def test_what_was_saved_is_read(bucket: Path) -> None:
@@ -58,8 +58,8 @@ def test_what_was_saved_is_read(bucket: Path) -> None:
     assert steps(bucket) == [1, 2]
     assert values(bucket) == {2.0}
     first, second = checkpoint.list_checkpoints(bucket)
-    assert {one.name for one in diff.compare_checkpoints(first, second)} == {"model.w0", "model.w1"}
-    assert all(step_folders.damage(one) == [] for one in (first, second))
+    assert {d.name for d in diff.compare_checkpoints(first, second)} == {"model.w0", "model.w1"}
+    assert all(step_folders.damage(c) == [] for c in (first, second))
 
 
 def test_what_is_not_kept_is_deleted(bucket: Path) -> None:

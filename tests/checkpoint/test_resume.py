@@ -40,11 +40,11 @@ def train(folder: Path, strategy: str, *, steps: int) -> dict[str, Tensor]:
     there = {"run_dir": str(folder), "train.steps": steps}
     config = with_values(chosen, there)
     World.mock(2).run(lambda world: worker.run(config, world))
-    found = checkpoint.latest(folder)
-    assert found is not None
-    assert found.step == steps
-    contents = reader.contents(found)
-    return dict(zip(contents, reader.tensors(found, list(contents), contents), strict=True))
+    newest = checkpoint.latest(folder)
+    assert newest is not None
+    assert newest.step == steps
+    contents = reader.contents(newest)
+    return dict(zip(contents, reader.tensors(newest, list(contents), contents), strict=True))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])

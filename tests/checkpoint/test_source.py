@@ -53,22 +53,22 @@ def test_a_value_that_is_no_tensor_is_not_saved(tmp_path: Path) -> None:
 
 def test_a_value_of_an_old_one_that_is_no_tensor_is_not_unpickled(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
-    found = old_checkpoint.save(tmp_path, {"model": {"w": Malicious(f"touch {victim}")}})
+    saved_checkpoint = old_checkpoint.save(tmp_path, {"model": {"w": Malicious(f"touch {victim}")}})
     victim.unlink(missing_ok=True)
     with pytest.raises(
         CorruptCheckpointError, match=r"model\.w is not a tensor, and is not unpickled"
     ):
-        reader.read_whole_tensors(found, {"model": {"w": torch.zeros(2)}})
+        reader.read_whole_tensors(saved_checkpoint, {"model": {"w": torch.zeros(2)}})
     assert not victim.exists()
 
 
 @pytest.mark.parametrize("form", [2, 3])
 def test_what_older_formats_hold_is_read(form: int, tmp_path: Path) -> None:
     state = {"model": {"w": torch.randn(3, 4).t(), "scalar": torch.tensor(2.0)}}
-    found = old_checkpoint.save(tmp_path, state, form=form)
+    saved_checkpoint = old_checkpoint.save(tmp_path, state, form=form)
     read = {"model": {name: torch.zeros_like(value) for name, value in state["model"].items()}}
-    reader.refuse_damage(found)
-    reader.read_whole_tensors(found, read)
+    reader.refuse_damage(saved_checkpoint)
+    reader.read_whole_tensors(saved_checkpoint, read)
     assert all(torch.equal(read["model"][name], state["model"][name]) for name in read["model"])
 
 
@@ -79,39 +79,39 @@ def test_what_older_formats_hold_is_read(form: int, tmp_path: Path) -> None:
 )
 def test_a_tensor_is_read_into_whatever_has_its_shape(wanted: Tensor, tmp_path: Path) -> None:
     tensor = torch.arange(48.0).view(4, 12).t()[::2]  # neither contiguous nor all of its storage
-    found = saved(tmp_path, {"model": {"before": torch.ones(3, dtype=torch.int8), "w": tensor}})
-    reader.read_whole_tensors(found, {"model": {"w": wanted}})
+    target = saved(tmp_path, {"model": {"before": torch.ones(3, dtype=torch.int8), "w": tensor}})
+    reader.read_whole_tensors(target, {"model": {"w": wanted}})
     assert torch.equal(wanted.float(), tensor)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_part_of_a_tensor_is_read_without_the_rest(dim: int, tmp_path: Path) -> None:
     tensor = torch.arange(24.0).view(6, 4)
-    found = saved(tmp_path, {"model": {"w": tensor}})
+    saved_checkpoint = saved(tmp_path, {"model": {"w": tensor}})
 
     def read(world: World) -> Tensor:
         mesh = init_device_mesh("cpu", (world.world_size,))
         part = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(dim)])
-        load_checkpoint(found, {"model": {"w": part}}, world=world)
+        load_checkpoint(saved_checkpoint, {"model": {"w": part}}, world=world)
         return part.to_local()
 
     assert torch.equal(torch.cat(World.mock(2).run(read), dim), tensor)
 
 
 def test_a_file_that_ends_before_a_tensor_does_is_refused(tmp_path: Path) -> None:
-    found = saved(tmp_path, {"model": {"w": torch.ones(64)}})
-    file = found.path / "__0_0.distcp"
+    saved_checkpoint = saved(tmp_path, {"model": {"w": torch.ones(64)}})
+    file = saved_checkpoint.path / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CorruptCheckpointError, match="has a file that ends too early"):
-        reader.read_whole_tensors(found, {"model": {"w": torch.zeros(64)}})
+        reader.read_whole_tensors(saved_checkpoint, {"model": {"w": torch.zeros(64)}})
 
 
 @pytest.mark.parametrize("dtype", sorted(index._DTYPES))
 def test_every_dtype_has_a_place_in_an_index(dtype: str, tmp_path: Path) -> None:
     tensor = torch.ones(2).to(getattr(torch, dtype))
-    found = saved(tmp_path, {"model": {"w": tensor}})
+    saved_checkpoint = saved(tmp_path, {"model": {"w": tensor}})
     state = {"model": {"w": torch.zeros_like(tensor)}}
-    reader.read_whole_tensors(found, state)
+    reader.read_whole_tensors(saved_checkpoint, state)
     assert torch.equal(state["model"]["w"].to(torch.complex128), tensor.to(torch.complex128))
 
 

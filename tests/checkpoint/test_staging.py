@@ -61,8 +61,8 @@ def test_of_a_gpu_buffers_are_kept_and_one_synchronisation_is_made(log: list[str
     log.clear()
     second = copies.copy(state())
     assert log == ["copy"] * 3 + ["wait for meta"]
-    kept, again = first["optimizer"]["a.exp_avg"], second["optimizer"]["a.exp_avg"]
-    assert kept.data_ptr() == again.data_ptr()
+    buffer, again = first["optimizer"]["a.exp_avg"], second["optimizer"]["a.exp_avg"]
+    assert buffer.data_ptr() == again.data_ptr()
     log.clear()
     copies.copy(state(rows=5))  # as fully_shard lays shards out again
     assert log.count("lock 40") == 3
@@ -89,9 +89,9 @@ def test_a_saver_keeps_them_from_save_to_save(
 
 
 def test_on_a_cpu_a_copy_is_fresh_and_nothing_of_it_is_kept(log: list[str]) -> None:
-    copies, held = HostCopies(), {"model": {"a": torch.ones(3)}}
-    copied = copies.copy(held)["model"]["a"]
-    held["model"]["a"].zero_()
+    copies, original = HostCopies(), {"model": {"a": torch.ones(3)}}
+    copied = copies.copy(original)["model"]["a"]
+    original["model"]["a"].zero_()
     assert copied.tolist() == [1.0] * 3
     assert log == []
 
@@ -132,6 +132,6 @@ def test_an_estimate_counts_it() -> None:
     arguments = ["launch.nproc=2", "hardware=h100_80gb"]
     saved = ["checkpoint.every=5", "checkpoint.async_save=true"]
     for overrides, per_rank in (([], 7), (saved[:1], 7), (saved, 307)):
-        found = host_memory(estimate_config([*arguments, *overrides]), estimate)
-        assert found is not None
-        assert found.bytes_per_rank == per_rank
+        memory = host_memory(estimate_config([*arguments, *overrides]), estimate)
+        assert memory is not None
+        assert memory.bytes_per_rank == per_rank

@@ -77,14 +77,14 @@ def saved(run_dir: Path, model: str) -> tuple[RunConfig, nn.Module, Checkpoint]:
         saver.save({"model": model_state(module)}, step=3, samples=24)
 
     World.mock(1).run(on_rank)
-    found = checkpoint.latest(run_dir)
-    assert found is not None
-    return chosen, module, found
+    newest = checkpoint.latest(run_dir)
+    assert newest is not None
+    return chosen, module, newest
 
 
-def export(found: Checkpoint, chosen: RunConfig, folder: Path, **how: Any) -> list[str]:
+def export(saved_checkpoint: Checkpoint, chosen: RunConfig, folder: Path, **how: Any) -> list[str]:
     return weights.export_weights(
-        found, chosen, folder, **{"dtype": None, "file_bytes": 10**9, **how}
+        saved_checkpoint, chosen, folder, **{"dtype": None, "file_bytes": 10**9, **how}
     )
 
 
@@ -105,8 +105,8 @@ TOKENS = torch.arange(48).reshape(3, 16) % 64
 def test_hugging_face_computes_the_same_logits_from_what_is_exported(
     model: str, tmp_path: Path
 ) -> None:
-    chosen, module, found = saved(tmp_path / "run", model)
-    export(found, chosen, tmp_path / "out", file_bytes=10_000)
+    chosen, module, newest = saved(tmp_path / "run", model)
+    export(newest, chosen, tmp_path / "out", file_bytes=10_000)
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
     with torch.no_grad():
         theirs, ours = reference(tmp_path / "out")(TOKENS).logits, module(TOKENS)
@@ -139,9 +139,9 @@ def test_what_hugging_face_wrote_is_taken_in(kind: str, tmp_path: Path) -> None:
     weights.import_weights(tmp_path / "theirs", tmp_path / "run", config.load(["strategy=single"]))
     taken = config.read_frozen(tmp_path / "run")
     module = build_model(taken.model, seed=1).eval()
-    found = checkpoint.latest(tmp_path / "run")
-    assert found is not None
-    checkpoint.load_model(found, model_state(module))
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
+    checkpoint.load_model(newest, model_state(module))
     with torch.no_grad():
         torch.testing.assert_close(module(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
@@ -155,11 +155,11 @@ def test_what_hugging_face_wrote_is_taken_in(kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_run_of_any_layout_starts_from_weights(name: str, source: str, tmp_path: Path) -> None:
-    _, module, found = saved(tmp_path / "run", "llama")
+    _, module, newest = saved(tmp_path / "run", "llama")
     path = tmp_path / "run"
     if source == "safetensors":
         path = tmp_path / "out"
-        export(found, config.read_frozen(tmp_path / "run"), path)
+        export(newest, config.read_frozen(tmp_path / "run"), path)
     ranks, overrides = LAYOUTS[name]
     arguments = [*MODELS["llama"], *overrides, f"launch.nproc={ranks}", f"model.weights={path}"]
     chosen = run_config([*arguments, "train.global_batch_size=8"])
@@ -171,57 +171,57 @@ def test_a_run_of_any_layout_starts_from_weights(name: str, source: str, tmp_pat
         )
         engine = build_engine(chosen, world, sample=sample_inputs(loader.dataset))
         weights.load_initial_weights(engine, chosen.model, world=world)
-        held = engine.state_dict()["model"]
+        parameters = engine.state_dict()["model"]
         return {
             name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
-            for name, t in held.items()
+            for name, t in parameters.items()
         }
 
-    got = {name: t for held in World.mock(ranks).run(on_rank) for name, t in held.items()}
+    got = {name: t for of_rank in World.mock(ranks).run(on_rank) for name, t in of_rank.items()}
     for name, tensor in model_state(module).items():
         assert torch.equal(got[name], tensor), name
 
 
 def test_numbers_can_be_written_shorter(tmp_path: Path) -> None:
-    chosen, module, found = saved(tmp_path / "run", "llama")
-    export(found, chosen, tmp_path / "out", dtype=torch.bfloat16)
-    held = load_file(tmp_path / "out" / "model.safetensors")
-    assert {t.dtype for t in held.values()} == {torch.bfloat16}
+    chosen, module, newest = saved(tmp_path / "run", "llama")
+    export(newest, chosen, tmp_path / "out", dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     expected = module.get_parameter("norm.weight").bfloat16()
-    assert torch.equal(held["model.norm.weight"], expected)
+    assert torch.equal(tensors["model.norm.weight"], expected)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_other_models_keep_our_names(tmp_path: Path) -> None:
-    chosen, module, found = saved(tmp_path / "run", "mlp")
-    export(found, chosen, tmp_path / "out")
-    held = load_file(tmp_path / "out" / "model.safetensors")
-    assert held.keys() == dict(module.named_parameters()).keys()
+    chosen, module, newest = saved(tmp_path / "run", "mlp")
+    export(newest, chosen, tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors.keys() == dict(module.named_parameters()).keys()
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
-    chosen, _, found = saved(tmp_path / "run", "mlp")
+    chosen, _, newest = saved(tmp_path / "run", "mlp")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     with pytest.raises(ConfigError, match="out: is there already; give a new folder"):
-        export(found, chosen, tmp_path / "out")
+        export(newest, chosen, tmp_path / "out")
 
 
 def test_damage_is_not_exported(tmp_path: Path) -> None:
-    chosen, _, found = saved(tmp_path / "run", "mlp")
-    file = found.path / "__0_0.distcp"
+    chosen, _, newest = saved(tmp_path / "run", "mlp")
+    file = newest.path / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[200] ^= 1
     file.write_bytes(content)
     with pytest.raises(
         checkpoint.CorruptCheckpointError, match=r"__0_0\.distcp is not what was written"
     ):
-        export(found, chosen, tmp_path / "out")
+        export(newest, chosen, tmp_path / "out")
 
 
 def test_running_statistics_are_exported_and_taken_in(tmp_path: Path) -> None:
-    chosen, _, found = saved(tmp_path / "run", "normed")
-    export(found, chosen, tmp_path / "out")
+    chosen, _, newest = saved(tmp_path / "run", "normed")
+    export(newest, chosen, tmp_path / "out")
     assert weights.differences(tmp_path / "out", chosen.model, build_model(chosen.model)) == []
     again = with_values(chosen, {"model.weights": str(tmp_path / "out")})
 
@@ -240,8 +240,8 @@ def test_running_statistics_are_exported_and_taken_in(tmp_path: Path) -> None:
 
 
 def test_each_name_and_shape_of_another_model_is_reported(tmp_path: Path) -> None:
-    chosen, _, found = saved(tmp_path / "run", "llama")
-    export(found, chosen, tmp_path / "out")
+    chosen, _, newest = saved(tmp_path / "run", "llama")
+    export(newest, chosen, tmp_path / "out")
     other = config.load([*MODELS["llama"], "model.num_hidden_layers=3", "strategy=single"])
     with torch.device("meta"):
         module = build_model(other.model, seed=0)
@@ -290,18 +290,18 @@ def test_what_ours_computes_otherwise_is_refused(content: dict[str, Any], report
 def test_every_parameter_has_one_place() -> None:
     for model in ("gpt", "gpt, gelu_new, untied", "llama", "llama, tied"):
         chosen = config.load([*MODELS[model], "strategy=single"])
-        found = hugging_face.places(chosen.model)
-        assert found is not None
+        places = hugging_face.places(chosen.model)
+        assert places is not None
         module = build_model(chosen.model, seed=0)
-        assert found.keys() == dict(module.named_parameters()).keys()
-        assert len(set(found.values())) == len(found)
+        assert places.keys() == dict(module.named_parameters()).keys()
+        assert len(set(places.values())) == len(places)
 
 
 def test_a_file_that_is_cut_is_refused(tmp_path: Path) -> None:
-    chosen, module, found = saved(tmp_path / "run", "mlp")
-    export(found, chosen, tmp_path / "out")
+    chosen, module, newest = saved(tmp_path / "run", "mlp")
+    export(newest, chosen, tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ConfigError, match=r"model\.safetensors: can't be read: "):
         weights.differences(tmp_path / "out", chosen.model, module)
-    assert step_folders.damage(found) == []
+    assert step_folders.damage(newest) == []

@@ -27,13 +27,13 @@ def test_ls_reports_step_size_age_layout_and_losses(trained: Served) -> None:
     assert "MiB" in second
     assert " ago" in second
     reported = json.loads(trained("checkpoint", "ls", "runs/a", "--json").stdout)
-    assert [one["step"] for one in reported["checkpoints"]] == [3, 6]
+    assert [entry["step"] for entry in reported["checkpoints"]] == [3, 6]
     assert reported["checkpoints"][1]["loss"] == trained.losses("a")[-1]
     assert reported["checkpoints"][1]["eval_loss"] == trained.summary("a")["eval_loss"]
     assert reported["checkpoints"][1]["bytes"] > 10_000
     assert reported["corrupt"] == {}
-    one = trained("checkpoint", "ls", "runs/a/checkpoints/step_3", "--json").stdout
-    assert [c["step"] for c in json.loads(one)["checkpoints"]] == [3]
+    stdout = trained("checkpoint", "ls", "runs/a/checkpoints/step_3", "--json").stdout
+    assert [c["step"] for c in json.loads(stdout)["checkpoints"]] == [3]
 
 
 def test_check_reads_all_again(trained: Served) -> None:

@@ -100,9 +100,9 @@ def test_config_prints_what_a_run_here_would_have_instead_of_auto(run: Served) -
     count = printed["strategy"]["pipeline"]["microbatches"]
     assert printed["train"]["micro_batch_size"] * count == share
     assert printed["scheduler"]["warmup_steps"] == printed["train"]["steps"] // 15
-    one = json.loads(run("config", "strategy=single", "--json").stdout)
-    assert one["launch"]["nproc"] == 1
-    assert one["train"]["micro_batch_size"] == one["train"]["global_batch_size"]
+    configuration = json.loads(run("config", "strategy=single", "--json").stdout)
+    assert configuration["launch"]["nproc"] == 1
+    assert configuration["train"]["micro_batch_size"] == configuration["train"]["global_batch_size"]
 
 
 def test_config_explains_what_auto_became(run: Served) -> None:

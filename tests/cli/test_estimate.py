@@ -94,11 +94,11 @@ def forecast(*, memory: int | None = None, stages: int = 2, host: int = 0) -> Fo
         breakdown: Any = dict(zip(CATEGORIES, sizes, strict=True))
         ranks.append(RankEstimate(stage * 4, {"pp": stage}, sum(sizes), host, breakdown))
     peak = ranks[0].peak_bytes
-    found = Estimate(8, {"pp": stages, "tp": 4}, 10**9, *(3 * [peak]), ranks)
+    estimate = Estimate(8, {"pp": stages, "tp": 4}, 10**9, *(3 * [peak]), ranks)
     return Forecast(
         layout="pipeline 2 (1f1b)",
         workload=Workload(512, 1, 8192, "bf16", "selective"),
-        estimate=found,
+        estimate=estimate,
         hardware=None if memory is None else "some_device",
         memory_bytes=memory,
         margin=0.1,
@@ -111,9 +111,9 @@ def forecast(*, memory: int | None = None, stages: int = 2, host: int = 0) -> Fo
 REMEDY = Remedy(["train.micro_batch_size=1"], ["smaller matrix products"], 10 * GIB)
 
 
-def shown(found: Forecast, *, width: int, **options: Any) -> str:
+def shown(estimated: Forecast, *, width: int, **options: Any) -> str:
     stream = io.StringIO()
-    print_estimate(found, Console(file=stream, width=width, highlight=False, **options))
+    print_estimate(estimated, Console(file=stream, width=width, highlight=False, **options))
     return stream.getvalue()
 
 
@@ -127,10 +127,10 @@ def test_512_ranks_are_reported_on_one_machine_and_kept(axonlaunch: Command) -> 
     reported = json.loads(first.stdout)
     assert (reported["world_size"], reported["fits"], reported["changes"]) == (512, True, [])
     assert reported["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 2}
-    assert [one["rank"] for one in reported["ranks"]] == [0, 256]
-    for one in reported["ranks"]:
-        assert set(one["breakdown"]) == set(CATEGORIES)
-        assert sum(one["breakdown"].values()) == one["peak_bytes"] <= reported["peak_bytes"]
+    assert [rank["rank"] for rank in reported["ranks"]] == [0, 256]
+    for rank in reported["ranks"]:
+        assert set(rank["breakdown"]) == set(CATEGORIES)
+        assert sum(rank["breakdown"].values()) == rank["peak_bytes"] <= reported["peak_bytes"]
     assert len(list((axonlaunch.folder / "cache" / "axonlaunch" / "estimates").iterdir())) == 1
     assert axonlaunch(*overrides).stdout == first.stdout
     assert [path.name for path in axonlaunch.folder.iterdir()] == ["cache"]
@@ -168,7 +168,7 @@ def test_a_dry_run_of_what_this_machine_can_not_hold_prints_its_estimate_first(
     assert "add hardware=h100_80gb" in said
     assert rest.splitlines()[-1] == f"  axonlaunch estimate {' '.join(overrides)}"
     reported = json.loads(axonlaunch("train", "--dry-run", *overrides, "--json").stdout)
-    assert [one["key"] for one in reported["obstacles"]] == ["data.path", "model"]
+    assert [obstacle["key"] for obstacle in reported["obstacles"]] == ["data.path", "model"]
     assert reported["fits"] is reported["verdict"] is None
 
 
@@ -215,7 +215,7 @@ def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
     assert error.startswith("error: strategy.pipeline.split=auto: where to cut Staged can't")
     overrides += ["strategy.pipeline.split=[2,1]", "--analytic", "--json"]
     reported = json.loads(axonlaunch("estimate", *overrides).stdout)
-    states = [sum(one["breakdown"][name] for name in STATES) for one in reported["ranks"]]
+    states = [sum(rank["breakdown"][name] for name in STATES) for rank in reported["ranks"]]
     first, last = 8 * 256 + 2 * 8 * 9, 8 * 9 + 9 * 256
     # Four numbers of fp32 a parameter, as AdamW has it, and for each tensor a count of steps.
     assert states == [4 * 4 * first + 4 * 5, 4 * 4 * last + 4 * 4]
@@ -266,11 +266,11 @@ def test_colour_is_for_terminals_and_nothing_hangs_on_it() -> None:
 
 
 def test_a_bar_is_as_long_as_what_it_stands_for() -> None:
-    found = forecast(memory=100 * GIB).estimate
-    lines = bars(found, memory_bytes=100 * GIB, width=107).plain.splitlines()
-    for line, one in zip(lines, found.ranks, strict=False):
+    estimate = forecast(memory=100 * GIB).estimate
+    lines = bars(estimate, memory_bytes=100 * GIB, width=107).plain.splitlines()
+    for line, rank in zip(lines, estimate.ranks, strict=False):
         assert line.index("|") == 106
-        assert len(line[:106].rstrip()) - 6 == round(one.peak_bytes / GIB)
+        assert len(line[:106].rstrip()) - 6 == round(rank.peak_bytes / GIB)
 
 
 def test_sizes_have_three_figures() -> None:
@@ -300,11 +300,11 @@ def test_json_has_what_would_make_it_fit() -> None:
 )
 def test_between_fitting_and_not_a_run_is_tight(memory: int | None, word: str) -> None:
     """54.3 GiB estimated: with the margin of a tenth that may be 59.8."""
-    found = forecast(memory=None if memory is None else memory * GIB)
-    lines = shown(found, width=200).splitlines()
+    estimated = forecast(memory=None if memory is None else memory * GIB)
+    lines = shown(estimated, width=200).splitlines()
     ends = [line for line in lines if line.startswith(("fits", "tight", "does not fit"))]
     assert [line.partition("  ")[0] for line in ends] == ([word] if word else [])
-    assert found.fits is (None if memory is None else word == "fits")
+    assert estimated.fits is (None if memory is None else word == "fits")
     assert ("10% by which an estimate may be too low (estimate.margin)" in str(ends)) == (
         word == "tight"
     )
@@ -338,9 +338,9 @@ def test_what_is_offloaded_is_said_beside_what_a_node_has(node_gib: int | None, 
     memory = None if node_gib is None else node_gib * GIB
     fits = None if memory is None else memory > 96 * GIB
     host = HostMemory(12 * GIB, 96 * GIB, memory, fits)
-    found = dataclasses.replace(forecast(memory=100 * GIB), host_memory=host)
-    assert said in shown(found, width=200)
-    assert found.fits is (fits is not False)
+    estimated = dataclasses.replace(forecast(memory=100 * GIB), host_memory=host)
+    assert said in shown(estimated, width=200)
+    assert estimated.fits is (fits is not False)
 
 
 def test_pictures_name_what_they_show(tmp_path: Path) -> None:

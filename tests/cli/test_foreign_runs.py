@@ -97,7 +97,7 @@ def test_a_foreign_configuration_s_code_does_not_run(
     ran = foreign(*WORDS[overrides], status=2)
     [error] = ran.stderr.splitlines()
     key = reported.partition("=")[0].rpartition(".")[2]
-    [line] = [n for n, one in enumerate(text.splitlines(), 1) if one.strip().startswith(f"{key}:")]
+    [line] = [n for n, row in enumerate(text.splitlines(), 1) if row.strip().startswith(f"{key}:")]
     assert error == (
         f"error: foreign/config.yaml:{line}: {reported}; add --trust if you trust who wrote it"
     )

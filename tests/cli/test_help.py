@@ -38,9 +38,9 @@ def test_a_page_is_rendered_for_the_terminal(axonlaunch: Served) -> None:
 
 
 def test_json_has_the_text_of_a_page(axonlaunch: Served) -> None:
-    found = json.loads(axonlaunch("help", "estimate-and-plan", "--json").stdout)
+    page = json.loads(axonlaunch("help", "estimate-and-plan", "--json").stdout)
     text = (DOCS / "estimate-and-plan.md").read_text()
-    assert found == {"topic": "estimate-and-plan", "text": text}
+    assert page == {"topic": "estimate-and-plan", "text": text}
 
 
 @pytest.mark.parametrize("topic", ["Strategies", "python_api", "security.md"])

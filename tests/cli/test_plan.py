@@ -61,8 +61,8 @@ def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: S
         *("overrides", "mesh", "peak_bytes", "fits", "tokens_per_s_per_device", "step_s", "mfu")
     }
     assert best["fits"]
-    assert all(one["mesh"]["tp"] == 2 for one in reported["candidates"])
-    steps = [one["step_s"] for one in reported["candidates"] if one["fits"]]
+    assert all(candidate["mesh"]["tp"] == 2 for candidate in reported["candidates"])
+    steps = [candidate["step_s"] for candidate in reported["candidates"] if candidate["fits"]]
     assert steps == sorted(steps)
     estimated = json.loads(axonlaunch("estimate", *overrides, *best["overrides"], "--json").stdout)
     assert estimated["peak_bytes"] == best["peak_bytes"]

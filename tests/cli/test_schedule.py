@@ -115,7 +115,7 @@ def test_json_has_every_action_of_every_rank(schedule: Schedule) -> None:
 
 
 def test_a_step_may_be_several_rounds_and_ranks_may_have_other_work(schedule: Schedule) -> None:
-    found = in_json(
+    shown = in_json(
         schedule,
         "strategy=hybrid",
         "strategy.pipeline.schedule=zbv_zero_bubble",
@@ -123,10 +123,10 @@ def test_a_step_may_be_several_rounds_and_ranks_may_have_other_work(schedule: Sc
         "train.micro_batch_size=1",
         "launch.nproc=8",
     )
-    assert (found["degree"], found["stages_per_rank"], found["microbatches"]) == (2, 2, 4)
-    assert found["rounds"] == 4  # 32 samples, 2 data-parallel ranks, 4 of 1 sample a round
-    assert [rank["stages"] for rank in found["ranks"]] == [[0, 3], [1, 2]]
-    assert len(found["live_activations"]) == 4
+    assert (shown["degree"], shown["stages_per_rank"], shown["microbatches"]) == (2, 2, 4)
+    assert shown["rounds"] == 4  # 32 samples, 2 data-parallel ranks, 4 of 1 sample a round
+    assert [rank["stages"] for rank in shown["ranks"]] == [[0, 3], [1, 2]]
+    assert len(shown["live_activations"]) == 4
 
 
 def test_spans_can_be_compared_between_schedules(schedule: Schedule) -> None:

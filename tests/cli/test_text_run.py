@@ -44,12 +44,12 @@ def test_a_run_says_first_what_the_data_is_and_how_full_its_rows_are(trained: st
 
 def test_the_tokenizer_is_kept_and_text_is_generated_by_it(trained: str, command: Served) -> None:
     del trained
-    kept = {file.name: file.read_bytes() for file in (command.folder / "tokenizer").iterdir()}
+    files = {file.name: file.read_bytes() for file in (command.folder / "tokenizer").iterdir()}
     run = command.folder / "runs" / "text"
-    assert {file.name: file.read_bytes() for file in (run / "tokenizer").iterdir()} == kept
+    assert {file.name: file.read_bytes() for file in (run / "tokenizer").iterdir()} == files
     command("checkpoint", "export", "runs/text", "exported")
     exported = command.folder / "exported"
-    assert {name: (exported / name).read_bytes() for name in kept} == kept
+    assert {name: (exported / name).read_bytes() for name in files} == files
     overrides = ["--prompt", "def ", "--tokens", "8", "--json"]
     texts = [
         json.loads(command("sample", folder, *overrides).stdout)["text"]

@@ -484,16 +484,16 @@ def gradients_that_differ_are_an_error_everywhere(world: World) -> None:
 @check
 def random_values(world: World) -> list[Any]:
     generator = torch.Generator().manual_seed(world.rank)
-    found: list[Any] = []
+    results: list[Any] = []
     for dtype in (torch.float32, torch.bfloat16):
         tensor = torch.randn(257, generator=generator).to(dtype)
-        found += [
+        results += [
             call(tensor.clone()).tolist()
             for call in (comm.all_reduce_sum, comm.all_reduce_mean, comm.all_reduce_product)
         ]
-        found.append(comm.reduce_scatter_sum(tensor[:255]).tolist())
-        found.append(comm.all_gather(tensor).tolist())
-    return found
+        results.append(comm.reduce_scatter_sum(tensor[:255]).tolist())
+        results.append(comm.all_gather(tensor).tolist())
+    return results
 
 
 def main(folder: str) -> None:

@@ -123,9 +123,9 @@ def test_a_line_is_read_as_it_was_written(line: str) -> None:
 
 
 def test_long_lines_that_differ_at_the_end_are_distinguished() -> None:
-    one, other = (unpack(pack("x" * LINE_BYTES + end)) for end in ("a", "b"))
-    assert one != other
-    assert len(one) == LINE_BYTES
+    unpacked, other = (unpack(pack("x" * LINE_BYTES + end)) for end in ("a", "b"))
+    assert unpacked != other
+    assert len(unpacked) == LINE_BYTES
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,10 @@ def test_a_world_of_one_changes_nothing() -> None:
 
 def test_mock_takes_every_dtype_that_can_be_moved() -> None:
     def move(world: World) -> list[bool]:
-        found = []
+        matches = []
         for dtype in (torch.float8_e4m3fn, torch.uint16, torch.uint32, torch.uint64):
             tensor = torch.tensor([world.rank]).to(dtype)
-            found.append(comm.all_gather(tensor).to(torch.int64).flatten().tolist() == [0, 1])
-        return found
+            matches.append(comm.all_gather(tensor).to(torch.int64).flatten().tolist() == [0, 1])
+        return matches
 
     assert World.mock(2).run(move) == [[True] * 4] * 2

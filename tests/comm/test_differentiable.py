@@ -52,8 +52,8 @@ def exchanged(size: int, call: Call, shape: tuple[int, ...]) -> list[tuple[Tenso
     return World.mock(size).run(rank)
 
 
-def total(parts: Any) -> Tensor:
-    return torch.stack(list(parts)).sum(0)
+def total(addends: Any) -> Tensor:
+    return torch.stack(list(addends)).sum(0)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -121,11 +121,11 @@ def test_inputs_and_gradients_of_any_layout_will_do() -> None:
         group = world.default_group
         x = drawn((8, 6), seed=world.rank).t()  # not contiguous
         whole = all_gather_from_group(x, group, 0)
-        parts = [drawn((8, 6), seed=other).t() for other in range(2)]
-        assert torch.equal(whole, torch.cat(parts))
-        torch.testing.assert_close(all_reduce_from_group(x, group), parts[0] + parts[1])
+        addends = [drawn((8, 6), seed=other).t() for other in range(2)]
+        assert torch.equal(whole, torch.cat(addends))
+        torch.testing.assert_close(all_reduce_from_group(x, group), addends[0] + addends[1])
         torch.testing.assert_close(
-            reduce_scatter_to(x, group, 0), (parts[0] + parts[1]).chunk(2)[world.rank]
+            reduce_scatter_to(x, group, 0), (addends[0] + addends[1]).chunk(2)[world.rank]
         )
 
     World.mock(2).run(rank)
@@ -143,16 +143,16 @@ def test_a_group_of_some_ranks_exchanges_among_them() -> None:
 def test_a_group_of_one_returns_what_it_is_given() -> None:
     def rank(world: World) -> None:
         group, x = world.default_group, torch.ones(3, 3)
-        for one in (copy_to_group, all_reduce_from_group, sum_over, max_over, start_sum):
-            assert one(x, group) is x
-        for one in (
+        for function in (copy_to_group, all_reduce_from_group, sum_over, max_over, start_sum):
+            assert function(x, group) is x
+        for function in (
             all_gather_from_group,
             reduce_scatter_to,
             scatter_to_group,
             collect_from,
             start_reduce_scatter,
         ):
-            assert one(x, group, 0) is x
+            assert function(x, group, 0) is x
 
     World.mock(1).run(rank)
 
@@ -178,9 +178,9 @@ def test_no_result_shares_memory_with_what_went_in() -> None:
         for call in calls:
             x = torch.ones(4)
             y = call(x, group)
-            kept = y.clone()
+            copy = y.clone()
             x.zero_()
-            assert torch.equal(y, kept)
+            assert torch.equal(y, copy)
 
     World.mock(2).run(rank)
 

@@ -23,10 +23,10 @@ def test_nothing_of_ours_exchanges_pickled_objects() -> None:
     names = [name for name in dir(dist) if "object" in name and callable(getattr(dist, name))]
     assert "all_gather_object" in names
     sources = Path(axonlaunch.__file__).parent.rglob("*.py")
-    found = [
+    uses = [
         f"{path.name}: {name}" for path in sources for name in names if name in path.read_text()
     ]
-    assert found == []
+    assert uses == []
 
 
 def test_what_is_not_json_is_refused_where_it_is_sent() -> None:

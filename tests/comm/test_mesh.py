@@ -25,17 +25,17 @@ def test_the_last_axis_holds_neighbours_and_the_first_the_farthest() -> None:
         mesh = world.mesh(**AXES)
         return {axis: mesh.group(axis).ranks for axis in AXES}
 
-    found = World.mock(8).run(groups)
-    assert found[0] == {
+    groups_of_rank = World.mock(8).run(groups)
+    assert groups_of_rank[0] == {
         "pp": (0, 4),
         "dp_replicate": (0,),
         "dp_shard": (0, 2),
         "cp": (0,),
         "tp": (0, 1),
     }
-    assert found[7]["pp"] == (3, 7)
-    assert found[7]["dp_shard"] == (5, 7)
-    assert found[7]["tp"] == (6, 7)
+    assert groups_of_rank[7]["pp"] == (3, 7)
+    assert groups_of_rank[7]["dp_shard"] == (5, 7)
+    assert groups_of_rank[7]["tp"] == (6, 7)
 
 
 def test_a_rank_knows_its_place_on_every_axis() -> None:
@@ -60,8 +60,8 @@ def test_groups_of_the_axes_communicate_also_those_of_one_rank() -> None:
 
 
 def test_torch_s_mesh_leaves_out_axes_of_one_rank() -> None:
-    found = World.mock(8).run(lambda world: world.mesh(**AXES).device_mesh.mesh_dim_names)
-    assert found[0] == ("pp", "dp_shard", "tp")
+    names = World.mock(8).run(lambda world: world.mesh(**AXES).device_mesh.mesh_dim_names)
+    assert names[0] == ("pp", "dp_shard", "tp")
 
 
 def test_sizes_that_are_not_the_world_are_refused() -> None:

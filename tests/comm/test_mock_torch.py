@@ -44,12 +44,12 @@ def test_every_reduction(op: Any, expected: float) -> None:
         dist.reduce(on_one, 2, op=op)
         part = torch.zeros(2)
         dist.reduce_scatter_tensor(part, torch.full((8,), value), op=op)
-        parts = torch.zeros(2)
-        dist.reduce_scatter(parts, [torch.full((2,), value)] * 4, op=op)
-        return [everywhere.tolist(), on_one.tolist(), part.tolist(), parts.tolist()]
+        scattered = torch.zeros(2)
+        dist.reduce_scatter(scattered, [torch.full((2,), value)] * 4, op=op)
+        return [everywhere.tolist(), on_one.tolist(), part.tolist(), scattered.tolist()]
 
-    for rank, (everywhere, on_one, part, parts) in enumerate(run(reduce)):
-        assert everywhere == part == parts == [expected] * 2
+    for rank, (everywhere, on_one, part, scattered) in enumerate(run(reduce)):
+        assert everywhere == part == scattered == [expected] * 2
         assert on_one == [expected if rank == 2 else float(rank + 1)] * 2
 
 
@@ -77,9 +77,9 @@ def test_a_scaled_sum_is_refused_as_on_gloo() -> None:
 def test_gathers_and_scatters() -> None:
     def move(world: World) -> None:
         size, rank = world.world_size, world.rank
-        parts = [torch.zeros(2) for _ in range(size)]
-        dist.all_gather(parts, mine(world))
-        assert [part[0].item() for part in parts] == [0, 10, 20, 30]
+        gathered = [torch.zeros(2) for _ in range(size)]
+        dist.all_gather(gathered, mine(world))
+        assert [part[0].item() for part in gathered] == [0, 10, 20, 30]
         whole = torch.zeros(size, 2)
         dist.all_gather_into_tensor(whole, mine(world))
         assert whole[:, 1].tolist() == [1, 11, 21, 31]
@@ -87,7 +87,7 @@ def test_gathers_and_scatters() -> None:
         whole[2 * rank : 2 * rank + 2] = mine(world)
         dist.all_gather_into_tensor(whole, whole[2 * rank : 2 * rank + 2])
         assert whole[::2].tolist() == [0, 10, 20, 30]
-        dist.gather(mine(world), parts if rank == 3 else None, dst=3)
+        dist.gather(mine(world), gathered if rank == 3 else None, dst=3)
         mixed = torch.zeros(2)
         sources = [torch.full((2,), float(to)) for to in range(size)]
         dist.scatter(mixed, sources if rank == 1 else None, src=1)
@@ -145,11 +145,11 @@ def test_coalesced_collectives() -> None:
             for whole, count in zip(wholes, (1, 2), strict=True):
                 dist.all_gather_into_tensor(whole, mine(world, count))
         assert wholes[1].tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
-        parts = [torch.zeros(1), torch.zeros(2)]
+        reduced = [torch.zeros(1), torch.zeros(2)]
         with dist._coalescing_manager():
-            for part, count in zip(parts, (1, 2), strict=True):
+            for part, count in zip(reduced, (1, 2), strict=True):
                 dist.reduce_scatter_tensor(part, torch.ones(count * size))
-        assert [part[0].item() for part in parts] == [4.0, 4.0]
+        assert [part[0].item() for part in reduced] == [4.0, 4.0]
         lists = [[torch.zeros(1), torch.zeros(2)] for _ in range(size)]
         dist.all_gather_coalesced(lists, [mine(world, 1), mine(world, 2)])
         assert lists[2][1].tolist() == [20, 21]
@@ -196,7 +196,7 @@ def test_objects() -> None:
         size, rank = world.world_size, world.rank
         objects: list[Any] = [None] * size
         dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
-        assert [one["text"] for one in objects] == ["", "x", "xx", "xxx"]
+        assert [entry["text"] for entry in objects] == ["", "x", "xx", "xxx"]
         gathered: list[Any] = [None] * size
         dist.gather_object(rank, gathered if rank == 1 else None, dst=1)
         assert gathered == ([0, 1, 2, 3] if rank == 1 else [None] * size)
@@ -224,7 +224,7 @@ def test_messages_in_every_form() -> None:
             assert work is not None
             work.wait()
             assert work.is_completed()
-        assert [one[0].item() for one in received[:3]] == [10 * peer + n for n in range(3)]
+        assert [message[0].item() for message in received[:3]] == [10 * peer + n for n in range(3)]
         batch = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.irecv, received[0], peer),
@@ -235,7 +235,7 @@ def test_messages_in_every_form() -> None:
         )
         for work in batch:
             work.wait()
-        assert [one[0].item() for one in received[:2]] == [10 * peer, 10 * peer + 5]
+        assert [message[0].item() for message in received[:2]] == [10 * peer, 10 * peer + 5]
         myself = dist.isend(mine(world), rank)
         assert myself is not None
         dist.irecv(received[3], rank).wait()
@@ -249,11 +249,11 @@ def test_receiving_from_any_rank_says_from_which_in_the_order_of_sending() -> No
         if world.rank:
             dist.send(mine(world), 0)
             return []
-        found = []
+        senders = []
         for _ in range(3):
             buffer = torch.zeros(2)
-            found.append((dist.recv(buffer), buffer[0].item()))
-        return found
+            senders.append((dist.recv(buffer), buffer[0].item()))
+        return senders
 
     assert run(use)[0] == [(1, 10.0), (2, 20.0), (3, 30.0)]
 
@@ -315,15 +315,15 @@ def test_different_groups_do_not_meet() -> None:
 def test_device_meshes_of_two_and_three_dimensions() -> None:
     def use(world: World) -> list[float]:
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-        found = []
+        sums = []
         for name in ("a", "b", "c"):
             tensor = torch.tensor([float(world.rank)])
             dist.all_reduce(tensor, group=mesh[name].get_group())
-            found.append(tensor.item())
+            sums.append(tensor.item())
         flat = mesh["a", "b"]._flatten("ab")
         tensor = torch.tensor([float(world.rank)])
         dist.all_reduce(tensor, group=flat.get_group())
-        return [*found, tensor.item()]
+        return [*sums, tensor.item()]
 
     expected = [
         [

@@ -51,10 +51,10 @@ def make_model(dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(*[Block(dropout) for _ in range(NUM_BLOCKS)])
 
 
-def make_batch(part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
+def make_batch(part: int = 0, num_parts: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     both = torch.randn(2, BATCH, 4, WIDTH, generator=generator)
-    return both[0].chunk(parts)[part], both[1].chunk(parts)[part]
+    return both[0].chunk(num_parts)[part], both[1].chunk(num_parts)[part]
 
 
 def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
@@ -230,8 +230,8 @@ def train_pipeline(
         optimizer.step()
         optimizer.zero_grad()
         curve += [torch.stack(losses).mean().detach()] if losses else []
-    held = {index: weights(stage.submod) for index, stage in zip(indices, stages, strict=True)}
-    return (torch.stack(curve) if curve else None), held
+    by_stage = {index: weights(stage.submod) for index, stage in zip(indices, stages, strict=True)}
+    return (torch.stack(curve) if curve else None), by_stage
 
 
 @pytest.mark.parametrize(
@@ -253,10 +253,10 @@ def test_a_pipeline_trains_as_one_process_does(
     curves = [curve for curve, _ in outcomes if curve is not None]
     assert len(curves) == 1
     torch.testing.assert_close(curves[0], alone[0], rtol=1e-5, atol=1e-7)
-    held = {index: tensors for _, stages in outcomes for index, tensors in stages.items()}
-    ours = [tensor for index in sorted(held) for tensor in held[index]]
-    for one, other in zip(ours, alone[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    by_stage = {index: tensors for _, stages in outcomes for index, tensors in stages.items()}
+    ours = [tensor for index in sorted(by_stage) for tensor in by_stage[index]]
+    for mine, other in zip(ours, alone[1], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow  # our own engines' mixtures run by default
@@ -328,7 +328,7 @@ def test_training_with_dropout_twice_gives_the_same_bits() -> None:
 def test_meshes_and_groups_are_forgotten_after_a_run() -> None:
     def groups() -> int:
         gc.collect()
-        return sum(type(one) is MockProcessGroup for one in gc.get_objects())
+        return sum(type(item) is MockProcessGroup for item in gc.get_objects())
 
     before = groups()
     kinds = [train_ddp, train_fsdp, train_hsdp, train_tensor]

@@ -133,13 +133,13 @@ def test_a_rank_that_seeds_does_not_touch_the_others() -> None:
 def test_dropout_between_collectives_is_the_same_every_time() -> None:
     def train(world: World) -> list[list[float]]:
         torch.manual_seed(world.rank)
-        dropout, found = torch.nn.Dropout(0.5), []
+        dropout, sums = torch.nn.Dropout(0.5), []
         for step in range(4):
             value = dropout(torch.ones(4))
             if step % 2 == world.rank % 2:
                 value = dropout(value)
-            found.append(comm.all_reduce_sum(value).tolist())
-        return found
+            sums.append(comm.all_reduce_sum(value).tolist())
+        return sums
 
     runs = [World.mock(4).run(train) for _ in range(3)]
     assert runs[0] == runs[1] == runs[2]
@@ -337,7 +337,7 @@ def test_a_mismatch_reaches_ranks_that_come_later_at_once() -> None:
 
 def num_mock_groups() -> int:
     gc.collect()
-    return sum(type(one) is MockProcessGroup for one in gc.get_objects())
+    return sum(type(item) is MockProcessGroup for item in gc.get_objects())
 
 
 def test_nothing_is_left_after_a_run_or_a_failed_one() -> None:
@@ -386,15 +386,15 @@ def test_worlds_run_one_after_another_never_at_once() -> None:
 
 
 def test_a_world_can_run_in_a_thread() -> None:
-    found: list[Any] = []
+    sizes: list[Any] = []
 
     def work() -> None:
-        found.extend(World.mock(2).run(lambda world: comm.all_gather(torch.ones(1)).shape[0]))
+        sizes.extend(World.mock(2).run(lambda world: comm.all_gather(torch.ones(1)).shape[0]))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [2, 2]
+    assert sizes == [2, 2]
 
 
 @pytest.fixture

@@ -73,10 +73,10 @@ def test_the_device_is_waited_for_before_and_after_ranks_exchange_data(gpu: Made
 
 def test_tensors_of_the_host_are_exchanged_as_well(gpu: MadeUpGpu) -> None:
     del gpu
-    found = World.mock(2, device="cuda").run(
+    sums = World.mock(2, device="cuda").run(
         lambda world: float(all_reduce_sum(torch.tensor(float(world.rank + 1))))
     )
-    assert found == [3.0, 3.0]
+    assert sums == [3.0, 3.0]
 
 
 def test_each_rank_has_a_random_state_of_its_own_on_the_gpu_too(gpu: MadeUpGpu) -> None:

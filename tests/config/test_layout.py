@@ -42,11 +42,11 @@ def test_what_is_left_to_the_machine_is_resolved(
     "degrees", [[], [TENSOR], [PIPELINE], [CONTEXT], [TENSOR, CONTEXT], [PIPELINE, CONTEXT]]
 )
 def test_a_layout_has_the_kind_that_is_written_to_the_run(degrees: list[str], ranks: int) -> None:
-    given = config.load(degrees)
-    if ranks % model_ranks(given.strategy) == 0:
-        written = resolved(config.with_values(given, {"launch.nproc": ranks}), accelerators=0)
+    chosen = config.load(degrees)
+    if ranks % model_ranks(chosen.strategy) == 0:
+        written = resolved(config.with_values(chosen, {"launch.nproc": ranks}), accelerators=0)
         kind = written.strategy.data_parallel
-        assert kind == Layout.of(given, world_size=ranks).data_parallel
+        assert kind == Layout.of(chosen, world_size=ranks).data_parallel
         assert kind == Layout.of(written, world_size=ranks).data_parallel
 
 

@@ -54,8 +54,8 @@ def chats(tmp_path: Path, folders: Callable[[str | None], str]) -> Chats:
 
     def make(rows: list[Any], template: str | None = "CHATML", **keys: Any) -> Any:
         file = corpus.write_jsonl(tmp_path / "chats.jsonl", rows)
-        given = {"sequence_length": 200, "packing": "none", "held_out": 0, **keys}
-        config = ChatConfig(files=[str(file)], cache_dir=str(tmp_path / "cache"), **given)
+        arguments = {"sequence_length": 200, "packing": "none", "held_out": 0, **keys}
+        config = ChatConfig(files=[str(file)], cache_dir=str(tmp_path / "cache"), **arguments)
         return build_dataset(config, TokenizerConfig(path=folders(template)))
 
     return make
@@ -75,8 +75,8 @@ def written(folder: str, messages: list[dict[str, str]]) -> list[int]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found: list[int] = tokenizer.apply_chat_template(messages, return_dict=False)
-    return found
+    token_ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=False)
+    return token_ids
 
 
 SINGLE = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "3"}]
@@ -166,8 +166,8 @@ def test_marks_of_a_template_are_read_as_transformers_reads_them(
         [token for token, counts in zip(ids[1:], mask[1:], strict=True) if counts]
         for ids, mask in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True)
     ]
-    found = tokens_and_counted(chats([{"messages": row} for row in rows], "MARKED"))
-    assert sorted(counted for _, counted in found) == sorted(expected)
+    marked = tokens_and_counted(chats([{"messages": row} for row in rows], "MARKED"))
+    assert sorted(counted for _, counted in marked) == sorted(expected)
 
 
 def test_tools_reach_the_template(chats: Chats, tmp_path: Path) -> None:

@@ -64,11 +64,11 @@ def test_a_model_of_single_bytes_costs_over_three_nats_on_python_source():
 
 
 def test_python_source_is_read_once_a_process():
-    one, other = (
+    short, other = (
         build_dataset(PythonSourceConfig()),
         build_dataset(PythonSourceConfig(sequence_length=7)),
     )
-    assert one._rows["train"] is other._rows["train"]
+    assert short._rows["train"] is other._rows["train"]
 
 
 def test_the_held_out_files_follow_from_their_names_on_every_machine():
@@ -101,8 +101,8 @@ def test_tests_and_installed_packages_are_no_part_of_python_source(tmp_path, mon
         (tmp_path / folder / "a.py").touch()
     (tmp_path / "b.py").touch()
     (tmp_path / "c.txt").touch()
-    found = [path.relative_to(tmp_path).as_posix() for path in _source_files(tmp_path)]
-    assert found == ["b.py", "json/a.py"]
+    names = [path.relative_to(tmp_path).as_posix() for path in _source_files(tmp_path)]
+    assert names == ["b.py", "json/a.py"]
 
 
 # A user's own text
@@ -121,12 +121,12 @@ def test_text_is_the_files_in_order_and_the_last_bytes_are_held_out(corpus):
 
 
 def test_globs_cross_folders_and_a_file_named_twice_is_read_once(corpus):
-    one = build_dataset(TextConfig(files=["**/*.txt"], sequence_length=4, eval_fraction=0.3))
+    first = build_dataset(TextConfig(files=["**/*.txt"], sequence_length=4, eval_fraction=0.3))
     two = build_dataset(
         TextConfig(files=["**/*.txt", "a.txt"], sequence_length=4, eval_fraction=0.3)
     )
-    assert one.num_samples == two.num_samples
-    assert one.num_samples + one.num_eval_samples >= 1400 // 4 - 2
+    assert first.num_samples == two.num_samples
+    assert first.num_samples + first.num_eval_samples >= 1400 // 4 - 2
 
 
 def test_a_path_with_brackets_is_taken_as_it_stands(corpus):

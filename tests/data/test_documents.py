@@ -46,10 +46,10 @@ def documents(tmp_path: Path, tokenizer: TokenizerConfig) -> Documents:
     ) -> Any:
         if files is None:
             files = [str(corpus.write_jsonl(tmp_path / "a.jsonl", rows))]
-        given = {"cache_dir": str(tmp_path / "cache"), "sequence_length": 64, **keys}
-        report = given.pop("report", lambda state: None)
+        arguments = {"cache_dir": str(tmp_path / "cache"), "sequence_length": 64, **keys}
+        report = arguments.pop("report", lambda state: None)
         chosen = TokenizerConfig(name="bytes") if bytes_ else tokenizer
-        return build_dataset(DocumentsConfig(files=files, **given), chosen, report=report)
+        return build_dataset(DocumentsConfig(files=files, **arguments), chosen, report=report)
 
     return make
 
@@ -69,7 +69,7 @@ def pieces(dataset: TextRows, split: Any = "train") -> list[list[int]]:
     positions = batch.positions
     if positions is None:
         positions = torch.arange(batch.inputs.shape[1]).expand_as(batch.inputs)
-    found = []
+    documents_of_rows = []
     for tokens, targets, places in zip(batch.inputs, batch.targets, positions, strict=True):
         starts = [*torch.nonzero(places == 0).flatten().tolist(), len(tokens)]
         for start, end in itertools.pairwise(starts):
@@ -81,8 +81,8 @@ def pieces(dataset: TextRows, split: Any = "train") -> list[list[int]]:
                 )
                 assert places[start:end].tolist() == list(range(end - start))
                 last = targets[start + counted - 1].item()
-                found.append([*tokens[start : start + counted].tolist(), last])
-    return found
+                documents_of_rows.append([*tokens[start : start + counted].tolist(), last])
+    return documents_of_rows
 
 
 def test_tokens_are_those_of_transformers_and_a_document_ends_with_its_end(
@@ -298,10 +298,10 @@ def test_a_bad_row_is_reported_with_file_and_line_or_skipped_and_counted(
 def test_rows_of_files_with_other_schemas_are_bad_rows_of_theirs(
     documents: Documents, tmp_path: Path
 ) -> None:
-    one = corpus.write_jsonl(tmp_path / "one.jsonl", [{"text": "a good row"}])
+    first = corpus.write_jsonl(tmp_path / "one.jsonl", [{"text": "a good row"}])
     two = corpus.write_jsonl(tmp_path / "two.jsonl", [{"content": "of another schema"}])
     with pytest.raises(ConfigError, match=r"two\.jsonl, line 1: has no field text; it has content"):
-        documents(files=[str(one), str(two)])
+        documents(files=[str(first), str(two)])
 
 
 def test_files_without_a_row_are_refused(documents: Documents, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ def documents(folder: Path, states: list[Tokenising] | None = None, **keys: Any)
     file = folder / "rows.jsonl"
     if not file.exists():
         corpus.write_jsonl(file, rows)
-    given = {"cache_dir": str(folder / "cache"), "sequence_length": 64, **keys}
+    arguments = {"cache_dir": str(folder / "cache"), "sequence_length": 64, **keys}
     report = (lambda state: None) if states is None else states.append
-    return build_dataset(DocumentsConfig(files=[str(file)], **given), TRAIN, report=report)
+    return build_dataset(DocumentsConfig(files=[str(file)], **arguments), TRAIN, report=report)
 
 
 def test_a_tokenizer_of_the_given_size_is_learned_that_says_all_of_the_text(tmp_path: Path) -> None:

@@ -38,11 +38,11 @@ def loader(dataset, *, num_shards=1, shard=0, size=12, **options):
 def test_shards_put_together_are_the_batch_of_one(num_shards, step):
     dataset = Numbers()
     whole = loader(dataset).batch(step).inputs
-    parts = [
+    shards = [
         loader(dataset, num_shards=num_shards, shard=shard).batch(step).inputs
         for shard in range(num_shards)
     ]
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(torch.cat(shards), whole)
 
 
 def test_an_epoch_over_steps_and_shards_has_every_sample_once():
@@ -57,10 +57,10 @@ def test_an_epoch_over_steps_and_shards_has_every_sample_once():
 
 
 def test_batches_ahead_are_those_asked_one_by_one_from_any_step():
-    one = loader(Numbers())
-    with closing(one.iterate(5)) as batches:
+    ahead = loader(Numbers())
+    with closing(ahead.iterate(5)) as batches:
         for step in range(5, 15):
-            assert torch.equal(next(batches).inputs, one.batch(step).inputs)
+            assert torch.equal(next(batches).inputs, ahead.batch(step).inputs)
 
 
 def loader_threads():
@@ -135,14 +135,14 @@ def test_a_capped_evaluation_is_of_the_same_samples_in_every_layout():
     dataset = Numbers(num_eval_samples=1000)
 
     def samples(num_shards, seed=3):
-        found = set()
+        targets = set()
         for shard in range(num_shards):
-            one = Loader(
+            shard_loader = Loader(
                 dataset, seed=seed, global_batch_size=8, num_shards=num_shards, shard=shard
             )
-            for batch in one.eval_batches(5):
-                found |= set(batch.targets.flatten().tolist())
-        return found
+            for batch in shard_loader.eval_batches(5):
+                targets |= set(batch.targets.flatten().tolist())
+        return targets
 
     assert samples(1) == samples(4) == samples(2, seed=9)
     assert len(samples(1)) == 40

@@ -55,14 +55,14 @@ def texts(dataset: TextMix, indices: Any, split: Any = "train") -> list[str]:
 
 def test_without_weights_or_epochs_each_row_is_seen_once(folder: Path) -> None:
     dataset = mixed(folder)
-    found = texts(dataset, range(dataset.num_samples))
-    assert sorted(found) == sorted(f"{n} {i:06}" for n, count in ROWS.items() for i in range(count))
+    rows = texts(dataset, range(dataset.num_samples))
+    assert sorted(rows) == sorted(f"{n} {i:06}" for n, count in ROWS.items() for i in range(count))
 
 
 def test_a_source_is_seen_as_often_as_its_epochs_say(folder: Path) -> None:
     dataset = mixed(folder, a=", epochs: 0.5", b=", epochs: 2.5")
-    found = Counter(texts(dataset, range(dataset.num_samples)))
-    of = {name: [n for text, n in found.items() if text.startswith(name)] for name in ROWS}
+    counts = Counter(texts(dataset, range(dataset.num_samples)))
+    of = {name: [n for text, n in counts.items() if text.startswith(name)] for name in ROWS}
     assert of["a"] == [1] * 20
     assert sorted(of["b"]) == [2] * 5 + [3] * 5
     assert dataset.notes[0] == "data.mix: 45 rows: 44.4% a (0.5 epochs), 55.6% b (2.5 epochs)"
@@ -70,10 +70,10 @@ def test_a_source_is_seen_as_often_as_its_epochs_say(folder: Path) -> None:
 
 def test_weights_are_shares_of_a_pass_in_which_each_row_is_seen(folder: Path) -> None:
     dataset = mixed(folder, a=", weight: 2", b=", weight: 3")
-    found = Counter(texts(dataset, range(dataset.num_samples)))
-    assert sum(n for text, n in found.items() if text.startswith("a")) == 40
-    assert sum(n for text, n in found.items() if text.startswith("b")) == 60
-    assert {n for text, n in found.items() if text.startswith("b")} == {6}
+    counts = Counter(texts(dataset, range(dataset.num_samples)))
+    assert sum(n for text, n in counts.items() if text.startswith("a")) == 40
+    assert sum(n for text, n in counts.items() if text.startswith("b")) == 60
+    assert {n for text, n in counts.items() if text.startswith("b")} == {6}
 
 
 def test_the_order_depends_on_the_seed_and_the_sample_index_alone(folder: Path) -> None:
@@ -217,15 +217,15 @@ def test_chats_and_documents_are_each_read_and_masked_as_what_they_are(folder: P
     pytest.importorskip("transformers")
     dataset, chosen = kinds(folder)
     sources = chosen.data.sources()
-    assert [type(one).__name__ for one in sources.values()] == ["ChatConfig", "DocumentsConfig"]
-    alone = {name: TextRows(one, dataset.tokenizer, report=print) for name, one in sources.items()}
+    assert [type(c).__name__ for c in sources.values()] == ["ChatConfig", "DocumentsConfig"]
+    alone = {name: TextRows(c, dataset.tokenizer, report=print) for name, c in sources.items()}
     for name, source in alone.items():
         counted = dataset.summaries()[name].counted_tokens
         assert counted == source.summaries()[""].counted_tokens
         part = dataset.eval_parts[name]
         ours, theirs = (
-            one.samples(rows, split="eval").targets
-            for one, rows in ((dataset, part), (source, range(2)))
+            text_rows.samples(rows, split="eval").targets
+            for text_rows, rows in ((dataset, part), (source, range(2)))
         )
         assert torch.equal(ours, theirs)
     summaries = dataset.summaries()

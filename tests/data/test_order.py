@@ -37,8 +37,8 @@ def test_each_epoch_has_every_sample_once_in_an_order_of_its_own():
     epochs = indices.reshape(3, 101)
     for epoch in epochs:
         assert sorted(epoch) == list(range(101))
-    for one, other in itertools.combinations(epochs, 2):
-        assert not np.array_equal(one, other)
+    for first, other in itertools.combinations(epochs, 2):
+        assert not np.array_equal(first, other)
 
 
 def test_the_order_depends_on_the_seed_alone():

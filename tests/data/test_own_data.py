@@ -162,7 +162,7 @@ def trained(config: RunConfig, *, first: int = 0, state: Any = None) -> list[flo
             for step in range(config.train.num_steps)
         ]
         sums = sum(engine.evaluate(batch) for batch in loader.eval_batches(1))
-        return [*losses, *[float(one) for one in sums]]
+        return [*losses, *[float(total) for total in sums]]
 
     by_rank = World.mock(num_ranks(config)).run(on_rank)
     *losses, _, _ = by_rank[0]
@@ -287,15 +287,15 @@ def test_a_resumed_run_reads_the_next_sample_of_the_stream_on_another_layout() -
 
 
 def test_the_ranks_of_a_stream_share_each_global_batch() -> None:
-    one = run_config([*CHOSEN, STREAM, "strategy=single", "launch.nproc=1"])
+    single = run_config([*CHOSEN, STREAM, "strategy=single", "launch.nproc=1"])
     two = run_config([*CHOSEN, STREAM, "strategy=ddp", "launch.nproc=2"])
-    whole = whole_batch(one)
+    whole = whole_batch(single)
     layout = Layout.of(two, world_size=2)
-    parts = [
+    shards = [
         rank_loader(two, data.build_dataset(two.data), layout=layout, rank=rank).batch(0).items
         for rank in range(2)
     ]
-    assert str([*parts[0], *parts[1]]) == str(whole)
+    assert str([*shards[0], *shards[1]]) == str(whole)
 
 
 def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:

@@ -21,11 +21,11 @@ def packed(how: str, places: list[int]) -> tuple[RowTable, np.ndarray]:
 
 def predictions(table: RowTable) -> list[int]:
     """Where each token stands that a row predicts from."""
-    found = []
+    positions = []
     for row in range(len(table)):
         for start, places in zip(*table.pieces(row), strict=True):
-            found += range(start, start + places)
-    return found
+            positions += range(start, start + places)
+    return positions
 
 
 @pytest.mark.parametrize("how", PACKERS)

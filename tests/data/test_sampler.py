@@ -33,7 +33,7 @@ def indices(samples: int, ranks: int, *, epoch: int = 0, **options: int) -> list
 def test_ranks_share_every_sample_once(batch_size: int, epoch: int) -> None:
     taken = indices(24, 4, epoch=epoch, batch_size=batch_size, seed=3)
     assert sorted(chain(*taken)) == list(range(24))
-    assert {len(one) for one in taken} == {6}
+    assert {len(of_shard) for of_shard in taken} == {6}
 
 
 def test_an_epoch_is_shuffled_by_seed_and_epoch_alone() -> None:

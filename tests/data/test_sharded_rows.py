@@ -50,7 +50,7 @@ def made(files: list[Path], **keys: Any) -> Any:
 
 
 def shards_in(folder: Path) -> int:
-    return len([one for one in (folder / "cache").iterdir() if one.suffix != ".partial"])
+    return len([entry for entry in (folder / "cache").iterdir() if entry.suffix != ".partial"])
 
 
 def test_the_first_batch_needs_the_first_file_alone_and_the_others_come_in_turn(
@@ -91,11 +91,11 @@ def test_the_order_is_the_same_however_it_is_asked_for(files: list[Path]) -> Non
     }
     for first_step in (0, 7, 29):
         again = made(files)
-        parts = [
+        shards = [
             Loader(again, seed=5, global_batch_size=4, num_shards=2, shard=shard).batch(first_step)
             for shard in range(2)
         ]
-        assert torch.equal(torch.cat([part.inputs for part in parts]), expected[first_step])
+        assert torch.equal(torch.cat([part.inputs for part in shards]), expected[first_step])
 
 
 def test_who_resumes_reads_the_shard_it_has_come_to_and_none_before_it(
@@ -135,9 +135,9 @@ def test_what_is_held_out_is_of_the_first_file_and_is_not_trained_on(files: list
 
 def test_rows_have_the_documents_of_a_corpus_that_is_tokenised_first(files: list[Path]) -> None:
     sharded, whole = (made(files, held_out=0, shuffle=order) for order in ("shards", "all"))
-    one, other = sharded.summaries()[""], whole.summaries()[""]
-    assert (one.documents, one.tokens) == (other.documents, other.tokens)
-    assert one.counted_tokens == other.counted_tokens
+    summary, other = sharded.summaries()[""], whole.summaries()[""]
+    assert (summary.documents, summary.tokens) == (other.documents, other.tokens)
+    assert summary.counted_tokens == other.counted_tokens
 
 
 def test_another_process_tokenises_the_rest_and_ends_with_this_one(

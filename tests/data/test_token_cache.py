@@ -83,12 +83,12 @@ def shards_of(*files: Path, folder: Path, report: OnProgress = lambda state: Non
 
 def texts(corpus: Corpus) -> list[str]:
     """Return the documents of all shards."""
-    found = []
+    documents = []
     for shard in corpus:
         ends = list(itertools.accumulate(shard.lengths().tolist(), initial=0))
         tokens = bytes(shard.tokens().tolist())
-        found += [tokens[start:end].decode() for start, end in itertools.pairwise(ends)]
-    return found
+        documents += [tokens[start:end].decode() for start, end in itertools.pairwise(ends)]
+    return documents
 
 
 def content(folder: Path) -> dict[Path, bytes]:
@@ -177,8 +177,8 @@ def test_rows_are_numbered_from_the_beginning_of_their_file(file: Path, tmp_path
 
 def test_small_files_share_shards_in_their_order(tmp_path: Path) -> None:
     files = [tmp_path / f"{number:03}.txt" for number in range(40)]
-    for number, one in enumerate(files):
-        one.write_text(f"text {number} ")
+    for number, path in enumerate(files):
+        path.write_text(f"text {number} ")
     corpus = shards_of(*files, folder=tmp_path / "cache")
     assert texts(corpus) == [f"text {number} " for number in range(40)]
     assert len([*corpus]) == 2

@@ -67,9 +67,9 @@ def test_what_is_generated_beyond_the_vocabulary_or_special_has_no_text(folder: 
 def test_the_files_that_are_kept_are_the_same_tokenizer(folder: Path, tmp_path: Path) -> None:
     tokenizer = loaded(folder)
     tokenizer.keep(tmp_path / FOLDER)
-    kept = load_kept(tmp_path)
-    assert kept is not None
-    assert kept.fingerprint == tokenizer.fingerprint
+    reloaded = load_kept(tmp_path)
+    assert reloaded is not None
+    assert reloaded.fingerprint == tokenizer.fingerprint
     assert load_kept(tmp_path / "elsewhere") is None
     other = corpus.save_tokenizer(tmp_path / "other", chat_template="{{ messages }}")
     assert loaded(other).fingerprint != tokenizer.fingerprint

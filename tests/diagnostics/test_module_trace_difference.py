@@ -44,14 +44,14 @@ BEGIN = StepTrace(
 def scaled(factor: float, *names: str, kind: str = "output") -> StepTrace:
     """The trace with some tensors larger by a factor."""
 
-    def of(one: TracedTensor) -> TracedTensor:
-        if one.kind != kind or one.name not in names:
-            return one
-        assert one.rms is not None
-        assert one.mean is not None
-        assert one.absmax is not None
-        larger = (one.rms * factor, one.mean * factor, one.absmax * factor)
-        return TracedTensor(one.kind, one.name, *larger, one.size)
+    def of(tensor: TracedTensor) -> TracedTensor:
+        if tensor.kind != kind or tensor.name not in names:
+            return tensor
+        assert tensor.rms is not None
+        assert tensor.mean is not None
+        assert tensor.absmax is not None
+        larger = (tensor.rms * factor, tensor.mean * factor, tensor.absmax * factor)
+        return TracedTensor(tensor.kind, tensor.name, *larger, tensor.size)
 
     return dataclasses.replace(BEGIN, tensors=tuple(map(of, BEGIN.tensors)))
 
@@ -72,9 +72,9 @@ def test_the_first_in_order_of_computation_is_named_and_not_the_farthest() -> No
     worse = dataclasses.replace(
         other, tensors=[*other.tensors[:4], *scaled(9.0, "second").tensors[4:]]
     )
-    found = compared(BEGIN, worse)
-    assert [one.ours.name for one in found.differences] == ["first", "second"]
-    assert found.differences[0].module == "first"
+    comparison = compared(BEGIN, worse)
+    assert [difference.ours.name for difference in comparison.differences] == ["first", "second"]
+    assert comparison.differences[0].module == "first"
 
 
 def test_a_factor_as_large_as_an_axis_is_said_of_the_run_that_has_the_axis() -> None:
@@ -107,8 +107,8 @@ def test_what_is_not_finite_in_one_run_differs_and_in_both_does_not() -> None:
 def test_a_gradient_of_nothing_but_rounding_is_no_difference() -> None:
     tiny = TracedTensor("gradient", "first.weight", 1e-10, 0.0, 1e-10, 64)
     ours, theirs = (
-        dataclasses.replace(BEGIN, tensors=(*BEGIN.tensors[:-1], one))
-        for one in (tiny, dataclasses.replace(tiny, rms=3e-10))
+        dataclasses.replace(BEGIN, tensors=(*BEGIN.tensors[:-1], last))
+        for last in (tiny, dataclasses.replace(tiny, rms=3e-10))
     )
     assert not compared(ours, theirs).differences
 
@@ -140,7 +140,7 @@ def test_what_moves_by_rounding_alone_is_compared_before_the_first_update_alone(
         for moved in (0.1, 0.2)
     )
     assert len(compared(ours, theirs).differences) == 2
-    later = (dataclasses.replace(one, step=1) for one in (ours, theirs))
+    later = (dataclasses.replace(trace, step=1) for trace in (ours, theirs))
     assert not compared(*later).differences
 
 

@@ -46,8 +46,8 @@ def test_blocks_that_recompute_are_compiled_in_one_piece(mode: Mode) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.layers:
         block.compile(backend=counter, fullgraph=True)
-    for one in (plain, model):
-        one(tokens).sum().backward()
+    for each in (plain, model):
+        each(tokens).sum().backward()
     assert counter.frame_count >= 1, "nothing was compiled"
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)

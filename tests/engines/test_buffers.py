@@ -42,18 +42,18 @@ def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
         for step in range(3):
             engine.train_step(loader.batch(step))
         inputs = loader.dataset.samples([0, 1], split="eval").inputs
-        found = engine.evaluate(next(iter(loader.eval_batches(1))))
-        assert bool(torch.isfinite(found).all())
+        eval_losses = engine.evaluate(next(iter(loader.eval_batches(1))))
+        assert bool(torch.isfinite(eval_losses).all())
         outputs = engine.predict(inputs)
         state = engine.state_dict()["model"]
-        kept = {n: t.clone() for n, t in state.items() if "running" in n or "num_b" in n}
-        return float(outputs.sum()), kept
+        buffers = {n: t.clone() for n, t in state.items() if "running" in n or "num_b" in n}
+        return float(outputs.sum()), buffers
 
     reported = World.mock(ranks).run(run)
     statistics: dict[str, Tensor] = {}
-    for outputs, kept in reported:
+    for outputs, buffers in reported:
         assert outputs == reported[0][0]
-        for key, value in kept.items():
+        for key, value in buffers.items():
             assert torch.equal(statistics.setdefault(key, value), value), key
     assert statistics["2.running_mean"].abs().sum() > 0
     forwards = Layout.of(chosen, world_size=ranks).micro_batches

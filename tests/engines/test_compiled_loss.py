@@ -51,10 +51,10 @@ def test_the_cross_entropy_of_whole_logits_is_compiled_and_stays_what_it_is(
     rows = logits.detach().double().flatten(0, 1).requires_grad_()
     expected = torch.nn.functional.cross_entropy(rows, targets.flatten(), reduction="sum")
     expected.backward()
-    found = loss(logits, targets)
-    found.backward()
-    assert found.dtype is torch.float32
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    computed = loss(logits, targets)
+    computed.backward()
+    assert computed.dtype is torch.float32
+    assert computed.item() == pytest.approx(expected.item(), rel=1e-6)
     assert logits.grad is not None
     assert rows.grad is not None
     torch.testing.assert_close(

@@ -47,9 +47,9 @@ def test_it_attends_as_one_process_does(ranks: int, key_value_heads: int) -> Non
         out = ring_attention(*mine, group=world.default_group)
         (out * weight[:, :, at]).sum().backward()
         torch.testing.assert_close(out, expected[:, :, at], rtol=1e-5, atol=1e-6)
-        for one, other in zip(mine, whole, strict=True):
+        for tensor, other in zip(mine, whole, strict=True):
             assert other.grad is not None
-            torch.testing.assert_close(one.grad, other.grad[:, :, at], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(tensor.grad, other.grad[:, :, at], rtol=1e-4, atol=1e-5)
 
     World.mock(ranks).run(run)
 
@@ -98,8 +98,8 @@ def test_autocast_lowers_what_it_attends_to_as_it_does_in_one_process() -> None:
 
 
 def test_every_rank_has_a_piece_near_the_start_and_one_near_the_end() -> None:
-    found = World.mock(4).run(lambda w: ContextAxis(w.default_group).positions(16).tolist())
-    assert found == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    positions = World.mock(4).run(lambda w: ContextAxis(w.default_group).positions(16).tolist())
+    assert positions == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
 
 
 def test_outputs_of_the_parts_join_to_those_of_the_whole() -> None:

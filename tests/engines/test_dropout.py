@@ -91,7 +91,7 @@ def draw(chosen: RunConfig, *, ranks: int) -> list[Drawn]:
 
     def run(world: ax.World) -> Drawn:
         engine, loader = rank_engine(chosen, world)
-        blocks = [one for one in engine.modules[0].modules() if isinstance(one, Block)]
+        blocks = [module for module in engine.modules[0].modules() if isinstance(module, Block)]
         drawn = Drawn([], [], [])
         for step in range(STEPS):
             batch = loader.batch(step)
@@ -129,8 +129,8 @@ def test_tensor_ranks_draw_alike_and_data_ranks_and_steps_and_blocks_apart(
             assert torch.equal(masks.setdefault(place, mask), mask), f"rank {rank} at {place}"
             assert 0.3 < mask.float().mean() < 0.7
     assert len(masks) == 2 * STEPS * BLOCKS
-    for one, other in itertools.combinations(masks, 2):
-        assert not torch.equal(masks[one], masks[other]), f"{one} and {other} drew the same"
+    for site, other in itertools.combinations(masks, 2):
+        assert not torch.equal(masks[site], masks[other]), f"{site} and {other} drew the same"
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
@@ -142,10 +142,10 @@ def test_gradients_are_plain_torchs_of_what_was_kept(overrides: list[str], mode:
     drawn, layout = draw(chosen, ranks=ranks), Layout.of(chosen, world_size=ranks)
     for step in range(STEPS):
         plain = build_model(chosen.model, seed=chosen.seed)
-        blocks = [one for one in plain.modules() if isinstance(one, Block)]
+        blocks = [module for module in plain.modules() if isinstance(module, Block)]
         for rank in range(0, ranks, layout.tensor):  # of tensor ranks one
-            for block, kept in zip(blocks, drawn[rank].kept[step], strict=True):
-                block.given = kept[0]
+            for block, masks in zip(blocks, drawn[rank].kept[step], strict=True):
+                block.given = masks[0]
             batch = drawn[rank].batches[step]
             logits, targets = plain(batch.inputs).flatten(0, 1), batch.targets.flatten()
             (F.cross_entropy(logits, targets) / layout.data_ranks).backward()

@@ -60,12 +60,12 @@ def alone(*more: str) -> Trained:
 @pytest.mark.parametrize("layout", every(2, LAYOUTS))
 def test_a_layout_trains_what_one_process_trains_and_leaves_the_rest(layout: str) -> None:
     nproc, *chosen = LAYOUTS[layout].split()
-    found = train([*SMALL, *FROZEN, *chosen], int(nproc.removeprefix("launch.nproc=")))
-    assert_same(found, alone(), tolerance=1e-5)
+    result = train([*SMALL, *FROZEN, *chosen], int(nproc.removeprefix("launch.nproc=")))
+    assert_same(result, alone(), tolerance=1e-5)
 
 
 def test_one_process_gives_what_torch_gives_of_parameters_that_require_no_gradient() -> None:
-    found = alone("optimizer=sgd", "optimizer.lr=0.1", "optimizer.weight_decay=0.1")
+    result = alone("optimizer=sgd", "optimizer.lr=0.1", "optimizer.weight_decay=0.1")
     chosen = run_config([*SMALL, "strategy=single", "train.global_batch_size=8"])
     model = build_model(chosen.model, seed=0)
     for name, parameter in model.named_parameters():
@@ -74,24 +74,24 @@ def test_one_process_gives_what_torch_gives_of_parameters_that_require_no_gradie
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     groups = [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in trained.values()]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    for step, batch in enumerate(unequal_batches(chosen, steps=len(found.losses))):
+    for step, batch in enumerate(unequal_batches(chosen, steps=len(result.losses))):
         optimizer.zero_grad()
         loss = cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
         loss.backward()
-        assert found.losses[step] == pytest.approx(loss.item(), rel=1e-6)
-        assert found.gradients[step].keys() == trained.keys()
+        assert result.losses[step] == pytest.approx(loss.item(), rel=1e-6)
+        assert result.gradients[step].keys() == trained.keys()
         for name, parameter in trained.items():
-            assert torch.allclose(found.gradients[step][name], parameter.grad, atol=1e-6)
+            assert torch.allclose(result.gradients[step][name], parameter.grad, atol=1e-6)
         optimizer.step()
     for name, parameter in model.named_parameters():
-        assert torch.allclose(found.parameters[name], parameter, atol=1e-6)
+        assert torch.allclose(result.parameters[name], parameter, atol=1e-6)
 
 
 def test_what_is_frozen_has_no_states_and_no_gradients() -> None:
     everything = TrainingShares.of(run_config([*SMALL, "strategy=single"]))
     some = TrainingShares.of(run_config([*SMALL, *FROZEN, "strategy=single"]))
     assert everything.gradients == 1
-    per_gradient = [one.states / one.gradients for one in (everything, some)]
+    per_gradient = [memory.states / memory.gradients for memory in (everything, some)]
     assert per_gradient == pytest.approx([2, 2], rel=0.01)  # and a count of steps
     model = on_meta(run_config([*SMALL, *FROZEN, "strategy=single"]), seed=0)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -121,7 +121,7 @@ def test_what_freezes_nothing_or_everything_is_refused(
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         run_config([*SMALL, *overrides.split()])
-    assert any(one.key == key and message in one.message for one in refused.value.problems)
+    assert any(p.key == key and message in p.message for p in refused.value.problems)
 
 
 @pytest.mark.parametrize("layout", ["zero1", "pipeline"])
@@ -138,12 +138,12 @@ def test_a_run_with_frozen_parameters_resumes_on_another_layout(
                 assert saved is not None
                 state = checkpoint.load_checkpoint(saved, engine.state_dict(), world=world)
                 engine.load_state_dict(state)
-            found = [float(engine.train_step(loader.batch(n)).loss) for n in range(begin, end)]
+            values = [float(engine.train_step(loader.batch(n)).loss) for n in range(begin, end)]
             if save:
                 saver = Saver(tmp_path, world=world, retention=Retention(newest=1))
                 saver.save(engine.state_dict(), step=end, samples=0)
                 saver.close()
-            return found
+            return values
 
         assert chosen.launch.nproc != "auto"
         return World.mock(chosen.launch.nproc).run(run)[0]

@@ -145,8 +145,8 @@ def test_ddp_trains_with_parameters_that_a_rank_left_out_as_torchs_does(sync: st
 
     expected = ax.World.mock(2).run(theirs)[0]
     for parameters in ax.World.mock(2).run(ours):
-        for got, one in zip(parameters, expected, strict=True):
-            torch.testing.assert_close(got, one)
+        for got, want in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("strategy", ALL)
@@ -161,7 +161,7 @@ def test_what_no_rank_had_a_gradient_of_has_none_as_in_one_process(strategy: str
                     torch.full((2,), 4.0) if any(parameter is x for x in used) else None
                 )
             sync.sync_all()
-        return [None if one.grad is None else float(one.grad[0]) for one in parameters]
+        return [None if p.grad is None else float(p.grad[0]) for p in parameters]
 
     assert ax.World.mock(2).run(run) == [[4.0, 2.0, None]] * 2
 
@@ -225,9 +225,9 @@ def test_a_mean_costs_no_pass_over_the_gradients_beside_the_sum(
     asked: list[Any] = []
     all_reduce = dist.all_reduce
 
-    def noted(tensor: Tensor, op: Any, **given: Any) -> Any:
+    def noted(tensor: Tensor, op: Any, **options: Any) -> Any:
         asked.append(op)
-        return all_reduce(tensor, op, **given)
+        return all_reduce(tensor, op, **options)
 
     monkeypatch.setattr(dist, "all_reduce", noted)
 

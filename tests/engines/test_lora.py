@@ -70,14 +70,14 @@ def alone(model: str) -> Trained:
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_a_layout_trains_the_adapters_that_one_process_trains(model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
-    found = train([*MODELS[model], *DATA, *LORA[model], *overrides.split()], ranks)
-    assert_same(found, alone(model), tolerance=1e-5)
+    result = train([*MODELS[model], *DATA, *LORA[model], *overrides.split()], ranks)
+    assert_same(result, alone(model), tolerance=1e-5)
 
 
 def test_nothing_but_adapters_and_what_is_unfrozen_is_trained() -> None:
-    found = alone("llama")
-    assert {name for name in found.gradients[0] if not is_of_adapter(name)} == {"norm.weight"}
-    adapted = {name.rpartition(".lora_")[0] for name in found.gradients[0] if is_of_adapter(name)}
+    result = alone("llama")
+    assert {name for name in result.gradients[0] if not is_of_adapter(name)} == {"norm.weight"}
+    adapted = {name.rpartition(".lora_")[0] for name in result.gradients[0] if is_of_adapter(name)}
     layers = {
         f"layers.{n}.{end}" for n in range(4) for end in ("self_attn.q_proj", "mlp.down_proj")
     }
@@ -120,31 +120,31 @@ def test_magnitudes_start_as_the_norms_of_the_weights_and_change_no_output() -> 
 def test_dropout_leaves_out_inputs_of_a_alone_and_in_training_alone() -> None:
     overrides = [*MODELS["gpt"], *DATA, *LORA["gpt"], "adapter.dropout=0.5", "strategy=single"]
     model = build_model(run_config(overrides), seed=0)
-    layer = next(one for one in model.modules() if isinstance(one, LoraLayer))
+    layer = next(module for module in model.modules() if isinstance(module, LoraLayer))
     nn.init.ones_(layer.lora_B.weight)
     x = torch.ones(2, layer.lora_A.in_features)
     own = nn.functional.linear(x, layer.weight, layer.bias)
     torch.manual_seed(0)
-    kept = nn.functional.dropout(x, 0.5)
+    dropped = nn.functional.dropout(x, 0.5)
     torch.manual_seed(0)
-    assert torch.equal(layer(x), own + layer.lora_B(layer.lora_A(kept)) * layer.lora_scale)
+    assert torch.equal(layer(x), own + layer.lora_B(layer.lora_A(dropped)) * layer.lora_scale)
     assert torch.equal(layer.eval()(x), own + layer.lora_B(layer.lora_A(x)) * layer.lora_scale)
 
 
 def test_dropout_leaves_out_inputs_of_a_weight_where_magnitudes_scale_it() -> None:
     more = ["adapter.dora=true", "adapter.dropout=0.5", "strategy=single"]
     model = build_model(run_config([*MODELS["gpt"], *DATA, *LORA["gpt"], *more]), seed=0)
-    layer = next(one for one in model.modules() if isinstance(one, LoraLayer))
+    layer = next(module for module in model.modules() if isinstance(module, LoraLayer))
     assert layer.lora_magnitude_vector is not None
     for parameter in (layer.lora_B.weight, layer.lora_magnitude_vector.weight, layer.bias):
         nn.init.normal_(parameter)
     x = torch.randn(2, layer.lora_A.in_features)
     torch.manual_seed(0)
-    kept = nn.functional.dropout(x, 0.5)
+    dropped = nn.functional.dropout(x, 0.5)
     added = layer.lora_scale * layer.lora_B.weight @ layer.lora_A.weight
     factor = layer.lora_magnitude_vector.weight / (layer.weight + added).norm(dim=1)
     own = nn.functional.linear(x, layer.weight, layer.bias)
-    expected = own + (factor - 1) * (kept @ layer.weight.t()) + factor * (kept @ added.t())
+    expected = own + (factor - 1) * (dropped @ layer.weight.t()) + factor * (dropped @ added.t())
     torch.manual_seed(0)
     assert torch.allclose(layer(x), expected, atol=1e-5)
 
@@ -168,8 +168,8 @@ def test_verify_passes_and_says_that_the_rest_is_frozen(overrides: str) -> None:
 
 def test_adapters_of_a_model_in_bf16_are_trained_in_fp32() -> None:
     overrides = ["train.precision=bf16", "train.param_dtype=bf16", "strategy=single"]
-    found = train([*MODELS["gpt"], *DATA, *LORA["gpt"], *overrides], 1)
-    kinds = {is_of_adapter(name): p.dtype for name, p in found.parameters.items()}
+    result = train([*MODELS["gpt"], *DATA, *LORA["gpt"], *overrides], 1)
+    kinds = {is_of_adapter(name): p.dtype for name, p in result.parameters.items()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
 
 

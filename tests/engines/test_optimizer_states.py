@@ -89,11 +89,11 @@ def test_the_table_of_states_is_what_torch_keeps(name: str) -> None:
     update = Update(config, {"weight": weight})
     [optimizer] = update.optimizers
     optimizer.step()
-    kept, expected = optimizer.state.get(weight, {}), states_of(config, (5, 4))
-    assert kept.keys() == expected.keys()
+    states, expected = optimizer.state.get(weight, {}), states_of(config, (5, 4))
+    assert states.keys() == expected.keys()
     for key, state in expected.items():
-        assert kept[key].shape == state.shape((5, 4))
-        assert kept[key].dtype == torch.float32
+        assert states[key].shape == state.shape((5, 4))
+        assert states[key].dtype == torch.float32
 
 
 def test_weight_decay_leaves_no_trace_in_momentum_before_the_first_step() -> None:
@@ -136,13 +136,13 @@ def test_states_asked_for_at_any_time_change_no_bit_of_what_torch_optim_does(nam
     for step in range(4):
         update.load_state_dict({k: v.clone() for k, v in update.state_dict().items()})
         generator = torch.Generator().manual_seed(step)
-        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            one.grad = torch.randn(one.shape, generator=generator)
-            other.grad = one.grad.clone()
+        for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            other.grad = parameter.grad.clone()
         update.apply(rate=lambda _: 0.1)
         plain.step()
-        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(one, other)
+        for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(parameter, other)
 
 
 SMALL = [

@@ -139,14 +139,16 @@ def test_an_entry_states_what_the_class_keeps(kind: str) -> None:
         p.grad = torch.ones_like(p)
     for optimizer in update.optimizers:
         optimizer.step()
-    kept = {p: states for optimizer in update.optimizers for p, states in optimizer.state.items()}
+    by_parameter = {
+        p: states for optimizer in update.optimizers for p, states in optimizer.state.items()
+    }
     for name, p in own.items():
         shape = tuple(p.shape)
         expected = states_of(with_options(config, facts()[name]), shape)
-        assert kept.get(p, {}).keys() == expected.keys()
+        assert by_parameter.get(p, {}).keys() == expected.keys()
         for key, state in expected.items():
-            assert tuple(kept[p][key].shape) == state.shape(shape)
-            assert kept[p][key].nbytes == state.nbytes(shape)
+            assert tuple(by_parameter[p][key].shape) == state.shape(shape)
+            assert by_parameter[p][key].nbytes == state.nbytes(shape)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -191,11 +193,11 @@ def run(overrides: list[str], ranks: int, steps: int = 3) -> dict[str, Tensor]:
             engine.train_step(loader.batch(step))
         return {n: whole(p.detach()).clone() for n, p in engine.named_parameters()}
 
-    found: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for parameters in World.mock(ranks).run(on_rank):
         for name, tensor in parameters.items():
-            assert torch.equal(found.setdefault(name, tensor), tensor), f"ranks differ on {name}"
-    return found
+            assert torch.equal(merged.setdefault(name, tensor), tensor), f"ranks differ on {name}"
+    return merged
 
 
 # Elementwise ones share all that a layout could get wrong: each layout tries one of them. Of those
@@ -261,7 +263,7 @@ def matrix(name: str, step: int) -> Tensor:
 def divided(tensor: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
     """Return a tensor divided by the tensor axis first, then by the data axis."""
     local = tensor
-    strided = [isinstance(one, _StridedShard) for one in placements]
+    strided = [isinstance(each, _StridedShard) for each in placements]
     for axis in sorted(range(len(placements)), key=lambda axis: strided[axis]):
         placement = placements[axis]
         if isinstance(placement, Shard | _StridedShard):

@@ -59,9 +59,9 @@ def test_documents_of_a_row_change_what_is_learned() -> None:
 
 def test_what_can_not_keep_documents_apart_is_refused_before_a_rank_starts() -> None:
     own = ["model=custom", "model.target=torch.nn:Embedding", "strategy=single"]
-    given = "model.arguments={num_embeddings: 256, embedding_dim: 256}"
+    arguments = "model.arguments={num_embeddings: 256, embedding_dim: 256}"
     with pytest.raises(ConfigError) as raised:
-        run_config([*own, given, *DATA])
+        run_config([*own, arguments, *DATA])
     assert str(raised.value) == (
         "data.document_length=5: a row holds several documents, and model=custom can't keep them "
         "apart: its forward takes no positions; use null"

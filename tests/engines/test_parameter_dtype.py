@@ -76,7 +76,7 @@ def by_torch(*, in_fp32: bool) -> list[float]:
     parameters = [*model.parameters()]
     updated: list[Tensor] = parameters
     if in_fp32:
-        updated = [torch.nn.Parameter(one.detach().float()) for one in parameters]
+        updated = [torch.nn.Parameter(p.detach().float()) for p in parameters]
     optimizer = torch.optim.AdamW(
         updated, lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
     )
@@ -87,15 +87,15 @@ def by_torch(*, in_fp32: bool) -> list[float]:
         loss.backward()
         losses.append(loss.item())
         with torch.no_grad():
-            for mine, one in zip(updated, parameters, strict=True):
+            for mine, parameter in zip(updated, parameters, strict=True):
                 if in_fp32:
-                    assert one.grad is not None
-                    mine.copy_(one)
-                    mine.grad = one.grad.float()
+                    assert parameter.grad is not None
+                    mine.copy_(parameter)
+                    mine.grad = parameter.grad.float()
             optimizer.step()
-            for mine, one in zip(updated, parameters, strict=True):
-                one.copy_(mine)
-                one.grad = None
+            for mine, parameter in zip(updated, parameters, strict=True):
+                parameter.copy_(mine)
+                parameter.grad = None
     return losses
 
 
@@ -159,6 +159,6 @@ def test_a_run_does_not_resume_in_another_type(
     ],
 )
 def test_what_can_not_be_is_refused(overrides: list[str], problem: str) -> None:
-    settings = [one for one in SETTINGS if not one.startswith("optimizer.")]
+    settings = [s for s in SETTINGS if not s.startswith("optimizer.")]
     with pytest.raises(ConfigError, match=problem):
         run_config([*settings, *LAYOUTS["fsdp"], *overrides])

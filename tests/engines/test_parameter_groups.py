@@ -42,26 +42,26 @@ def test_lr_scale_multiplies_what_the_group_would_have() -> None:
     groups = {"*": {"lr": 2.0}, "*.bias": {"lr_scale": 0.5}}
     assert with_options(AdamWConfig(groups=groups), BIAS).lr == 1.0
     scaled = AdamWConfig(lr=3.0, groups={"*.bias": {"lr_scale": 0.5}})
-    assert [with_options(scaled, one).lr for one in (BIAS, MATRIX)] == [1.5, 3.0]
+    assert [with_options(scaled, p).lr for p in (BIAS, MATRIX)] == [1.5, 3.0]
 
 
 def test_muon_is_for_hidden_matrices_and_groups_choose_otherwise() -> None:
-    names = {one: with_options(MuonConfig(), one).name for one in (MATRIX, BIAS, HEAD)}
+    names = {p: with_options(MuonConfig(), p).name for p in (MATRIX, BIAS, HEAD)}
     assert names == {MATRIX: "muon", BIAS: "adamw", HEAD: "adamw"}
     groups = {"lm_head.*": {"algorithm": "muon"}, "layers.*": {"algorithm": "adamw"}}
     other = MuonConfig(groups=groups)
-    assert [with_options(other, one).name for one in (MATRIX, HEAD)] == ["adamw", "muon"]
+    assert [with_options(other, p).name for p in (MATRIX, HEAD)] == ["adamw", "muon"]
 
 
 def test_adamw_beside_muon_has_its_own_learning_rate_unless_a_group_sets_one() -> None:
     config = MuonConfig(lr=0.02, adamw_lr=3e-4, groups={"*.bias": {"lr": 1e-5}})
-    rates = [with_options(config, one).lr for one in (MATRIX, HEAD, BIAS)]
+    rates = [with_options(config, p).lr for p in (MATRIX, HEAD, BIAS)]
     assert rates == [0.02, 3e-4, 1e-5]
 
 
 def test_a_group_without_momentum_has_no_state() -> None:
     config = SGDConfig(groups={"*.bias": {"momentum": 0.0}})
-    assert [state_bytes(config, [one]) for one in (MATRIX, BIAS)] == [48, 0]
+    assert [state_bytes(config, [p]) for p in (MATRIX, BIAS)] == [48, 0]
 
 
 SMALL = [

@@ -115,9 +115,9 @@ def test_a_group_of_the_world_is_a_pipeline_of_its_own() -> None:
 
     inputs, targets = batch()
     expected = float(loss(nn.Sequential(*modules(2))(inputs), targets).detach())
-    for total, held in World.mock(4).run(run):
+    for total, num_parameters in World.mock(4).run(run):
         assert total == pytest.approx(expected, rel=1e-6)
-        assert held == 2
+        assert num_parameters == 2
 
 
 def test_batches_of_other_sizes_and_types_follow_one_another() -> None:
@@ -132,10 +132,10 @@ def test_batches_of_other_sizes_and_types_follow_one_another() -> None:
 
 def test_running_statistics_move_as_often_as_there_are_micro_batches() -> None:
     def run(world: World) -> int:
-        parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)]
-        pipeline = Pipeline.from_modules(parts, microbatches=4)
+        stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)]
+        pipeline = Pipeline.from_modules(stages, microbatches=4)
         pipeline.step(*batch(), loss=loss)
-        return int(parts[world.rank][1].num_batches_tracked)
+        return int(stages[world.rank][1].num_batches_tracked)
 
     assert World.mock(2).run(run) == [4, 4]
 
@@ -192,8 +192,8 @@ def test_what_a_stage_raises_is_what_one_sees(schedule: str) -> None:
     stages = 2 * SCHEDULES[schedule].stages_per_rank
 
     def run(world: World) -> None:
-        parts = [*modules(stages - 1), Faulty()]
-        Pipeline.from_modules(parts, schedule=schedule).step(*batch(), loss=loss)
+        of_stages = [*modules(stages - 1), Faulty()]
+        Pipeline.from_modules(of_stages, schedule=schedule).step(*batch(), loss=loss)
 
     with pytest.raises(RankFailedError, match="KeyError: 'the fault of a stage'"):
         World.mock(2).run(run)

@@ -86,9 +86,9 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
             action = Action(kind(options), stage.stage_index, microbatch)  # type: ignore[arg-type]
             recorded.actions[stage.group_rank].append(action)
             result = real(stage, microbatch, *args, **options)
-            held = len(stage.fwd_cache) + len(stage.backward_state)
+            live = len(stage.fwd_cache) + len(stage.backward_state)
             most = recorded.most_held
-            most[stage.stage_index] = max(most[stage.stage_index], held)
+            most[stage.stage_index] = max(most[stage.stage_index], live)
             return result
 
         monkeypatch.setattr(pipelining.PipelineStage, name, reported)
@@ -123,7 +123,7 @@ def run_for_real(schedule: PipelineSchedule) -> tuple[float, list[Tensor]]:
         return loss, {i: [p.grad for p in model[i].parameters()] for i in mine}
 
     outcomes = World.mock(schedule.degree, timeout_s=20).run(work)
-    by_stage = {stage: grads for _, held in outcomes for stage, grads in held.items()}
+    by_stage = {stage: grads for _, of_rank in outcomes for stage, grads in of_rank.items()}
     gradients = [gradient for stage in sorted(by_stage) for gradient in by_stage[stage]]
     return sum(loss for loss, _ in outcomes), gradients
 
@@ -138,8 +138,8 @@ def test_a_real_run_does_what_the_schedule_says_and_computes_what_one_process_do
     loss, gradients = run_for_real(schedule)
     ran = tuple(tuple(record.actions[rank]) for rank in range(degree))
     assert ran == schedule.actions, MOVED
-    held = tuple(record.most_held[stage] for stage in range(schedule.num_stages))
-    assert held == PipelineMemoryStats.from_schedule(schedule).live_activations
+    live = tuple(record.most_held[stage] for stage in range(schedule.num_stages))
+    assert live == PipelineMemoryStats.from_schedule(schedule).live_activations
     alone, (inputs, targets) = blocks(schedule.num_stages), batch(microbatches)
     expected = F.mse_loss(alone(inputs), targets)
     expected.backward()

@@ -61,7 +61,7 @@ def test_a_timeline_does_everything_once_in_an_order_that_can_be(
         took = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}[action.kind]
         assert slot.stop - slot.start == took
         for needed in needs(action, schedule.num_stages):
-            assert any(done[one].stop <= slot.start for one in needed if one in done), action
+            assert any(done[other].stop <= slot.start for other in needed if other in done), action
     for rank in range(schedule.degree):
         row = [slot for slot in times.slots if slot.rank == rank]
         assert [slot.action for slot in row] == list(schedule.actions[rank])

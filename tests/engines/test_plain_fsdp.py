@@ -45,8 +45,8 @@ def trained(model: nn.Module, optimizer: Optimizer, batch: Tensor, *, steps: int
 
 
 def weights(module: nn.Module) -> list[Tensor]:
-    held = [p.detach() for p in module.parameters()]
-    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in held]
+    parameters = [p.detach() for p in module.parameters()]
+    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in parameters]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -60,8 +60,8 @@ def test_an_optimizer_of_an_offloaded_module_is_torchs(offload: str, name: str) 
         trained(model, model.optimizer(OPTIMIZERS[name]), inputs(world.rank, 2))
         return weights(model.module)
 
-    for found in ax.World.mock(2).run(run):
-        for got, expected in zip(found, weights(alone), strict=True):
+    for on_rank in ax.World.mock(2).run(run):
+        for got, expected in zip(on_rank, weights(alone), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -80,8 +80,8 @@ def test_blocks_that_share_a_layer_learn_as_they_do_alone() -> None:
         trained(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs(world.rank, 2))
         return weights(model.module)
 
-    for found in ax.World.mock(2).run(run):
-        for got, expected in zip(found, weights(alone), strict=True):
+    for on_rank in ax.World.mock(2).run(run):
+        for got, expected in zip(on_rank, weights(alone), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -137,8 +137,8 @@ def test_a_streamed_step_keeps_states_where_it_is_asked_to_and_one_parameter_on_
 
     class Watched(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            held = [p for group in self.param_groups for p in group["params"]]
-            seen.append([(p.device.type, p.grad.device.type) for p in held])
+            in_groups = [p for group in self.param_groups for p in group["params"]]
+            seen.append([(p.device.type, p.grad.device.type) for p in in_groups])
             return super().step(closure)
 
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
@@ -151,10 +151,10 @@ def test_a_streamed_step_keeps_states_where_it_is_asked_to_and_one_parameter_on_
         optimizer.step()
     assert seen == [[("meta", "meta")]]
     assert optimizer.param_groups[0]["params"] == parameters
-    kept = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    stream_parameters(kept, device=cpu, states_on=meta)
-    kept.step()
-    assert {state["momentum_buffer"].device for state in kept.state.values()} == {meta}
+    streamed = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    stream_parameters(streamed, device=cpu, states_on=meta)
+    streamed.step()
+    assert {state["momentum_buffer"].device for state in streamed.state.values()} == {meta}
 
 
 def test_a_streamed_step_takes_a_closure_and_saves_its_states_by_parameter() -> None:
@@ -182,16 +182,16 @@ def test_a_streamed_step_takes_a_closure_and_saves_its_states_by_parameter() -> 
 def test_mixed_precision_true_is_bf16_with_fp32_reduction() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-    def gradients(world: ax.World, given: MixedPrecisionPolicy | bool) -> list[Tensor]:
+    def gradients(world: ax.World, mixed_precision: MixedPrecisionPolicy | bool) -> list[Tensor]:
         dtypes = []
-        model = ax.FSDP(net(), mixed_precision=given)
+        model = ax.FSDP(net(), mixed_precision=mixed_precision)
         model.module[1].register_forward_hook(lambda m, i, out: dtypes.append(out.dtype))  # type: ignore[operator]
         model(inputs(world.rank, 2)).square().mean().backward()
-        assert dtypes == [torch.float32 if given is False else torch.bfloat16]
-        held = [p.grad for p in model.parameters()]
-        return [g.full_tensor() for g in held if isinstance(g, DTensor)]
+        assert dtypes == [torch.float32 if mixed_precision is False else torch.bfloat16]
+        sharded = [p.grad for p in model.parameters()]
+        return [g.full_tensor() for g in sharded if isinstance(g, DTensor)]
 
-    by_flag, by_policy = (ax.World.mock(2).run(gradients, one)[0] for one in (True, policy))
+    by_flag, by_policy = (ax.World.mock(2).run(gradients, setting)[0] for setting in (True, policy))
     assert all(torch.equal(a, b) for a, b in zip(by_flag, by_policy, strict=True))
     assert {g.dtype for g in by_flag} == {torch.float32}
     assert len(ax.World.mock(2).run(gradients, False)[0]) == 4
@@ -207,16 +207,16 @@ def test_a_memory_estimate_is_what_a_step_leaves(sharding: str, optimizer: str) 
         options: dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
         if "without" in optimizer:
             config = SGDConfig(momentum=0.0)
-        found = model.memory_estimate(config)
+        estimate = model.memory_estimate(config)
         own = make(model.parameters(), lr=0.1, **options)
         model(inputs(world.rank, 2)).sum().backward()
         own.step()
-        held = list(model.parameters())
-        assert found.parameter_bytes == nbytes(held)
-        assert found.gradient_bytes == nbytes([p.grad for p in held if p.grad is not None])
-        states = [s for kept in own.state.values() for s in kept.values() if s is not None]
-        assert found.optimizer_bytes == nbytes(states)
-        assert found.total_bytes == nbytes([*held, *held, *states])
+        parameters = list(model.parameters())
+        assert estimate.parameter_bytes == nbytes(parameters)
+        assert estimate.gradient_bytes == nbytes([p.grad for p in parameters if p.grad is not None])
+        states = [s for of_p in own.state.values() for s in of_p.values() if s is not None]
+        assert estimate.optimizer_bytes == nbytes(states)
+        assert estimate.total_bytes == nbytes([*parameters, *parameters, *states])
 
     ax.World.mock(2).run(run)
 
@@ -242,9 +242,9 @@ def test_a_group_by_position_shares_it() -> None:
         model(inputs(world.rank, 4)).square().mean().backward()
         return model.mesh.mesh.tolist(), float(model.clip_grad_norm(1.0))
 
-    found = ax.World.mock(4).run(run)
-    assert [ranks for ranks, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert found[0][1] == found[1][1] != found[2][1]
+    results = ax.World.mock(4).run(run)
+    assert [ranks for ranks, _ in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert results[0][1] == results[1][1] != results[2][1]
 
 
 def test_who_shares_it_is_said_once_and_replicas_are_of_the_world() -> None:

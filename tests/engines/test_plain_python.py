@@ -116,12 +116,12 @@ def test_buffers_that_are_not_saved_are_sent_once_and_not_before_each_forward(
 ) -> None:
     def run(world: ax.World) -> list[list[float]]:
         model = ax.DDP(Positions(float(world.rank)), sync=sync)
-        found = [buffer.tolist() for buffer in model.module.buffers()]
+        at_first = [buffer.tolist() for buffer in model.module.buffers()]
         for buffer in model.module.buffers():
             buffer.fill_(10.0 + world.rank)
         for _ in range(2):
             model(torch.ones(4)).sum().backward()
-        return [*found, *(buffer.tolist() for buffer in model.module.buffers())]
+        return [*at_first, *(buffer.tolist() for buffer in model.module.buffers())]
 
     first, second = ax.World.mock(2).run(run)
     assert first == [[0.0], [0.0] * 4, [10.0], [10.0] * 4]
@@ -162,14 +162,14 @@ def test_fsdp_shards_and_reduces(sharding: ax.ShardingStrategy) -> None:
             module, world=world, layers=[module[0]], sharding=sharding, replicate=replicate
         )
         model(rows(world.rank, 4)).square().mean().backward()
-        held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
+        local = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
         gradients = [p.grad for p in model.parameters()]
         whole = [g.full_tensor() for g in gradients if isinstance(g, DTensor)]
-        return whole, held, sum(p.numel() for p in net().parameters())
+        return whole, local, sum(p.numel() for p in net().parameters())
 
     shards = {"full_shard": 4, "shard_grad_op": 4, "no_shard": 1, "hybrid_shard": 2}[sharding]
     results = ax.World.mock(4).run(run)
-    assert max(held for _, held, _ in results) <= results[0][2] / shards + 10
+    assert max(local for _, local, _ in results) <= results[0][2] / shards + 10
     for gradients, _, _ in results:
         for got, expected in zip(gradients, expected_gradients(), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)

@@ -32,7 +32,7 @@ def warned(model: str) -> set[str]:
     with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         ax.World.mock(2).run(run)
-    texts = [str(one.message) for one in reported if "returned a view" in str(one.message)]
+    texts = [str(w.message) for w in reported if "returned a view" in str(w.message)]
     return {text.partition("(")[2].partition(")")[0] for text in texts}
 
 

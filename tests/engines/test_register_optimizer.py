@@ -113,10 +113,10 @@ def run(
             engine.train_step(loader.batch(step))
         return {n: whole(p.detach()).clone() for n, p in engine.named_parameters()}
 
-    found: dict[str, Tensor] = {}
+    trained: dict[str, Tensor] = {}
     for parameters in World.mock(ranks).run(on_rank):
-        found |= parameters
-    return found
+        trained |= parameters
+    return trained
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

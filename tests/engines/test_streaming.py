@@ -135,7 +135,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Done]]:
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             if name == "brought":
-                over.append([_is_over(one) for one in done["taken back"]])
+                over.append([_is_over(taken) for taken in done["taken back"]])
             done[name].append(_Stream.current.do())
             return function(*args)
 
@@ -171,9 +171,9 @@ def test_one_arrives_while_another_is_updated_and_a_third_leaves(
     third = streamed["brought"][2]
     second = streamed["updated"][1]
     first = streamed["taken back"][0]
-    for one, other in ((third, second), (second, first)):
-        assert not _is_before(one, other)
-        assert not _is_before(other, one)
+    for later, other in ((third, second), (second, first)):
+        assert not _is_before(later, other)
+        assert not _is_before(other, later)
     second_left = streamed["taken back"][1]
     assert not _is_before(second_left, third)
     assert not _is_before(third, second_left)

@@ -297,17 +297,17 @@ def test_the_loss_keeps_one_tensor_of_this_ranks_logits_and_no_whole_one_exists(
     def rank(world: ax.World) -> list[tuple[tuple[int, ...], torch.dtype]]:
         mine = torch.randn(7, 10, dtype=torch.bfloat16, requires_grad=True)
         targets = torch.randint(20, (7,), generator=torch.Generator().manual_seed(0))
-        kept = []
+        saved = []
 
         def keep(tensor: Tensor) -> Tensor:
-            kept.append((tuple(tensor.shape), tensor.dtype))
+            saved.append((tuple(tensor.shape), tensor.dtype))
             return tensor
 
         with Largest(20) as watched, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             loss = ax.vocab_parallel_cross_entropy_sum(mine, targets, group=world.default_group)
             loss.backward()
         assert not watched.found
-        return kept
+        return saved
 
     assert on_ranks(2, rank) == [[((7, 10), torch.bfloat16)]] * 2
 

@@ -46,8 +46,8 @@ def test_fully_shard_wraps_divided_layers(
     config: Any, sequence_parallel: bool, recomputation: Any
 ) -> None:
     tokens, targets = tokens_and_targets()
-    one = in_float64(config)
-    F.cross_entropy(one(tokens).flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    undivided = in_float64(config)
+    F.cross_entropy(undivided(tokens).flatten(0, 1), targets.flatten(), reduction="sum").backward()
 
     def rank(world: ax.World) -> None:
         root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
@@ -62,15 +62,15 @@ def test_fully_shard_wraps_divided_layers(
         mine = root["dp_shard"].get_local_rank()
         loss = loss_of(model, root["tp"], tokens[mine, None], targets[mine, None])
         (2 * loss).backward()  # FSDP averages over its 2 ranks
-        assert_same_gradients(model, one)
+        assert_same_gradients(model, undivided)
 
     on_ranks(4, rank)
 
 
 def test_fully_shard_of_blocks_alone_starts_inside_the_models_forward() -> None:
     tokens, targets = tokens_and_targets()
-    one = in_float64(LLAMA)
-    F.cross_entropy(one(tokens).flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    undivided = in_float64(LLAMA)
+    F.cross_entropy(undivided(tokens).flatten(0, 1), targets.flatten(), reduction="sum").backward()
 
     def rank(world: ax.World) -> None:
         root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
@@ -79,7 +79,7 @@ def test_fully_shard_of_blocks_alone_starts_inside_the_models_forward() -> None:
         for layer in model.layers:
             fully_shard(layer, mesh=root["dp_shard"])
         loss_of(model, root["tp"], tokens, targets).backward()
-        assert_same_gradients(model, one)
+        assert_same_gradients(model, undivided)
 
     on_ranks(4, rank)
 
@@ -123,8 +123,8 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.slow
 def test_blocks_compile_as_one_graph() -> None:
     tokens, targets = tokens_and_targets()
-    one = build_model(LLAMA, seed=1)
-    cross_entropy_sum(one(tokens), targets).backward()
+    undivided = build_model(LLAMA, seed=1)
+    cross_entropy_sum(undivided(tokens), targets).backward()
 
     def rank(world: ax.World) -> None:
         model, mesh = build_model(LLAMA, seed=1), axis(world)
@@ -132,7 +132,7 @@ def test_blocks_compile_as_one_graph() -> None:
         for layer in model.layers:
             layer.compile(fullgraph=True, backend="aot_eager")
         loss_of(model, mesh, tokens, targets).backward()
-        assert_same_gradients(model, one, rtol=1e-3, atol=1e-3)
+        assert_same_gradients(model, undivided, rtol=1e-3, atol=1e-3)
 
     on_ranks(2, rank)
 
@@ -152,8 +152,8 @@ with ax.World.init(backend="gloo") as world:
 
 def train_compiled(world: ax.World) -> None:
     tokens, targets = tokens_and_targets()
-    one = build_model(LLAMA, seed=1)
-    cross_entropy_sum(one(tokens), targets).backward()
+    undivided = build_model(LLAMA, seed=1)
+    cross_entropy_sum(undivided(tokens), targets).backward()
     root = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     model = construct(LLAMA, seed=1)
     parallelize(model, spec_for(LLAMA).plan(model), mesh=root["tp"], sequence_parallel=True)
@@ -163,7 +163,7 @@ def train_compiled(world: ax.World) -> None:
     fully_shard(model, mesh=root["dp_shard"])
     initialize_weights(model, LLAMA, seed=1, device="cpu")
     loss_of(model, root["tp"], tokens, targets).backward()
-    assert_same_gradients(model, one, rtol=1e-3, atol=1e-3)
+    assert_same_gradients(model, undivided, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow

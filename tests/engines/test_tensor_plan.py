@@ -43,8 +43,8 @@ def test_a_divided_transformer_learns_what_the_whole_one_does(
     config: Any, sequence_parallel: bool, size: int
 ) -> None:
     tokens, targets = tokens_and_targets()
-    one = in_float64(config)
-    expected = F.cross_entropy(one(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+    undivided = in_float64(config)
+    expected = F.cross_entropy(undivided(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
     expected.backward()
 
     def rank(world: ax.World) -> None:
@@ -58,7 +58,7 @@ def test_a_divided_transformer_learns_what_the_whole_one_does(
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad.div_(2)
-        assert_same_gradients(model, one)
+        assert_same_gradients(model, undivided)
 
     on_ranks(size, rank)
 
@@ -67,14 +67,14 @@ def test_a_divided_transformer_learns_what_the_whole_one_does(
 def test_an_mlp_alternates_columns_and_rows_and_leaves_an_unpaired_layer_whole(layers: int) -> None:
     config = MLPConfig(input_size=12, hidden_size=8, num_hidden_layers=layers, num_classes=5)
     x, targets = torch.randn(3, 12, dtype=torch.float64), torch.tensor([0, 4, 2])
-    one = in_float64(config)
-    cross_entropy_sum(one(x), targets).backward()
+    undivided = in_float64(config)
+    cross_entropy_sum(undivided(x), targets).backward()
 
     def rank(world: ax.World) -> dict[str, Any]:
         model, mesh = in_float64(config), axis(world)
         parallelize(model, spec_for(config).plan(model), mesh=mesh)
         loss_of(model, mesh, x, targets).backward()
-        assert_same_gradients(model, one)
+        assert_same_gradients(model, undivided)
         return {n: p.placements[0] for n, p in model.named_parameters() if n.endswith("weight")}
 
     placed = on_ranks(2, rank)[0]
@@ -96,14 +96,14 @@ def test_a_stage_without_some_layers_divides_those_that_it_has_alike() -> None:
 
 def test_a_vision_transformer_is_divided_too() -> None:
     images, targets = torch.randn(3, 1, 8, 8, dtype=torch.float64), torch.tensor([0, 4, 2])
-    one = in_float64(VIT)
-    cross_entropy_sum(one(images), targets).backward()
+    undivided = in_float64(VIT)
+    cross_entropy_sum(undivided(images), targets).backward()
 
     def rank(world: ax.World) -> None:
         model, mesh = in_float64(VIT), axis(world)
         parallelize(model, spec_for(VIT).plan(model), mesh=mesh)
         loss_of(model, mesh, images, targets).backward()
-        assert_same_gradients(model, one)
+        assert_same_gradients(model, undivided)
         assert model.embed_patches.weight.placements == (Replicate(),)
 
     on_ranks(2, rank)
@@ -289,8 +289,8 @@ def test_a_users_own_model_is_divided_by_a_plan_in_words(size: int) -> None:
         torch.manual_seed(4)
         return Users().double()
 
-    one = made()
-    expected = one(x)
+    undivided = made()
+    expected = undivided(x)
     expected.square().sum().backward()
 
     def rank(world: ax.World) -> None:
@@ -299,11 +299,11 @@ def test_a_users_own_model_is_divided_by_a_plan_in_words(size: int) -> None:
         got = model(x)
         torch.testing.assert_close(got, expected)
         got.square().sum().backward()
-        one.read.bias.grad = None
+        undivided.read.bias.grad = None
         for name, parameter in model.named_parameters():
             if name == "read.bias":  # nobody reads it
                 continue
-            torch.testing.assert_close(whole(parameter.grad), one.get_parameter(name).grad)
+            torch.testing.assert_close(whole(parameter.grad), undivided.get_parameter(name).grad)
         assert not isinstance(model.count, DTensor)
         assert model.attention.value.weight.placements == (Shard(0),)
         assert isinstance(model.shift, DTensor)

@@ -32,9 +32,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q = self.norm(self.q_proj(x).view(batch, -1, self.num_heads, self.head_dim))
-        k, v = (one(x).view(batch, length, -1, self.head_dim) for one in (self.k_proj, self.v_proj))
-        k, v = (one.repeat_interleave(self.num_key_value_groups, dim=2) for one in (k, v))
-        mixed = F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, k, v)))
+        k, v = (
+            layer(x).view(batch, length, -1, self.head_dim) for layer in (self.k_proj, self.v_proj)
+        )
+        k, v = (heads.repeat_interleave(self.num_key_value_groups, dim=2) for heads in (k, v))
+        mixed = F.scaled_dot_product_attention(*(heads.transpose(1, 2) for heads in (q, k, v)))
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -151,18 +153,18 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
 def test_a_divided_module_computes_and_learns_what_the_whole_one_does(case: str, size: int) -> None:
     build, plan = CASES[case]
     inputs = torch.randn(2, 5, WIDTH, dtype=torch.float64, generator=torch.manual_seed(3))
-    one, x = made(build), inputs.clone().requires_grad_()
-    expected = one(x)
+    undivided, x = made(build), inputs.clone().requires_grad_()
+    expected = undivided(x)
     expected.square().sum().backward()
 
     def on_rank(world: ax.World) -> None:
         divided, own = made(build), inputs.clone().requires_grad_()
         parallelize(divided, plan, mesh=axis(world))
-        found = divided(own)
-        torch.testing.assert_close(found, expected.detach())
-        found.square().sum().backward()
+        outputs = divided(own)
+        torch.testing.assert_close(outputs, expected.detach())
+        outputs.square().sum().backward()
         torch.testing.assert_close(own.grad, x.grad)
-        assert_same_gradients(divided, one)
+        assert_same_gradients(divided, undivided)
 
     on_ranks(size, on_rank)
 
@@ -182,12 +184,12 @@ def test_what_a_wider_style_cannot_do_is_said(
 ) -> None:
     build, plan = CASES[case]
     changed = {name: style for name, style in {**plan, **changes}.items() if style}
-    found = plan_issues(build(), changed, degree=2, sequence_parallel=False)
-    assert message in "; ".join(text for _, text in found)
+    issues = plan_issues(build(), changed, degree=2, sequence_parallel=False)
+    assert message in "; ".join(text for _, text in issues)
 
 
 def test_ranks_that_share_a_head_are_a_multiple_of_the_heads() -> None:
     build, plan = CASES["heads in a region"]
     assert not plan_issues(build(), plan, degree=4, sequence_parallel=False)
-    found = plan_issues(build(), plan, degree=3, sequence_parallel=False)
-    assert ("", "num_heads=4 can't be dealt out to so many ranks; use 1, 2 or 4") in found
+    issues = plan_issues(build(), plan, degree=3, sequence_parallel=False)
+    assert ("", "num_heads=4 can't be dealt out to so many ranks; use 1, 2 or 4") in issues

@@ -27,23 +27,23 @@ def test_evaluation_leaves_the_mode_of_each_module_as_it_was(name: str) -> None:
 
     def run(world: World) -> None:
         engine, loader = rank_engine(chosen, world)
-        parts = [part for one in engine.modules for part in one.modules()]
-        assert all(part.training for part in parts)
+        modules = [part for stage in engine.modules for part in stage.modules()]
+        assert all(part.training for part in modules)
         seen = []
-        for part in parts:
+        for part in modules:
             if isinstance(part, nn.BatchNorm1d):
                 part.eval()  # frozen statistics, which training leaves frozen
                 part.register_forward_hook(lambda module, *_: seen.append(module.training))
             if isinstance(part, nn.ReLU):
                 part.register_forward_hook(lambda module, *_: seen.append(module.training))
-        modes = [part.training for part in parts]
+        modes = [part.training for part in modules]
         batch = next(iter(loader.eval_batches(1)))
         for look in (lambda: engine.evaluate(batch), lambda: engine.predict(batch.inputs)):
             look()
             assert not any(seen)
-            assert [part.training for part in parts] == modes
+            assert [part.training for part in modules] == modes
             engine.train_step(loader.batch(0))
-            assert [part.training for part in parts] == modes
+            assert [part.training for part in modules] == modes
             seen.clear()
 
     World.mock(ranks).run(run)

@@ -124,8 +124,8 @@ def test_a_sharded_update_is_the_whole_one(
         update = ShardedUpdate(config, own, mesh=mesh)
         result = updated(update, own)
         states = update.state_dict().values()
-        held = sum(t.to_local().numel() for t in states if isinstance(t, DTensor))
-        return result, held
+        local = sum(t.to_local().numel() for t in states if isinstance(t, DTensor))
+        return result, local
 
     results = World.mock(ranks).run(run)
     for result, _ in results:
@@ -134,7 +134,7 @@ def test_a_sharded_update_is_the_whole_one(
     moments = 2 if isinstance(config, AdamWConfig) else 1
     whole = moments * sum(p.numel() for p in own.values() if p.ndim)
     replicated = moments * ranks  # the scalar can't be divided
-    assert sum(held for _, held in results) == whole + replicated
+    assert sum(local for _, local in results) == whole + replicated
 
 
 def test_a_sharded_update_gathers_small_parameters_in_one_message(

@@ -42,7 +42,7 @@ def losses(world: World, *overrides: str, steps: int = 3, may_wait: bool = False
     """Train some steps; from the third on, what makes the host wait raises, unless it may."""
     chosen = run_config([*LLAMA, "train.global_batch_size=8", "launch.nproc=1", *overrides])
     engine, loader = rank_engine(chosen, world)
-    found = []
+    step_losses = []
     try:
         for step in range(steps):
             batch = loader.batch(step)
@@ -50,11 +50,11 @@ def losses(world: World, *overrides: str, steps: int = 3, may_wait: bool = False
                 batch = batch.pin_memory()
                 strict = step > 1 and not may_wait
                 torch.cuda.set_sync_debug_mode("error" if strict else "default")
-            found.append(engine.train_step(batch).loss)
+            step_losses.append(engine.train_step(batch).loss)
     finally:
         if world.device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    return [float(loss) for loss in found]
+    return [float(loss) for loss in step_losses]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -92,11 +92,11 @@ def test_a_state_is_staged_in_page_locked_memory() -> None:
 
 
 def test_ranks_stop_one_step_after_one_is_asked(world: World) -> None:
-    vote, found = StopVote(world), []
+    vote, answers = StopVote(world), []
     for step in range(3):
         vote.cast(stop=step == 0)
-        found.append(vote.anyone())
-    assert found == [False, True, False]
+        answers.append(vote.anyone())
+    assert answers == [False, True, False]
 
 
 def test_the_allocators_counters_are_read(world: World) -> None:

@@ -60,22 +60,22 @@ def test_a_run_continues_from_a_bucket_in_another_folder(
     served: Command, faulty: list[str], bucket: str
 ) -> None:
     overrides = ["train", *faulty, "plugins=[access,faulty_plugin]", "strategy=fsdp"]
-    kept = [f"checkpoint.path={bucket}", "checkpoint.every=2"]
+    to_bucket = [f"checkpoint.path={bucket}", "checkpoint.every=2"]
     served(*overrides, "name=whole")
     fault = "model.arguments={fault:SIGKILL,rank:1,step:6}"
-    ran = served(*overrides, *kept, "name=first", fault, status=1)
+    ran = served(*overrides, *to_bucket, "name=first", fault, status=1)
     assert f"saved {bucket}/checkpoints/step_4" in ran.stdout
     assert not (served.folder / "runs/first/checkpoints").exists()
-    ran = served(*overrides, *kept, "name=second")
+    ran = served(*overrides, *to_bucket, "name=second")
     assert f"{bucket}/checkpoints/step_4" in ran.stdout
     assert served.losses("second") == served.losses("whole")[4:]
     for where in (bucket, "runs/second"):
         reported = json.loads(served("checkpoint", "ls", where, "--json").stdout)
-        assert [one["step"] for one in reported["checkpoints"]] == [4, 6]
+        assert [entry["step"] for entry in reported["checkpoints"]] == [4, 6]
     assert "whole" in served("checkpoint", "check", bucket, "--trust").stdout
     served(*overrides, "name=third", f"checkpoint.resume={bucket}/checkpoints/step_4")
     assert served.losses("third") == served.losses("second")
-    ran = served(*overrides, *kept, "name=fourth", "checkpoint.resume=never", status=2)
+    ran = served(*overrides, *to_bucket, "name=fourth", "checkpoint.resume=never", status=2)
     assert ran.stderr.startswith(f"error: checkpoint.resume=never: {bucket}/checkpoints/step_6 is ")
 
 

@@ -144,8 +144,8 @@ def test_a_rank_in_an_open_collective_is_not_the_last_word_of_a_machine() -> Non
 
 
 def test_a_record_travels_between_machines() -> None:
-    one = waiting(0, begun=3, op="all_reduce")
-    assert Report.from_json(one.to_json()) == one
+    sent = waiting(0, begun=3, op="all_reduce")
+    assert Report.from_json(sent.to_json()) == sent
 
 
 STACKS = """

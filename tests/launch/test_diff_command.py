@@ -50,12 +50,12 @@ def test_runs_that_part_end_with_1_and_the_module_step_and_factor(served: Comman
     assert (
         "they part at step 0: head: its output is 2.00 times as large in a as in b, as if" in said
     )
-    found = json.loads(served("diff", "a", "b", "--json", status=1).stdout)
-    first = found["first_difference"]
-    assert found["same"] is False
+    diff = json.loads(served("diff", "a", "b", "--json", status=1).stdout)
+    first = diff["first_difference"]
+    assert diff["same"] is False
     assert (first["step"], first["module"], first["kind"]) == (0, "head", "output")
     assert first["ratio"] == pytest.approx(2.0)
-    assert found["configuration"] == {"strategy.tensor.degree": ["2", "1"]}
+    assert diff["configuration"] == {"strategy.tensor.degree": ["2", "1"]}
 
 
 def test_the_first_element_that_differs_is_named_where_both_runs_wrote_all(
@@ -68,9 +68,9 @@ def test_the_first_element_that_differs_is_named_where_both_runs_wrote_all(
     assert "3 tensors compared, of 1 all elements; what passes" in said
     assert "head: its output is off by 0.44 of its size, first at [0, 0, 0]: 1 in a, 5 in b" in said
     assert "(8 of 12 elements)" in said
-    found = json.loads(served("diff", "a", "b", "--json", status=1).stdout)
-    assert found["compared_by_element"] == 1
-    assert found["first_difference"]["elements"] == {
+    diff = json.loads(served("diff", "a", "b", "--json", status=1).stdout)
+    assert diff["compared_by_element"] == 1
+    assert diff["first_difference"]["elements"] == {
         "first": [0, 0, 0],
         "values": [1.0, 5.0],
         "different": 8,

@@ -43,8 +43,8 @@ def test_the_rank_that_failed_first_is_named(
     assert ran.stderr.count("Traceback (most recent call last)") == int(fault == "exception")
     summary = served.summary("run")
     assert (summary["status"], summary["failed_rank"]) == ("failed", rank)
-    kept = [path.name for path in (served.folder / "runs/run/checkpoints").iterdir()]
-    assert kept == ["step_2"]
+    names = [path.name for path in (served.folder / "runs/run/checkpoints").iterdir()]
+    assert names == ["step_2"]
     served.wait_until_gone(seconds=3)
 
 
@@ -213,7 +213,7 @@ def test_a_corrupt_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
     assert reason in line
     assert sorted(path.name for path in folder.iterdir()) == ["step_6", "step_6.corrupt"]
     listed = json.loads(served("checkpoint", "ls", "runs/run", "--json").stdout)
-    assert [one["step"] for one in listed["checkpoints"]] == [6]
+    assert [entry["step"] for entry in listed["checkpoints"]] == [6]
     [(path, why)] = listed["aside"].items()
     assert path == "runs/run/checkpoints/step_6.corrupt"
     assert why.startswith(reason)
@@ -278,8 +278,8 @@ def test_a_run_that_loads_nothing_keeps_the_metrics_of_the_one_before(served: Co
         " ".join(ran.stdout.split())
     )
     assert served.losses("run") != before
-    kept = metrics.with_name("metrics.1.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in kept if '"loss"' in line] == before
+    previous = metrics.with_name("metrics.1.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in previous if '"loss"' in line] == before
 
 
 def test_bad_bytes_in_metrics_stop_no_run_and_are_kept(served: Command) -> None:

@@ -131,11 +131,11 @@ DEFAULT = [("fsdp", "SIGKILL", 0, "saving")]
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(one, id="-".join(map(str, one))) for one in DEFAULT]
+    [pytest.param(case, id="-".join(map(str, case))) for case in DEFAULT]
     + [
-        pytest.param(one, id="-".join(map(str, one)), marks=pytest.mark.slow)
-        for one in CASES
-        if one not in DEFAULT
+        pytest.param(case, id="-".join(map(str, case)), marks=pytest.mark.slow)
+        for case in CASES
+        if case not in DEFAULT
     ],
 )
 def test_the_rank_at_fault_is_named_and_the_run_continues_from_there(
@@ -284,19 +284,19 @@ def test_noise_on_the_rendezvous_port_does_the_run_no_harm(
         "train", *overrides, f"launch.master_port={port}", "model.arguments={pause:0.2}"
     )
     logged(served.folder / "runs/run/metrics.jsonl", 2)
-    noise, held = random.Random(0), []
+    noise, connections = random.Random(0), []
     for count in range(10_000):
         connection = socket.create_connection(("127.0.0.1", port), timeout=5)
         if count % 3 == 0:
             connection.sendall(noise.randbytes(noise.randint(1, 300)))
         elif count % 3 == 1:  # what torch's store expects first, then noise
             connection.sendall(struct.pack("<BI", 0, 0x3C85F7CE) + noise.randbytes(64))
-        elif len(held) < 200:
-            held.append(connection)
+        elif len(connections) < 200:
+            connections.append(connection)
             continue
         connection.close()
     process.communicate(timeout=60)
-    for connection in held:
+    for connection in connections:
         connection.close()
     assert process.returncode == 0
     served("train", *overrides, "name=quiet")

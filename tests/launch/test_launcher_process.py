@@ -116,9 +116,9 @@ def test_a_rank_of_a_torchrun_that_is_gone_says_so_soon(monkeypatch: pytest.Monk
     rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     agent = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    found = ClusterEnvironment.detect({**rank, **agent, **address})
+    environment = ClusterEnvironment.detect({**rank, **agent, **address})
     with pytest.raises(ConfigError, match=r"waited 0.5 s, and torchrun does not listen there"):
-        joining.join_ranks(found, b"")
+        joining.join_ranks(environment, b"")
 
 
 def test_a_failure_that_followed_from_the_launchers_end_is_not_the_cause(

@@ -25,8 +25,8 @@ MLP = ["model=mlp", "data=synthetic_images", "train.global_batch_size=4"]
 
 @pytest.fixture
 def context(server: Server) -> Iterator[ForkServerContext]:
-    with reached(server) as found:
-        yield found
+    with reached(server) as reached_server:
+        yield reached_server
 
 
 def measured(ranks: int) -> dict[str, Any]:
@@ -132,16 +132,16 @@ def test_this_machine_is_measured_once(
     context: ForkServerContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    given = HardwareConfig(name="cpu", link_gb_s=5.0)
-    found = measured_hardware.of_this_node(context, given, ranks=2)
-    assert found.link_gb_s == 5.0
+    hardware = HardwareConfig(name="cpu", link_gb_s=5.0)
+    completed = measured_hardware.of_this_node(context, hardware, ranks=2)
+    assert completed.link_gb_s == 5.0
     for name in ("fp32_tflops", "bf16_tflops", "kernel_us", "link_latency_us", "allgather_bw_gb_s"):
-        assert getattr(found, name) > 0
-    assert found.kernel_latency_us[-1] > found.kernel_latency_us[2] > 0
-    assert len(found.kernel_latency_us) == len(found.kernel_bytes)
-    [kept] = cache.cache_folder().glob("hardware/cpu_2_*.json")
-    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"kernel_us": 123.0}))
-    assert measured_hardware.of_this_node(context, given, ranks=2).kernel_us == 123.0
+        assert getattr(completed, name) > 0
+    assert completed.kernel_latency_us[-1] > completed.kernel_latency_us[2] > 0
+    assert len(completed.kernel_latency_us) == len(completed.kernel_bytes)
+    [cached] = cache.cache_folder().glob("hardware/cpu_2_*.json")
+    cached.write_text(json.dumps(json.loads(cached.read_text()) | {"kernel_us": 123.0}))
+    assert measured_hardware.of_this_node(context, hardware, ranks=2).kernel_us == 123.0
 
 
 def test_figures_that_can_not_be_kept_are_measured_again(

@@ -43,9 +43,9 @@ def steps(*ends: float) -> list[dict[str, Any]]:
 
 def shares(content: dict[str, Any]) -> dict[str, float]:
     """Return the parts of a step, in microseconds."""
-    found = breakdown(content, rank=0)
-    assert sum(found.parts.values()) == pytest.approx(found.step_s)
-    return {kind: round(seconds * 1e6, 6) for kind, seconds in found.parts.items() if seconds}
+    step = breakdown(content, rank=0)
+    assert sum(step.parts.values()) == pytest.approx(step.step_s)
+    return {kind: round(seconds * 1e6, 6) for kind, seconds in step.parts.items() if seconds}
 
 
 # What a step is divided into.
@@ -73,10 +73,10 @@ def test_on_a_gpu_communication_under_kernels_is_not_exposed() -> None:
 
 def test_work_that_the_device_ends_after_the_host_belongs_to_the_steps() -> None:
     content = trace(*steps(40.0, 80.0), event("ampere_sgemm_128x64_nn", 10, 120))
-    found = breakdown(content, rank=3)
-    assert (found.first, found.steps, found.rank) == (4, 2, 3)
-    assert found.step_s == pytest.approx(60e-6)
-    assert found.parts["matrix products"] == pytest.approx(55e-6)
+    step = breakdown(content, rank=3)
+    assert (step.first, step.steps, step.rank) == (4, 2, 3)
+    assert step.step_s == pytest.approx(60e-6)
+    assert step.parts["matrix products"] == pytest.approx(55e-6)
 
 
 def test_on_a_cpu_an_operation_counts_without_those_inside_it() -> None:
@@ -150,8 +150,8 @@ def test_a_thread_of_the_mock_world_is_profiled_alone(tmp_path: Path) -> None:
         profiler.finish()
 
     World.mock(2).run(run)
-    [found] = [breakdown(read_trace(path), rank=0) for path in (tmp_path / "profile").glob("r*")]
-    assert found.parts["matrix products"] > 0
+    [step] = [breakdown(read_trace(path), rank=0) for path in (tmp_path / "profile").glob("r*")]
+    assert step.parts["matrix products"] > 0
 
 
 def test_a_run_that_stops_early_writes_what_it_has(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_step_that_runs_out_of_memory_leaves_the_allocators_snapshot(
     dumped: list[str] = []
     history: list[object] = []
     monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda **given: history.append(given)
+        torch.cuda.memory, "_record_memory_history", lambda **options: history.append(options)
     )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dumped.append)
 
@@ -234,9 +234,9 @@ def test_actions_of_a_pipeline_are_those_of_the_first_step_on_one_clock() -> Non
     first = trace(*steps(100.0, 200.0), named("0F0", 10, 30), named("0F0", 110, 130))
     second = trace(*steps(100.0), named("1F0", 40, 50), named("1B0", 50, 60), base=5_000)
     second[CLOCK_AHEAD] = 5_000
-    found = pipeline_actions({0: first, 1: second})
-    assert [(rank, action) for rank, _, _, action in found] == [(0, "0F0"), (1, "1F0"), (1, "1B0")]
-    assert [start for _, start, _, _ in found] == pytest.approx([0.0, 30e-6, 40e-6])
+    drawn = pipeline_actions({0: first, 1: second})
+    assert [(rank, action) for rank, _, _, action in drawn] == [(0, "0F0"), (1, "1F0"), (1, "1B0")]
+    assert [start for _, start, _, _ in drawn] == pytest.approx([0.0, 30e-6, 40e-6])
 
 
 def test_of_a_gpu_the_actions_are_when_its_kernels_ran() -> None:
@@ -263,6 +263,6 @@ def test_a_profiled_pipeline_shows_every_action_of_its_schedule(served: Served) 
         microbatches=layout.microbatches_per_round,
         stages_per_rank=layout.stages_per_rank,
     )
-    found = pipeline_actions(read)
+    shown = pipeline_actions(read)
     for rank, actions in enumerate(expected.actions):
-        assert sorted(a for r, _, _, a in found if r == rank) == sorted(map(str, actions))
+        assert sorted(a for r, _, _, a in shown if r == rank) == sorted(map(str, actions))

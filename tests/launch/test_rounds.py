@@ -49,7 +49,7 @@ def test_machines_are_numbered_in_their_order_and_rounds_have_numbers_of_their_o
         for number in (0, 1):
             reported = [*threads.map(ElasticRendezvous.next, (second, first))]
             assert reported == [Attempt(number, 1, 2), Attempt(number, 0, 2)]
-    assert len({one.name for one in (Attempt(0, 0, 2), Attempt(1, 0, 2))}) == 2
+    assert len({attempt.name for attempt in (Attempt(0, 0, 2), Attempt(1, 0, 2))}) == 2
     first.leave()
     assert threading.active_count() < 50
 

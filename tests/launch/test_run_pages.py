@@ -41,8 +41,8 @@ def events(folder: Path) -> list[dict[str, object]]:
 
 
 def test_a_run_writes_what_happened_to_it_in_the_order_of_time(run: Path) -> None:
-    found = events(run)
-    assert [event["event"] for event in found] == [
+    written = events(run)
+    assert [event["event"] for event in written] == [
         "launched",
         "started",
         "saved",
@@ -50,10 +50,10 @@ def test_a_run_writes_what_happened_to_it_in_the_order_of_time(run: Path) -> Non
         "saved",
         "ended",
     ]
-    assert [event["time"] for event in found] == sorted(event["time"] for event in found)  # type: ignore[type-var]
-    started = found[1]
+    assert [event["time"] for event in written] == sorted(event["time"] for event in written)  # type: ignore[type-var]
+    started = written[1]
     assert (started["world_size"], started["layout"]) == (2, "fsdp 2")
-    assert found[-1]["status"] == "done"
+    assert written[-1]["status"] == "done"
 
 
 def test_where_its_profiled_steps_went_is_on_its_page(served: Command) -> None:
@@ -118,8 +118,8 @@ def test_a_condition_holds_for_the_value_as_it_is_written(
 ) -> None:
     extra = "model.is_causal: true\nplugins: []\nseed: null\n"
     run_folder(served.folder / "runs/demo", steps=1, extra_config=extra)
-    found = json.loads(served("runs", "--where", condition, "--json").stdout)["runs"]
-    assert len(found) == number
+    listed = json.loads(served("runs", "--where", condition, "--json").stdout)["runs"]
+    assert len(listed) == number
 
 
 def test_report_writes_the_page_into_the_runs_folder(run: Path, served: Command) -> None:
@@ -130,17 +130,17 @@ def test_report_writes_the_page_into_the_runs_folder(run: Path, served: Command)
 def test_report_of_several_runs_goes_where_it_is_asked_for(served: Command) -> None:
     for name in "ab":
         run_folder(served.folder / "runs" / name)
-    found = json.loads(served("report", "runs/a", "runs/b", "--output", "c.html", "--json").stdout)
-    assert found["page"] == "c.html"
-    assert (served.folder / "c.html").stat().st_size == found["bytes"]
+    report = json.loads(served("report", "runs/a", "runs/b", "--output", "c.html", "--json").stdout)
+    assert report["page"] == "c.html"
+    assert (served.folder / "c.html").stat().st_size == report["bytes"]
 
 
 def test_compare_lists_what_differs(served: Command) -> None:
     for name, steps in (("a", 3), ("b", 5)):
         run_folder(served.folder / "runs" / name, steps=steps)
-    found = json.loads(served("compare", "runs/a", "runs/b", "--json").stdout)
-    assert found["configuration"] == {"train.steps": ["3", "5"]}
-    assert found["results"]["steps"] == [3, 5]
+    differences = json.loads(served("compare", "runs/a", "runs/b", "--json").stdout)
+    assert differences["configuration"] == {"train.steps": ["3", "5"]}
+    assert differences["results"]["steps"] == [3, 5]
     assert "train.steps" in served("compare", "runs/a", "runs/b").stdout
 
 

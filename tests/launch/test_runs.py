@@ -48,5 +48,5 @@ def test_what_a_launcher_can_not_do_is_refused_before_anything_is_checked(
     runs = Runs([(batch, load(batch)) for batch in batches], options)
     with pytest.raises(ConfigError) as raised:
         next(iter(runs))
-    [found] = raised.value.problems
-    assert str(found).startswith(problem)
+    [issue] = raised.value.problems
+    assert str(issue).startswith(problem)

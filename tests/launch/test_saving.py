@@ -33,9 +33,9 @@ def test_saves_change_nothing_that_is_learned(
     served("train", *run[:-4], "strategy=fsdp", "train.steps=12", "name=without")
     assert served.losses("saving") == served.losses("without")
     assert ran.stdout.count("saved runs/saving/checkpoints/step_") == 12
-    found = checkpoint.list_checkpoints(served.folder / "runs" / "saving")
-    assert [one.step for one in found] == [11, 12]
-    assert all(step_folders.damage(one) == [] for one in found)
+    checkpoints = checkpoint.list_checkpoints(served.folder / "runs" / "saving")
+    assert [c.step for c in checkpoints] == [11, 12]
+    assert all(step_folders.damage(c) == [] for c in checkpoints)
 
 
 @pytest.mark.timeout(900)
@@ -66,7 +66,7 @@ def test_whenever_it_is_killed_it_continues_from_a_whole_checkpoint(
                 continue
         process.communicate(timeout=30)
         assert checkpoint.corrupt_checkpoints(folder) == {}
-        assert all(step_folders.damage(one) == [] for one in checkpoint.list_checkpoints(folder))
+        assert all(step_folders.damage(c) == [] for c in checkpoint.list_checkpoints(folder))
         # Completed too where it was killed after its last save.
         served("train", *run, f"name={name}")
         assert served.summary(name)["status"] == "done"

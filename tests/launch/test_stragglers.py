@@ -66,7 +66,7 @@ def test_a_slow_rank_is_named_on_the_console_and_in_the_metrics(
     ran = served("train", *overrides)
     reported = [line.get("slowest") for line in served.lines("run")]
     assert reported[0] is None  # too little was seen in the first step
-    assert {one["rank"] for one in reported[2:]} == {2}
+    assert {straggler["rank"] for straggler in reported[2:]} == {2}
     last = reported[-1]
     assert last["cost"] > 0.3
     assert last["compute"] > 0.6
@@ -81,7 +81,7 @@ def test_a_rank_that_shares_its_core_with_another_process_is_not_reported(served
     overrides = [*RUN, "strategy=ddp", "launch.nproc=2", "train.steps=60", "train.log_every=8"]
     ran = served("train", *overrides)
     seen = [line["slowest"] for line in served.lines("run") if line.get("slowest")]
-    assert max(one["starved"] for one in seen if one["rank"] == 1) > 0.2
+    assert max(straggler["starved"] for straggler in seen if straggler["rank"] == 1) > 0.2
     assert "is slow" not in ran.stdout
 
 
@@ -96,8 +96,8 @@ def test_what_a_rank_is_kept_from_by_its_node_is_no_work_of_its() -> None:
 
 def test_a_rank_that_waits_for_data_is_as_slow_as_one_that_computes() -> None:
     even = Shares.of([0.0, 0.3, 0.7], queued_s=0.0)
-    found = slowest_of([even, Shares.of([0.6, 0.3, 0.1], queued_s=0.0), even], ["a", "b", "c"])
-    assert (found.rank, found.cost, found.data) == (1, 0.6, 0.6)
+    slowest = slowest_of([even, Shares.of([0.6, 0.3, 0.1], queued_s=0.0), even], ["a", "b", "c"])
+    assert (slowest.rank, slowest.cost, slowest.data) == (1, 0.6, 0.6)
 
 
 def shown(costs: list[float], *, ranks: list[int] | None = None) -> str:

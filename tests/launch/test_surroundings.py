@@ -51,14 +51,14 @@ def test_an_environment_without_a_launcher_says_nothing() -> None:
 
 
 def test_without_local_rank_a_process_starts_its_machines_ranks() -> None:
-    one = found(BY_HAND)
-    assert (one.rank, one.world_size, one.local_rank) == (4, 8, None)
-    assert (one.master_addr, one.master_port) == ("10.0.0.1", 29500)
+    env = found(BY_HAND)
+    assert (env.rank, env.world_size, env.local_rank) == (4, 8, None)
+    assert (env.master_addr, env.master_port) == ("10.0.0.1", 29500)
 
 
 def test_with_local_rank_a_process_is_one_rank() -> None:
-    one = found({**BY_HAND, "LOCAL_RANK": "0"})
-    assert (one.rank, one.local_rank, one.launcher) == (4, 0, "the environment")
+    env = found({**BY_HAND, "LOCAL_RANK": "0"})
+    assert (env.rank, env.local_rank, env.launcher) == (4, 0, "the environment")
 
 
 def test_torchruns_attempts_have_keys_of_their_own() -> None:
@@ -69,16 +69,16 @@ def test_torchruns_attempts_have_keys_of_their_own() -> None:
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    one = found(torchrun)
-    assert (one.launcher, one.run_id, one.agent_hosts_store) == ("torchrun", "job/2", True)
+    env = found(torchrun)
+    assert (env.launcher, env.run_id, env.agent_hosts_store) == ("torchrun", "job/2", True)
 
 
 def test_mpirun_on_one_machine_needs_no_address() -> None:
-    one = found(OPEN_MPI)
-    assert (one.rank, one.local_rank, one.local_world_size) == (3, 3, 4)
-    assert one.master_addr == "127.0.0.1"
+    env = found(OPEN_MPI)
+    assert (env.rank, env.local_rank, env.local_world_size) == (3, 3, 4)
+    assert env.master_addr == "127.0.0.1"
     again = found({**OPEN_MPI, "PMIX_NAMESPACE": "prte-8@1"})
-    assert again.master_port != one.master_port  # two jobs do not meet
+    assert again.master_port != env.master_port  # two jobs do not meet
 
 
 def test_mpirun_over_machines_is_reported_where_rank_0_is() -> None:
@@ -88,10 +88,10 @@ def test_mpirun_over_machines_is_reported_where_rank_0_is() -> None:
 
 
 def test_srun_says_everything() -> None:
-    one = found(SLURM)
-    assert (one.rank, one.local_rank, one.local_world_size) == (3, 1, 2)
-    assert (one.nnodes, one.node_rank, one.master_addr) == (2, 1, "localhost")
-    assert one.run_id == "41.0"
+    env = found(SLURM)
+    assert (env.rank, env.local_rank, env.local_world_size) == (3, 1, 2)
+    assert (env.nnodes, env.node_rank, env.master_addr) == (2, 1, "localhost")
+    assert env.run_id == "41.0"
 
 
 def test_a_batch_script_is_no_step_and_a_step_of_one_task_no_world() -> None:

@@ -47,16 +47,16 @@ def test_the_folder_of_a_killed_process_is_deleted_by_the_next_and_no_other(base
     ]
     (base / "axonlaunch-of-a-user").mkdir()
     killed, alive = processes
-    left, held = (Path(one.stdout.readline().strip()) for one in processes if one.stdout)
+    left, busy = (Path(p.stdout.readline().strip()) for p in processes if p.stdout)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert left.is_dir()
     with temporary_folders.temporary_folder():
         assert not left.exists()
-        assert held.is_dir()
+        assert busy.is_dir()
         assert (base / "axonlaunch-of-a-user").is_dir()
     alive.communicate("\n", timeout=60)
-    assert not held.exists()
+    assert not busy.exists()
 
 
 def test_below_a_long_tmpdir_nothing_is_made(

@@ -73,12 +73,12 @@ def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     umask = os.umask(0)
     try:
-        found = [token.of_this_user() for _ in range(2)]
+        tokens = [token.of_this_user() for _ in range(2)]
     finally:
         os.umask(umask)
-    assert found[0] == found[1]
-    assert found[0] is not None
-    assert len(found[0]) == 64
+    assert tokens[0] == tokens[1]
+    assert tokens[0] is not None
+    assert len(tokens[0]) == 64
     folder = tmp_path / "axonlaunch"
     assert [path.name for path in folder.iterdir()] == ["token"]
     assert (folder / "token").stat().st_mode & 0o777 == 0o600

@@ -42,10 +42,10 @@ def test_real_processes_threads_and_one_process_have_the_same_losses(served: Com
     served.train("strategy=fsdp", "name=gloo")
     served.train("strategy=fsdp", "name=mock", "launch.backend=mock")
     served.train("strategy=ddp", "name=four", "launch.nproc=4", "train.micro_batch_size=1")
-    one = served.losses("one")
-    assert len(one) == 6
+    alone = served.losses("one")
+    assert len(alone) == 6
     for name in ("gloo", "mock", "four"):
-        assert served.losses(name) == pytest.approx(one, rel=1e-5), name
+        assert served.losses(name) == pytest.approx(alone, rel=1e-5), name
 
 
 def test_a_rank_may_have_workers_of_its_own(served: Command) -> None:
@@ -106,8 +106,8 @@ def test_an_unnamed_run_is_named_after_its_layout(overrides: list[str], name: st
 
 def test_replicas_that_are_not_there_are_reported(served: Command) -> None:
     overrides = ["launch.nproc=2", "train.steps=1"]
-    one = " ".join(served.train("strategy=hsdp", *overrides).stdout.split())
-    assert "note strategy.fsdp.sharding=hybrid_shard: there is one replica" in one
+    output = " ".join(served.train("strategy=hsdp", *overrides).stdout.split())
+    assert "note strategy.fsdp.sharding=hybrid_shard: there is one replica" in output
     two = served.train("strategy=hsdp", "strategy.fsdp.replicate=2", *overrides).stdout
     assert "there is one replica" not in two
 
@@ -206,8 +206,8 @@ def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command)
     for _ in range(2):
         ran = served.train(*overrides, "name=killed")
         assert "done after step 6" in ran.stdout
-        assert [one.get("eval_loss") for one in served.lines("killed")] == [
-            one.get("eval_loss") for one in served.lines("whole")
+        assert [line.get("eval_loss") for line in served.lines("killed")] == [
+            line.get("eval_loss") for line in served.lines("whole")
         ]
         summary, whole = served.summary("killed"), served.summary("whole")
         for key in ("status", "steps", "loss", "eval_loss"):
@@ -249,13 +249,13 @@ def _listening(processes: list[int]) -> list[str]:
                 sockets.add(str(descriptor.readlink()))
             except OSError:
                 continue
-    found = []
+    addresses = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             columns = line.split()
             if columns[3] == "0A" and f"socket:[{columns[9]}]" in sockets:
-                found.append(columns[1].split(":")[0])
-    return found
+                addresses.append(columns[1].split(":")[0])
+    return addresses
 
 
 def test_a_named_model_of_a_plugin_trains(served: Command, faulty: list[str]) -> None:

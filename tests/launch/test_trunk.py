@@ -140,8 +140,8 @@ def test_ranks_get_the_configuration_of_their_attempt(
         restarted=True,
     )
     assert outcome.crash is not None
-    [(given, place)] = forked
-    assert given == config
+    [(resolved, place)] = forked
+    assert resolved == config
     assert (place.rank, place.local_rank, place.world_size, place.restarted) == (2, 0, 6, True)
 
 

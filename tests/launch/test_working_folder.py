@@ -74,9 +74,9 @@ def test_compiled_kernels_are_kept_where_no_other_user_writes(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "axonlaunch/inductor").mkdir(parents=True, mode=0o777)
     temporary_folders.keep_kernels(tmp_path / "otherwise")
-    kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert kept == cache.cache_folder() / "inductor"
-    assert kept.stat().st_mode & 0o777 == 0o700
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder == cache.cache_folder() / "inductor"
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_user_without_a_cache_keeps_kernels_for_one_run(

@@ -57,11 +57,11 @@ def flow(through: Callable[..., Any], **settings: Any) -> BlockFlow:
 
 
 def test_parameters_belong_to_where_they_are_used() -> None:
-    found = flow(usual)
-    assert not found.problem
-    assert found.before == ("table",)
-    assert found.after == ("norm", "head")
-    assert found.returns == (None, None, None)
+    traced = flow(usual)
+    assert not traced.problem
+    assert traced.before == ("table",)
+    assert traced.after == ("norm", "head")
+    assert traced.returns == (None, None, None)
 
 
 def test_dims_of_what_comes_before_the_blocks_follow_the_samples() -> None:
@@ -78,8 +78,8 @@ def test_dims_of_what_comes_before_the_blocks_follow_the_samples() -> None:
 
     with torch.device("meta"):
         model = Positions()
-    found = block_flow(model, layers="blocks")
-    assert found.shapes == {
+    traced = block_flow(model, layers="blocks")
+    assert traced.shapes == {
         "table": (BATCH, LENGTH, WIDTH),
         "first": (1, LENGTH, WIDTH),
         "flat": (TOKENS, WIDTH),
@@ -113,8 +113,8 @@ def test_a_tied_parameter_is_used_at_both_ends() -> None:
 
     with torch.device("meta"):
         model = Tied()
-    found = block_flow(model, layers="blocks")
-    assert (found.before, found.after) == (("table",), ("norm", "head"))
+    traced = block_flow(model, layers="blocks")
+    assert (traced.before, traced.after) == (("table",), ("norm", "head"))
 
 
 def beside(value: Callable[[Any, Tensor, Tensor], Tensor]) -> Callable[..., Any]:

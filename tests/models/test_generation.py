@@ -30,8 +30,8 @@ def test_no_temperature_takes_the_likeliest_token(model):
             expected.append(int(model(torch.tensor([tokens + expected]))[0, -1].argmax()))
     got = generate(model, tokens, max_new_tokens=6, context_length=100, temperature=0)
     assert got == expected
-    one = generate(model, tokens, max_new_tokens=6, context_length=100, temperature=9, top_k=1)
-    assert one == expected
+    greedy = generate(model, tokens, max_new_tokens=6, context_length=100, temperature=9, top_k=1)
+    assert greedy == expected
 
 
 def test_the_model_sees_no_more_than_its_context():

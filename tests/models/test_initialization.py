@@ -209,8 +209,8 @@ def test_what_ends_a_residual_branch_starts_smaller():
     for ending in (block.self_attn.o_proj, block.mlp.down_proj):
         assert abs(ending.weight.std() * 8**0.5 / std - 1) < 0.03
     assert (block.input_layernorm.weight == 1).all()
-    given = build_model(LlamaConfig(initializer_range=0.02))
-    assert abs(given.embed_tokens.weight.std() / 0.02 - 1) < 0.03
+    initialized = build_model(LlamaConfig(initializer_range=0.02))
+    assert abs(initialized.embed_tokens.weight.std() / 0.02 - 1) < 0.03
 
 
 def test_materialize_keeps_tied_parameters_tied_and_fills_buffers():

@@ -139,7 +139,7 @@ def test_a_head_split_off_by_tensor_parallelism_runs_the_same_code():
     attention = model.layers[0].self_attn
     x = torch.randn(1, 5, 48)
     whole = attention(x, model.rotary)
-    parts = []
+    halves = []
     for rank in range(2):  # two ranks: 3 query heads and 1 key-value head each
         part = build_model(CONFIG).layers[0].self_attn
         for name, rows in (("q_proj", 24), ("k_proj", 8), ("v_proj", 8)):
@@ -147,8 +147,8 @@ def test_a_head_split_off_by_tensor_parallelism_runs_the_same_code():
             getattr(part, name).weight = torch.nn.Parameter(weight.detach())
         columns = attention.o_proj.weight[:, rank * 24 : (rank + 1) * 24]
         part.o_proj.weight = torch.nn.Parameter(columns.detach())
-        parts.append(part(x, model.rotary))
-    torch.testing.assert_close(parts[0] + parts[1], whole)
+        halves.append(part(x, model.rotary))
+    torch.testing.assert_close(halves[0] + halves[1], whole)
 
 
 def test_fsdp_in_bf16_keeps_the_rotary_tables_in_fp32():

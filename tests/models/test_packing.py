@@ -39,8 +39,8 @@ def built(config: Any) -> nn.Module:
 
 
 def logits(outputs: Any) -> Tensor:
-    found: Tensor = getattr(outputs, "logits", outputs)
-    return found
+    result: Tensor = getattr(outputs, "logits", outputs)
+    return result
 
 
 @pytest.mark.parametrize("kind", [*OWN, *(f"hf-{kind}" for kind in THEIRS)])
@@ -49,7 +49,7 @@ def test_packed_documents_have_the_outputs_and_gradients_that_each_has_alone(kin
     assert not spec_for(config).unpackable()
     model = built(config)
     tokens = torch.randint(0, 250, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
-    alone = torch.cat([logits(model(one)) for one in tokens.split(LENGTHS, 1)], 1)
+    alone = torch.cat([logits(model(document)) for document in tokens.split(LENGTHS, 1)], 1)
     F.cross_entropy(alone.flatten(0, 1), tokens.flatten()).backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)

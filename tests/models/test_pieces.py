@@ -19,20 +19,20 @@ def read(name: str, region: tuple[slice, ...]) -> Tensor:
     return SOURCES[name][region]
 
 
-def packed_experts(given: dict[str, Any]) -> Any:
-    gates = torch.stack([given["a"], given["b"]], dim=0)
-    return torch.cat([gates, torch.stack([given["c"], given["d"]], dim=0)], dim=1)
+def packed_experts(tensors: dict[str, Any]) -> Any:
+    gates = torch.stack([tensors["a"], tensors["b"]], dim=0)
+    return torch.cat([gates, torch.stack([tensors["c"], tensors["d"]], dim=0)], dim=1)
 
 
 OPERATIONS = {
-    "as it is": lambda given: given["a"],
-    "joined": lambda given: torch.cat([given["a"], given["b"]], dim=1),
+    "as it is": lambda tensors: tensors["a"],
+    "joined": lambda tensors: torch.cat([tensors["a"], tensors["b"]], dim=1),
     "packed experts": packed_experts,
-    "turned": lambda given: torch.transpose(packed_experts(given), 1, 2),
-    "a part": lambda given: torch.chunk(given["a"], 2, dim=-1)[1],
-    "uneven parts": lambda given: torch.split(given["a"], [1, 3], dim=0)[1],
-    "a part of what was turned": lambda given: given["c"].T.chunk(3, 0)[2],
-    "squeezed": lambda given: torch.chunk(packed_experts(given), 2, dim=0)[1].squeeze(0),
+    "turned": lambda tensors: torch.transpose(packed_experts(tensors), 1, 2),
+    "a part": lambda tensors: torch.chunk(tensors["a"], 2, dim=-1)[1],
+    "uneven parts": lambda tensors: torch.split(tensors["a"], [1, 3], dim=0)[1],
+    "a part of what was turned": lambda tensors: tensors["c"].T.chunk(3, 0)[2],
+    "squeezed": lambda tensors: torch.chunk(packed_experts(tensors), 2, dim=0)[1].squeeze(0),
 }
 
 

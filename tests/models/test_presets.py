@@ -102,8 +102,8 @@ def test_a_preset_loses_against_the_command_line(override, section, key):
 def test_a_preset_loses_against_data_that_is_chosen(before):
     overrides = ["data=digits", "model=llama3_8b"]
     assert config.load(overrides if before else overrides[::-1]).data.name == "digits"
-    kept = config.load(["model=llama3_8b", "data=text", "data.files=[x]"]).data
-    assert (kept.name, kept.sequence_length) == ("text", 8192)
+    data_config = config.load(["model=llama3_8b", "data=text", "data.files=[x]"]).data
+    assert (data_config.name, data_config.sequence_length) == ("text", 8192)
 
 
 def test_a_preset_loses_against_an_experiment_and_a_users_file(tmp_path):

@@ -86,9 +86,9 @@ def alone(model: str, *common: str) -> Trained:
 def check(run: tuple[int, str, list[str], list[str]]) -> bool:
     """Say whether a run was let pass; fail if it then differs, or was refused without a reason."""
     ranks, model, common, chosen = run
-    found = problems_of([*MODELS[model], *common, *chosen], ranks)
-    if found:
-        assert all(problem.key and problem.message for problem in found)
+    problems = problems_of([*MODELS[model], *common, *chosen], ranks)
+    if problems:
+        assert all(problem.key and problem.message for problem in problems)
         return False
     assert_same(
         train([*MODELS[model], *common, *chosen], ranks), alone(model, *common), tolerance=2e-5

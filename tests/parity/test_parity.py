@@ -30,8 +30,8 @@ def alone(model: tuple[str, ...], precision: str) -> Trained:
 @pytest.mark.parametrize(
     "combination",
     [
-        pytest.param(one, id=str(one), marks=() if one.fast else (pytest.mark.slow,))
-        for one in combinations()
+        pytest.param(case, id=str(case), marks=() if case.fast else (pytest.mark.slow,))
+        for case in combinations()
     ],
 )
 def test_it_trains_as_one_process_does(combination: Combination) -> None:
@@ -47,9 +47,9 @@ def test_the_page_lists_what_is_compared() -> None:
 
 def test_every_test_run_has_every_pair_of_values_that_exists() -> None:
     def pairs(chosen: list[Combination]) -> set[object]:
-        return {pair for one in chosen for pair in itertools.combinations(factors(one).items(), 2)}
+        return {pair for c in chosen for pair in itertools.combinations(factors(c).items(), 2)}
 
-    fast = [one for one in combinations() if one.fast]
+    fast = [c for c in combinations() if c.fast]
     assert pairs(fast) == pairs(combinations())
-    assert {one.layout.label for one in fast} == {one.layout.label for one in combinations()}
+    assert {c.layout.label for c in fast} == {c.layout.label for c in combinations()}
     assert len(fast) <= len(combinations()) / 10

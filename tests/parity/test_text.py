@@ -123,7 +123,7 @@ def documents(batch: Any, known: list[list[int]]) -> list[tuple[torch.Tensor, to
 
     What the batch itself says of targets plays no part, but where a part ends that is cut.
     """
-    found = []
+    samples = []
     for row, inputs in enumerate(batch.inputs.tolist()):
         starts = [0]
         if batch.positions is not None:
@@ -135,8 +135,8 @@ def documents(batch: Any, known: list[list[int]]) -> list[tuple[torch.Tensor, to
             if part:
                 target = int(batch.targets[row, start + len(part) - 1])
                 assert any(target in following(text, part) for text in known)
-                found.append((torch.tensor(part), torch.tensor([*part[1:], target])))
-    return found
+                samples.append((torch.tensor(part), torch.tensor([*part[1:], target])))
+    return samples
 
 
 def following(text: list[int], part: list[int]) -> set[int]:
@@ -172,7 +172,7 @@ def answers(model: Path) -> dict[tuple[int, ...], list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found = {}
+    labels = {}
     for row in corpus.functions():
         messages = chat(dict(row))
         whole = tokenizer.apply_chat_template(messages, return_dict=False)
@@ -180,8 +180,8 @@ def answers(model: Path) -> dict[tuple[int, ...], list[int]]:
             messages[:1], return_dict=False, add_generation_prompt=True
         )
         assert whole[: len(question)] == question
-        found[tuple(whole)] = [-100] * len(question) + whole[len(question) :]
-    return found
+        labels[tuple(whole)] = [-100] * len(question) + whole[len(question) :]
+    return labels
 
 
 @cache
@@ -217,7 +217,7 @@ def known_chats(
     batch: Any, known: dict[tuple[int, ...], list[int]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The chats, with their labels, whose tokens a batch has, by where they begin."""
-    found = []
+    samples = []
     for row, inputs in enumerate(batch.inputs.tolist()):
         starts = [0]
         if batch.positions is not None:
@@ -226,12 +226,12 @@ def known_chats(
             tokens = tuple(inputs[start:end])
             if any(tokens):  # 0 is what rows are padded with
                 [whole] = [
-                    one
-                    for one in known
-                    if tokens[: len(one) - 1] == one[:-1] and not any(tokens[len(one) - 1 :])
+                    w
+                    for w in known
+                    if tokens[: len(w) - 1] == w[:-1] and not any(tokens[len(w) - 1 :])
                 ]
-                found.append((torch.tensor(whole), torch.tensor(known[whole])))
-    return found
+                samples.append((torch.tensor(whole), torch.tensor(known[whole])))
+    return samples
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ CASES = [
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_it_trains_as_one_process_does(model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
-    batch = next((one for one in overrides if "batch_size=6" in one), "train.global_batch_size=8")
+    batch = next((o for o in overrides if "batch_size=6" in o), "train.global_batch_size=8")
     assert_same(train([*MODELS[model], *overrides], ranks), alone(model, batch), tolerance=1e-5)
 
 
@@ -96,17 +96,17 @@ def test_what_is_saved_has_no_padding_and_is_loaded_by_other_layouts(tmp_path: P
 
     chosen, saved = engines(model, "fsdp 3 x tensor 2", save)
     assert saved["transformer.wte.weight"].shape[0] == VOCABULARY
-    found = checkpoint.latest(tmp_path / "run")
-    assert found is not None
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
 
     def load(engine: Any, loader: Any, world: World) -> dict[str, torch.Tensor]:
-        engine.load_state_dict(checkpoint.load_checkpoint(found, engine.state_dict(), world=world))
-        return {name: whole(one).clone() for name, one in engine.state_dict()["model"].items()}
+        engine.load_state_dict(checkpoint.load_checkpoint(newest, engine.state_dict(), world=world))
+        return {name: whole(t).clone() for name, t in engine.state_dict()["model"].items()}
 
     for layout in ("tensor 2", "fsdp 3 x tensor 2"):
         loaded = engines(model, layout, load)[1]
         assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
-    weights.export_weights(found, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
+    weights.export_weights(newest, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for name, parameter in theirs.named_parameters():
         assert torch.equal(parameter, saved[name]), name

@@ -77,8 +77,8 @@ def test_every_stage_holds_what_the_long_one_does_to_an_activation(overrides: st
     assert short.layout.micro_batches < reduced.layout.micro_batches
     reported, exact = estimate(chosen), estimate(chosen, exact=True)
     tolerance = ACTIVATION if "1f1b" in reduced.layout.schedule else 16
-    for one, other in zip(reported.ranks, exact.ranks, strict=True):
-        assert abs(one.peak_bytes - other.peak_bytes) <= tolerance
+    for mine, other in zip(reported.ranks, exact.ranks, strict=True):
+        assert abs(mine.peak_bytes - other.peak_bytes) <= tolerance
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -91,11 +91,11 @@ def test_micro_batches_without_a_pipeline_add_their_samples_and_losses(strategy:
 
 def test_what_waits_for_its_backward_is_held_as_often_as_forwards_go_ahead() -> None:
     step = [TraceEvent(("start",), [(5, 0)])]
-    held = 5
+    held_bytes = 5
     for action in ("F 0 0", "F 0 1", "F 0 2", "F 0 3", "B 0 0", "B 0 1", "B 0 2", "B 0 3"):
-        step.append(TraceEvent((f"action {action}",), [(held, 0), (held + 12, 0)]))
-        held += 10 if action[0] == "F" else -10
-    step.append(TraceEvent(("update",), [(held, 0), (held + 1, 0)]))
+        step.append(TraceEvent((f"action {action}",), [(held_bytes, 0), (held_bytes + 12, 0)]))
+        held_bytes += 10 if action[0] == "F" else -10
+    step.append(TraceEvent(("update",), [(held_bytes, 0), (held_bytes + 1, 0)]))
     ahead = [Action("F", 0, n) for n in range(20)] + [Action("B", 0, n) for n in range(20)]
     long = extrapolate_schedule.extend_schedule(step, rounds=[ahead])
     assert peak(long) == ((5 + 20 * 10 + 12, 0), 0)

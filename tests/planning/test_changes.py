@@ -30,10 +30,10 @@ def estimate(chosen: RunConfig) -> Estimate:
     """A machine simple enough to know the answer: states and samples, states divided by degrees."""
     assert chosen.launch.nproc != "auto"
     layout = Layout.of(chosen, world_size=chosen.launch.nproc)
-    parts = layout.tensor * layout.pipeline
-    states = STATES // parts // (layout.dp_shard if layout.data_parallel == "fsdp" else 1)
-    kept = {"none": 1.0, "selective": 0.5, "full": 0.25}[chosen.train.activation_checkpointing]
-    activations = int(layout.micro_batch_size * SAMPLE * kept)
+    model_parallel = layout.tensor * layout.pipeline
+    states = STATES // model_parallel // (layout.dp_shard if layout.data_parallel == "fsdp" else 1)
+    remaining = {"none": 1.0, "selective": 0.5, "full": 0.25}[chosen.train.activation_checkpointing]
+    activations = int(layout.micro_batch_size * SAMPLE * remaining)
     breakdown: Any = dict.fromkeys(("gradients", "optimizer", "communication", "temporary"), 0) | {
         "parameters": states,
         "activations": activations,
@@ -50,11 +50,11 @@ def formula(chosen: RunConfig) -> float:
 
 
 def reported(chosen: RunConfig, memory: int) -> list[list[str]]:
-    found = [
+    changes = [
         *search_changes(chosen, estimate(chosen), memory=memory, formula=formula, estimate=estimate)
     ]
-    assert all(one.process_bytes <= memory and one.costs for one in found)
-    return [one.overrides for one in found]
+    assert all(change.process_bytes <= memory and change.costs for change in changes)
+    return [change.overrides for change in changes]
 
 
 def test_the_cheapest_that_fit_are_reported_by_the_least_of_each() -> None:
@@ -74,14 +74,14 @@ def test_what_a_change_leaves_alone_is_not_traced_in_vain() -> None:
     chosen = run("strategy=ddp")
     tried: list[RunConfig] = []
 
-    def counting(one: RunConfig) -> Estimate:
-        tried.append(one)
-        return estimate(one)
+    def counting(changed: RunConfig) -> Estimate:
+        tried.append(changed)
+        return estimate(changed)
 
     [*search_changes(chosen, estimate(chosen), memory=800, formula=formula, estimate=counting)]
     assert tried
-    for one in tried:
-        strategy = one.strategy
+    for changed in tried:
+        strategy = changed.strategy
         assert (
             strategy.data_parallel == "fsdp"
             or strategy.tensor.degree * strategy.pipeline.degree > 1
@@ -89,13 +89,13 @@ def test_what_a_change_leaves_alone_is_not_traced_in_vain() -> None:
 
 
 def test_where_no_one_change_is_enough_several_are_reported() -> None:
-    found = reported(run("strategy=ddp"), 300)  # 1000 of states, 800 of activations
-    assert found[0] == [
+    changes = reported(run("strategy=ddp"), 300)  # 1000 of states, 800 of activations
+    assert changes[0] == [
         "train.micro_batch_size=1",
         "strategy.data_parallel=fsdp",
         "strategy.fsdp.sharding=shard_grad_op",
     ]
-    assert len(found) <= 3
+    assert len(changes) <= 3
 
 
 def test_replicas_are_sharded_before_anything_of_them_goes_to_the_host() -> None:
@@ -125,13 +125,15 @@ def test_where_nothing_is_enough_nothing_is_reported() -> None:
 def test_what_can_not_be_run_is_passed_over() -> None:
     chosen = run("strategy=fsdp")
 
-    def picky(one: RunConfig) -> Estimate:
-        if one.train.activation_checkpointing != "none" or one.strategy.tensor.degree > 1:
+    def picky(changed: RunConfig) -> Estimate:
+        if changed.train.activation_checkpointing != "none" or changed.strategy.tensor.degree > 1:
             raise ConfigError([ConfigIssue("model", "no")])
-        return estimate(one)
+        return estimate(changed)
 
-    found = [*search_changes(chosen, estimate(chosen), memory=600, formula=formula, estimate=picky)]
-    assert [one.overrides for one in found] == [["train.micro_batch_size=4"]]
+    offers = [
+        *search_changes(chosen, estimate(chosen), memory=600, formula=formula, estimate=picky)
+    ]
+    assert [offer.overrides for offer in offers] == [["train.micro_batch_size=4"]]
 
 
 def test_traffic_is_reported_as_the_engine_causes_it() -> None:
@@ -169,20 +171,20 @@ def test_sharding_continues_from_where_it_is(overrides: list[str], first: str | 
 def searched(chosen: RunConfig, **options: Any) -> tuple[list[list[str]], int]:
     """Return the changes, and how many were left untried."""
     search = search_changes(chosen, estimate(chosen), memory=600, formula=formula, **options)
-    found: list[list[str]] = []
+    changes: list[list[str]] = []
     while True:
         try:
-            found.append(next(search).overrides)
+            changes.append(next(search).overrides)
         except StopIteration as end:
-            return found, end.value
+            return changes, end.value
 
 
 def test_changes_come_one_by_one_until_the_time_is_over() -> None:
     chosen, tried = run("strategy=fsdp"), list[RunConfig]()
 
-    def counting(one: RunConfig) -> Estimate:
-        tried.append(one)
-        return estimate(one)
+    def counting(changed: RunConfig) -> Estimate:
+        tried.append(changed)
+        return estimate(changed)
 
     search = search_changes(
         chosen, estimate(chosen), memory=600, formula=formula, estimate=counting
@@ -196,19 +198,21 @@ def test_changes_come_one_by_one_until_the_time_is_over() -> None:
 def test_what_fits_by_formulas_is_tried_before_what_fits_by_little_less() -> None:
     chosen, tried = run("strategy=fsdp"), list[int]()
 
-    def too_high(one: RunConfig) -> float:
-        return estimate(one).process_bytes * (1.7 if one.train.micro_batch_size == 4 else 1.0)
+    def too_high(changed: RunConfig) -> float:
+        return estimate(changed).process_bytes * (
+            1.7 if changed.train.micro_batch_size == 4 else 1.0
+        )
 
-    def noting(one: RunConfig) -> Estimate:
-        tried.append(Layout.of(one, world_size=8).micro_batch_size)
-        return estimate(one)
+    def noting(changed: RunConfig) -> Estimate:
+        tried.append(Layout.of(changed, world_size=8).micro_batch_size)
+        return estimate(changed)
 
     [*search_changes(chosen, estimate(chosen), memory=800, formula=too_high, estimate=noting)]
     assert tried[0] == 2
 
 
 def test_a_change_whose_estimate_runs_out_of_time_counts_as_untried() -> None:
-    def slow(one: RunConfig) -> Estimate:
+    def slow(changed: RunConfig) -> Estimate:
         raise TimeoutError
 
     assert searched(run("strategy=fsdp"), estimate=slow) == ([], TRACED)
@@ -222,24 +226,27 @@ def test_what_is_offloaded_is_reported_per_rank_and_node_and_needs_the_host(
     overrides += ["train.micro_batch_size=1", "train.activation_checkpointing=full"]
     chosen = run("strategy=fsdp", *overrides)
 
-    def offloading(one: RunConfig) -> Estimate | None:
-        if one.strategy.fsdp.cpu_offload == "none":
+    def offloading(changed: RunConfig) -> Estimate | None:
+        if changed.strategy.fsdp.cpu_offload == "none":
             return None
-        [rank] = estimate(one).ranks
+        [rank] = estimate(changed).ranks
         return dataclasses.replace(
-            estimate(one), ranks=[dataclasses.replace(rank, host_bytes=GIB)], process_bytes=1
+            estimate(changed), ranks=[dataclasses.replace(rank, host_bytes=GIB)], process_bytes=1
         )
 
-    found = [
+    changes = [
         *search_changes(
             chosen, estimate(chosen), memory=1e9, formula=lambda _: 1.0, estimate=offloading
         )
     ]
-    assert bool(found) == (fits is not False)
-    for one in found:
-        assert one.host_memory is not None
-        assert (one.host_memory.bytes_per_rank, one.host_memory.bytes_per_node) == (GIB, 8 * GIB)
-        assert one.host_memory.fits is fits
+    assert bool(changes) == (fits is not False)
+    for change in changes:
+        assert change.host_memory is not None
+        assert (change.host_memory.bytes_per_rank, change.host_memory.bytes_per_node) == (
+            GIB,
+            8 * GIB,
+        )
+        assert change.host_memory.fits is fits
 
 
 def test_a_cpu_has_no_other_memory_to_offload_to() -> None:

@@ -34,8 +34,8 @@ def test_a_ring_gathers_all_but_its_own_part() -> None:
 
 
 def test_an_all_reduce_moves_twice_what_a_reduce_scatter_does() -> None:
-    one, two = (seconds(kind, {"tp": 4}, "tp") for kind in ("reduce_scatter", "all_reduce"))
-    assert two == pytest.approx(2 * one)
+    once, two = (seconds(kind, {"tp": 4}, "tp") for kind in ("reduce_scatter", "all_reduce"))
+    assert two == pytest.approx(2 * once)
 
 
 def test_between_nodes_a_ring_runs_through_every_adapter_of_the_group() -> None:

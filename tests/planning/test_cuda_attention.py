@@ -55,10 +55,10 @@ def heads(number: int, dtype: torch.dtype) -> torch.Tensor:
 def test_attentions_backward_holds_what_torchs_source_allocates(
     dtype: torch.dtype, of_keys: int, multiprocessors: int | None, kib: list[int]
 ) -> None:
-    found = backward_workspaces(
+    sizes = backward_workspaces(
         heads(HEADS, dtype), heads(of_keys, dtype), multiprocessors=multiprocessors
     )
-    assert found == [size * KIB for size in kib]
+    assert sizes == [size * KIB for size in kib]
 
 
 def test_no_other_kernel_has_a_workspace_and_none_has_one_on_a_cpu() -> None:

@@ -81,14 +81,14 @@ def test_blocks_that_differ_in_shape_or_in_a_setting_do_not_repeat() -> None:
 
 def events(*, blocks: int) -> list[TraceEvent]:
     """Of a model whose every block saves 10 bytes in forward and frees them in backward."""
-    found = [TraceEvent(("start",), [(5, 0)])]
+    recorded = [TraceEvent(("start",), [(5, 0)])]
     for index in range(blocks):
         where = (0, index, blocks - 1 - index)
-        found.append(TraceEvent(("forward", *where), [(5 + 10 * (index + 1), 0)]))
+        recorded.append(TraceEvent(("forward", *where), [(5 + 10 * (index + 1), 0)]))
     for index in reversed(range(blocks)):
         where = (0, index, blocks - 1 - index)
-        found.append(TraceEvent(("backward", *where), [(5 + 10 * (index + 1) + 3, 0)]))
-    return found
+        recorded.append(TraceEvent(("backward", *where), [(5 + 10 * (index + 1) + 3, 0)]))
+    return recorded
 
 
 def test_what_grows_with_depth_is_found_at_the_end_where_it_is_most() -> None:

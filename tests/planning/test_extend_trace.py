@@ -67,12 +67,12 @@ def test_an_extended_recording_is_the_deep_models(layout: str) -> None:
         [lambda: asked(layout, whole=False), lambda: asked(layout, whole=True)], at_once=1
     )
     assert cuda_process._most(short) == cuda_process._most(long)
-    held = []
+    reserved = []
     for changes in (short, long):
         allocator = Allocator()
         allocator.replay(changes)
-        held.append(allocator.peak_reserved)
-    assert held[0] == pytest.approx(held[1], rel=0.02)
+        reserved.append(allocator.peak_reserved)
+    assert reserved[0] == pytest.approx(reserved[1], rel=0.02)
 
 
 def test_an_order_of_blocks_that_can_not_be_continued_is_refused() -> None:

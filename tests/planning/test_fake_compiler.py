@@ -69,12 +69,12 @@ def really(dtype: torch.dtype) -> int:
     model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step(model, tokens)
-    held = peak = 0
+    live = peak = 0
     events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
     for event in sorted(events, key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+            live += event.nbytes()
+            peak = max(peak, live)
     return peak
 
 
@@ -99,8 +99,8 @@ def estimated(dtype: torch.dtype) -> int:
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
 def test_compiled_blocks_hold_what_is_estimated_to_the_byte(dtype: torch.dtype) -> None:
-    reported, held = forked_map.map_forked([partial(estimated, dtype), partial(really, dtype)])
-    assert reported == held
+    reported, peak = forked_map.map_forked([partial(estimated, dtype), partial(really, dtype)])
+    assert reported == peak
 
 
 def test_no_kernel_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def reported(result: Any) -> Any:
         storage = result.untyped_storage().nbytes()
         facts = result.shape, result.stride(), result.storage_offset(), result.dtype
         return *facts, storage, result.device, result._is_view()
-    return [reported(one) for one in result]
+    return [reported(item) for item in result]
 
 
 @pytest.fixture(autouse=True)
@@ -227,8 +227,8 @@ def test_a_product_of_groups_has_the_shapes_of_a_real_one_both_ways(dtype: torch
         ends = torch.tensor([4, 8, 12], dtype=torch.int32)
         made = torch.nn.functional.grouped_mm(rows, experts.transpose(-2, -1), offs=ends)
         made.backward(torch.ones(12, 8, dtype=dtype))
-        found = [made, rows.grad, experts.grad]
-        return [(one.shape, one.stride(), one.dtype) for one in found if one is not None]
+        tensors = [made, rows.grad, experts.grad]
+        return [(t.shape, t.stride(), t.dtype) for t in tensors if t is not None]
 
     expected = shapes()
     with tensors_without_bytes():

@@ -34,9 +34,9 @@ def test_states_are_those_that_a_trace_counts(overrides: str) -> None:
     chosen = estimate_config([*SMALL, *overrides.split()])
     reported, traced = states_only.estimate_states(chosen), memory_estimate.estimate(chosen)
     assert (reported.mesh, reported.parameters) == (traced.mesh, traced.parameters)
-    for one, other in zip(reported.ranks, traced.ranks, strict=True):
-        assert (one.rank, one.coords) == (other.rank, other.coords)
+    for rank, other in zip(reported.ranks, traced.ranks, strict=True):
+        assert (rank.rank, rank.coords) == (other.rank, other.coords)
         for category in ("parameters", "optimizer"):  # at the peak gradients may not be there yet
             # Norms are not divided by a tensor degree, and vectors not evenly by shards.
-            assert one.breakdown[category] == pytest.approx(other.breakdown[category], rel=0.02)
-        assert one.host_bytes == pytest.approx(other.host_bytes, rel=0.01)
+            assert rank.breakdown[category] == pytest.approx(other.breakdown[category], rel=0.02)
+        assert rank.host_bytes == pytest.approx(other.host_bytes, rel=0.01)

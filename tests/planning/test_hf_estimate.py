@@ -69,8 +69,8 @@ def test_a_rank_holds_what_was_estimated_whatever_the_family(
         (tmp_path / kind / "config.json").write_text(json.dumps(DESCRIBED[kind]))
         path = f"model.path='{tmp_path / kind}'"
         cases.append(("model=hf", path, "model.init=random", *layout.split()))
-    held = live_storages.held(cases, ranks=2)
-    for case, (kind, layout), of_ranks in zip(cases, layouts, _totals(held), strict=True):
+    measured = live_storages.held(cases, ranks=2)
+    for case, (kind, layout), of_ranks in zip(cases, layouts, _totals(measured), strict=True):
         overrides = [*small(case), "launch.nproc=2", "hardware=cpu", *case]
         estimated = estimate(estimate_config(overrides)).peak_bytes
         # What a router's experts hold depends on the tokens that it gives to each.
@@ -111,8 +111,8 @@ def test_each_stage_and_each_part_of_sequences_holds_what_was_estimated(tmp_path
         (tmp_path / kind / "config.json").write_text(json.dumps(content))
         path = f"model.path={tmp_path / kind}"
         cases.append(("model=hf", path, "model.init=random", *layout.split()))
-    held = live_storages.held(cases, ranks=2)
-    for case, of_ranks in zip(cases, _totals(held), strict=True):
+    measured = live_storages.held(cases, ranks=2)
+    for case, of_ranks in zip(cases, _totals(measured), strict=True):
         overrides = [*small(case), "launch.nproc=2", "hardware=cpu", *case]
         estimated = [rank.peak_bytes for rank in estimate(estimate_config(overrides)).ranks]
         assert of_ranks == (estimated * 2)[:2]  # ranks of one stage are estimated once
@@ -129,5 +129,5 @@ def test_the_first_rank_of_an_uneven_vocabulary_holds_what_was_estimated(tmp_pat
     assert last < first  # by a row of the weight and of its states, and a token's logits
 
 
-def _totals(held: list[list[live_storages.Held]]) -> list[list[int]]:
-    return [[of_rank["total"] for of_rank in of_case] for of_case in held]
+def _totals(measured: list[list[live_storages.Held]]) -> list[list[int]]:
+    return [[of_rank["total"] for of_rank in of_case] for of_case in measured]

@@ -68,5 +68,5 @@ def test_the_rank_that_holds_most_is_recorded_and_no_other(
     recorded: list[int], overrides: list[str], highest: int
 ) -> None:
     ranks = estimate(run(*PIPELINE, *overrides)).ranks
-    assert max(ranks, key=lambda one: one.peak_bytes).coords["pp"] == highest
+    assert max(ranks, key=lambda rank: rank.peak_bytes).coords["pp"] == highest
     assert recorded == [highest]

@@ -53,7 +53,7 @@ def test_a_pipeline_s_activations_are_estimated_as_its_storages_show_them(case: 
     for _, of_rank in live_storages.stats(tuple(case.split()), ranks=2):
         left |= of_rank
     assert stats.activation_bytes == tuple(
-        held * left[stage] for stage, held in enumerate(stats.live_activations)
+        live * left[stage] for stage, live in enumerate(stats.live_activations)
     )
     assert min(left.values()) > 0
 

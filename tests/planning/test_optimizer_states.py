@@ -74,5 +74,5 @@ def test_what_can_t_fit_is_refused_by_the_bytes_of_this_optimizers_states(
     optimizer: list[str], bytes_each: int
 ) -> None:
     run = chosen("model=llama3_8b", "strategy=single", "hardware=a100_40gb", *optimizer)
-    [problem] = [one for one in checks.find_issues(run, devices=0) if one.key == "model"]
+    [problem] = [issue for issue in checks.find_issues(run, devices=0) if issue.key == "model"]
     assert f"take {8_030_261_248 * bytes_each / 2**30:.1f} GiB per rank" in problem.message

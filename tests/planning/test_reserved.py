@@ -105,11 +105,11 @@ def test_reserved_is_never_less_than_what_lives(expandable: bool) -> None:
 
 
 def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
-    one = held(
+    memory = held(
         [Change(0, 30 * MIB)], peak_bytes=50 * MIB, groups=(1, 2, 8), workspaces=[10 * MIB] * 2
     )
-    assert one.allocator == 50 * MIB
-    assert one.process == one.allocator + CUDA_CONTEXT + NCCL_PAIR + NCCL_RING
+    assert memory.allocator == 50 * MIB
+    assert memory.process == memory.allocator + CUDA_CONTEXT + NCCL_PAIR + NCCL_RING
 
 
 @pytest.mark.parametrize(

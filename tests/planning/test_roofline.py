@@ -84,10 +84,10 @@ def test_a_cpu_has_no_tf32() -> None:
 
 def test_a_kernel_takes_its_bytes_and_a_launch() -> None:
     roofline, key = Roofline(HARDWARE), Kernel("forward", "aten::add")
-    one = roofline.seconds(key, Amount(1, 9e11))
+    once = roofline.seconds(key, Amount(1, 9e11))
     many = roofline.seconds(key, Amount(1000, 9e11))
-    assert one == pytest.approx(1.0, rel=1e-3)
-    assert many > one
+    assert once == pytest.approx(1.0, rel=1e-3)
+    assert many > once
 
 
 def test_long_attention_is_faster_than_short() -> None:

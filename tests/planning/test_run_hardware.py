@@ -66,4 +66,4 @@ def test_a_predicted_step_has_parts_and_a_round_that_its_page_shows(
     shown = page_data([read_run(folder)])["runs"][0]["steps"]
     assert [bar["name"] for bar in shown["bars"]] == ["predicted for h100_80gb"]
     assert shown["measured"] == pytest.approx(0.1)
-    assert [len(one["actions"]) for one in shown["pipelines"]] == [16]
+    assert [len(pipeline["actions"]) for pipeline in shown["pipelines"]] == [16]

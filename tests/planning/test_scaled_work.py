@@ -36,17 +36,17 @@ MODEL = [
 
 
 @pytest.fixture(scope="module")
-def one() -> StepWork:
+def work() -> StepWork:
     chosen = on_one_device(estimate_config([*MODEL, "launch.nproc=1"]))
-    [found] = forked_map.map_forked([lambda: step_work(chosen, world_size=1)])
-    return found
+    [work] = forked_map.map_forked([lambda: step_work(chosen, world_size=1)])
+    return work
 
 
 @pytest.fixture(scope="module")
-def held() -> dict[str, analytic.ActivationBytes]:
+def sizes() -> dict[str, analytic.ActivationBytes]:
     chosen = on_one_device(estimate_config([*MODEL, "launch.nproc=1"]))
-    [found] = forked_map.map_forked([lambda: analytic.activations(chosen)])
-    return found
+    [activations] = forked_map.map_forked([lambda: analytic.activations(chosen)])
+    return activations
 
 
 def flops(work: Work, kind: type) -> float:
@@ -72,10 +72,10 @@ def sent(work: Work) -> float:
         "strategy=tensor launch.nproc=2 strategy.tensor.sequence_parallel=true",
     ],
 )
-def test_a_layer_computes_and_sends_what_is_counted(overrides: str, one: StepWork) -> None:
+def test_a_layer_computes_and_sends_what_is_counted(overrides: str, work: StepWork) -> None:
     chosen = estimate_config([*MODEL, *overrides.split()])
     layout = Layout.of(chosen, world_size=2)
-    reported = scaled(one, chosen, layout, layers=(4,)).first.micro_layer.work
+    reported = scaled(work, chosen, layout, layers=(4,)).first.micro_layer.work
     [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=2)])
     seen = counted.first.micro_layer.work
     # torch recomputes no further than backward needs: not a block's last product.
@@ -96,12 +96,12 @@ def test_a_layer_computes_and_sends_what_is_counted(overrides: str, one: StepWor
     ],
 )
 def test_memory_by_formulas_is_near_what_is_traced(
-    overrides: str, one: StepWork, held: dict[str, analytic.ActivationBytes]
+    overrides: str, work: StepWork, sizes: dict[str, analytic.ActivationBytes]
 ) -> None:
     chosen = estimate_config([*MODEL, *overrides.split()])
     layout = Layout.of(chosen, world_size=2)
     reported = analytic.peak_bytes(
-        chosen, layout, work=one, activations=held, layers=4, shares=TrainingShares()
+        chosen, layout, work=work, activations=sizes, layers=4, shares=TrainingShares()
     )
     assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
 
@@ -114,7 +114,7 @@ def test_a_model_that_takes_no_single_sample_has_formulas_too() -> None:
 
 
 def test_a_sample_leaves_in_a_layer_what_a_deeper_model_holds_more(
-    held: dict[str, analytic.ActivationBytes],
+    sizes: dict[str, analytic.ActivationBytes],
 ) -> None:
     def most(layers: int) -> int:
         overrides = ["strategy=fsdp", "launch.nproc=2", f"model.num_hidden_layers={layers}"]
@@ -124,11 +124,11 @@ def test_a_sample_leaves_in_a_layer_what_a_deeper_model_holds_more(
 
     few, more = forked_map.map_forked([lambda: most(2), lambda: most(3)])
     samples = 2  # of a micro-batch
-    assert held["none"].layer == pytest.approx((more - few) / samples, rel=0.02)
+    assert sizes["none"].layer == pytest.approx((more - few) / samples, rel=0.02)
 
 
 def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
-    one: StepWork, held: dict[str, analytic.ActivationBytes]
+    work: StepWork, sizes: dict[str, analytic.ActivationBytes]
 ) -> None:
     def of_ranks(ranks: int) -> float:
         overrides = [
@@ -137,10 +137,10 @@ def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
             f"launch.nproc={ranks}",
         ]
         chosen = estimate_config([*MODEL, *overrides])
-        formulas = analytic.Formulas(replace(one, layers=(0,)), held)
+        formulas = analytic.Formulas(replace(work, layers=(0,)), sizes)
         return formulas.process_bytes(chosen)
 
     whole, halves, quarters = of_ranks(1), of_ranks(2), of_ranks(4)
     assert quarters < halves < whole
-    states = 4 * one.first.step_ends.gradient_bytes
+    states = 4 * work.first.step_ends.gradient_bytes
     assert whole - halves == pytest.approx(states / 2)

@@ -41,18 +41,18 @@ def fsdp() -> StepWork:
 
 
 def test_parts_of_a_step_come_to_the_whole(fsdp: StepWork) -> None:
-    found = reported(run("strategy=fsdp", "launch.nproc=8"), fsdp)
-    assert sum(found.breakdown.values()) == pytest.approx(found.step_s)
-    assert min(found.breakdown.values()) >= 0
-    assert found.tokens_per_s_per_device == pytest.approx(16 * 2048 / found.step_s / 8)
+    estimate = reported(run("strategy=fsdp", "launch.nproc=8"), fsdp)
+    assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_s)
+    assert min(estimate.breakdown.values()) >= 0
+    assert estimate.tokens_per_s_per_device == pytest.approx(16 * 2048 / estimate.step_s / 8)
 
 
 def test_mfu_counts_what_the_model_needs(fsdp: StepWork) -> None:
     config = run("strategy=fsdp", "launch.nproc=8")
-    found = reported(config, fsdp)
+    estimate = reported(config, fsdp)
     needed = 6 * (fsdp.parameters - 128_256 * 4096) + 12 * 4 * 4096 * 2048
     assert flops_per_token(fsdp) == needed
-    assert found.mfu == pytest.approx(found.tokens_per_s_per_device * needed / 989e12)
+    assert estimate.mfu == pytest.approx(estimate.tokens_per_s_per_device * needed / 989e12)
 
 
 def test_a_slower_network_never_makes_a_step_quicker(fsdp: StepWork) -> None:

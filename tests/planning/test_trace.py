@@ -70,11 +70,11 @@ def test_an_event_holds_the_moments_between_its_beginning_and_the_next() -> None
     with StorageTrace() as trace:
         torch.zeros(KIB)
         trace.begin("second", 1)
-        kept = torch.zeros(KIB)
+        tensor = torch.zeros(KIB)
         trace.finish()
     assert [event.name for event in trace.events] == [("start",), ("second", 1)]
     assert [on_device(p) for p in trace.events[1].points] == [0, 4 * KIB]
-    del kept
+    del tensor
 
 
 @pytest.mark.parametrize("width", [64, 200])

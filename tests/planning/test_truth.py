@@ -87,8 +87,8 @@ def estimated(case: str, ranks: int) -> list[Held]:
     stages = estimate(chosen).ranks
     each = ranks // len(stages)
     return [
-        {**one.breakdown, "total": one.peak_bytes, "host": one.host_bytes}
-        for one in stages
+        {**stage.breakdown, "total": stage.peak_bytes, "host": stage.host_bytes}
+        for stage in stages
         for _ in range(each)
     ]
 
@@ -107,9 +107,9 @@ def estimated(case: str, ranks: int) -> list[Held]:
 def test_every_rank_holds_what_was_estimated_and_no_more_when_it_evaluates(
     cases: list[str], ranks: int
 ) -> None:
-    held = live_storages.held([tuple(case.split()) for case in cases], ranks=ranks)
+    measured = live_storages.held([tuple(case.split()) for case in cases], ranks=ranks)
     wrong = []
-    for case, of_ranks in zip(cases, held, strict=True):
+    for case, of_ranks in zip(cases, measured, strict=True):
         for rank, (expected, seen) in enumerate(zip(estimated(case, ranks), of_ranks, strict=True)):
             wrong += [f"{case}: rank {rank}: {text}" for text in differences(case, expected, seen)]
     assert not wrong, "\n".join(wrong)
@@ -119,15 +119,15 @@ def differences(case: str, expected: Mapping[str, int], seen: Mapping[str, int])
     """Say what a rank holds beside its estimate: as much, or less behind the first of a ring."""
     pairs = {name: (expected[name], seen[name]) for name in expected}
     is_behind = "context" in case and seen["context_rank"] > 0
-    found = []
+    problems = []
     if is_behind and seen["total"] > expected["total"]:
-        found.append(f"the ring's first rank {expected['total']}, this one {seen['total']}")
+        problems.append(f"the ring's first rank {expected['total']}, this one {seen['total']}")
     if not is_behind and any(a != b for a, b in pairs.values()):
         wrong = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-        found.append(f"estimated, held: {wrong}")
+        problems.append(f"estimated, held: {wrong}")
     if seen["evaluation"] > expected["total"]:
-        found.append(f"estimated {expected['total']}, evaluating {seen['evaluation']}")
-    return found
+        problems.append(f"estimated {expected['total']}, evaluating {seen['evaluation']}")
+    return problems
 
 
 def test_every_strategy_offload_schedule_and_axis_is_held_by_default() -> None:
@@ -136,8 +136,8 @@ def test_every_strategy_offload_schedule_and_axis_is_held_by_default() -> None:
         for ranks, cases in CASES.items()
         for case in cases
     ]
-    strategies = [one.strategy for one in chosen]
-    layouts = [Layout.of(one, world_size=int(one.launch.nproc)) for one in chosen]
+    strategies = [c.strategy for c in chosen]
+    layouts = [Layout.of(c, world_size=int(c.launch.nproc)) for c in chosen]
     assert {s.data_parallel for s in strategies} == {"none", "ddp", "zero1", "fsdp"}
     assert {s.ddp.sync for s in strategies} == {"overlapped", "synchronous", "no_sync"}
     offloads = {"none", "params", "full", "optimizer_states"}
@@ -145,13 +145,13 @@ def test_every_strategy_offload_schedule_and_axis_is_held_by_default() -> None:
     shardings = {"full_shard", "shard_grad_op", "no_shard", "hybrid_shard"}
     assert {s.fsdp.sharding for s in strategies} == shardings
     assert {s.pipeline.schedule for s in strategies if s.pipeline.degree > 1} == {*SCHEDULES}
-    axes = [{axis for axis, size in one.axes.items() if size > 1} for one in layouts]
+    axes = [{axis for axis, size in layout.axes.items() if size > 1} for layout in layouts]
     assert {"dp_shard", "cp"} in axes
     assert {"dp_shard", "pp"} in axes
     assert {"dp_shard", "dp_replicate"} in axes
     assert {axis for several in axes for axis in several} == {*layouts[0].axes}
-    assert {one.train.precision for one in chosen} == {"fp32", "bf16", "fp16"}
-    assert {one.train.activation_checkpointing for one in chosen} == {"none", "full", "selective"}
+    assert {c.train.precision for c in chosen} == {"fp32", "bf16", "fp16"}
+    assert {c.train.activation_checkpointing for c in chosen} == {"none", "full", "selective"}
 
 
 def test_a_run_measures_what_was_estimated() -> None:
@@ -159,4 +159,4 @@ def test_a_run_measures_what_was_estimated() -> None:
     cases = [f"{PIPELINE}=zbv_zero_bubble", "strategy=ddp"]
     measured = live_storages.measured([tuple(case.split()) for case in cases], ranks=2)
     for case, of_ranks in zip(cases, measured, strict=True):
-        assert max(of_ranks) == max(one["total"] for one in estimated(case, 2)), case
+        assert max(of_ranks) == max(rank["total"] for rank in estimated(case, 2)), case

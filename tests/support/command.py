@@ -87,7 +87,7 @@ class Command:
 
     def processes(self) -> list[int]:
         """Return the processes that run in the folder: every one of a run does."""
-        found = []
+        processes = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 try:
@@ -96,8 +96,8 @@ class Command:
                 except OSError:
                     continue
                 if alive and (here == self.folder or self.folder in here.parents):
-                    found.append(int(entry.name))
-        return found
+                    processes.append(int(entry.name))
+        return processes
 
     def wait_until_gone(self, *, seconds: float = 10) -> None:
         """Hold that no process of a run is left soon."""

@@ -73,11 +73,11 @@ def _trained_by_transformers(path: Path, *more: str) -> list[float]:
         packed: dict[str, Any] = {}
         if batch.positions is not None:
             packed = {"position_ids": batch.positions, "use_cache": False}
-        found = model(input_ids=batch.inputs.long(), **packed)
+        outputs = model(input_ids=batch.inputs.long(), **packed)
         # Of the loss that models compute of labels, not all versions take ones that are shifted.
-        loss = cross_entropy(found.logits.flatten(0, 1), batch.targets.flatten())
-        if getattr(found, "aux_loss", None) is not None:
-            loss = loss + model.router_aux_loss_coef * found.aux_loss
+        loss = cross_entropy(outputs.logits.flatten(0, 1), batch.targets.flatten())
+        if getattr(outputs, "aux_loss", None) is not None:
+            loss = loss + model.router_aux_loss_coef * outputs.aux_loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -87,8 +87,8 @@ def _trained_by_transformers(path: Path, *more: str) -> list[float]:
 def adamw(model: Any) -> torch.optim.Optimizer:
     """Torch's optimizer with the settings above; vectors don't decay."""
     parameters = list(model.parameters())
-    vectors = [one for one in parameters if one.ndim < 2]
-    matrices = [one for one in parameters if one.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=3e-3, eps=1e-6, betas=(0.9, 0.99), weight_decay=0.1)
 

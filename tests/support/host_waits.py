@@ -62,29 +62,29 @@ class HostWaits(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if name == "is_pinned":
-            return self._is(given[0], self._pinned)
+            return self._is(tensors[0], self._pinned)
         if name in ("__getitem__", "__setitem__") and isinstance(args[1], list):
             self.note("an index of the host's")
-        if name in _READING and given and not self._host(given[0]):
+        if name in _READING and tensors and not self._host(tensors[0]):
             self.note(name)
         if name == "to" and self._names_device(args, kwargs):
             result = func(*args, **kwargs)
-            if self._host(given[0]):
-                if not (kwargs.get("non_blocking") and self._is(given[0], self._pinned)):
+            if self._host(tensors[0]):
+                if not (kwargs.get("non_blocking") and self._is(tensors[0], self._pinned)):
                     self.note("a copy to the device")
                 result = result.clone()
             return result
-        if len({self._host(tensor) for tensor in given if tensor.ndim}) > 1:
+        if len({self._host(tensor) for tensor in tensors if tensor.ndim}) > 1:
             self.note(f"{name} of the host and the device")
         if name == "pin_memory":
-            result = given[0].clone()
+            result = tensors[0].clone()
             self._keep(result, self._pinned)
         else:
             result = func(*args, **kwargs)
-        if given:
-            is_host = all(map(self._host, given))
+        if tensors:
+            is_host = all(map(self._host, tensors))
         else:
             is_host = name in _MAKING and kwargs.get("device") is None
             if name in _MAKING[:2] and not is_host:

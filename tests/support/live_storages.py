@@ -152,8 +152,8 @@ def _engine(
         config, data.build_dataset(config.data, config.tokenizer), layout=layout, rank=world.rank
     )
     # Rows of the loader's batch have a target more than inputs between them: laid out otherwise.
-    given = loader.batch(0)
-    batch = Batch(given.inputs.contiguous(), given.targets.contiguous())
+    loaded = loader.batch(0)
+    batch = Batch(loaded.inputs.contiguous(), loaded.targets.contiguous())
     # Meshes, which are made before there is any storage, hold a few bytes on the host.
     source = Source(storing=storing)
     return build_engine(config, world, sample=sample_inputs(loader.dataset), source=source), batch

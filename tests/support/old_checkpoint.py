@@ -17,26 +17,26 @@ from axonlaunch.checkpoint import Checkpoint, index, manifest, reader, step_fold
 
 def save(run_dir: Path, state: dict[str, Any], *, step: int = 1, form: int = 2) -> Checkpoint:
     """Save a state by torch's own writer, with a manifest of format 1, 2 or 3."""
-    found = Checkpoint(step_folders.path_of(run_dir, step=step), step, 8 * step, 1, None)
+    target = Checkpoint(step_folders.path_of(run_dir, step=step), step, 8 * step, 1, None)
     with reader.in_one_process():
-        dcp.save(state, checkpoint_id=found.path, no_dist=True)
+        dcp.save(state, checkpoint_id=target.path, no_dist=True)
     if form == 3:
-        pickled = found.path / manifest.PICKLED_INDEX
-        (found.path / manifest.INDEX).write_bytes(index.index_to_json(_loaded(pickled)))
+        pickled = target.path / manifest.PICKLED_INDEX
+        (target.path / manifest.INDEX).write_bytes(index.index_to_json(_loaded(pickled)))
         pickled.unlink()
     about: dict[str, Any] = {"step": step, "samples": 8 * step, "world_size": 1, "loss": None}
-    sizes = {file.name: file.stat().st_size for file in found.path.iterdir()}
+    sizes = {file.name: file.stat().st_size for file in target.path.iterdir()}
     about |= {"format": form, "files": sizes}
     if form > 1:
         about |= {"eval_loss": None, "layout": "", "saved_at": 1.0}
         about["files"] = {
-            name: {"bytes": size, "crc32": step_folders._crc32(found.path / name)}
+            name: {"bytes": size, "crc32": step_folders._crc32(target.path / name)}
             for name, size in sizes.items()
         }
     if form == 3:
         about["sha256"] = manifest._own_sum(about)
-    (found.path / step_folders.MANIFEST).write_text(json.dumps(about))
-    return found
+    (target.path / step_folders.MANIFEST).write_text(json.dumps(about))
+    return target
 
 
 def _loaded(file: Path) -> Any:

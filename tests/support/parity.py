@@ -47,8 +47,8 @@ def train(overrides: list[str], ranks: int) -> Trained:
         losses, norms, gradients = [], [], []
         for step in range(STEPS):
             loss, _ = engine.backward(_unequal(loader.batch(step)))
-            held = engine.named_parameters()
-            gradients.append({n: whole(p.grad).clone() for n, p in held if p.grad is not None})
+            named = engine.named_parameters()
+            gradients.append({n: whole(p.grad).clone() for n, p in named if p.grad is not None})
             norm, _ = engine.update()
             losses.append(float(loss))
             norms += [] if norm is None else [float(norm)]

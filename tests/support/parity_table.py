@@ -115,8 +115,8 @@ class Combination:
         return [*MODELS[self.model], f"model.num_hidden_layers={blocks}"]
 
     def __str__(self) -> str:
-        parts = (self.layout.label, self.layout.ranks, self.model, self.precision)
-        return "-".join(map(str, (*parts, self.accumulation, self.recomputed))).replace(" ", "_")
+        labels = (self.layout.label, self.layout.ranks, self.model, self.precision)
+        return "-".join(map(str, (*labels, self.accumulation, self.recomputed))).replace(" ", "_")
 
 
 def layouts() -> Iterator[Layout]:
@@ -144,8 +144,8 @@ def layouts() -> Iterator[Layout]:
     for degree in (2, 4):
         tensor = ("strategy=tensor", f"{TENSOR}{degree}")
         yield Layout("tensor", degree, tensor, 1)
-        parts = (*tensor, "strategy.tensor.sequence_parallel=true")
-        yield Layout("tensor, sequence", degree, parts, 1)
+        sequence_parallel = (*tensor, "strategy.tensor.sequence_parallel=true")
+        yield Layout("tensor, sequence", degree, sequence_parallel, 1)
     for schedule, each in SCHEDULES.items():
         for degree in (2, 4):
             chosen = ("strategy=pipeline", f"{PIPELINE}{degree}", SCHEDULE + schedule)
@@ -176,17 +176,17 @@ def layouts() -> Iterator[Layout]:
 @functools.cache
 def combinations() -> list[Combination]:
     """Return every combination, recomputing in turn; those that ``_pairwise`` chooses are fast."""
-    found: list[Combination] = []
+    every: list[Combination] = []
     for layout in layouts():
         named = set(layout.label.split())
         models = [m for m in MODELS if m in WITH_SEQUENCES or not named & {"sequence", "context"}]
         # Going back through a block twice, a schedule has no second set of what was kept of it.
-        recomputed = [one for one in RECOMPUTED if one != "selective" or not named & SPLITTING]
+        recomputed = [mode for mode in RECOMPUTED if mode != "selective" or not named & SPLITTING]
         for values in itertools.product(models, ("fp32", "bf16"), (1, 3)):
-            how = recomputed[len(found) % len(recomputed)]
-            found.append(Combination(layout, *values, how, fast=False))
-    chosen = _pairwise(found)
-    return [replace(one, fast=index in chosen) for index, one in enumerate(found)]
+            how = recomputed[len(every) % len(recomputed)]
+            every.append(Combination(layout, *values, how, fast=False))
+    chosen = _pairwise(every)
+    return [replace(c, fast=index in chosen) for index, c in enumerate(every)]
 
 
 def factors(combination: Combination) -> dict[str, object]:
@@ -209,7 +209,7 @@ def _settings() -> tuple[str, ...]:
     return tuple(dict.fromkeys(keys))
 
 
-def _pairwise(found: list[Combination]) -> set[int]:
+def _pairwise(every: list[Combination]) -> set[int]:
     """Choose combinations until all rows, and all pairs of two factors' values, are among them.
 
     Greedy: next comes the one with the most new pairs for its cost, which grows with its ranks. A
@@ -217,13 +217,13 @@ def _pairwise(found: list[Combination]) -> set[int]:
     """
     bits: dict[object, int] = {}
     masks = []
-    for one in found:
-        pairs = [one.layout.label, *itertools.combinations(factors(one).items(), 2)]
+    for c in every:
+        pairs = [c.layout.label, *itertools.combinations(factors(c).items(), 2)]
         masks.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs))
     left, chosen = (1 << len(bits)) - 1, set()
-    cost = [one.layout.ranks**0.5 for one in found]
+    cost = [c.layout.ranks**0.5 for c in every]
     while left:
-        best = max(range(len(found)), key=lambda i: (masks[i] & left).bit_count() / cost[i])
+        best = max(range(len(every)), key=lambda i: (masks[i] & left).bit_count() / cost[i])
         chosen.add(best)
         left &= ~masks[best]
     return chosen
@@ -232,17 +232,17 @@ def _pairwise(found: list[Combination]) -> set[int]:
 def markdown() -> str:
     """Return the page: a row a layout, its combinations counted."""
     rows: dict[str, list[Combination]] = {}
-    for one in combinations():
-        rows.setdefault(one.layout.label, []).append(one)
+    for c in combinations():
+        rows.setdefault(c.layout.label, []).append(c)
     lines = ["| layout | ranks | models | combinations | in every test run |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for label, ones in rows.items():
-        ranks = ", ".join(map(str, sorted({one.layout.ranks for one in ones})))
-        models = ", ".join(dict.fromkeys(one.model for one in ones))
-        fast = sum(one.fast for one in ones)
+        ranks = ", ".join(map(str, sorted({c.layout.ranks for c in ones})))
+        models = ", ".join(dict.fromkeys(c.model for c in ones))
+        fast = sum(c.fast for c in ones)
         lines.append(f"| {label} | {ranks} | {models} | {len(ones)} | {fast} |")
-    total, fast = len(combinations()), sum(one.fast for one in combinations())
-    rows_fast = sum(any(one.fast for one in ones) for ones in rows.values())
+    total, fast = len(combinations()), sum(c.fast for c in combinations())
+    rows_fast = sum(any(c.fast for c in ones) for ones in rows.values())
     lines.append(f"| | | | {total} | {fast} |")
     return INTRODUCTION.format(
         table="\n".join(lines), total=total, fast=fast, rows=len(rows), rows_fast=rows_fast

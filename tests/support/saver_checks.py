@@ -53,7 +53,7 @@ def waiting(world: World, saver: Saver, run_dir: Path) -> Any:
         mock.patch.object(dcp_writer.Writer, "write_data", write_slowly),
         mock.patch.object(save_progress, "_INTERVAL_S", 0.01),
     ):
-        return [one.step for one in saver.save(state(), step=1, samples=8)]
+        return [entry.step for entry in saver.save(state(), step=1, samples=8)]
 
 
 def state() -> dict[str, Any]:
@@ -63,17 +63,17 @@ def state() -> dict[str, Any]:
 
 def changing(world: World, saver: Saver, run_dir: Path) -> Any:
     """Change the state while it is written."""
-    held = state()
-    saver.save(held, step=1, samples=8)
-    held["model"]["weight"].to_local().zero_()
+    saved = state()
+    saver.save(saved, step=1, samples=8)
+    saved["model"]["weight"].to_local().zero_()
     for _ in range(50):
         dist.all_reduce(torch.zeros(1))  # training goes on beside it
     done = saver.close()
     read = state()
-    found = checkpoint.latest(run_dir)
-    assert found is not None
-    checkpoint.load_checkpoint(found, read, world=world)
-    return read["model"]["weight"].full_tensor().tolist(), [one.step for one in done]
+    newest = checkpoint.latest(run_dir)
+    assert newest is not None
+    checkpoint.load_checkpoint(newest, read, world=world)
+    return read["model"]["weight"].full_tensor().tolist(), [entry.step for entry in done]
 
 
 def twice(world: World, saver: Saver, run_dir: Path) -> Any:
@@ -81,8 +81,8 @@ def twice(world: World, saver: Saver, run_dir: Path) -> Any:
     first = saver.save(state(), step=1, samples=8)
     second = saver.save(state(), step=2, samples=16)
     saver.finished(wait=True)
-    assert [one.step for one in checkpoint.list_checkpoints(run_dir)] == [1, 2]
-    return [one.step for one in first], [one.step for one in second]
+    assert [entry.step for entry in checkpoint.list_checkpoints(run_dir)] == [1, 2]
+    return [entry.step for entry in first], [entry.step for entry in second]
 
 
 def failing(world: World, saver: Saver, run_dir: Path) -> Any:
@@ -97,7 +97,7 @@ def failing(world: World, saver: Saver, run_dir: Path) -> Any:
     try:
         saver.finished(wait=True)
     except SaveError as error:
-        steps = [one.step for one in checkpoint.list_checkpoints(run_dir)]
+        steps = [entry.step for entry in checkpoint.list_checkpoints(run_dir)]
         return str(error), steps
     return "it passed", []
 
@@ -118,7 +118,7 @@ def early(world: World, saver: Saver, run_dir: Path) -> Any:
     with mock.patch.object(dcp_writer, "prepare", slow):
         saver.save(state(), step=1, samples=8)
         saver.close()
-    return met, [one.step for one in checkpoint.list_checkpoints(run_dir)]
+    return met, [entry.step for entry in checkpoint.list_checkpoints(run_dir)]
 
 
 def measured(world: World, saver: Saver, run_dir: Path) -> Any:
@@ -132,8 +132,8 @@ def measured(world: World, saver: Saver, run_dir: Path) -> Any:
     small = Saver(run_dir, world=world, retention=Retention(newest=9), background=True)
     small.save(state(), step=1, samples=8)  # what is loaded and kept once is there
     small.close()
-    found = []
-    for step, one in enumerate((at_once, saver), start=2):
+    ratios = []
+    for step, tried in enumerate((at_once, saver), start=2):
         before, seen, done = _anonymous_bytes(), [0], threading.Event()
 
         def watch(seen: list[int] = seen, done: threading.Event = done) -> None:
@@ -142,8 +142,8 @@ def measured(world: World, saver: Saver, run_dir: Path) -> Any:
 
         thread = threading.Thread(target=watch)
         thread.start()
-        one.save({"model": shards}, step=step, samples=8 * step)
-        one.close()
+        tried.save({"model": shards}, step=step, samples=8 * step)
+        tried.close()
         done.set()
         thread.join()
         gc.collect()
@@ -151,8 +151,8 @@ def measured(world: World, saver: Saver, run_dir: Path) -> Any:
             if _anonymous_bytes() - before < 0.1 * size:
                 break
             time.sleep(0.05)
-        found.append(((max(seen) - before) / size, (_anonymous_bytes() - before) / size))
-    return found
+        ratios.append(((max(seen) - before) / size, (_anonymous_bytes() - before) / size))
+    return ratios
 
 
 def _anonymous_bytes() -> int:

@@ -48,36 +48,36 @@ def _new_ports(address: str, seconds: float) -> Any:
     known, end = listening(address), time.monotonic() + seconds
     print("ready", flush=True)
     while time.monotonic() < end:
-        found = listening(address) - known
-        known |= found
-        yield from found
+        opened = listening(address) - known
+        known |= opened
+        yield from opened
         time.sleep(0.001)
 
 
 def rob(address: str, seconds: float) -> None:
     """Take the place of the first ranks that gloo expects at each new port."""
-    held = []
+    sockets = []
     for port in _new_ports(address, seconds):
         for number in range(4):
             with suppress(OSError):
-                held.append(socket.create_connection((address, port), timeout=1))
-                held[-1].sendall(struct.pack("<q", number))
+                sockets.append(socket.create_connection((address, port), timeout=1))
+                sockets[-1].sendall(struct.pack("<q", number))
 
 
 def noise(address: str, count: int) -> None:
     """Send noise to each new port until so many connections were made."""
-    chance, held, made = random.Random(0), [], 0
+    chance, sockets, made = random.Random(0), [], 0
     for port in _new_ports(address, 60):
         for _ in range(count // 4):
             with suppress(OSError):
-                one = socket.create_connection((address, port), timeout=1)
+                connection = socket.create_connection((address, port), timeout=1)
                 made += 1
                 if made % 3:
-                    one.sendall(chance.randbytes(chance.randint(1, 300)))
+                    connection.sendall(chance.randbytes(chance.randint(1, 300)))
                 if made % 50 == 0:
-                    held.append(one)
+                    sockets.append(connection)
                 else:
-                    one.close()
+                    connection.close()
         if made >= count:
             break
     print(made, flush=True)

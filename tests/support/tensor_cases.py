@@ -62,9 +62,9 @@ def loss_of(model: nn.Module, mesh: DeviceMesh, inputs: Tensor, targets: Tensor)
     return ax.vocab_parallel_cross_entropy_sum(model(inputs), targets, group=group, classes=classes)
 
 
-def assert_same_gradients(divided: nn.Module, one: nn.Module, **tolerance: float) -> None:
+def assert_same_gradients(divided: nn.Module, undivided: nn.Module, **tolerance: float) -> None:
     for (name, got), (expected_name, expected) in zip(
-        divided.named_parameters(), one.named_parameters(), strict=True
+        divided.named_parameters(), undivided.named_parameters(), strict=True
     ):
         assert name == expected_name
         assert got.shape == expected.shape

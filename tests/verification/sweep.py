@@ -68,17 +68,17 @@ def verified(combination: Combination) -> Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each combination and a table; return 1 where there was an alarm."""
     chosen = _options(arguments)
-    every = [one for one in combinations() if chosen.only in str(one)]
+    every = [combination for combination in combinations() if chosen.only in str(combination)]
     random.Random(chosen.seed).shuffle(every)
     outcomes: dict[Combination, Outcome] = {}
     end = time.monotonic() + chosen.seconds
-    for one in every[: chosen.draw]:
+    for combination in every[: chosen.draw]:
         if time.monotonic() > end:
             break
         began = time.process_time()
-        outcomes[one] = outcome = verified(one)
+        outcomes[combination] = outcome = verified(combination)
         what = ": ".join(filter(None, (outcome.kind, outcome.reason)))
-        print(f"{one}: {what} [{time.process_time() - began:.1f} s of CPU]", flush=True)
+        print(f"{combination}: {what} [{time.process_time() - began:.1f} s of CPU]", flush=True)
     _report(outcomes)
     return int(any(outcome.kind == "alarm" for outcome in outcomes.values()))
 
@@ -97,16 +97,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _report(outcomes: dict[Combination, Outcome]) -> None:
     console = Console()
     rows: dict[str, Counter[str]] = {}
-    for one in combinations():
-        if one in outcomes:
-            rows.setdefault(one.layout.label, Counter())[outcomes[one].kind] += 1
+    for combination in combinations():
+        if combination in outcomes:
+            rows.setdefault(combination.layout.label, Counter())[outcomes[combination].kind] += 1
     table = Table("layout", "run", *OUTCOMES)
     for label, counts in [*rows.items(), ("", sum(rows.values(), Counter()))]:
         table.add_row(label, *_cells(counts))
     console.print(table)
-    for one, outcome in outcomes.items():
+    for combination, outcome in outcomes.items():
         if outcome.reason:
-            console.print(f"{outcome.kind}: {one}: {outcome.reason}", markup=False)
+            console.print(f"{outcome.kind}: {combination}: {outcome.reason}", markup=False)
 
 
 def _cells(counts: Counter[str]) -> Iterable[str]:

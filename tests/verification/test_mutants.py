@@ -21,5 +21,5 @@ def test_each_bug_has_its_place_in_the_code() -> None:
 
 
 def test_there_are_sixty_and_no_two_are_the_same() -> None:
-    changes = {(one["file"], one["before"], one["after"]) for one in CONTENT["mutant"]}
+    changes = {(mutant["file"], mutant["before"], mutant["after"]) for mutant in CONTENT["mutant"]}
     assert len(changes) == len(CONTENT["mutant"]) >= 60

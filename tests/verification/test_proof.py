@@ -44,7 +44,7 @@ def test_a_layout_is_proved_once_for_all_models_that_differ_in_size_alone() -> N
     assert proof.foresee(run("qwen3", *FSDP, **WIDE)).outcome == "proved before"
     assert proof.prove(run("qwen3", *FSDP, "train.prove=always")).outcome == "proved"
     others = run("qwen3", "strategy=zero1", "launch.nproc=2"), run("qwen2", *FSDP)
-    assert [proof.foresee(one).outcome for one in others] == ["to be proved"] * 2
+    assert [proof.foresee(other).outcome for other in others] == ["to be proved"] * 2
 
 
 def test_rows_of_several_documents_are_proved_with_such_rows(tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_a_proof_is_of_one_version_of_the_code(monkeypatch: Patch) -> None:
 
 def test_many_ranks_are_proved_by_two_on_each_axis() -> None:
     overrides = ["strategy.tensor.degree=4", "strategy.pipeline.degree=4", "launch.nproc=64"]
-    given = run("llama", "strategy=hybrid", *overrides, num_hidden_layers=8, num_key_value_heads=4)
+    large = run("llama", "strategy=hybrid", *overrides, num_hidden_layers=8, num_key_value_heads=4)
     of_gpus = {"train.attention_kernel": "flash", "strategy.tensor.async_collectives": True}
-    small = proof.reduced(with_values(given, {"train.precision": "bf16", **of_gpus}))
+    small = proof.reduced(with_values(large, {"train.precision": "bf16", **of_gpus}))
     layout = Layout.of(small, world_size=num_ranks(small))
     assert layout.axes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
     assert small.train.precision == "fp32"
@@ -102,20 +102,20 @@ def gradients_of_inputs_are_not_summed(patch: Patch) -> None:
 def test_what_differs_is_refused_and_the_first_module_is_named(
     fault: Any, module: str, monkeypatch: Patch
 ) -> None:
-    given = run("llama", *TENSOR)
+    large = run("llama", *TENSOR)
     fault(monkeypatch)
     with pytest.raises(ConfigError, match="tensor 2 does not compute what one process does") as no:
-        proof.prove(given)
+        proof.prove(large)
     assert f"the first module that differs is {module};" in str(no.value)
     with pytest.raises(ConfigError):  # and nothing of it is kept
-        proof.prove(given)
+        proof.prove(large)
 
 
 def test_what_can_not_be_made_small_names_the_other_way(monkeypatch: Patch) -> None:
     monkeypatch.setattr(reduced, "LARGEST", 10)
-    found = proof.prove(run("llama", *FSDP))
-    assert found.outcome == "not proved"
-    assert "axonlaunch verify with the same arguments proves it" in str(found)
+    result = proof.prove(run("llama", *FSDP))
+    assert result.outcome == "not proved"
+    assert "axonlaunch verify with the same arguments proves it" in str(result)
 
 
 @pytest.mark.parametrize(

@@ -346,6 +346,6 @@ def test_batch_norm_sees_the_same_micro_batches(overrides: list[str], monkeypatc
 
 
 def test_a_number_that_is_none_is_a_difference() -> None:
-    one = of_number(0, "loss", float("nan"), 1.0)
-    assert one.relative == float("inf")
-    assert str(dataclasses.replace(one, seen=None)) == "step 1: no rank has the loss"
+    difference = of_number(0, "loss", float("nan"), 1.0)
+    assert difference.relative == float("inf")
+    assert str(dataclasses.replace(difference, seen=None)) == "step 1: no rank has the loss"

@@ -65,19 +65,19 @@ def test_healthy_gpus_have_a_topology_and_no_problem(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("answers", "line"),
     [
-        ({"nvmlDeviceGetTotalEccErrors": lambda one, *_: 3 * one}, "GPU 1 had 3 uncorrected ECC"),
-        ({"nvmlDeviceGetEccMode": lambda one: (one, 1)}, "GPU 0 has ECC turned off"),
-        ({"nvmlDeviceGetMigMode": lambda one: (one, 1)}, "GPU 1 is divided (MIG)"),
+        ({"nvmlDeviceGetTotalEccErrors": lambda gpu, *_: 3 * gpu}, "GPU 1 had 3 uncorrected ECC"),
+        ({"nvmlDeviceGetEccMode": lambda gpu: (gpu, 1)}, "GPU 0 has ECC turned off"),
+        ({"nvmlDeviceGetMigMode": lambda gpu: (gpu, 1)}, "GPU 1 is divided (MIG)"),
         (
-            {"nvmlDeviceGetCurrPcieLinkWidth": lambda one: 8 if one else 16},
+            {"nvmlDeviceGetCurrPcieLinkWidth": lambda gpu: 8 if gpu else 16},
             "GPU 1 has 8 of 16 PCIe lanes",
         ),
         (
-            {"nvmlDeviceGetCurrentClocksThrottleReasons": lambda one: 0x60 * one},
+            {"nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 0x60 * gpu},
             "GPU 1 is slowed down: it is too hot",
         ),
         (
-            {"nvmlDeviceGetP2PStatus": lambda one, other, what: 1},
+            {"nvmlDeviceGetP2PStatus": lambda gpu, other, what: 1},
             "GPUs 0 and 1 can't access each other's memory",
         ),
     ],
@@ -122,14 +122,14 @@ def test_each_link_of_the_gpus_is_timed_by_their_own_clocks(
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    found = gpus.link_report()
-    ways = [(link["source"], link["target"]) for link in found["links"]]
+    measured = gpus.link_report()
+    ways = [(link["source"], link["target"]) for link in measured["links"]]
     assert ways == [
         *(("host", "cuda:0"), ("cuda:0", "host"), ("host", "cuda:1"), ("cuda:1", "host")),
         *(("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")),
     ]
-    assert {link["gb_s"] for link in found["links"]} == {round(10 * gpus.COPIED / 0.01 / 1e9, 1)}
-    assert found["problems"] == []
+    assert {link["gb_s"] for link in measured["links"]} == {round(10 * gpus.COPIED / 0.01 / 1e9, 1)}
+    assert measured["problems"] == []
 
 
 def test_a_link_that_is_much_slower_than_the_others_is_named() -> None:
@@ -155,13 +155,13 @@ def test_copies_that_fail_are_a_problem_and_no_traceback(monkeypatch: pytest.Mon
 
 def test_the_command_shows_links_and_problems() -> None:
     about = {"path": "one PCIe switch", "nvlink": False, "peer_access": True}
-    found = {
+    gpu_report = {
         "topology": [{"between": [0, 1], **about}],
         "links": [{"source": "host", "target": "cuda:0", "gb_s": 25.0}],
         "problems": ["GPU 1 is slowed down: it is too hot"],
         "unknown": "",
     }
-    rows = command._gpu_rows(found)
+    rows = command._gpu_rows(gpu_report)
     assert [text for _, text in rows] == [
         "GPUs 0 and 1: one PCIe switch, no NVLink, peer access",
         "host to cuda:0: 25 GB/s",

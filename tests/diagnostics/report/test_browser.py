@@ -201,7 +201,7 @@ def test_the_life_of_an_elastic_run_names_the_nodes_that_joined_and_left(
     browser: Any, tmp_path: Path
 ) -> None:
     opened(browser, [elastic(tmp_path / "demo")])
-    titles = [one.get_attribute("title") for one in browser.find_elements("css selector", ".node")]
+    titles = [e.get_attribute("title") for e in browser.find_elements("css selector", ".node")]
     assert titles == ["node-2 joined", "node-1 left", "node-2 left"]
     facts = dict(
         zip(*(browser.find_elements("tag name", tag) for tag in ("dt", "dd")), strict=True)
@@ -240,7 +240,7 @@ def test_a_step_is_shown_as_predicted_and_as_measured_with_the_round_of_its_pipe
     text = browser.find_element("tag name", "main").text
     assert "predicted for h200: 80 ms a step" in text
     assert "measured, median of the logged steps: 100 ms" in text
-    drawn = [one.get_attribute("title") for one in browser.find_elements("css selector", ".lane i")]
+    drawn = [e.get_attribute("title") for e in browser.find_elements("css selector", ".lane i")]
     assert drawn == ["0F0: 10 ms", "1F0: 10 ms", "1B0: 20 ms"]
     assert complaints(browser) == []
 
@@ -260,9 +260,9 @@ def test_no_text_of_a_run_is_run(browser: Any, tmp_path: Path) -> None:
 def test_two_runs_lie_over_each_other_beside_what_differs(browser: Any, tmp_path: Path) -> None:
     folders = [run_folder(tmp_path / name, steps=n) for name, n in (("a", 10), ("b", 20))]
     opened(browser, folders)
-    labels = [one.text for one in browser.find_elements("css selector", "[data-curve=lr] .u-label")]
+    labels = [e.text for e in browser.find_elements("css selector", "[data-curve=lr] .u-label")]
     assert [label.rstrip(":") for label in labels] == ["step", "a lr", "b lr"]
-    cells = [one.text for one in browser.find_elements("tag name", "td")]
+    cells = [e.text for e in browser.find_elements("tag name", "td")]
     assert cells[cells.index("train.steps") :][:3] == ["train.steps", "10", "20"]
     assert complaints(browser) == []
 

@@ -18,8 +18,8 @@ HOSTILE = "</script><img src=x onerror=alert(1)><!--"
 
 def shown(page: str) -> dict[str, object]:
     [text] = re.findall(r'id="data">(.*?)</script>', page, flags=re.DOTALL)
-    found: dict[str, object] = json.loads(text)
-    return found
+    content: dict[str, object] = json.loads(text)
+    return content
 
 
 def test_the_page_of_100_000_steps_and_64_ranks_is_small_and_keeps_the_peak(
@@ -67,8 +67,8 @@ def test_a_crash_card_has_the_rank_the_reason_and_the_hint(tmp_path: Path) -> No
     folder = run_folder(tmp_path / "demo", status="failed")
     crash = {"rank": 3, "world_size": 4, "reason": "out of memory", "hint": "less", "step": None}
     (folder / "crash.json").write_text(json.dumps(crash))
-    found = page_data([read_run(folder)])["runs"][0]
-    assert (found["status"], found["crash"]["reason"]) == ("failed", "out of memory")
+    run = page_data([read_run(folder)])["runs"][0]
+    assert (run["status"], run["crash"]["reason"]) == ("failed", "out of memory")
 
 
 def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
@@ -87,9 +87,9 @@ def test_numbers_that_are_no_numbers_leave_gaps(tmp_path: Path) -> None:
 
 def test_two_runs_of_one_name_are_called_by_their_folders(tmp_path: Path) -> None:
     runs = [read_run(run_folder(tmp_path / str(n), name="demo")) for n in (1, 2)]
-    found = page_data(runs)
-    assert [run["label"] for run in found["runs"]] == [str(tmp_path / "1"), str(tmp_path / "2")]
-    assert found["configurations"] == []
+    page = page_data(runs)
+    assert [run["label"] for run in page["runs"]] == [str(tmp_path / "1"), str(tmp_path / "2")]
+    assert page["configurations"] == []
 
 
 @pytest.mark.parametrize(

@@ -118,10 +118,10 @@ def test_each_attempt_of_a_run_is_a_span_also_one_that_was_killed(tmp_path: Path
         {"time": 12, "event": "ended"},
     ]
     write_lines(folder / "events.jsonl", events)
-    found = spans(read_run(folder))
-    attempts = [(span.start, span.end) for span in found if span.kind == "attempt"]
+    shown = spans(read_run(folder))
+    attempts = [(span.start, span.end) for span in shown if span.kind == "attempt"]
     assert attempts == [(1, 5), (6, 6), (8, 12)]
-    assert [span.text for span in found if span.kind == "failure"] == ["rank 1: killed by SIGKILL"]
+    assert [span.text for span in shown if span.kind == "failure"] == ["rank 1: killed by SIGKILL"]
 
 
 PRICE = "hardware:\n  price_per_hour: 3\n"
@@ -158,7 +158,7 @@ def test_nodes_that_join_and_leave_are_named(tmp_path: Path) -> None:
     names = [["a", "b"], ["a"], ["a", "c", "c"]]
     write_lines(
         folder / "events.jsonl",
-        [{"time": n, "event": "nodes", "machines": one} for n, one in enumerate(names)],
+        [{"time": n, "event": "nodes", "machines": node} for n, node in enumerate(names)],
     )
     run = read_run(folder)
     changes = [(span.start, span.text) for span in spans(run) if span.kind == "node"]

@@ -29,36 +29,36 @@ def refusal(**settings: Any) -> str:
 def test_overrides_go_over_what_the_file_says(tmp_path: Path) -> None:
     path = folder(tmp_path, **FAMILIES["llama"])
     changes = {"num_hidden_layers": 1, "rope_parameters": {"factor": 4.0}}
-    found = architecture(HuggingFaceConfig(path=path, config=changes))
-    assert found.num_hidden_layers == 1
-    assert found.hidden_size == 64
-    assert found.rope_parameters["factor"] == 4.0
-    assert found.rope_parameters["rope_type"] == "llama3"
+    described = architecture(HuggingFaceConfig(path=path, config=changes))
+    assert described.num_hidden_layers == 1
+    assert described.hidden_size == 64
+    assert described.rope_parameters["factor"] == 4.0
+    assert described.rope_parameters["rope_type"] == "llama3"
 
 
 def test_an_override_may_use_the_name_that_all_families_share(tmp_path: Path) -> None:
     path = folder(tmp_path, model_type="gpt2", n_layer=5, n_embd=64, n_head=4)
-    found = architecture(HuggingFaceConfig(path=path, config={"num_hidden_layers": 2}))
-    assert found.n_layer == 2
+    described = architecture(HuggingFaceConfig(path=path, config={"num_hidden_layers": 2}))
+    assert described.n_layer == 2
 
 
 def test_fewer_blocks_take_the_first_entries_of_lists_of_blocks(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     content = {**FAMILIES["gemma3_text"], "num_hidden_layers": 3, "layer_types": kinds}
     path = folder(tmp_path, **content)
-    found = architecture(HuggingFaceConfig(path=path, config={"num_hidden_layers": 2}))
-    assert found.layer_types == kinds[:2]
+    described = architecture(HuggingFaceConfig(path=path, config={"num_hidden_layers": 2}))
+    assert described.layer_types == kinds[:2]
 
 
 def test_an_override_of_the_rotary_base_counts(tmp_path: Path) -> None:
     path = folder(tmp_path, **FAMILIES["llama"])
-    found = architecture(HuggingFaceConfig(path=path, config={"rope_theta": 777.0}))
-    assert found.rope_parameters["rope_theta"] == 777.0
+    described = architecture(HuggingFaceConfig(path=path, config={"rope_theta": 777.0}))
+    assert described.rope_parameters["rope_theta"] == 777.0
 
 
 def test_an_unknown_override_is_reported_with_the_nearest_key() -> None:
-    found = refusal(config={**FAMILIES["llama"], "hiden_size": 32})
-    assert found == (
+    message = refusal(config={**FAMILIES["llama"], "hiden_size": 32})
+    assert message == (
         "model.config.hiden_size=32: llama has no such key; did you mean model.config.hidden_size?"
     )
 
@@ -68,15 +68,15 @@ def test_a_value_of_another_type_is_refused() -> None:
 
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    found = refusal(config={**FAMILIES["llama"], "num_attention_heads": 7})
-    assert found.startswith("model.config={")
-    assert "not a multiple" in found
+    message = refusal(config={**FAMILIES["llama"], "num_attention_heads": 7})
+    assert message.startswith("model.config={")
+    assert "not a multiple" in message
 
 
 def test_an_unknown_model_type_is_reported_with_the_nearest() -> None:
-    found = refusal(config={"model_type": "qwen33"})
-    assert "model.config.model_type=qwen33: is not known to transformers" in found
-    assert "did you mean qwen3?" in found
+    message = refusal(config={"model_type": "qwen33"})
+    assert "model.config.model_type=qwen33: is not known to transformers" in message
+    assert "did you mean qwen3?" in message
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_what_is_no_causal_language_model_is_refused(
 
 
 def test_an_encoder_that_is_set_to_be_a_decoder_is_taken() -> None:
-    found = architecture(
+    described = architecture(
         HuggingFaceConfig(config={"model_type": "bert", "is_decoder": True}, init="random")
     )
-    assert found.model_type == "bert"
+    assert described.model_type == "bert"
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
@@ -130,17 +130,17 @@ def test_a_model_id_that_is_not_in_the_cache_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    found = refusal(path="someone/some-model")
-    assert "hf download someone/some-model where there is a network" in found
+    message = refusal(path="someone/some-model")
+    assert "hf download someone/some-model where there is a network" in message
 
 
 def test_code_that_comes_with_a_model_is_not_run_unless_that_is_allowed(tmp_path: Path) -> None:
     code = "modeling_own.OwnForCausalLM"
     path = folder(tmp_path, model_type="own", auto_map={"AutoModelForCausalLM": code})
     (tmp_path / "modeling_own.py").write_text("raise SystemExit('it was run')")
-    found = refusal(path=path)
-    assert found.startswith("model.trust_remote_code=false: ")
-    assert code in found
+    message = refusal(path=path)
+    assert message.startswith("model.trust_remote_code=false: ")
+    assert code in message
 
 
 @pytest.mark.parametrize(
@@ -180,5 +180,5 @@ def test_a_family_that_transformers_has_uses_its_code(tmp_path: Path) -> None:
 
 def test_a_type_that_is_not_the_files_is_refused(tmp_path: Path) -> None:
     path = folder(tmp_path, **FAMILIES["llama"])
-    found = refusal(path=path, config={"model_type": "qwen3"})
-    assert found == "model.config.model_type=qwen3: model.path is llama; remove this setting"
+    message = refusal(path=path, config={"model_type": "qwen3"})
+    assert message == "model.config.model_type=qwen3: model.path is llama; remove this setting"

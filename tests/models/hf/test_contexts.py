@@ -38,18 +38,18 @@ def test_a_family_learns_from_parts_of_sequences_as_in_a_plain_loop(
 def test_a_window_shorter_than_a_part_holds_on_four_ranks(tmp_path: Path) -> None:
     save("mistral", tmp_path, sliding_window=5)
     layout = ["strategy=ddp", "strategy.context.degree=4", "launch.nproc=4"]
-    found = by_axonlaunch(tmp_path, layout)
-    assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
+    losses = by_axonlaunch(tmp_path, layout)
+    assert losses == pytest.approx(by_transformers(tmp_path), rel=2e-5)
     save("mistral", tmp_path, sliding_window=None)
-    assert found != pytest.approx(by_transformers(tmp_path), rel=2e-5)
+    assert losses != pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
 def test_granite_scales_its_attention_as_it_does_whole(tmp_path: Path) -> None:
     save("llama", tmp_path)
     changes = {"model_type": "granite", "attention_multiplier": 0.5, "rope_parameters": None}
     save("llama", tmp_path, **changes)
-    found = by_axonlaunch(tmp_path, CONTEXT)
-    assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
+    losses = by_axonlaunch(tmp_path, CONTEXT)
+    assert losses == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_granite_scales_its_attention_as_it_does_whole(tmp_path: Path) -> None:
 )
 def test_other_axes_divide_what_a_context_axis_leaves(layout: list[str], tmp_path: Path) -> None:
     save("gemma3_text", tmp_path)
-    found = by_axonlaunch(tmp_path, [*layout, "strategy.context.degree=2", "launch.nproc=4"])
-    assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
+    losses = by_axonlaunch(tmp_path, [*layout, "strategy.context.degree=2", "launch.nproc=4"])
+    assert losses == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
 PACKED = {
@@ -107,10 +107,10 @@ REFUSED = {
 def test_a_model_that_would_be_wrong_is_refused_before_anything_starts(kind: str) -> None:
     with pytest.raises(ConfigError) as raised:
         run_config(without_folder(kind, *CONTEXT))
-    (found,) = raised.value.problems
-    assert found.key == "strategy.context.degree"
-    assert "its sequences can't be divided" in found.message
-    assert re.search(REFUSED[kind], found.message)
+    (issue,) = raised.value.problems
+    assert issue.key == "strategy.context.degree"
+    assert "its sequences can't be divided" in issue.message
+    assert re.search(REFUSED[kind], issue.message)
 
 
 def test_one_block_of_a_kind_that_is_not_divided_is_enough_to_refuse() -> None:
@@ -131,8 +131,8 @@ def test_a_loss_of_all_tokens_routers_is_refused_on_parts() -> None:
 
 
 def test_inspect_says_why_sequences_can_t_be_divided() -> None:
-    found = inspect(run_config(without_folder("bloom")))
-    (answer,) = (one for one in found.layouts if "context" in one.layout)
+    inspected = inspect(run_config(without_folder("bloom")))
+    (answer,) = (layout for layout in inspected.layouts if "context" in layout.layout)
     assert not answer.legal
     assert re.search(REFUSED["bloom"], answer.reason)
 

@@ -50,9 +50,9 @@ def test_fewer_blocks_are_the_first_ones() -> None:
 
 def test_layouts_divide_heads_and_blocks() -> None:
     config = run(described(FAMILIES["gemma2"]))
-    found = [*candidates(config, devices=8, in_node=8, fixed={})]
-    assert {one.layout.tensor for one in found} == {1, 2}
-    assert {one.layout.pipeline for one in found} == {1, 2, 4}
+    layouts = [*candidates(config, devices=8, in_node=8, fixed={})]
+    assert {candidate.layout.tensor for candidate in layouts} == {1, 2}
+    assert {candidate.layout.pipeline for candidate in layouts} == {1, 2, 4}
 
 
 @pytest.mark.costly

@@ -58,17 +58,17 @@ def test_the_mask_of_a_run_is_built_by_the_function_that_was_replaced() -> None:
 
 def test_experts_of_a_checkpoint_are_found_by_transformers_own_conversion() -> None:
     names = [f"model.layers.0.mlp.experts.{n}.gate_proj.weight" for n in range(4)]
-    found = list(library.targets(model("qwen3_moe"), names))
-    assert [source for source, *_ in found] == names
-    assert {target for _, target, *_ in found} == {"model.layers.0.mlp.experts.gate_up_proj"}
-    assert len({id(converter) for *_, converter in found}) == 1
+    mapped = list(library.targets(model("qwen3_moe"), names))
+    assert [source for source, *_ in mapped] == names
+    assert {target for _, target, *_ in mapped} == {"model.layers.0.mlp.experts.gate_up_proj"}
+    assert len({id(converter) for *_, converter in mapped}) == 1
 
 
 def test_packed_experts_are_written_one_by_one() -> None:
     packed = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 64, 64)}
-    found = library.reverted(model("qwen3_moe"), packed)
+    unpacked = library.reverted(model("qwen3_moe"), packed)
     kinds = ("gate_proj", "up_proj")
-    assert found.keys() == {
+    assert unpacked.keys() == {
         f"model.layers.0.mlp.experts.{n}.{kind}.weight" for n in range(4) for kind in kinds
     }
 

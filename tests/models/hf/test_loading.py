@@ -32,6 +32,6 @@ def test_a_rank_that_loads_holds_its_part_and_at_most_a_tensor_beside_it(
     overrides = ["model=hf", f"model.path={tmp_path}", *bench.DATA, *layout, "launch.nproc=2"]
     [estimated] = estimate(estimate_config([*overrides, "hardware=cpu"])).ranks
     assert 0 < estimated.read_bytes <= ranks[0].largest
-    for one in ranks:
-        assert one.part < 0.51 * total
-        assert one.peak - one.part <= estimated.read_bytes + SLACK < one.part
+    for rank in ranks:
+        assert rank.part < 0.51 * total
+        assert rank.peak - rank.part <= estimated.read_bytes + SLACK < rank.part

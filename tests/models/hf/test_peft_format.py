@@ -54,15 +54,15 @@ def trained(overrides: list[str], run_dir: Path, *, steps: int = 2) -> tuple[Run
 
 
 def export(chosen: RunConfig, run_dir: Path, out: Path, *, merge: bool) -> list[str]:
-    found = checkpoint.find_checkpoint(run_dir)
-    assert found is not None
-    return export_weights(found, chosen, out, dtype=None, file_bytes=10**9, merge=merge)
+    newest = checkpoint.find_checkpoint(run_dir)
+    assert newest is not None
+    return export_weights(newest, chosen, out, dtype=None, file_bytes=10**9, merge=merge)
 
 
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
-    found: Tensor = model.eval()(input_ids=TOKENS).logits
-    return found
+    outputs: Tensor = model.eval()(input_ids=TOKENS).logits
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_peft_loads_what_is_exported_with_the_same_logits(
     (run_dir / "tokenizer").mkdir()
     (run_dir / "tokenizer/tokenizer.json").write_text("{}")
     written = export(chosen, run_dir, tmp_path / "peft", merge=False)
-    parts = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
-    assert sorted(written) == parts
+    expected_files = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
+    assert sorted(written) == expected_files
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert not torch.allclose(logits(plain), expected, atol=1e-3)
     loaded = PeftModel.from_pretrained(plain, tmp_path / "peft")

@@ -39,10 +39,10 @@ def test_a_family_learns_in_two_stages_as_in_a_plain_loop(kind: str, tmp_path: P
 def test_every_schedule_learns_as_a_plain_loop(schedule: str, tmp_path: Path) -> None:
     save("gemma2", tmp_path, num_hidden_layers=BLOCKS)  # windows, softcaps, a tied and scaled table
     overrides = ["train.global_batch_size=8", "train.micro_batch_size=1"]
-    found = by_axonlaunch(
+    losses = by_axonlaunch(
         tmp_path, [*PIPELINE, f"strategy.pipeline.schedule={schedule}"], *overrides
     )
-    assert found == pytest.approx(by_transformers(tmp_path, *overrides), rel=2e-5)
+    assert losses == pytest.approx(by_transformers(tmp_path, *overrides), rel=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["opt", "qwen3_moe"])
@@ -51,8 +51,8 @@ def test_backward_in_two_parts_takes_what_blocks_of_any_kind_return(
 ) -> None:
     save(kind, tmp_path, num_hidden_layers=BLOCKS)  # OPT's block returns a view
     layout = [*PIPELINE, "strategy.pipeline.schedule=zbv_zero_bubble"]
-    found = by_axonlaunch(tmp_path, layout, *EIGHT)
-    assert found == pytest.approx(by_transformers(tmp_path, *EIGHT), rel=2e-5)
+    losses = by_axonlaunch(tmp_path, layout, *EIGHT)
+    assert losses == pytest.approx(by_transformers(tmp_path, *EIGHT), rel=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
@@ -60,8 +60,8 @@ def test_sharded_stages_learn_as_a_plain_loop(kind: str, tmp_path: Path) -> None
     save(kind, tmp_path, num_hidden_layers=BLOCKS)
     layout = ["strategy=hybrid", "launch.nproc=4"]
     layout += ["strategy.pipeline.degree=2", "strategy.tensor.degree=1"]
-    found = by_axonlaunch(tmp_path, layout)
-    assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
+    losses = by_axonlaunch(tmp_path, layout)
+    assert losses == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -73,17 +73,17 @@ def test_blocks_of_several_kinds_are_cut_as_those_of_one(kind: str, tmp_path: Pa
 def test_a_loss_of_all_blocks_routers_is_refused_in_stages() -> None:
     with pytest.raises(ConfigError) as raised:
         run_config(without_folder("mixtral", *PIPELINE, output_router_logits=True))
-    (found,) = raised.value.problems
-    assert found.key == "strategy.pipeline.degree"
-    assert "its auxiliary loss is of all blocks together" in found.message
-    assert "use model.config.output_router_logits=false" in found.message
+    (issue,) = raised.value.problems
+    assert issue.key == "strategy.pipeline.degree"
+    assert "its auxiliary loss is of all blocks together" in issue.message
+    assert "use model.config.output_router_logits=false" in issue.message
 
 
 def test_inspect_shows_ends_and_that_a_pipeline_is_legal() -> None:
-    found = inspect(run_config(without_folder("gpt2")))
-    assert found.first == ["transformer.wte", "transformer.wpe"]
-    assert found.last == ["transformer.ln_f", "lm_head"]
-    answers = {one.layout: one.legal for one in found.layouts}
+    inspected = inspect(run_config(without_folder("gpt2")))
+    assert inspected.first == ["transformer.wte", "transformer.wpe"]
+    assert inspected.last == ["transformer.ln_f", "lm_head"]
+    answers = {answer.layout: answer.legal for answer in inspected.layouts}
     assert answers["strategy.pipeline.degree=2"]
 
 
@@ -95,7 +95,7 @@ def test_stages_hold_each_parameter_once_and_a_tied_one_at_both_ends() -> None:
         [n for n, _ in _cut(config, first, last).named_parameters()]
         for first, last in ((0, 1), (1, 3), (3, BLOCKS))
     ]
-    assert sorted({n for one in names for n in one} - {"lm_head.weight"}) == sorted(
+    assert sorted({n for of_stage in names for n in of_stage} - {"lm_head.weight"}) == sorted(
         n for n, _ in whole.named_parameters()
     )
     assert "model.embed_tokens.weight" in names[0]
@@ -181,5 +181,5 @@ def test_evaluation_passes_the_same_stages(tmp_path: Path) -> None:
         return World.mock(chosen.launch.nproc).run(run)
 
     (expected,) = predict(["strategy=single"])
-    for found in predict(PIPELINE):
-        torch.testing.assert_close(found, expected)
+    for logits in predict(PIPELINE):
+        torch.testing.assert_close(logits, expected)

@@ -53,14 +53,14 @@ def test_what_can_not_be_done_is_refused(overrides: list[str], reported: str) ->
 
 
 def test_figures_that_only_a_forward_refuses_are_refused() -> None:
-    found = refusal(*overrides_of("qwen3", num_key_value_heads=3))
-    assert found.startswith("model.config: its forward fails with RuntimeError: ")
+    error = refusal(*overrides_of("qwen3", num_key_value_heads=3))
+    assert error.startswith("model.config: its forward fails with RuntimeError: ")
 
 
 def test_an_attention_that_a_family_lacks_is_refused() -> None:
-    found = refusal(*overrides_of("bloom"), "model.attention=sdpa")
-    assert found.startswith("model.attention=sdpa: the model refuses it (BloomForCausalLM does not")
-    assert found.endswith("); use auto")
+    error = refusal(*overrides_of("bloom"), "model.attention=sdpa")
+    assert error.startswith("model.attention=sdpa: the model refuses it (BloomForCausalLM does not")
+    assert error.endswith("); use auto")
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_offline_it_says_so_at_once(
         raise error("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    found = refusal("model=hf", "model.path=someone/other")
-    assert found.startswith("model.path=someone/other: it is not in the cache, and the Hub can't")
-    assert "hf download someone/other" in found
+    text = refusal("model=hf", "model.path=someone/other")
+    assert text.startswith("model.path=someone/other: it is not in the cache, and the Hub can't")
+    assert "hf download someone/other" in text
 
 
 def test_a_folder_is_found_from_any_working_folder(

@@ -26,9 +26,9 @@ def described(kind: str, **changes: Any) -> HuggingFaceConfig:
 
 def full_size(kind: str) -> HuggingFaceConfig:
     """A family's own figures, but for its depth: as they are used, and quickly built."""
-    given = SPECIAL.get(kind) or {"num_hidden_layers": 8}
-    types = given.get("layer_types")
-    return described(kind, num_hidden_layers=given["num_hidden_layers"], **_types(types))
+    figures = SPECIAL.get(kind) or {"num_hidden_layers": 8}
+    types = figures.get("layer_types")
+    return described(kind, num_hidden_layers=figures["num_hidden_layers"], **_types(types))
 
 
 def _types(types: list[str] | None) -> dict[str, Any]:
@@ -37,11 +37,11 @@ def _types(types: list[str] | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *SPECIAL])
 def test_every_family_has_a_small_model_of_its_architecture(kind: str) -> None:
-    given = full_size(kind)
-    small = reduce_model(given, HYBRID)
-    assert 0 < refuse_unlike(given, small) < 2_000_000
-    assert vocabulary(small) % 2 == vocabulary(given) % 2
-    before, after = structure(given), structure(small)
+    large = full_size(kind)
+    small = reduce_model(large, HYBRID)
+    assert 0 < refuse_unlike(large, small) < 2_000_000
+    assert vocabulary(small) % 2 == vocabulary(large) % 2
+    before, after = structure(large), structure(small)
     assert set(after.kinds) == set(before.kinds)
     assert 2 <= len(after.kinds) <= 4
 
@@ -59,25 +59,25 @@ def test_every_family_has_a_small_model_of_its_architecture(kind: str) -> None:
 def test_heads_keep_their_ratio_and_how_they_are_divided(
     heads: int, keys: int, division: ModelDivision, few: tuple[int, int]
 ) -> None:
-    given = described(
+    large = described(
         "llama", num_attention_heads=heads, num_key_value_heads=keys, hidden_size=heads * 64
     )
-    typed = structure(reduce_model(given, division)).typed
+    typed = structure(reduce_model(large, division)).typed
     assert (typed.num_attention_heads, typed.num_key_value_heads) == few
 
 
 def test_models_that_differ_in_width_and_depth_alone_have_the_same_small_one() -> None:
     def small(**figures: Any) -> dict[str, Any]:
-        given = described("qwen3", vocab_size=32000, head_dim=64, **figures)
-        content: dict[str, Any] = structure(reduce_model(given, HYBRID)).typed.to_dict()
+        large = described("qwen3", vocab_size=32000, head_dim=64, **figures)
+        content: dict[str, Any] = structure(reduce_model(large, HYBRID)).typed.to_dict()
         return content
 
-    one = small(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8)
+    first = small(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8)
     other = small(
         hidden_size=2048, num_attention_heads=32, num_key_value_heads=16, num_hidden_layers=28
     )
-    del one["intermediate_size"], other["intermediate_size"]
-    assert one == other
+    del first["intermediate_size"], other["intermediate_size"]
+    assert first == other
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,6 @@ def test_models_that_differ_in_width_and_depth_alone_have_the_same_small_one() -
     ],
 )
 def test_what_is_another_architecture_once_it_is_small_says_so(kind: str, reason: str) -> None:
-    given = described(kind)
+    large = described(kind)
     with pytest.raises(NotReducibleError, match=reason):
-        refuse_unlike(given, reduce_model(given, HYBRID))
+        refuse_unlike(large, reduce_model(large, HYBRID))

@@ -123,5 +123,5 @@ def test_logits_that_are_scaled_after_the_head_are_so_on_each_part_of_the_vocabu
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
     config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **scales)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    found = by_axonlaunch(tmp_path, tensor(2), "train.loss_chunk=16")
-    assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
+    losses = by_axonlaunch(tmp_path, tensor(2), "train.loss_chunk=16")
+    assert losses == pytest.approx(by_transformers(tmp_path), rel=2e-5)

@@ -40,41 +40,41 @@ TIED = {"gpt2", "opt", "gemma2", "gemma3_text", "bloom"}
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_blocks_ends_and_ties_are_found(kind: str) -> None:
-    found = of(kind)
+    model = of(kind)
     layers, before, after = ENDS.get(kind, ("model.layers", ["model.embed_tokens"], ["model.norm"]))
-    assert found.layers == layers
-    assert found.flow.problem == ""
-    assert list(found.flow.before) == before
-    assert list(found.flow.after) in ([*after, "lm_head"], [*after, "embed_out"])  # GPT-NeoX's once
-    assert len(found.kinds) == 2
-    assert dict(found.ties) == ({"lm_head.weight": f"{before[0]}.weight"} if kind in TIED else {})
+    assert model.layers == layers
+    assert model.flow.problem == ""
+    assert list(model.flow.before) == before
+    assert list(model.flow.after) in ([*after, "lm_head"], [*after, "embed_out"])  # GPT-NeoX's once
+    assert len(model.kinds) == 2
+    assert dict(model.ties) == ({"lm_head.weight": f"{before[0]}.weight"} if kind in TIED else {})
 
 
 def test_blocks_of_several_kinds_are_distinguished() -> None:
-    found = of("gemma2", num_hidden_layers=3)
+    model = of("gemma2", num_hidden_layers=3)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert found.kinds == tuple(f"Gemma2DecoderLayer({kind})" for kind in kinds)
+    assert model.kinds == tuple(f"Gemma2DecoderLayer({kind})" for kind in kinds)
 
 
 def test_blocks_that_no_plan_names_are_the_decoders_only_list() -> None:
     small = {"d_model": 64, "decoder_layers": 3, "decoder_attention_heads": 4, "vocab_size": 99}
-    found = of("bart", is_encoder_decoder=False, is_decoder=True, **small)
-    assert found.layers == "model.decoder.layers"
-    assert len(found.kinds) == 3
+    model = of("bart", is_encoder_decoder=False, is_decoder=True, **small)
+    assert model.layers == "model.decoder.layers"
+    assert len(model.kinds) == 3
 
 
 def test_a_model_without_one_list_of_blocks_says_so() -> None:
-    found = of("hrm_text", hidden_size=64, num_attention_heads=4, intermediate_size=64)
-    assert found.layers is None
-    assert "model.L_module.layers, model.H_module.layers" in found.no_layers
-    assert found.flow.problem == found.no_layers
+    model = of("hrm_text", hidden_size=64, num_attention_heads=4, intermediate_size=64)
+    assert model.layers is None
+    assert "model.L_module.layers, model.H_module.layers" in model.no_layers
+    assert model.flow.problem == model.no_layers
 
 
 def test_a_large_model_takes_no_memory_and_each_copy_is_ones_own() -> None:
-    found = of("mixtral", num_local_experts=2048, hidden_size=4096, intermediate_size=16384)
-    assert sum(p.numel() for p in found.model.parameters()) > 10**11
-    assert all(parameter.is_meta for parameter in found.model.parameters())
-    assert found.copy() is not found.copy()
+    large = of("mixtral", num_local_experts=2048, hidden_size=4096, intermediate_size=16384)
+    assert sum(p.numel() for p in large.model.parameters()) > 10**11
+    assert all(parameter.is_meta for parameter in large.model.parameters())
+    assert large.copy() is not large.copy()
     assert of("mixtral") is of("mixtral")
 
 
@@ -82,29 +82,29 @@ def test_a_description_that_has_changed_is_read_again(tmp_path: Path) -> None:
     for layers in (1, 2):
         content = {**FAMILIES["llama"], "num_hidden_layers": layers}
         (tmp_path / "config.json").write_text(json.dumps(content))
-        found = structure(HuggingFaceConfig(path=str(tmp_path), init="random"))
-        assert len(found.kinds) == layers
+        model = structure(HuggingFaceConfig(path=str(tmp_path), init="random"))
+        assert len(model.kinds) == layers
 
 
 def test_inspection_says_which_layouts_are_legal_and_why_others_are_not() -> None:
     content = plain(FAMILIES["gemma2"]).replace(":", ": ")
-    found = inspect(run_config(["model=hf", f"model.config={content}", "model.init=random"]))
-    assert found.model == "Gemma2ForCausalLM"
-    assert found.blocks == {
+    inspected = inspect(run_config(["model=hf", f"model.config={content}", "model.init=random"]))
+    assert inspected.model == "Gemma2ForCausalLM"
+    assert inspected.blocks == {
         "Gemma2DecoderLayer(sliding_attention)": 1,
         "Gemma2DecoderLayer(full_attention)": 1,
     }
-    assert found.cut_points == ["model.layers.1"]
-    assert found.ties == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert found.tensor_plan["model.layers.*.mlp.down_proj"] == "row"
-    legal = {one.layout: one.legal for one in found.layouts}
+    assert inspected.cut_points == ["model.layers.1"]
+    assert inspected.ties == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert inspected.tensor_plan["model.layers.*.mlp.down_proj"] == "row"
+    legal = {answer.layout: answer.legal for answer in inspected.layouts}
     assert legal["strategy=fsdp"]
     assert legal["strategy.pipeline.degree=2"]
-    assert all(one.reason for one in found.layouts if not one.legal)
+    assert all(answer.reason for answer in inspected.layouts if not answer.legal)
 
 
 def test_a_model_of_ours_is_inspected_too() -> None:
-    found = inspect(
+    inspected = inspect(
         run_config(
             [
                 "model=llama_debug",
@@ -114,7 +114,7 @@ def test_a_model_of_ours_is_inspected_too() -> None:
             ]
         )
     )
-    assert found.blocks == {"LlamaBlock": 4} or list(found.blocks.values()) == [4]
-    reasons = {one.layout: one.reason for one in found.layouts}
+    assert inspected.blocks == {"LlamaBlock": 4} or list(inspected.blocks.values()) == [4]
+    reasons = {answer.layout: answer.reason for answer in inspected.layouts}
     assert "5" in reasons["strategy.tensor.degree=2"]
     assert reasons["strategy.pipeline.degree=2"] == ""

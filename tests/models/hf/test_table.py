@@ -48,7 +48,7 @@ def test_the_table_has_the_layouts_and_the_classes_of_the_version_that_it_names(
 
 
 def test_no_reason_names_a_file_of_the_machine_that_it_was_found_on() -> None:
-    reasons = [why for one in proved().families.values() for why in one.refused.values()]
+    reasons = [why for family in proved().families.values() for why in family.refused.values()]
     assert [why for why in reasons if re.search(r"(^|[\s(])/\w+/", why)] == []
 
 

@@ -61,8 +61,8 @@ def saved_by(overrides: list[str], folder: Path) -> tuple[dict[str, torch.Tensor
             engine.train_step(loader.batch(step))
         state = engine.state_dict()
         Saver(folder, world=world, retention=Retention(newest=1)).save(state, step=2, samples=8)
-        held = {name: whole(tensor).clone() for name, tensor in state["model"].items()}
-        return held, [float(engine.train_step(loader.batch(step)).loss) for step in (2, 3)]
+        parameters = {name: whole(tensor).clone() for name, tensor in state["model"].items()}
+        return parameters, [float(engine.train_step(loader.batch(step)).loss) for step in (2, 3)]
 
     return on_ranks(overrides, write)[0]
 
@@ -75,16 +75,16 @@ def test_a_run_resumes_between_tensor_and_sharded_layouts(
     states, losses = saved_by([kind, *writer], tmp_path)
 
     def resume(engine: Any, loader: Any, world: World) -> Any:
-        found = checkpoint.latest(tmp_path)
-        assert found is not None
-        engine.load_state_dict(checkpoint.load_checkpoint(found, engine.state_dict(), world=world))
-        held = {name: whole(one).clone() for name, one in engine.state_dict()["model"].items()}
-        return held, [float(engine.train_step(loader.batch(step)).loss) for step in (2, 3)]
+        newest = checkpoint.latest(tmp_path)
+        assert newest is not None
+        engine.load_state_dict(checkpoint.load_checkpoint(newest, engine.state_dict(), world=world))
+        parameters = {name: whole(t).clone() for name, t in engine.state_dict()["model"].items()}
+        return parameters, [float(engine.train_step(loader.batch(step)).loss) for step in (2, 3)]
 
-    found, resumed = on_ranks([kind, *reader], resume)[0]
-    assert found.keys() == states.keys()
+    loaded, resumed = on_ranks([kind, *reader], resume)[0]
+    assert loaded.keys() == states.keys()
     for name, tensor in states.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(loaded[name], tensor), name
     assert resumed == pytest.approx(losses, rel=1e-5)
 
 
@@ -93,10 +93,10 @@ def test_transformers_loads_what_a_tensor_run_exports(tmp_path: Path) -> None:
 
     overrides = [family("mixtral"), *TENSOR]
     states, _ = saved_by(overrides, tmp_path / "run")
-    found = checkpoint.latest(tmp_path / "run")
-    assert found is not None
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
     chosen = run_config([*SETTINGS, *overrides])
-    weights.export_weights(found, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
+    weights.export_weights(newest, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     loaded = dict(theirs.named_parameters())
     assert loaded.keys() == states.keys()
@@ -136,25 +136,25 @@ def test_a_degree_that_sizes_do_not_allow_is_refused_with_those_that_do(
         f"strategy.tensor.degree={degree}",
         f"launch.nproc={degree}",
     ]
-    found = problems(kind, *layout, **changes)
-    assert f"strategy.tensor.degree={degree}: " in found
-    assert expected in found
+    messages = problems(kind, *layout, **changes)
+    assert f"strategy.tensor.degree={degree}: " in messages
+    assert expected in messages
 
 
 def test_no_plan_of_transformers_keeps_a_part_of_the_sequence() -> None:
-    found = problems("llama", *TENSOR, "strategy.tensor.sequence_parallel=true")
-    assert "model=hf has no sequence-parallel form; use false" in found
+    messages = problems("llama", *TENSOR, "strategy.tensor.sequence_parallel=true")
+    assert "model=hf has no sequence-parallel form; use false" in messages
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
 def test_head_counts_that_do_not_follow_the_cut_are_seen_before_the_start(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = structure(HuggingFaceConfig(config=FAMILIES[kind], init="random"))
-    plan = tensor_plan(found.copy(), found.layers)
-    assert disagreement(found.copy(), plan, degree=2) is None
+    analyzed = structure(HuggingFaceConfig(config=FAMILIES[kind], init="random"))
+    plan = tensor_plan(analyzed.copy(), analyzed.layers)
+    assert disagreement(analyzed.copy(), plan, degree=2) is None
     monkeypatch.setattr(dividing, "follow_the_cut", lambda *_, **__: None)
-    wrong = disagreement(found.copy(), plan, degree=2)
+    wrong = disagreement(analyzed.copy(), plan, degree=2)
     assert wrong is not None
     assert wrong.partition(" fails with ")[0].endswith(("h.0.attn", "layers.0.self_attn"))
 
@@ -180,8 +180,8 @@ def test_subclasses_count_as_what_they_compute() -> None:
 
 
 def test_a_plan_cuts_experts_and_shares_key_value_heads() -> None:
-    found = structure(HuggingFaceConfig(config=FAMILIES["qwen3_moe"], init="random"))
-    plan = tensor_plan(found.copy(), found.layers)
+    analyzed = structure(HuggingFaceConfig(config=FAMILIES["qwen3_moe"], init="random"))
+    plan = tensor_plan(analyzed.copy(), analyzed.layers)
     assert plan == {
         "model.layers.*.self_attn.q_proj": "column",
         "model.layers.*.self_attn.k_proj": "key_value",
@@ -204,7 +204,7 @@ def test_weights_that_were_saved_are_read_into_parts_of_experts(tmp_path: Path) 
     def start(engine: Any, loader: Any, world: World) -> Any:
         del loader
         weights.load_initial_weights(engine, chosen.model, world=world)
-        return {name: whole(one).clone() for name, one in engine.state_dict()["model"].items()}
+        return {name: whole(t).clone() for name, t in engine.state_dict()["model"].items()}
 
     overrides = [*SETTINGS[:1], *SETTINGS[2:], f"model.path={tmp_path}", *TENSOR]
     chosen = run_config(overrides)

@@ -78,7 +78,7 @@ class Found:
 def mutants() -> list[Mutant]:
     """Read the file."""
     content = tomllib.loads((HERE / "mutants.toml").read_text())
-    return [Mutant(**one) for one in content["mutant"]]
+    return [Mutant(**table) for table in content["mutant"]]
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--from", dest="first", type=int, default=0, help="skip those before")
     chosen = parser.parse_args()
     every = [m for m in mutants() if chosen.only in m.claim or chosen.only in m.file]
-    found, named, right, wanted = 0, 0, 0, 0
+    num_found, named, right, wanted = 0, 0, 0, 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for part in ("axonlaunch", "configs"):
@@ -144,7 +144,7 @@ def main() -> int:
             is_found = seen.verdict in ("failed", "nothing proved")
             is_named, has_module = bool(seen.module), mutant.module != "none"
             is_right = has_module and mutant.module in seen.module.partition(":")[0]
-            found, named = found + is_found, named + is_named
+            num_found, named = num_found + is_found, named + is_named
             right, wanted = right + is_right, wanted + has_module
             verdict = "found" if is_found else f"NOT FOUND ({seen.verdict})"
             if has_module and not is_right:
@@ -154,10 +154,10 @@ def main() -> int:
             print(f"{number:3} {verdict}: {mutant.claim}: {what} [{seconds:.0f} s]", flush=True)
     count = len(every) - chosen.first
     print(
-        f"{found} of {count} found; a module named of {named}; the right one of {right} of the "
+        f"{num_found} of {count} found; a module named of {named}; the right one of {right} of the "
         f"{wanted} in which one is at fault"
     )
-    return 0 if found >= SHARE * count else 1
+    return 0 if num_found >= SHARE * count else 1
 
 
 if __name__ == "__main__":
