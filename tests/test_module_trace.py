@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
+from covers import every
 from hf_families import without_folder
 from parity_table import MODELS
 from torch import nn
@@ -114,7 +115,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", every(2, LAYOUTS))
 def test_every_layout_traces_what_one_process_does(layout: str) -> None:
     overrides, model = LAYOUTS[layout]
     result = compared(alone(model), traced(model, *overrides))

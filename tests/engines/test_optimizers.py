@@ -11,6 +11,7 @@ import optimizer_layouts
 import pytest
 import torch
 from configured import run_config
+from covers import every
 from rank_engine import rank_engine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -200,9 +201,10 @@ def run(overrides: list[str], ranks: int, steps: int = 3) -> dict[str, Tensor]:
     return merged
 
 
-# Elementwise ones share all that a layout could get wrong: each layout tries one of them. Of those
+# Elementwise ones share all that a layout could get wrong: each layout tries one of them, every
+# other layout under --all. Of those
 # that exchange parts each is tried in layouts that divide otherwise, in the others under --all.
-_ELEMENTWISE = [*zip(LAYOUTS, ["adam", "nadam", "lion"] * len(LAYOUTS), strict=False)]
+_ELEMENTWISE = every(2, zip(LAYOUTS, ["adam", "nadam", "lion"] * len(LAYOUTS), strict=False))
 _TRIED = {
     "adafactor": ("ddp", "zero2", "hsdp", "zero1 x tensor", "pipeline"),
     "muon": ("zero1", "fsdp", "tensor", "fsdp x tensor", "pipeline"),

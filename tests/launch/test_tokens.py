@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from command import TINY, Command
+from covers import every
 from launchers import SUPPORT, By, Machines, ended, logged, machines, torchrun
 
 from axonlaunch import config as configuration
@@ -121,7 +122,7 @@ def visible(command: Command) -> bytes:
     return b"".join(shown)
 
 
-@pytest.mark.parametrize("by", ["local", "torchrun"])
+@pytest.mark.parametrize("by", every(2, ["local", "torchrun"]))
 def test_what_ranks_sign_with_is_in_no_argument_variable_or_file_that_others_read(
     axonlaunch: Command, faulty: list[str], by: str
 ) -> None:

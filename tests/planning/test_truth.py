@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.costly, pytest.mark.usefixtures("server")]
 PIPELINE = "strategy=pipeline strategy.pipeline.schedule"
 FSDP = "strategy=fsdp strategy.fsdp"
 BF16 = "train.precision=bf16 train.param_dtype=bf16"
-FAST_SCHEDULES = {"1f1b", "interleaved_1f1b", "zbv_zero_bubble"}
 CASES: dict[int, list[str]] = {
     2: [
         "strategy=ddp",
@@ -38,7 +37,7 @@ CASES: dict[int, list[str]] = {
         f"{FSDP}.cpu_offload=optimizer_states",
         f"{FSDP}.cpu_offload=full",
         "strategy=tensor strategy.tensor.sequence_parallel=true",
-        *(f"{PIPELINE}={name}" for name in FAST_SCHEDULES),
+        *(f"{PIPELINE}={name}" for name in SCHEDULES),
     ],
     4: [
         "strategy=hsdp strategy.fsdp.replicate=2",
@@ -51,7 +50,6 @@ CASES: dict[int, list[str]] = {
 }
 SLOW_CASES: dict[int, list[str]] = {
     2: [
-        *(f"{PIPELINE}={name}" for name in sorted(SCHEDULES.keys() - FAST_SCHEDULES)),
         "strategy=ddp train.micro_batch_size=2",
         "strategy=zero1",
         f"strategy=zero1 {BF16}",

@@ -10,7 +10,6 @@ import torch
 from configured import run_config
 from hf_families import save, without_folder
 from hf_loops import SETTINGS, STEPS, batches
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from rank_engine import rank_engine
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -149,6 +148,9 @@ def by_peft(
     """The same by a plain loop, of adapters that start alike."""
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     conv = type(base).__name__.startswith("GPT2")
+    # Its import takes a second, in every worker.
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
     settings = LoraConfig(r=4, lora_alpha=6, fan_in_fan_out=conv, **options)
     model: Any = get_peft_model(base, settings)
     loaded = set_peft_model_state_dict(

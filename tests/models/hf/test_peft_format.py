@@ -12,7 +12,6 @@ import torch
 from configured import run_config
 from hf_families import save
 from hf_loops import SETTINGS
-from peft import LoraConfig, PeftModel, get_peft_model
 from rank_engine import rank_engine
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -88,6 +87,8 @@ def test_peft_loads_what_is_exported_with_the_same_logits(
     assert sorted(written) == expected_files
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert not torch.allclose(logits(plain), expected, atol=1e-3)
+    from peft import PeftModel
+
     loaded = PeftModel.from_pretrained(plain, tmp_path / "peft")
     assert torch.allclose(logits(loaded), expected, atol=1e-5)
     export(chosen, run_dir, tmp_path / "merged", merge=True)
@@ -129,6 +130,8 @@ def test_what_peft_saved_of_packed_experts_is_what_a_run_starts_from(
 def saved_by_peft(base: Path, folder: Path, **options: Any) -> Tensor:
     """Save an adapter of random matrices, and return its logits."""
     torch.manual_seed(0)
+    from peft import LoraConfig, get_peft_model
+
     model: Any = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
         LoraConfig(r=3, lora_alpha=5, use_rslora=True, init_lora_weights=False, **options),
