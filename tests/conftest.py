@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import getpass
 import os
 import sys
@@ -62,6 +63,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left := [item for item in items if item not in selected]:
         config.hook.pytest_deselected(items=left)
         items[:] = chosen
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage among what tests make alone, and leave shared pages to forks alone."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # hypothesis looks for what refers to an object of its own
 
 
 def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
