@@ -137,9 +137,7 @@ class TextRows:
             "eval": self._table(documents[is_held_out]),
         }
         if is_all and not len(self._tables["train"]):
-            empty = sum(shard.progress.empty for shard in self._shards)
-            left = f"; rows without a token to predict: {empty:,}" if empty else ""
-            message = f"no document is left to train on{left}"
+            message = "; ".join(["no document is left to train on", *self._left_out()])
             raise ConfigError([ConfigIssue("data.files", message, config.files)])
         self.notes = self._notes()
 
@@ -268,11 +266,16 @@ class TextRows:
         """Say how much there is, how full rows are, and what was left out."""
         tables, config = self._tables, self._config
         tokens = sum(shard.progress.tokens for shard in self._shards)
-        notes = [
+        return (
             f"data: {len(self._places):,} documents, {tokens:,} tokens; "
             f"{self.num_samples:,} rows of {config.sequence_length:,} are "
-            f"{tables['train'].filled:.1%} full, {self.num_eval_samples:,} held out"
-        ]
+            f"{tables['train'].filled:.1%} full, {self.num_eval_samples:,} held out",
+            *self._left_out(),
+        )
+
+    def _left_out(self) -> list[str]:
+        """Say what is not trained on, and why."""
+        notes, config = [], self._config
         if self._too_long:
             done = {"truncate": "truncated", "drop": "left out"}[config.too_long]
             notes.append(f"data.too_long={config.too_long}: documents {done}: {self._too_long:,}")
@@ -284,7 +287,7 @@ class TextRows:
         if bad := sum(shard.progress.bad for shard in self._shards):
             first = next(shard.progress.listed[0] for shard in self._shards if shard.progress.bad)
             notes.append(f"data.on_bad_row=skip: rows left out: {bad:,}, the first: {first}")
-        return tuple(notes)
+        return notes
 
 
 def refuse_overlap(config: TextRowsConfig, sources: Sequence[SourceFile]) -> None:

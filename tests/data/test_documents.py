@@ -310,6 +310,8 @@ def test_files_without_a_row_are_refused(documents: Documents, tmp_path: Path) -
         documents(files=[str(tmp_path / "empty.jsonl")])
     with pytest.raises(ConfigError, match=r"no document is left to train on"):
         documents([{"text": ""}], held_out=0)
+    with pytest.raises(ConfigError, match=r"train on; data.too_long=drop: documents left out: 1"):
+        documents([{"text": "word " * 999}], held_out=0, too_long="drop", packing="none")
 
 
 def test_a_batch_has_positions_where_rows_hold_several_documents_and_none_otherwise(
