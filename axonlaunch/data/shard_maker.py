@@ -105,6 +105,17 @@ def token_dtype(encoder: Encoder) -> str:
     return "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
 
 
+def file_sizes(progress: Progress, encoder: Encoder) -> dict[str, int]:
+    """Return the bytes that each file of a shard has, by its name, as far as it is."""
+    documents = sum(progress.documents)
+    return {
+        TOKENS: np.dtype(token_dtype(encoder)).itemsize * progress.tokens,
+        LENGTHS: 4 * documents,
+        ROWS: 4 * documents,
+        **({COUNTED: progress.tokens} if encoder.masks else {}),
+    }
+
+
 class ShardMaker:
     """Makes shards one after another."""
 
@@ -261,15 +272,8 @@ class _Files:
         """Open them where the progress that is on record ends."""
         self._progress_file = partial / _PROGRESS
         self._dtype = np.dtype(token_dtype(encoder))
-        documents = sum(progress.documents)
-        sizes = {
-            TOKENS: progress.tokens * self._dtype.itemsize,
-            LENGTHS: documents * 4,
-            ROWS: documents * 4,
-            **({COUNTED: progress.tokens} if encoder.masks else {}),
-        }
         self._streams = {}
-        for name, size in sizes.items():
+        for name, size in file_sizes(progress, encoder).items():
             stream = stack.enter_context((partial / name).open("ab"))
             if stream.tell() < size:
                 raise OSError(

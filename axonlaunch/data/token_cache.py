@@ -34,6 +34,7 @@ from axonlaunch.data.shard_maker import (
     TOKENS,
     Progress,
     ShardMaker,
+    file_sizes,
     token_dtype,
 )
 from axonlaunch.data.sources import SourceFile
@@ -183,13 +184,7 @@ class Corpus:
         dtype, masks = token_dtype(self._encoder), self._encoder.masks
         try:
             progress = Progress.read(folder / META)
-            documents, tokens = sum(progress.documents), progress.tokens
-            sizes = {
-                TOKENS: np.dtype(dtype).itemsize * tokens,
-                LENGTHS: 4 * documents,
-                ROWS: 4 * documents,
-                **({COUNTED: tokens} if masks else {}),
-            }
+            sizes = file_sizes(progress, self._encoder)
             is_whole = all((folder / name).stat().st_size == sizes[name] for name in sizes)
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             is_whole = False

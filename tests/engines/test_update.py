@@ -137,6 +137,13 @@ def test_a_sharded_update_is_the_whole_one(
     assert sum(local for _, local in results) == whole + replicated
 
 
+def update_in_shards(world: World) -> None:
+    """Update parameters of which each of two ranks has some rows."""
+    own = parameters()
+    mesh = world.mesh(dp_replicate=2).device_mesh
+    updated(ShardedUpdate(SGDConfig(lr=0.1), own, mesh=mesh), own)
+
+
 def test_a_sharded_update_gathers_small_parameters_in_one_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -147,13 +154,7 @@ def test_a_sharded_update_gathers_small_parameters_in_one_message(
         return gather(output, *args, **kwargs)
 
     monkeypatch.setattr(zero1, "all_gather_single", counted)
-
-    def run(world: World) -> None:
-        own = parameters()
-        mesh = world.mesh(dp_replicate=2).device_mesh
-        updated(ShardedUpdate(SGDConfig(lr=0.1), own, mesh=mesh), own)
-
-    World.mock(2).run(run)
+    World.mock(2).run(update_in_shards)
     rows = 2 * (4 * 3 + 3 + 4 + 2 * 6)  # the last rank's are padded
     assert sizes == [rows] * 2 * STEPS
 
@@ -169,13 +170,7 @@ def test_rows_of_a_large_parameter_are_gathered_from_where_they_are(
         return gather(output, mine, **kwargs)
 
     monkeypatch.setattr(zero1, "all_gather_single", seen)
-
-    def run(world: World) -> None:
-        own = parameters()
-        mesh = world.mesh(dp_replicate=2).device_mesh
-        updated(ShardedUpdate(SGDConfig(lr=0.1), own, mesh=mesh), own)
-
-    World.mock(2).run(run)
+    World.mock(2).run(update_in_shards)
     # Of these ranks' 4 parameters the one whose rows they divide; the others travel together.
     assert is_in_place.count(True) == 2 * STEPS
     assert len(is_in_place) == 2 * 2 * STEPS
