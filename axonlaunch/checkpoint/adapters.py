@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from axonlaunch.checkpoint import reader
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.adapter import EXPERTS, LoraConfig, is_of_adapter
+from axonlaunch.config.adapter import EXPERTS, MAGNITUDE, LoraConfig, is_of_adapter
 from axonlaunch.config.model import HuggingFaceConfig
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_MAGNITUDE, _THEIR_MAGNITUDE = ".lora_magnitude_vector.weight", ".lora_magnitude_vector"
+_THEIR_MAGNITUDE = MAGNITUDE.removesuffix(".weight")
 _NESTED = ".base_layer"
 _PACKED = re.compile(rf"(?P<holder>.+)\.(?P<key>[^.]+){EXPERTS}(?P<end>\.lora_[AB]\.weight)")
 _ABSENT = (
@@ -142,8 +142,8 @@ def peft_names(names: Iterable[str]) -> dict[str, str]:
         nested = _NESTED * (len(keys) - 1 - keys.index(match["key"]))
         theirs[match[0]] = f"{_PREFIX}{match['holder']}{nested}{match['end']}"
     for name in own:
-        if name.endswith(_MAGNITUDE):
-            theirs[name] = f"{_PREFIX}{name.removesuffix(_MAGNITUDE)}{_THEIR_MAGNITUDE}"
+        if name.endswith(MAGNITUDE):
+            theirs[name] = f"{_PREFIX}{name.removesuffix(MAGNITUDE)}{_THEIR_MAGNITUDE}"
     return theirs
 
 
@@ -256,7 +256,7 @@ def merged(
         product = parts[f"{layer}{_B}"].float() @ parts[f"{layer}{_A}"].float()
         weight = weight + adapter.scale * product
         if adapter.dora:
-            weight *= (parts[f"{layer}{_MAGNITUDE}"].float() / weight.norm(dim=1)).unsqueeze(1)
+            weight *= (parts[f"{layer}{MAGNITUDE}"].float() / weight.norm(dim=1)).unsqueeze(1)
         weight = weight.t() if layer in trained.transposed else weight
         yield name, weight.to(tensor.dtype).contiguous()
 

@@ -9,7 +9,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-_NAMES = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight")
+MAGNITUDE = ".lora_magnitude_vector.weight"
+"""End of the name of a layer's magnitudes, of DoRA."""
+_NAMES = (".lora_A.weight", ".lora_B.weight", MAGNITUDE)
 
 EXPERTS = "_lora"
 """What a packed parameter's name ends in, where its adapter is meant: ``gate_up_proj_lora``."""

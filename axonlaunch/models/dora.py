@@ -14,10 +14,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.config.adapter import MAGNITUDE
 from axonlaunch.models.dtensor_regions import local_boxes, squares_along
-
-MAGNITUDE = ".lora_magnitude_vector.weight"
-"""End of the name of a layer's magnitudes."""
 
 
 class LoraMagnitude(nn.Module):

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
-from axonlaunch.config.adapter import LoraConfig
+from axonlaunch.config.adapter import MAGNITUDE, LoraConfig
 from axonlaunch.config.parameter_groups import unmatched
-from axonlaunch.models.dora import MAGNITUDE, LoraMagnitude, adapted_norms, fill_magnitudes
+from axonlaunch.models.dora import LoraMagnitude, adapted_norms, fill_magnitudes
 from axonlaunch.models.expert_lora import ExpertMatrices, LoraExperts, adapt_experts, packed_experts
 from axonlaunch.models.initialization import Constant, Initializer, Uniform
 from axonlaunch.models.lora_matrix import LoraMatrix

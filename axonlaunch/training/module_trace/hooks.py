@@ -141,6 +141,11 @@ def _summed(local: Tensor) -> Sums:
     return Sums(len(flat), total, squares, absmax)
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a copy of all elements, on the host and in fp32."""
+    return tensor.detach().to("cpu", torch.float32, copy=True)
+
+
 class KeepCall(Protocol):
     """Keeps the elements of what a module returned, or of its gradient, in one of its calls."""
 

@@ -23,6 +23,7 @@ from axonlaunch.training.module_trace.hooks import (
     Sums,
     TracedKey,
     in_order_of_computation,
+    on_host,
 )
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -94,7 +95,7 @@ class ModelTrace:
         for name, parameter in self._model.named_parameters():
             self._statistics.add(("parameter", _canonical(name)), parameter)
             if self._is_full:
-                self._calls["parameter", _canonical(name)] = {0: _on_host(parameter)}
+                self._calls["parameter", _canonical(name)] = {0: on_host(parameter)}
             if parameter.requires_grad:
                 hook = self._noting(_canonical(name))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -123,7 +124,7 @@ class ModelTrace:
             if parameter.grad is not None:
                 self._gradients[name].add(("gradient", name), parameter.grad)
                 if self._is_full:
-                    self._calls["gradient", name] = {0: _on_host(parameter.grad)}
+                    self._calls["gradient", name] = {0: on_host(parameter.grad)}
 
         return note
 
@@ -131,7 +132,7 @@ class ModelTrace:
         """Keep a call's elements; what is no call's samples, as positions are, is kept once."""
         calls = self._calls.setdefault(key, {})
         if not calls or (tensor.ndim and len(tensor) == self._hooks.samples):
-            calls.setdefault(number, _on_host(tensor))
+            calls.setdefault(number, on_host(tensor))
 
     def _elements(self, loss_scale: float) -> dict[TracedKey, Tensor]:
         """Return the elements of all micro-batches, one behind the other.
@@ -208,10 +209,6 @@ def trace(
 def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules inside of a model, by name, without those that only wrap it."""
     return [(name, part) for name, part in model.named_modules() if _canonical(name)]
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float32, copy=True)
 
 
 def _canonical(name: str) -> str:

@@ -18,7 +18,7 @@ from axonlaunch.comm import World
 from axonlaunch.config.layout import Layout
 from axonlaunch.models.dtensor_regions import held_boxes
 from axonlaunch.models.output_regions import Place, pieces_of, region
-from axonlaunch.training.module_trace.hooks import TracedKey
+from axonlaunch.training.module_trace.hooks import TracedKey, on_host
 
 _Part = tuple[tuple[Any, ...], Tensor]
 
@@ -43,7 +43,7 @@ class WholeTensors:
     def add_parameter(self, key: TracedKey, tensor: Tensor) -> None:
         """Keep what this rank holds of a parameter or a gradient."""
         for number, (index, part) in enumerate(held_boxes(tensor)):
-            self._parts.setdefault(key, {})[number] = index, _on_host(part)
+            self._parts.setdefault(key, {})[number] = index, on_host(part)
 
     def add_call(self, key: TracedKey, tensor: Tensor, *, number: int, module: nn.Module) -> None:
         """Keep what a micro-batch gives: an output, or its gradient, of which the first counts.
@@ -63,7 +63,7 @@ class WholeTensors:
         if index is None or number >= self._layout.micro_batches:
             self._misplaced.add(key)
         else:
-            self._parts.setdefault(key, {})[number] = index, _on_host(tensor)
+            self._parts.setdefault(key, {})[number] = index, on_host(tensor)
 
     def gathered(self, factors: Mapping[str, float]) -> dict[TracedKey, Tensor]:
         """Return the whole tensors on rank 0, none elsewhere; all ranks call this.
@@ -96,7 +96,3 @@ class WholeTensors:
         on_device = tensor.to(self._world.device)
         dist.all_reduce(on_device)
         return on_device.cpu()
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float32, copy=True)
