@@ -103,6 +103,19 @@ def server(request: pytest.FixtureRequest) -> Iterator[served.Server]:
             yield server
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_thread_for_a_gpu_that_is_not_there() -> None:
+    """Let forks of this process compute gradients, as those of a command do.
+
+    A build for GPUs counts one where there is none once a tensor was fake: its autograd then starts
+    a thread for it, and without that a fork refuses.
+    """
+    import torch
+
+    if not torch.cuda.device_count():
+        torch._C._ensureCUDADeviceGuardSet = lambda: None
+
+
 @pytest.fixture(autouse=True)
 def _own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers ends with it."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,12 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
 def test_every_case_is_a_configuration_that_a_node_would_take(
     modules: dict[str, ModuleType],
 ) -> None:
-    memory, speed = modules["memory"], modules["speed"]
+    memory, speed, check = modules["memory"], modules["speed"], modules["check"]
     for ranks, overrides in [*memory.CASES.values(), *speed.CASES.values()]:
         configuration.load([*overrides, f"launch.nproc={ranks}"])
+    runs = [[*check.SMALL, *overrides] for overrides in check.RUNS.values()]
+    for overrides in [*runs, check.RACING, *check.LAYOUTS.values()]:
+        configuration.load(overrides)
 
 
 def test_a_case_is_measured_and_estimated_with_the_same_allocator(
@@ -76,6 +80,53 @@ def test_speed_has_to_reach_what_is_required_on_a_gpu(modules: dict[str, ModuleT
         "MFU 49.0%, 50% is required"
     )
     assert judged("1.2B", rates, 1e10, None).problem == ""  # of a CPU nothing is
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        ({}, ""),
+        ({"passed": False}, ""),  # on a GPU other roundings pass
+        ({"passed": False, "gradient": 3e-4}, "gradient is 3.0e-04 off"),
+        ({"passed": False, "checkpoint": float("nan")}, "checkpoint is nan off"),
+        ({"passed": False, "rate": 1e-6}, "rate is 1.0e-06 off"),
+        ({"passed": False, "reason": "no gradient"}, "no gradient"),
+        ({"passed": False, "failure": "rank 1 failed"}, "rank 1 failed"),
+    ],
+)
+def test_a_layout_on_a_gpu_computes_what_a_cpu_does_up_to_rounding(
+    modules: dict[str, ModuleType], result: dict[str, Any], problem: str
+) -> None:
+    off = {"rate": 0.0, "loss": 2e-5, "gradient": 5e-5, "parameter": 1e-6, "checkpoint": 0.0}
+    own = {kind: 1e-9 if kind == "rate" else 1e-5 for kind in off}
+    off |= {kind: value for kind, value in result.items() if kind in off}
+    said = {"passed": True, "reason": "", "failure": None, **result}
+    judged = modules["check"].judged
+    assert judged("x", {**said, "max_differences": off, "tolerances": own}, 1e-4).problem == problem
+
+
+def test_of_failures_those_of_a_gpu_are_named_as_it_reports_them(
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failures = modules["failures"]
+    case = failures.CASES["a token out of range"]
+    assert case.has_to_report(on_cuda=True) == "device-side assert"
+    assert case.has_to_report(on_cuda=False) == "of sample"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    seen = [(task["LOCAL_RANK"], task["CUDA_VISIBLE_DEVICES"]) for task in failures._tasks(2)]
+    assert seen == [("0", "4"), ("1", "4")]
+    started: list[list[str]] = []
+
+    def train(arguments: list[str], folder: Path, environment: dict[str, str]) -> Any:
+        del folder, environment
+        started.append(arguments)
+        return subprocess.Popen(["true"], stderr=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(failures, "_train", train)
+    report = f"OutOfMemoryError\n{failures.LESS}  a.b=1 c=2\n  d=3\n"
+    assert failures._retried(["x=1"], report, tmp_path) == ("a.b=1 c=2", "")
+    assert started[0][:3] == ["x=1", "a.b=1", "c=2"]
+    assert failures._retried(["x=1"], "OutOfMemoryError", tmp_path)[1].startswith("no changes are")
 
 
 def test_a_part_ends_in_a_table_and_a_status(

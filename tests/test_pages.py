@@ -24,6 +24,8 @@ BIN = Path(sys.executable).parent
 DIFFERING = ("axonlaunch checkpoint diff ", "axonlaunch diff runs/counting ")
 """Commands that find a difference."""
 MAIN_JOB = "axonlaunch train +strategy=fsdp"
+COSTLY = ("axonlaunch plan ", "axonlaunch train strategy=auto")
+"""Commands that trace many layouts: ten seconds each."""
 # Run by continuous integration, and by whoever installs.
 NOT_RUN_HERE = ("scripts/quickstart ", "scripts/test ", "pip install axonlaunch")
 
@@ -123,6 +125,8 @@ def test_every_command_of_a_page_runs_in_the_order_of_the_page(
     write_files(page, tmp_path)
     before = [] if page.stem == "README" else lines(ROOT / "README.md")  # not twice
     for command in [line for line in lines(page) if line not in before]:
+        if command.startswith(COSTLY):
+            continue  # has a test of its own
         if command == MAIN_JOB:  # as a user starts it
             ran = run(shortened(command), tmp_path)
             assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
@@ -133,6 +137,18 @@ def test_every_command_of_a_page_runs_in_the_order_of_the_page(
             axonlaunch(*shortened(command)[1:], status=int(differs))
         else:
             assert f"{command} ".startswith(NOT_RUN_HERE), f"{command} is not run by any test"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    "command",
+    sorted({line for page in PAGES for line in lines(page) if line.startswith(COSTLY)}),
+)
+def test_a_command_that_looks_for_layouts_runs(
+    command: str, tmp_path: Path, server: Server
+) -> None:
+    Served(tmp_path, server)(*shortened(command)[1:])
 
 
 @pytest.mark.parametrize("page", pages_with("python"))

@@ -230,6 +230,7 @@ def merged(
         config: Of its run; without an adapter they are what they are.
         tensors: The model's own, by name.
     """
+    from axonlaunch.models.dora import adapted_norms
     from axonlaunch.models.expert_lora import adapted_experts
 
     adapter = config.adapter
@@ -253,12 +254,13 @@ def merged(
             yield name, tensor
             continue
         weight = (tensor.t() if layer in trained.transposed else tensor).float()
-        product = parts[f"{layer}{_B}"].float() @ parts[f"{layer}{_A}"].float()
-        weight = weight + adapter.scale * product
+        down, up = (parts[f"{layer}{end}"].float() for end in (_A, _B))
+        adapted = weight + adapter.scale * (up @ down)
         if adapter.dora:
-            weight *= (parts[f"{layer}{MAGNITUDE}"].float() / weight.norm(dim=1)).unsqueeze(1)
-        weight = weight.t() if layer in trained.transposed else weight
-        yield name, weight.to(tensor.dtype).contiguous()
+            norms = adapted_norms(weight, down, up, scale=adapter.scale)
+            adapted *= (parts[f"{layer}{MAGNITUDE}"].float() / norms).unsqueeze(1)
+        adapted = adapted.t() if layer in trained.transposed else adapted
+        yield name, adapted.to(tensor.dtype).contiguous()
 
 
 @dataclass(frozen=True)

@@ -199,10 +199,14 @@ class _Report:
             _line(console, f"and {len(self.settings) - _SHOWN} more; axonlaunch compare has all")
 
     def _show_differences(self, console: Console) -> None:
+        from axonlaunch.diagnostics.module_trace.difference import last_same
+
         first, *_ = self.found.differences
-        cause = self._cause(first)
+        parts = [self._named(first), self._cause(first)]
+        if same := last_same(first, self.traces[0][first.step]):
+            parts.append(f"while that of {same}'s output is the same")
         console.print(f"[red]they part[/red] at step {first.step}: ", end="", soft_wrap=True)
-        _line(console, f"{self._named(first)}{', ' if cause else ''}{cause}")
+        _line(console, ", ".join(filter(None, parts)))
         after = [
             difference for difference in self.found.differences if difference.step == first.step
         ][1:]
@@ -227,7 +231,10 @@ class _Report:
         from axonlaunch.diagnostics.module_trace.difference import likely_cause
 
         return likely_cause(
-            difference, self._names, [side[difference.step] for side in self.traces]
+            difference,
+            self._names,
+            [side[difference.step] for side in self.traces],
+            steps=[*self.found.steps],
         )
 
     @property

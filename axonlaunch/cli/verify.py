@@ -111,7 +111,7 @@ def _show(verdict: ParityResult, console: Console, *, features: bool) -> None:
     else:
         console.print(verdict.failure, markup=False, soft_wrap=True)
     for feature, how in verdict.features.items() if features else ():
-        console.print(f"{feature:14}  {how}", markup=False, soft_wrap=True)
+        console.print(f"{feature:15}  {how}", markup=False, soft_wrap=True)
     for line in verdict.notes:
         console.print(line, markup=False, soft_wrap=True)
     for line in verdict.differences[:MAX_SHOWN_PARAMETERS]:

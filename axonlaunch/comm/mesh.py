@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from axonlaunch.comm.process_group import ProcessGroup
-from axonlaunch.comm.torch_compat import set_timeout
+from axonlaunch.comm.process_group import (
+    ProcessGroup,
+    default_group,
+    disjoint_group,
+    lone_group,
+)
 
 
 class Mesh:
@@ -35,6 +39,7 @@ class Mesh:
         device_type: str,
         keep: tuple[str, ...] = (),
         urgent: tuple[str, ...] = (),
+        with_host: tuple[str, ...] | None = None,
         timeout_s: float | None = None,
     ) -> None:
         """Lay the default group's ranks out; every rank calls this.
@@ -45,6 +50,8 @@ class Mesh:
             device_type: Where its tensors are, ``cpu`` or ``cuda``.
             keep: Axes that stay in ``device_mesh`` even with one rank.
             urgent: Axes whose collectives run on streams of high priority; NCCL alone has any.
+            with_host: Of a world on NCCL, the axes whose groups carry the host's tensors too, and
+                connect their ranks by gloo for that. None: every group carries what the world does.
             timeout_s: How long a collective of an axis waits; None: as long as torch says.
 
         Raises:
@@ -59,20 +66,51 @@ class Mesh:
             )
         self.sizes = dict(sizes)
         self._rank = rank
-        self._groups: dict[str, ProcessGroup] = {}
-        # Axes of one rank are left out: torch would make a process group for each rank of them.
+        # Axes of one rank are left out: what torch does along them are copies.
         shown = {n: s for n, s in sizes.items() if s > 1 or n in keep} or dict(sizes)
-        # Nothing competes with an axis that is the whole world, whose group it shares.
-        prioritised = [axis for axis in urgent if 1 < sizes[axis] < world_size]
-        self.device_mesh: DeviceMesh = init_device_mesh(
+        self._groups = {
+            axis: self._join(
+                axis,
+                with_host=with_host,
+                options=_high_priority() if axis in urgent else None,
+                timeout_s=timeout_s,
+            )
+            for axis in sizes
+        }
+        # torch's ``init_device_mesh`` would split gloo's part of a world on NCCL along every axis,
+        # and take no time limit.
+        self.device_mesh: DeviceMesh = DeviceMesh.from_group(
+            [self._groups[axis].torch_group for axis in shown],
             device_type,
-            tuple(shown.values()),
+            torch.arange(world_size, device="cpu").view(*shown.values()),
             mesh_dim_names=tuple(shown),
-            backend_override={axis: _high_priority(timeout_s) for axis in prioritised} or None,
         )
-        if timeout_s is not None:
-            for axis in shown:
-                set_timeout(self.device_mesh.get_group(axis), timeout_s)
+
+    def _join(
+        self,
+        axis: str,
+        *,
+        with_host: tuple[str, ...] | None,
+        options: Any,
+        timeout_s: float | None,
+    ) -> ProcessGroup:
+        """Return the group of the ranks that differ from this one on an axis alone."""
+        size = self.sizes[axis]
+        if size == dist.get_world_size():
+            return default_group()  # nothing competes with it either
+        if size == 1:
+            # A communicator of NCCL would be split off the world's, by all of its ranks.
+            return lone_group(self._rank, backend=None if with_host is None else "gloo")
+        names = list(self.sizes)
+        step = math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
+        first = self._rank - self.coordinate(axis) * step
+        return disjoint_group(
+            range(first, first + step * size, step),
+            name=axis,
+            backend=None if with_host is None or axis in with_host else "nccl",
+            options=options,
+            timeout_s=timeout_s,
+        )
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
@@ -99,12 +137,6 @@ class Mesh:
         """
         if axis not in self.sizes:
             raise KeyError(f"no axis {axis}; this mesh has {', '.join(self.sizes)}")
-        if axis not in self._groups:
-            if axis in (self.device_mesh.mesh_dim_names or ()):
-                self._groups[axis] = ProcessGroup.from_torch(self.device_mesh.get_group(axis))
-            else:
-                alone = dist.new_group([self._rank], use_local_synchronization=True)
-                self._groups[axis] = ProcessGroup((self._rank,), alone)
         return self._groups[axis]
 
     def __repr__(self) -> str:
@@ -112,10 +144,8 @@ class Mesh:
         return f"Mesh({axes})"
 
 
-def _high_priority(timeout_s: float | None) -> Any:
+def _high_priority() -> Any:
     """Return NCCL's options of a group whose kernels a GPU schedules before those of others."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
-    if timeout_s is not None:  # torch takes the group's time limit from here
-        options._timeout = timedelta(seconds=timeout_s)
     return options

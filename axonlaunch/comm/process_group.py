@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Self
+from datetime import timedelta
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -107,3 +108,61 @@ def default_group() -> ProcessGroup:
             "a world of one)"
         )
     return ProcessGroup.from_torch(group)
+
+
+def disjoint_group(
+    ranks: Iterable[int],
+    *,
+    name: str,
+    timeout_s: float | None = None,
+    backend: str | None = None,
+    options: Any = None,
+) -> ProcessGroup:
+    """Make this rank's group where every rank of the world makes one, and no two groups share one.
+
+    Only its members meet for it, so that a world of any size has its groups at once.
+
+    Args:
+        ranks: The members, this one among them.
+        name: Of the axis along which they differ, for who looks at what a rank waits for.
+        timeout_s: How long a collective of the group waits; None: as long as torch says.
+        backend: torch's name of what carries the bytes; None: what the world has.
+        options: The backend's.
+    """
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    if options is not None and timeout is not None:
+        options._timeout = timeout  # torch warns where the two differ
+    members = list(ranks)
+    made = dist.new_group(
+        members,
+        timeout=timeout,
+        backend=backend,
+        pg_options=options,
+        group_desc=f"mesh_{name}",  # as torch describes those of a device mesh
+        use_local_synchronization=True,
+    )
+    return ProcessGroup(members, made)
+
+
+def lone_group(rank: int, *, backend: str | None = None) -> ProcessGroup:
+    """Return the group of this rank alone; torch's is made when somebody asks for it.
+
+    Args:
+        rank: This one.
+        backend: As ``disjoint_group`` takes it.
+    """
+    return _LoneGroup(rank, backend)
+
+
+class _LoneGroup(ProcessGroup):
+    def __init__(self, rank: int, backend: str | None) -> None:
+        super().__init__((rank,), None)
+        self.rank = 0
+        self._backend = backend
+
+    @property
+    def torch_group(self) -> dist.ProcessGroup:
+        if self._torch_group is None and not self._is_closed:
+            made = disjoint_group(self.ranks, name="alone", backend=self._backend)
+            self._torch_group = made.torch_group
+        return super().torch_group

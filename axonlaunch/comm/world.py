@@ -225,6 +225,7 @@ class World:
         *,
         keep: tuple[str, ...] = (),
         urgent: tuple[str, ...] = (),
+        with_host: tuple[str, ...] | None = None,
     ) -> Mesh:
         """Do as ``mesh``, with more to say of some axes.
 
@@ -232,15 +233,19 @@ class World:
             sizes: Ranks along each axis, outermost first.
             keep: Axes that stay in torch's mesh even where they have one rank.
             urgent: Axes whose collectives a GPU is to prefer to whatever else it has to do.
+            with_host: Axes whose groups are to carry the host's tensors too, on NCCL as well; None:
+                all of them.
         """
         # Threads that take turns don't wait: the mock world finds by itself that all are stuck.
         waits_s = None if self.backend is Backend.MOCK else self.timeout_s
+        on_nccl = self.backend is Backend.NCCL
         return Mesh(
             sizes,
             rank=self.rank,
             device_type=self.device.type,
             keep=keep,
-            urgent=urgent if self.backend is Backend.NCCL else (),
+            urgent=urgent if on_nccl else (),
+            with_host=with_host if on_nccl else None,
             timeout_s=waits_s,
         )
 

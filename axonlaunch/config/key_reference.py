@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import textwrap
@@ -53,7 +54,7 @@ def reference(config: RunConfig) -> list[Key]:
 
 
 def _keys(config: Any, prefix: str) -> Iterator[Key]:
-    schema = type(config)
+    schema: type = type(config)
     hints, meanings = typing.get_type_hints(schema), _meanings(schema)
     for spec in dataclasses.fields(schema):
         name, value = f"{prefix}{spec.name}", getattr(config, spec.name)
@@ -90,6 +91,7 @@ def _allowed(hint: Any, limits: Mapping[str, Any]) -> str:
     return allowed
 
 
+@functools.cache
 def _meanings(schema: type) -> dict[str, str]:
     """Return the text that follows each field of a dataclass, by its name."""
     meanings: dict[str, str] = {}

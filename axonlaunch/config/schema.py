@@ -37,6 +37,13 @@ class Named(Protocol):
         """The registry's name."""
 
 
+_NO_GRAPHS = (
+    "CUDA graphs overwrite what a compiled block returned when the next one runs, and gradients of "
+    "several micro-batches (pytorch/pytorch#152887 and #169545); use default or "
+    "max-autotune-no-cudagraphs"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DDPConfig:
     """How replicas agree on gradients."""
@@ -210,7 +217,10 @@ class TrainConfig:
     """
     compile: bool = False
     """torch.compile each block, and the loss where ranks have whole logits"""
-    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = field(
+        default="default",
+        metadata={"refused": dict.fromkeys(("reduce-overhead", "max-autotune"), _NO_GRAPHS)},
+    )
     """torch.compile's mode. max-autotune-no-cudagraphs: measure several kernels for each matrix
     product and take the fastest, which makes the first step minutes longer
     """
@@ -222,7 +232,7 @@ class TrainConfig:
     model, each time
     """
     deterministic: bool = False
-    """refuse operations that are not deterministic"""
+    """refuse operations that are not deterministic, and NCCL sums in a switch (NVLS)"""
     gc_every: int = field(default=50, metadata={"min": 0})
     """steps between looks for cycles of Python's objects, on all ranks at once; 0: each rank looks
     whenever Python does, and the others wait for it

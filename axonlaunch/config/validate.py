@@ -121,6 +121,8 @@ class _Walk:
             return self._variant(value, facts["variants"], spec, key)
         if (nested := _nested(hint, value)) is not None:
             return self.dataclass(value, nested, key)
+        if isinstance(value, str) and (reason := facts.get("refused", {}).get(value)):
+            raise Rejected(reason)
         converted = convert(value, hint)
         _check_name(converted, facts.get("names"))
         check_range(converted, facts, or_null=type(None) in get_args(hint))

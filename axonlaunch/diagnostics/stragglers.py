@@ -1,9 +1,9 @@
 """Which rank the others wait for, and what it does with its time.
 
-A thread looks at the training thread some times a second, as a sampling profiler does, so that any
-strategy is seen alike; it works where the host computes. On an accelerator it reports nothing. A
-rank that is slow because it gets no core is not a straggler of the run, but of its node: that time
-is counted apart.
+Where the host computes, a thread looks at the training thread some times a second, as a sampling
+profiler does, so that any strategy is seen alike. A rank that is slow because it gets no core is
+not a straggler of the run, but of its node: that time is counted apart. Ranks with a GPU each
+measure their blocks by events (``block_times``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
+from axonlaunch.diagnostics.block_times import BlockTimes
 from axonlaunch.diagnostics.wait_detection import waits
 from axonlaunch.events import RankTimes, Straggler
 from axonlaunch.system.process_state import WatchedThread, queued_s
@@ -80,13 +82,14 @@ class _Samples:
     """What this rank's training thread was seen to do.
 
     Attributes:
-        phase: What the trainer says that it does: ``reading`` is time for data.
         seconds: Sampled time of each of ``_KINDS``.
         queued_s: Of it, time in which the thread waited for a core.
     """
 
+    enough_s = _ENOUGH_S
+
     def __init__(self) -> None:
-        self.phase = ""
+        self._phase = ""
         self.clear()
         self._thread, self._native = threading.get_ident(), threading.get_native_id()
         self._watched = WatchedThread(self._native)
@@ -98,6 +101,14 @@ class _Samples:
         """Begin to count from nothing."""
         self.seconds = [0.0] * len(_KINDS)
         self.queued_s = 0.0
+
+    def note(self, phase: str) -> None:
+        """Take what the trainer says that it does: ``reading`` is time for data."""
+        self._phase = phase
+
+    def seen(self) -> list[float]:
+        """Return the sampled seconds of each kind, and those without a core."""
+        return [*self.seconds, self.queued_s]
 
     def close(self) -> None:
         """Sample no more."""
@@ -117,9 +128,9 @@ class _Samples:
 
     def _kind(self, *, is_asleep: bool) -> str:
         """Return what the training thread does; empty for what is not part of a step."""
-        if self.phase == "reading":
+        if self._phase == "reading":
             return "data"
-        if self.phase != "stepping":
+        if self._phase != "stepping":
             return ""
         files = files_of(sys._current_frames().get(self._thread))
         return "wait" if waits(files, is_asleep=is_asleep) else "compute"
@@ -137,18 +148,26 @@ def files_of(frame: FrameType | None) -> list[str]:
 class Stragglers:
     """Finds the slowest rank of a world."""
 
-    def __init__(self, world: World) -> None:
-        """Begin to watch this rank, where there are others, the host computes and Linux reports it.
+    def __init__(self, world: World, *, blocks: Sequence[nn.Module] = ()) -> None:
+        """Begin to watch this rank, where there are others and it can be told what each does.
 
         Every rank makes one.
+
+        Args:
+            world: The ranks.
+            blocks: This rank's of the model.
         """
-        self._samples: _Samples | None = None
-        if world.world_size == 1 or world.backend is not Backend.GLOO:
+        self._times: _Samples | BlockTimes | None = None
+        if world.world_size == 1:
             return
-        can_tell = queued_s(threading.get_native_id()) is not None
+        has_device = world.backend is Backend.NCCL and world.device.type == "cuda"
+        if not has_device and world.backend is not Backend.GLOO:
+            return
+        # Without the other, who is slow could be the nodes' doing, and nobody could say.
+        can_tell = bool(blocks) if has_device else queued_s(threading.get_native_id()) is not None
         if not all(map(bool, _gathered(torch.tensor([int(can_tell)])))):
-            return  # who is slow could be the nodes' doing, and nobody could say
-        self._samples = _Samples()
+            return
+        self._times = BlockTimes(blocks) if has_device else _Samples()
         name = socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
         names = _gathered(torch.tensor(list(name), dtype=torch.uint8))
         self._nodes = [
@@ -157,8 +176,8 @@ class Stragglers:
 
     def note(self, phase: str) -> None:
         """Take what the trainer begins to do."""
-        if self._samples is not None:
-            self._samples.phase = phase
+        if self._times is not None:
+            self._times.note(phase)
 
     def measured(self, *, step: int) -> tuple[RankTimes, Straggler] | None:
         """Return what all ranks did since the last report, and who worked most; all call this.
@@ -169,13 +188,13 @@ class Stragglers:
         Args:
             step: Optimizer steps done.
         """
-        if self._samples is None:
+        if self._times is None:
             return None
-        own = [*self._samples.seconds, self._samples.queued_s]
-        seen = [sample.tolist() for sample in _gathered(torch.tensor(own, dtype=torch.float64))]
-        if min(sum(seconds) for *seconds, _ in seen) < _ENOUGH_S:
+        own = torch.tensor(self._times.seen(), dtype=torch.float64)
+        seen = [sample.tolist() for sample in _gathered(own)]
+        if min(sum(seconds) for *seconds, _ in seen) < self._times.enough_s:
             return None
-        self._samples.clear()
+        self._times.clear()
         shares = [Shares.of(seconds, queued_s=queued) for *seconds, queued in seen]
         by_kind = {
             kind: tuple(round(getattr(share, kind), 2) for share in shares)
@@ -186,8 +205,8 @@ class Stragglers:
 
     def close(self) -> None:
         """Watch no more."""
-        if self._samples is not None:
-            self._samples.close()
+        if self._times is not None:
+            self._times.close()
 
 
 def _gathered(own: torch.Tensor) -> list[torch.Tensor]:

@@ -20,15 +20,14 @@ from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.model import OWN_MODEL_CONFIGS
-from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
+from axonlaunch.engines.choose_update import choose_update
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
-from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.device_mesh import context_group, run_mesh, sharding_mesh
 from axonlaunch.engines.forward_backward import (
     ForwardBackward,
@@ -36,9 +35,8 @@ from axonlaunch.engines.forward_backward import (
     PipelineForwardBackward,
 )
 from axonlaunch.engines.mesh_engine import MeshEngine, StepRule
-from axonlaunch.engines.optimizer.offload import HOST, StreamedUpdate
+from axonlaunch.engines.optimizer.offload import HOST
 from axonlaunch.engines.optimizer.optimizers import learning_rate
-from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.pipeline import Pipeline
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.split import (
@@ -152,7 +150,7 @@ def build_engine(
         source: Of modules and their storage; None: as ``models.build`` makes them.
     """
     layout = Layout.of(config, world_size=world.world_size)
-    mesh = run_mesh(world, layout)
+    mesh = run_mesh(world, layout, cpu_offload=config.strategy.fsdp.cpu_offload)
     plan = _Plan(config, world, layout, mesh, spec_for(config), source or Source())
     if layout.context > 1:
         plan.context = ContextAxis(context_group(world, layout))
@@ -184,7 +182,15 @@ def build_engine(
     train = config.train
     return MeshEngine(
         passes,
-        update=_update(plan, trained, {n: facts[crossing.get(n, n)] for n in trained}),
+        update=choose_update(
+            config,
+            trained,
+            facts={n: facts[crossing.get(n, n)] for n in trained},
+            world=world,
+            mesh=mesh,
+            modules=passes.modules,
+            units=[unit for module in passes.modules for unit in _units(plan, module)],
+        ),
         replicas=replicas,
         sharded=plan.sharded,
         tied=tied,
@@ -319,18 +325,30 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
             block.forward = torch.compile(block.forward, mode=train.compile_mode)
 
 
+def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return what forward calls before the blocks and after them, where no weight is used alone."""
+    # Only of our own models is that known.
+    if type(plan.config.model) not in OWN_MODEL_CONFIGS:
+        return [], []
+    before, after = around_blocks(plan.spec, model)
+    return before, after if plan.chunked is None else []  # a head in chunks runs after forward
+
+
+def _units(plan: _Plan, model: nn.Module) -> list[nn.Module]:
+    """Return a model's blocks, and what forward calls after them."""
+    return [*plan.spec.blocks(model).values(), *_around_blocks(plan, model)[1]]
+
+
 def _shard(plan: _Plan, model: nn.Module) -> FSDP:
     config, fsdp = plan.config, plan.config.strategy.fsdp
-    # Only of our own models is it known that forward calls these, and uses no weight of them alone.
-    own = plan.spec if type(config.model) in OWN_MODEL_CONFIGS else None
-    before, after = around_blocks(own, model) if own else ([], [])
+    before, after = _around_blocks(plan, model)
     sharded = FSDP(
         model,
         world=plan.world,
         mesh=sharding_mesh(plan.mesh),
         layers=[*plan.spec.blocks(model).values()],
         before=before,
-        after=after if plan.chunked is None else (),  # a head in chunks runs after forward
+        after=after,
         sharding=fsdp.sharding,
         cpu_offload=fsdp.cpu_offload,
         mixed_precision=sharded_policy(
@@ -379,21 +397,3 @@ def _fill(plan: _Plan, model: nn.Module) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(world.device))
-
-
-def _update(
-    plan: _Plan, trained: dict[str, nn.Parameter], facts: dict[str, ParameterFacts]
-) -> Update:
-    """Choose what updates this rank's parameters; ``facts`` has the same names."""
-    config, device = plan.config, plan.world.device
-    if plan.layout.facts.gathers_updates:
-        mesh = plan.mesh.device_mesh
-        return ShardedUpdate(config.optimizer, trained, mesh=mesh, facts=facts)
-    stream = partial(StreamedUpdate, config.optimizer, trained, device=device, parameters=facts)
-    if plan.layout.facts.shards_parameters:
-        offload = CPUOffload(config.strategy.fsdp.cpu_offload)
-        if offload is CPUOffload.PARAMS:
-            return stream(states_on=device)
-        if offload is CPUOffload.OPTIMIZER_STATES:
-            return stream(states_on=HOST)
-    return Update(config.optimizer, trained, parameters=facts)

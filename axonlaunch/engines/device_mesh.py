@@ -5,22 +5,28 @@ It lays ranks out; it wraps no model.
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axonlaunch.comm import ProcessGroup, World
 from axonlaunch.comm.argument_checks import device_of
+from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.mesh import Mesh
+from axonlaunch.comm.process_group import disjoint_group
+from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.layout import Layout
 
 
-def run_mesh(world: World, layout: Layout) -> Mesh:
+def run_mesh(world: World, layout: Layout, *, cpu_offload: str) -> Mesh:
     """Return the mesh of a run: axes pp, dp_replicate, dp_shard, tp.
 
     Context ranks are neighbours within a data axis: what sums gradients or divides parameters over
     data ranks does so over them too. ``context_group`` distinguishes them.
+
+    Args:
+        world: Its ranks; all of them call this.
+        layout: The run's.
+        cpu_offload: What sharded parameters leave in host memory, as the run's configuration says.
     """
     sizes = dict(layout.axes)
     sizes["dp_replicate" if layout.replicates_context else "dp_shard"] *= sizes.pop("cp")
@@ -30,9 +36,16 @@ def run_mesh(world: World, layout: Layout) -> Mesh:
         keep = ("dp_shard",)
     elif layout.facts.shards_optimizer:
         keep = ("dp_replicate",)
+    # Stages tell each other the shapes of what they pass in an evaluation. A variant of somebody
+    # else's may average states that its optimizer keeps on the host.
+    with_host = ["pp"]
+    if layout.facts.shards_parameters and cpu_offload != "none":
+        with_host += ["dp_shard", "tp"]
+    if DATA_PARALLEL.entry(layout.data_parallel).target is not None:
+        with_host += ["dp_replicate"]
     # A layer waits for what its tensor ranks sum; gathers and reductions of the data ranks, which
     # are for later layers, would take the multiprocessors first.
-    return world.lay_out(sizes, keep=keep, urgent=("tp",))
+    return world.lay_out(sizes, keep=keep, urgent=("tp",), with_host=tuple(with_host))
 
 
 def context_group(world: World, layout: Layout) -> ProcessGroup:
@@ -40,10 +53,8 @@ def context_group(world: World, layout: Layout) -> ProcessGroup:
     step = layout.tensor
     first = world.rank - world.rank // step % layout.context * step
     ranks = [first + step * place for place in range(layout.context)]
-    group = dist.new_group(
-        ranks, timeout=timedelta(seconds=world.timeout_s), use_local_synchronization=True
-    )
-    return ProcessGroup(ranks, group)
+    backend = "nccl" if world.backend is Backend.NCCL else None
+    return disjoint_group(ranks, name="cp", timeout_s=world.timeout_s, backend=backend)
 
 
 def sharding_mesh(mesh: Mesh) -> DeviceMesh:
@@ -53,10 +64,18 @@ def sharding_mesh(mesh: Mesh) -> DeviceMesh:
     return mesh.device_mesh["dp_shard"]
 
 
-def data_mesh(group: ProcessGroup, *, replicate: int, shard: int) -> DeviceMesh:
+def data_mesh(
+    group: ProcessGroup, *, replicate: int, shard: int, timeout_s: float | None = None
+) -> DeviceMesh:
     """Return the mesh of ``replicate`` copies of ``shard`` ranks each, shards innermost.
 
     With one copy the mesh has the axis ``dp_shard`` alone.
+
+    Args:
+        group: Who shares a model.
+        replicate: Copies.
+        shard: Ranks of a copy.
+        timeout_s: How long a collective of copies or of shards waits; None: as long as torch says.
 
     Raises:
         ValueError: The two do not multiply to the group, or copies are to be of a part of the
@@ -74,4 +93,6 @@ def data_mesh(group: ProcessGroup, *, replicate: int, shard: int) -> DeviceMesh:
             f"{replicate} replicas over ranks {list(group.ranks)}, a part of the world: give "
             "mesh=world.mesh(...).device_mesh[...] in place of the group"
         )
-    return init_device_mesh(kind, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+    sizes = {"dp_replicate": replicate, "dp_shard": shard}
+    rank, keep = dist.get_rank(), tuple(sizes)
+    return Mesh(sizes, rank=rank, device_type=kind, keep=keep, timeout_s=timeout_s).device_mesh

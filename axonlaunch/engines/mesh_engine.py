@@ -199,6 +199,7 @@ class MeshEngine:
         Their gradients stand until ``update``. Both ends of a weight that two pipeline stages
         share come under the one name.
         """
+        self._update.finish()
         for module in self.modules:
             for name, parameter in module.named_parameters():
                 yield self._aliases.get(name, name), parameter
@@ -305,13 +306,14 @@ class MeshEngine:
     def update(self) -> tuple[Tensor | None, bool]:
         """Clip gradients and update; return their norm, and whether fp16 left the update out."""
         self._update.collect_gradients()
-        if self._scale is not None:
-            self._update.scale_gradients(1.0 / self._scale.value)
         self.step += 1
         norm = None
         if self._rule.grad_clip is not None or self._scale is not None:
             norm = self._update.clip_gradients(
-                self._rule.grad_clip, uncounted=self._aliases, across=self._pipeline
+                self._rule.grad_clip,
+                uncounted=self._aliases,
+                across=self._pipeline,
+                loss_scale=self.loss_scale,
             )
         if self._scale is not None and norm is not None:
             overflowed = not bool(torch.isfinite(norm))
@@ -360,6 +362,7 @@ class MeshEngine:
 
     def _named_tensors(self) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers by name, a tied parameter once."""
+        self._update.finish()
         return {k: v for module in self.modules for k, v in model_state(module).items()}
 
     def _state_name(self, key: str) -> str:

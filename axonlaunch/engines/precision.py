@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,8 @@ DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+_FIRST_SCALE, _GROWTH_INTERVAL = 2.0**16, 2000
+"""Those of ``torch.amp.GradScaler``."""
 
 
 def autocasting(
@@ -90,12 +92,13 @@ class LossScale:
 
     Attributes:
         value: What the loss is multiplied by.
-        good_steps: Steps since the last overflow.
+        good_steps: Steps since the last overflow, or since it grew.
+        growth_interval: Such steps until it grows.
     """
 
-    value: float = 65536.0
+    value: float = field(default_factory=lambda: _FIRST_SCALE)
     good_steps: int = 0
-    growth_interval: int = 2000
+    growth_interval: int = field(default_factory=lambda: _GROWTH_INTERVAL)
 
     def update(self, *, overflowed: bool) -> None:
         """Halve after an overflow, double after ``growth_interval`` steps without one."""

@@ -115,7 +115,7 @@ def whole(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    if _is_cut_unevenly(tensor):
+    if needs_boxes(tensor):  # torch 2.11 gathers none of several boxes
         return _sum_of_boxes(tensor)
     for cut in reversed(_cuts(tensor)):
         placements = list(tensor.placements)
@@ -237,7 +237,8 @@ def _cuts(tensor: DTensor) -> list[_Cut]:
 
     Shards cut from left to right, except that a strided one came after the shards to its right:
     FSDP's data axis stands left of the tensor axis and cuts what that has left. A strided one with
-    no shard to its right cuts each of the pieces that are packed in a dim.
+    no shard to its right cuts each of the pieces that are packed in a dim; a shard to the left of
+    such a one came after it too: torch 2.11's FSDP does not take a packed dim for a divided one.
     """
     plain: list[_Cut] = []
     strided: list[_Cut] = []
@@ -255,7 +256,11 @@ def _cuts(tensor: DTensor) -> list[_Cut]:
             else:
                 raise NotImplementedError(f"{placement} does not follow the shards to its right")
         elif isinstance(placement, Shard):
-            plain.insert(0, _Cut(axis, placement.dim))
+            cut = _Cut(axis, placement.dim)
+            if any(other.pieces > 1 for other in plain if other.dim == cut.dim):
+                strided.append(cut)
+            else:
+                plain.insert(0, cut)
         else:
             raise NotImplementedError(f"a parameter can't be placed as {placement}")
         parts = tensor.device_mesh.size(axis)

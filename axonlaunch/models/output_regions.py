@@ -41,6 +41,16 @@ def pieces_of(module: nn.Module) -> int:
     return int(getattr(cut, "pieces", 1))
 
 
+def gives_partial_sums(module: nn.Module) -> bool:
+    """Say whether what a rank's module returns is a part of a sum over ranks, not of a tensor."""
+    return getattr(module, "gives_partial_sums", False)
+
+
+def gets_partial_gradients(module: nn.Module) -> bool:
+    """Say the same of the gradient of what it returns."""
+    return getattr(module, "gets_partial_gradients", False)
+
+
 def joined(calls: Sequence[Tensor], layout: Layout) -> Tensor | None:
     """Return a plain model's output for the whole batch; None: its calls don't make one.
 

@@ -22,8 +22,7 @@ from axonlaunch.planning import auto_strategy, estimate_cache
 from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched, StepPrediction
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
-from axonlaunch.system import forked_call, forkserver, host
-from axonlaunch.system.allocator_settings import not_replayed
+from axonlaunch.system import allocator_settings, forked_call, forkserver, host
 
 STATES_ALONE = (
     "by closed formulas: parameters, their gradients and optimizer states, and what is gathered of "
@@ -116,7 +115,7 @@ def forecast(
 def _of_allocator(config: RunConfig) -> list[str]:
     """Say which of the user's settings the reserved bytes of a GPU do not follow."""
     is_cpu = config.hardware is not None and config.hardware.is_cpu
-    names = [] if is_cpu else not_replayed()
+    names = () if is_cpu else allocator_settings.settings_of_ranks().not_replayed
     if not names:
         return []
     return [

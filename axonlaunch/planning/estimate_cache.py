@@ -19,8 +19,7 @@ from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
-from axonlaunch.system import cache
-from axonlaunch.system.allocator_settings import segments_grow
+from axonlaunch.system import allocator_settings, cache
 from axonlaunch.system.cache import keep
 
 _MOST = 1000
@@ -106,7 +105,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "world_size": num_ranks(config),
         "hardware": {name: getattr(hardware, name, None) for name in _OF_HARDWARE},
         "exact": exact,
-        "segments_grow": segments_grow(),
+        "allocator": dataclasses.asdict(allocator_settings.settings_of_ranks()),
         "axonlaunch": version("axonlaunch"),
         "torch": version("torch"),
         "source": cache.source_hash(),

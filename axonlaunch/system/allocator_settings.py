@@ -1,45 +1,110 @@
-"""Whether torch's allocator of a GPU's memory grows its segments, which is said before its import.
+"""What torch's allocator of a GPU's memory is told, which is said before its import.
 
 Segments of fixed sizes leave gaps that no later tensor fits: gigabytes of a run that is close to
 the device's memory. Ranks that axonlaunch starts grow them, as torchtitan's do, unless the user has
 settings of his own.
 
-Source: PyTorch, "CUDA semantics", ``expandable_segments``.
+Source: PyTorch, "CUDA semantics", and ``c10/core/AllocatorConfig.cpp`` of 2.13.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
+from dataclasses import dataclass
 
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_GROWING = "expandable_segments:True"
-_NAME = re.compile(r"(?:^|,)\s*([a-z]\w*)\s*:")
-_NOT_REPLAYED = {
-    *("backend", "garbage_collection_threshold", "max_non_split_rounding_mb", "max_split_size_mb"),
-    "roundup_power2_divisions",
-}
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""In torch's order: of those that are set it reads the first alone."""
+_OURS = "expandable_segments:True"
+_SETTING = re.compile(r"(\w+):(\[[^\]]*\]|[^,\[]*)")
+_MIB = 2**20
+_INTERVALS = 16
+"""Powers of two from 1 MiB on, each of which sizes can be rounded in by a rule of its own."""
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """What of its settings decides how much torch's allocator reserves.
+
+    Attributes:
+        expandable: Whether segments grow.
+        max_split_size: Bytes from which on a block is never split.
+        max_rounding: Bytes by which a block that is not split may be larger than what it is for.
+        large_segment: Bytes that it asks for at least, of tensors above 1 MiB.
+        divisions: Of the sizes between 2^n and 2^(n+1) MiB: how many parts they are divided into, a
+            size being rounded up to the next; 0 and 1: none.
+        not_replayed: Names of those that are set and that ``caching_allocator`` does not follow.
+    """
+
+    expandable: bool = False
+    max_split_size: int = sys.maxsize
+    max_rounding: int = 20 * _MIB
+    large_segment: int = 20 * _MIB
+    divisions: tuple[int, ...] = (0,) * _INTERVALS
+    not_replayed: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, text: str) -> AllocatorSettings:
+        """Read what a variable says; a value that torch would refuse is not replayed."""
+        known: dict[str, object] = {}
+        unknown = []
+        for name, value in _SETTING.findall("".join(text.split())):
+            try:
+                if name == "expandable_segments":
+                    known["expandable"] = value == "True"
+                elif name == "max_split_size_mb":
+                    known["max_split_size"] = int(value) * _MIB
+                elif name == "max_non_split_rounding_mb":
+                    known["max_rounding"] = int(value) * _MIB
+                elif name == "large_segment_size_mb":
+                    known["large_segment"] = int(value) * _MIB
+                elif name == "roundup_power2_divisions":
+                    known["divisions"] = _divisions(value)
+                elif name in _OF_SIZE and value != "native":
+                    unknown.append(name)
+            except ValueError:
+                unknown.append(name)
+        return cls(**known, not_replayed=tuple(sorted(unknown)))  # type: ignore[arg-type]
+
+
+# The others are about pinned memory, locks and errors.
+_OF_SIZE = {"backend", "garbage_collection_threshold", "per_process_memory_fraction"}
 
 
 def grow_segments() -> None:
     """Let this process, and those that it starts, grow segments; call it before torch is there."""
-    if not any(name in os.environ for name in _VARIABLES):
-        os.environ[_VARIABLES[0]] = _GROWING
+    if _said() is None:
+        os.environ[_VARIABLES[-1]] = _OURS
 
 
-def segments_grow() -> bool:
-    """Return whether the segments of ranks that this process would start grow."""
-    settings = _settings()
-    return not settings or any(
-        _GROWING.lower() in text.replace(" ", "").lower() for text in settings
-    )
+def settings_of_ranks() -> AllocatorSettings:
+    """Return the settings of ranks that this process would start."""
+    said = _said()
+    return AllocatorSettings.of(_OURS if said is None else said)
 
 
-def not_replayed() -> list[str]:
-    """Return the user's settings that an estimate of what the allocator reserves does not know."""
-    names = {name for text in _settings() for name in _NAME.findall(text)}
-    return sorted(names & _NOT_REPLAYED)
+def _said() -> str | None:
+    return next((os.environ[name] for name in _VARIABLES if name in os.environ), None)
 
 
-def _settings() -> list[str]:
-    return [os.environ[name] for name in _VARIABLES if name in os.environ]
+def _divisions(value: str) -> tuple[int, ...]:
+    """Return the parts of each interval, as ``4`` or ``[256:1,512:2,>:4]`` says.
+
+    An interval that is not named is rounded as nothing, but for those below the first and, with
+    ``>``, those above the last.
+    """
+    if not value.startswith("["):
+        return (int(value),) * _INTERVALS
+    divisions = [0] * _INTERVALS
+    last = 0
+    for number, item in enumerate(value.strip("[]").split(",")):
+        limit, _, parts = item.partition(":")
+        if limit == ">":
+            divisions[last + 1 :] = [int(parts)] * (_INTERVALS - last - 1)
+            continue
+        last = min(int(limit).bit_length() - 1, _INTERVALS - 1)
+        if number == 0:
+            divisions[:last] = [int(parts)] * last
+        divisions[last] = int(parts)
+    return tuple(divisions)

@@ -26,6 +26,7 @@ from axonlaunch.comm import World
 from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.config.recording import ProfileConfig
 from axonlaunch.diagnostics import flight_recorder, step_breakdown
+from axonlaunch.diagnostics.out_of_memory import is_out_of_memory
 from axonlaunch.diagnostics.pipeline_actions import CLOCK_AHEAD
 from axonlaunch.diagnostics.stragglers import files_of
 from axonlaunch.diagnostics.wait_detection import waits
@@ -137,8 +138,9 @@ class StepProfiler:
         """Write the allocator's snapshot where a step runs out of memory."""
         try:
             yield
-        except torch.OutOfMemoryError:
-            self._dump_memory()
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._dump_memory()
             raise
 
     def _dump_memory(self) -> None:

@@ -7,12 +7,13 @@ checkpoint's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from axonlaunch.checkpoint import Checkpoint
 from axonlaunch.checkpoint.saver import Saver
@@ -88,6 +89,7 @@ def fit(
     tracer: RunTracer | None = None,
     saver: Saver | None = None,
     resumed: Checkpoint | None = None,
+    blocks: Sequence[nn.Module] = (),
 ) -> Finished:
     """Train until the last step, or a rank asks to stop, or evaluations get no better.
 
@@ -105,13 +107,14 @@ def fit(
         tracer: Traces the modules of some steps; None: of no step.
         saver: Writes checkpoints, as often as it says; None: there are none.
         resumed: What the engine's state was loaded from; None: it has done no step.
+        blocks: This rank's of the model, by which ranks with GPUs are compared.
     """
     num_steps = config.num_steps
     if resumed is not None and resumed.data is not None:
         data.resume(resumed.data)
     with (
         closing(data.iterate(engine.step)) as batches,
-        closing(Stragglers(world)) as stragglers,
+        closing(Stragglers(world, blocks=blocks)) as stragglers,
         GarbageCollection(config.gc_every) as collection,
     ):
         loop = _Loop(

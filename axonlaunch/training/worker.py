@@ -30,6 +30,7 @@ from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerated, Started
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.models.generation import generate
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
@@ -155,6 +156,9 @@ def run(
             tracer=tracer,
             saver=saver,
             resumed=resumed.checkpoint,
+            blocks=[
+                b for module in engine.modules for b in spec_for(config).blocks(module).values()
+            ],
         )
         if not finished.interrupted:
             _sample(config, engine, dataset, monitor.report)

@@ -6,6 +6,7 @@ It pairs tensors by name, in the order in which a step computes them, and judges
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from axonlaunch.verification import inputs
 from axonlaunch.verification.demands import lowered_thresholds, with_smooth_updates
 from axonlaunch.verification.layout_run import prepared_engine
 from axonlaunch.verification.module_recorder import ModuleRecord, ModuleRecorder
-from axonlaunch.verification.plain_model import threads_for
+from axonlaunch.verification.plain_model import leaving_no_trace, threads_for
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import PlainRun
 
@@ -99,9 +100,11 @@ class BothSides:
         config = with_smooth_updates(config)
         ranks = num_ranks(config)
         self.layout = Layout.of(config, world_size=ranks)
-        with threads_for(config), lowered_thresholds():
-            self._start, self._plain = _plain_steps(config, fp64=fp64)
-            self._ranks = World.mock(ranks).run(lambda world: _rank_steps(config, world))
+        plan = ComparisonPlan(steps=_STEPS, fp64=fp64)
+        with threads_for(config), lowered_thresholds(plan):
+            self._start, self._plain = _plain_steps(config, plan)
+            world = World.mock(ranks, device=config.launch.device)
+            self._ranks = world.run(lambda member: _rank_steps(config, member))
         # A layout's losses are larger, for it averages over ranks what has to be summed; in fp16
         # the plain model's are too.
         is_fp16 = config.train.precision == "fp16"
@@ -136,7 +139,10 @@ class BothSides:
         plain = joined(self._plain[number].modules.outputs[name], self.layout)
         pairs_of_all, missing = [], {}
         for rank, steps in enumerate(self._ranks):
-            calls = steps[number].modules.outputs.get(name, [])[: self.layout.micro_batches]
+            modules = steps[number].modules
+            if name in modules.partial:
+                continue
+            calls = modules.outputs.get(name, [])[: self.layout.micro_batches]
             pairs = self._pairs(number, name, rank, plain, calls)
             pairs_of_all += pairs
             if len(pairs) < self.layout.micro_batches and self._are_of_samples(pairs, plain):
@@ -199,12 +205,12 @@ class BothSides:
         return Quantity(number + 1, kind, name, plain, pairs, before)
 
 
-def _plain_steps(config: RunConfig, *, fp64: bool) -> tuple[dict[str, Tensor], list[_Step]]:
+def _plain_steps(config: RunConfig, plan: ComparisonPlan) -> tuple[dict[str, Tensor], list[_Step]]:
     """Return parameters at the start, and the steps of the plain model."""
-    with torch.random.fork_rng(devices=[]):
-        run = PlainRun(config, ComparisonPlan(steps=_STEPS, fp64=fp64))
+    with leaving_no_trace(config):
+        run = PlainRun(config, plan)
         recorder = ModuleRecorder([run.model])
-        start = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        start = {name: _copy(parameter) for name, parameter in run.model.named_parameters()}
         steps = []
         for number in range(_STEPS):
             recorder.begin()
@@ -212,7 +218,7 @@ def _plain_steps(config: RunConfig, *, fp64: bool) -> tuple[dict[str, Tensor], l
             step = _Step(recorder.record, skipped=done.skipped)
             step.gradients = {name: [((...,), g)] for name, g in done.gradients.items()}
             for name, parameter in run.model.named_parameters():
-                step.parameters[name] = [((...,), parameter.detach().clone())]
+                step.parameters[name] = [((...,), _copy(parameter))]
             steps.append(step)
         return start, steps
 
@@ -225,17 +231,26 @@ def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
     heads = [spec.head_of(module) for module in engine.modules] if is_chunked else []
     recorder = ModuleRecorder(engine.modules, but=heads)
     steps = []
-    for number in range(_STEPS):
+    with closing(loader.iterate()) as batches:  # read ahead, as a run's are
+        read = [next(batches) for _ in range(_STEPS)]
+    for number, batch in enumerate(read):
         recorder.begin()
-        batch = loader.batch(number)
         first = layout.data_shard(world.rank) * len(batch)
         engine.backward(inputs.uneven(batch, first_row=first, step=number))
         step = _Step(recorder.record)
         for name, parameter in engine.named_parameters():
             if parameter.grad is not None:
-                step.gradients.setdefault(name, []).extend(held_boxes(parameter.grad))
+                step.gradients.setdefault(name, []).extend(_boxes(parameter.grad))
         engine.update()
         for name, parameter in engine.named_parameters():
-            step.parameters.setdefault(name, []).extend(held_boxes(parameter))
+            step.parameters.setdefault(name, []).extend(_boxes(parameter))
         steps.append(step)
     return steps
+
+
+def _boxes(tensor: Tensor) -> list[tuple[Index, Tensor]]:
+    return [(index, held.cpu()) for index, held in held_boxes(tensor)]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -62,7 +62,7 @@ def on_mock(config: RunConfig, plan: ComparisonPlan) -> ParityResult:
 
     try:
         with threads_for(config), temporary_folder() as folder:
-            with lowered_thresholds():
+            with lowered_thresholds(plan):
                 results = world.run(run)
             return judge(config, plan, references, results)
     except RankFailedError as error:
@@ -108,7 +108,7 @@ def verify_on_rank(
         connects_at_once=config.strategy.pipeline.degree == 1,
     ) as world:
         first, *others = map(_read, torch.load(Path(folder) / _SAVED))
-        with lowered_thresholds():
+        with lowered_thresholds(plan):
             own = layout_run.compare(config, world, first, plan, folder=Path(folder))
         gathered = all_gather_json(asdict(own))
     if rank:

@@ -17,11 +17,12 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.optimizer import MuonConfig
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.engines import precision
 from axonlaunch.engines.data_parallel import fsdp, zero1
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.verification.plain_optimizer import class_of
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.plan import FIRST_SCALE, ComparisonPlan
 from axonlaunch.verification.reference import NoReferenceError
 from axonlaunch.verification.reference_runs import gradient_norms
 
@@ -121,14 +122,23 @@ def _with_clipping(config: RunConfig) -> RunConfig:
 
 
 @contextmanager
-def lowered_thresholds() -> Iterator[None]:
-    """Let small parameters take the ways of large ones: alone, and in several buckets."""
+def lowered_thresholds(plan: ComparisonPlan) -> Iterator[None]:
+    """Let small parameters take the ways of large ones, and few steps those of many.
+
+    They travel alone, and in several buckets; fp16's loss scale grows.
+
+    Args:
+        plan: How many steps those are.
+    """
     before = zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT
+    scale = precision._FIRST_SCALE, precision._GROWTH_INTERVAL
     zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT = _SMALL_BYTES, _TOGETHER_BYTES, _SMALL_BYTES
+    precision._FIRST_SCALE, precision._GROWTH_INTERVAL = FIRST_SCALE, plan.growth_interval
     try:
         yield
     finally:
         zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT = before
+        precision._FIRST_SCALE, precision._GROWTH_INTERVAL = scale
 
 
 def with_smooth_updates(config: RunConfig) -> RunConfig:

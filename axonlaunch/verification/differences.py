@@ -17,12 +17,15 @@ from torch.distributed.tensor import DTensor
 from axonlaunch.models.dtensor_regions import local_boxes, whole
 
 ORDER = (
-    *("rate", "loss", "gradient", "skip", "norm", "evaluation", "prediction", "arithmetic"),
+    *("rate", "loss", "counted", "gradient", "skip", "scale", "norm"),
+    *("evaluation", "prediction", "arithmetic"),
     *("parameter", "buffer", "state", "checkpoint"),
 )
 """Kinds of quantities, in the order in which a step computes them."""
 _NAMES = {
     "rate": "learning rate",
+    "counted": "number of counted targets",
+    "scale": "loss scale",
     "norm": "gradient norm",
     "state": "optimizer state",
     "evaluation": "evaluation loss",

@@ -162,6 +162,7 @@ def draw_problems(config: RunConfig, draws: Sequence[Draw], *, has_dropout: bool
                 "micro-batches: dropout would repeat its masks"
             )
     yield from _between_ranks(layout, by_place)
+    yield from _between_stages(layout, by_place)
 
 
 def _recomputed(draws: Sequence[Draw]) -> Iterator[str]:
@@ -198,4 +199,23 @@ def _between_ranks(
                 yield (
                     f"step {step}: ranks {other} and {rank} of a context axis draw the same random "
                     f"numbers in {module}: dropout would mask other positions alike"
+                )
+
+
+def _between_stages(
+    layout: Layout, by_place: dict[tuple[int, str, int], list[str]]
+) -> Iterator[str]:
+    """Yield the stages of one pipeline that draw alike, as no two blocks of one process do."""
+    of_rank: dict[tuple[int, int], set[str]] = {}
+    for (step, _, rank), values in by_place.items():
+        of_rank.setdefault((step, rank), set()).update(values)
+    for (step, rank), drawn in of_rank.items():
+        here = layout.coordinates(rank)
+        for other in range(rank):
+            there = layout.coordinates(other)
+            is_behind = {axis for axis in here if here[axis] != there[axis]} == {"pp"}
+            if is_behind and drawn & of_rank.get((step, other), set()):
+                yield (
+                    f"step {step}: ranks {other} and {rank} of a pipeline draw the same random "
+                    "numbers: dropout would mask their blocks alike"
                 )

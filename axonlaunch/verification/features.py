@@ -53,9 +53,12 @@ def features(
         if not reference.dropout
         else f"up to {reference.dropout:g}: {masks} masks were compared; off for all else",
         "evaluation": "halfway" if reference.evaluation is not None else NOT,
-        "resume": f"after {plan.saved} steps, in the same layout"
+        "resume": f"after {plan.saved} steps, in the same layout; weights also read in other parts"
         if plan.beyond
         else f"{NOT}; axonlaunch verify does",
+        "background save": "from states that are overwritten"
+        if plan.beyond and config.checkpoint.async_save
+        else f"{NOT}; use launch.backend=gloo checkpoint.async_save=true",
     }
     if train.precision == "fp16":
         exercised["skipped steps"] = f"{skipped} of {len(reference.steps)}"

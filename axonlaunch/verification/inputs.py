@@ -6,7 +6,9 @@ bias of zero may be added as often as one likes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -17,15 +19,21 @@ from torch import Tensor, nn
 
 from axonlaunch.config.data import IGNORE_INDEX
 from axonlaunch.data.dataset import AnyBatch, Batch
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.loader import Loader, StreamLoader, order_of
 from axonlaunch.models.dtensor_regions import local_boxes
 
 _COMPARED = 1024
 """Samples of training that held-out ones are looked for among."""
+_DISTINCT = 0.9
+"""Share of these that must differ: among those that repeat anyway one is found by chance."""
 _MOVED_BY = 0.1
 """Deviation of what is added to biases and norms."""
 _FOLLOWING = 0.5
 """Share of counted targets that are the next token, where rows are text."""
+_ORDERED = 2**14
+"""Samples of an epoch whose order is looked at."""
+_FEW = 16
+"""Samples that two epochs may have in the same order by chance."""
 _COUNTED_OF_11 = 8
 """Samples of any structure that count."""
 _DROPOUTS = (
@@ -87,26 +95,66 @@ def data_problem(config: Any, loader: Loader, batch: AnyBatch, *, step: int) -> 
     return ""
 
 
-def held_out_problem(config: Any, loader: Loader, batch: AnyBatch) -> str:
-    """Say that what is held out is trained on, which both sides would do alike; empty if not.
+def order_problem(loader: Loader, *, seed: int) -> str:
+    """Say what is wrong with the order of samples, which both sides read by; empty if nothing is.
+
+    Args:
+        loader: Of global batches.
+        seed: The run's.
+    """
+    dataset = loader.dataset
+    if isinstance(loader, StreamLoader) or hasattr(dataset, "order"):
+        return ""  # which sample comes when is somebody else's to say
+    places = np.arange(min(dataset.num_samples, _ORDERED))
+    first, second = (
+        order_of(dataset, places + begins, seed=seed) for begins in (0, dataset.num_samples)
+    )
+    for epoch in (first, second):
+        if len(np.unique(epoch)) < len(places):
+            return "the data: an epoch reads a sample twice"
+    if len(places) > _FEW and np.array_equal(first, second):
+        return "the data: every epoch has its samples in the same order"
+    return ""
+
+
+def evaluated(loader: Loader) -> range:
+    """Return the held-out samples of an evaluation: a global batch, and a part of another."""
+    size = loader.global_batch_size
+    return range(min(loader.dataset.num_eval_samples, size + size // 2 + 1))
+
+
+def held_out_problem(config: Any, loader: Loader, batches: Sequence[AnyBatch]) -> str:
+    """Say what is wrong with what is held out, which both sides would do alike; empty if nothing.
 
     Args:
         config: Of the data.
         loader: Of global batches.
-        batch: Held-out samples.
+        batches: All held-out samples of an evaluation.
     """
     is_ours = type(config).__module__.startswith("axonlaunch.") and config.name != "custom"
-    if not is_ours or not isinstance(batch, Batch):
+    dataset, part = loader.dataset, np.asarray(evaluated(loader))
+    once = dataset.samples(part, split="eval")
+    if not is_ours or not isinstance(once, Batch):
         return ""
-    dataset = loader.dataset
-    first = np.arange(min(dataset.num_samples, dataset.num_eval_samples, _COMPARED))
-    samples = dataset.samples(first, split="train")
-    assert isinstance(samples, Batch)
-    trained = {row.numpy().tobytes() for row in samples.inputs}
-    rows = [row.numpy().tobytes() for row in batch.inputs]
-    if len({*rows}) > 1 and trained.issuperset(rows):
+    if Counter(_rows_of(once)) != Counter(row for batch in batches for row in _rows_of(batch)):
+        return "the data: an evaluation does not read each held-out sample once"
+    first = np.arange(min(dataset.num_samples, _COMPARED))
+    samples = _rows_of(dataset.samples(first, split="train"))
+    repeats = len({*samples}) < _DISTINCT * len(samples)
+    if not repeats and {*samples}.issuperset(held_out := _rows_of(once)) and len({*held_out}) > 1:
         return "the data: every held-out sample that was looked at is one of training"
     return ""
+
+
+def _rows_of(batch: AnyBatch) -> list[bytes]:
+    """Return the samples of a batch that have a target which counts."""
+    assert isinstance(batch, Batch)
+    rows = zip(batch.inputs, batch.targets, strict=True)
+    return [
+        inputs.numpy().tobytes() + targets.numpy().tobytes()
+        for inputs, targets in rows
+        if bool((targets != IGNORE_INDEX).any())
+    ]
 
 
 @torch.no_grad()
@@ -136,21 +184,41 @@ def roughen(parameters: Mapping[str, Tensor], *, relative: float, draw: int = 0)
         if parameter.is_floating_point():
             generator = _generator(f"{name}{draw or ''}")
             factor = 1 + relative * (torch.rand(parameter.shape, generator=generator) - 0.5)
-            parameter.mul_(factor.to(parameter.dtype))
+            parameter.mul_(factor.to(parameter))
 
 
-def drop_nothing(modules: Iterable[nn.Module]) -> float:
-    """Turn dropout off: every layout draws it for other elements; return the largest rate."""
-    largest = 0.0
-    for module in (part for whole_module in modules for part in whole_module.modules()):
-        if isinstance(module, _DROPOUTS):
-            largest, module.p = max(largest, module.p), 0.0
-        for name, value in vars(module).items():
+class Dropout:
+    """A model's dropout, off but inside of ``on``: every layout draws it for other elements.
+
+    Attributes:
+        largest: Its largest rate.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._rates = [
+            (module, name, value)
+            for module in (part for whole_module in modules for part in whole_module.modules())
+            for name, value in vars(module).items()
             # What a module hands to functional.dropout: MultiheadAttention's dropout, and others'.
-            if "dropout" in name and isinstance(value, float):
-                largest = max(largest, value)
-                setattr(module, name, 0.0)
-    return largest
+            if (isinstance(value, float) and "dropout" in name)
+            or (isinstance(module, _DROPOUTS) and name == "p")
+        ]
+        self.largest = max((rate for *_, rate in self._rates), default=0.0)
+        self._turn_off()
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Let it be as the model has it: an evaluation must not draw any."""
+        for module, name, rate in self._rates:
+            setattr(module, name, rate)
+        try:
+            yield
+        finally:
+            self._turn_off()
+
+    def _turn_off(self) -> None:
+        for module, name, _ in self._rates:
+            setattr(module, name, 0.0)
 
 
 def _numel(parameter: Any) -> int:

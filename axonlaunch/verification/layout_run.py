@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint.reader import read_whole_tensors, refuse_damage
@@ -28,6 +31,7 @@ from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.dtensor_regions import dtensor_of, packed
 from axonlaunch.verification import inputs
 from axonlaunch.verification.differences import Difference, as_number, of_number, of_tensor
 from axonlaunch.verification.draws import Draw, DrawProbe, MaskRecorder
@@ -35,6 +39,8 @@ from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import PREDICTED, Reference
 from axonlaunch.verification.tolerances import PARAMETER_FLOOR, floors, state_floors
 
+_PIECES = 2
+"""Parts of a parameter that a rank reads, in place of the one that it would hold."""
 STEPS_OF_MASKS = 2
 """Steps whose masks are compared, of models with dropout."""
 
@@ -56,7 +62,7 @@ def prepared_engine(
     load_initial_weights(engine, config, world=world)
     inputs.move_vectors(engine.named_parameters())
     if not drops:
-        inputs.drop_nothing(engine.modules)
+        inputs.Dropout(engine.modules)
     return engine, loader
 
 
@@ -119,7 +125,8 @@ class _LayoutRun:
     def _begin(self) -> None:
         """Build an engine that knows nothing of what was before."""
         config, rank = self._config, self._world.rank
-        self._engine, self._loader = prepared_engine(config, self._world)
+        self._engine, self._loader = prepared_engine(config, self._world, drops=True)
+        self._dropout = inputs.Dropout(self._engine.modules)
         self._probe: DrawProbe | None = None
         # What is compiled draws otherwise; a model with dropout draws by itself, with it on.
         if not config.train.compile and not self._reference.dropout:
@@ -128,18 +135,14 @@ class _LayoutRun:
     def differences(self, folder: Path) -> Iterator[Difference]:
         """Yield what differs, in the order of what is done."""
         plan = self._plan
-        for number in range(plan.saved):
-            if plan.beyond and number == plan.halfway:
-                yield from self._evaluation()
-            yield from self._step(number)
+        yield from self._steps(range(plan.saved))
         last = plan.saved - 1
         yield from self._parameters(last, self._reference.parameters)
         yield from self._states(last)
         if not plan.beyond:
             return
         yield from self._checkpoint(folder)
-        for number in range(plan.saved, plan.steps):
-            yield from self._step(number)
+        yield from self._steps(range(plan.saved, plan.steps))
         if plan.saved < plan.steps:
             yield from self._parameters(plan.steps - 1, self._reference.end)
 
@@ -149,21 +152,31 @@ class _LayoutRun:
         first = layout.data_shard(self._world.rank) * len(batch)
         return inputs.uneven(batch, first_row=first, step=step)
 
-    def _step(self, number: int) -> Iterator[Difference]:
+    def _steps(self, numbers: range) -> Iterator[Difference]:
+        """Compare steps, whose data is read ahead as a run's is."""
+        with closing(self._loader.iterate(numbers.start)) as batches:
+            for number in numbers:
+                if self._plan.beyond and number == self._plan.halfway:
+                    yield from self._evaluation()
+                yield from self._step(number, next(batches))
+
+    def _step(self, number: int, batch: AnyBatch) -> Iterator[Difference]:
         engine, expected = self._engine, self._reference.steps[number]
         yield of_number(number, "rate", engine.learning_rate(), expected.rate)
-        batch = self._uneven(self._loader.batch(number), number)
+        batch = self._uneven(batch, number)
         if self._probe is not None:
             self._probe.step = number + 1
         with naming_unknown_tokens(batch, self._loader, step=number):
-            loss, _ = engine.backward(batch)
+            loss, counted = engine.backward(batch)
         if self._probe is not None:
             self.draws += self._probe.draws
             self._probe.draws = []
         yield of_number(number, "loss", float(loss), expected.loss)
+        yield of_number(number, "counted", float(counted), expected.counted)
         gradients = list(self._gradients(number))
         norm, skipped = engine.update()
         yield of_number(number, "skip", float(skipped), float(expected.skipped))
+        yield of_number(number, "scale", engine.loss_scale, expected.scale)
         if skipped and expected.skipped:
             return
         yield from gradients
@@ -203,11 +216,14 @@ class _LayoutRun:
                 yield of_tensor(where, seen, self._reference.states[key], floor=least)
 
     def _evaluation(self) -> Iterator[Difference]:
-        """Compare the loss of the first held-out batch, and outputs for some of its samples."""
+        """Compare the loss of some held-out samples, and outputs for a few of them."""
         if self._reference.evaluation is None:
             return
-        [held_out] = self._loader.eval_batches(1)
-        sums = self._engine.evaluate(self._uneven(held_out, 0))
+        part = inputs.evaluated(self._loader)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        with self._dropout.on():
+            for number, held_out in enumerate(self._loader.eval_batches(part=part)):
+                sums += self._engine.evaluate(self._uneven(held_out, number))
         if self._world.world_size > 1:
             dist.all_reduce(sums)
         loss, counted = self._reference.evaluation
@@ -215,9 +231,11 @@ class _LayoutRun:
         yield of_number(half, "evaluation", float(sums[0] / sums[1].clamp(min=1)), loss)
         yield of_number(half, "evaluation", float(sums[1]), counted)
         if self._reference.prediction is not None:
-            whole_batch = next(whole_loader(self._config, self._loader.dataset).eval_batches(1))
+            whole = whole_loader(self._config, self._loader.dataset)
+            whole_batch = next(whole.eval_batches(1, part=part))
             assert isinstance(whole_batch, Batch)
-            outputs = self._engine.predict(whole_batch.inputs[:PREDICTED])
+            with self._dropout.on():
+                outputs = self._engine.predict(whole_batch.inputs[:PREDICTED])
             where, expected = (half, "prediction", ""), self._reference.prediction
             yield of_tensor(where, outputs, expected, floor=0.0)
             if outputs.dtype != expected.dtype and not self._plan.fp64:
@@ -231,8 +249,11 @@ class _LayoutRun:
             folder,
             world=self._world,
             retention=checkpoint.Retention(newest=1),
+            background=self._config.checkpoint.async_save,
         )
-        saver.save(self._engine.state_dict(), step=step, samples=0)
+        state = self._engine.state_dict()
+        saver.save(state, step=step, samples=0)
+        _forget(state)  # as training does, while a save in the background still writes
         saver.close()
         saved = checkpoint.find_checkpoint(folder)
         assert saved is not None
@@ -240,6 +261,7 @@ class _LayoutRun:
             yield from self._read_back(saved)
         if self._world.world_size > 1:
             dist.barrier()
+        yield from self._read_in_parts(saved)
         self._begin()
         state = self._engine.state_dict()
         self._engine.load_state_dict(checkpoint.load_checkpoint(saved, state, world=self._world))
@@ -248,7 +270,7 @@ class _LayoutRun:
         """Compare what one process reads with what it would have saved itself."""
         reference, number = self._reference, self._plan.saved - 1
         refuse_damage(saved)
-        wanted: dict[str, dict[str, Tensor]] = {
+        wanted = {
             "model": {**reference.parameters, **reference.buffers},
             "optimizer": reference.states,
         }
@@ -268,3 +290,36 @@ class _LayoutRun:
                 yield of_tensor(where, read[section][name], expected, floor=least)
         steps = as_number(read["counters"]["step"]) or 0.0
         yield of_number(number, "checkpoint", steps, float(self._plan.saved))
+
+    def _read_in_parts(self, saved: checkpoint.Checkpoint) -> Iterator[Difference]:
+        """Compare parameters that another layout reads: each rank some parts of one of their dims.
+
+        They begin and end elsewhere than what was saved. Those that the ranks do not divide are
+        left out: one process reads them.
+        """
+        size, number = self._world.world_size, self._plan.saved - 1
+        device = self._world.device
+        mesh = DeviceMesh.from_group(self._world.default_group.torch_group, device.type)
+        parts: dict[str, Tensor] = {}
+        for place, (name, expected) in enumerate(self._reference.parameters.items()):
+            dim = place % max(1, expected.ndim)
+            if not expected.ndim or expected.shape[dim] % (_PIECES * size):
+                continue
+            own = torch.zeros_like(expected.chunk(size, dim)[0], device=device)
+            kept = {"shape": expected.shape, "stride": expected.contiguous().stride()}
+            parts[name] = dtensor_of(own, mesh, [packed(dim, pieces=_PIECES)], **kept)
+        state = {"model": parts}
+        checkpoint.load_checkpoint(saved, state, world=self._world)
+        for name, part in parts.items():
+            where = (number, "checkpoint", f"model.{name}")
+            yield of_tensor(where, part, self._reference.parameters[name], floor=PARAMETER_FLOOR)
+
+
+def _forget(state: dict[str, Any]) -> None:
+    """Overwrite tensors in place."""
+    for value in state.values():
+        if isinstance(value, dict):
+            _forget(value)
+        else:
+            local = value.to_local() if isinstance(value, DTensor) else value
+            local.detach().zero_()

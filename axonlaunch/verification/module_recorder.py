@@ -1,7 +1,7 @@
 """What the modules of one side give in a step: outputs, and their gradients, by name.
 
-It records and compares nothing. Tensors are kept until the next step, so that a module that is
-given one is known to read what another gave.
+It records, in host memory, and compares nothing. Tensors are kept until the next step, so that a
+module that is given one is known to read what another gave.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.models.output_regions import pieces_of
+from axonlaunch.models.output_regions import (
+    gets_partial_gradients,
+    gives_partial_sums,
+    pieces_of,
+)
 
 
 @dataclass
@@ -25,12 +29,14 @@ class ModuleRecord:
         gradients: Of these, in the same places; None where none arrived.
         readers: By a module's name: the innermost ones that are given its output.
         pieces: By a module's name: tensors that lie one behind the other in its last dim.
+        partial: Names of modules whose outputs are added up over ranks before they mean anything.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)
     readers: dict[str, list[str]] = field(default_factory=dict)
     pieces: dict[str, int] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
 
 
 class ModuleRecorder:
@@ -89,14 +95,16 @@ class ModuleRecorder:
             record = self.record
             calls = record.outputs.setdefault(name, [])
             # In a forward two micro-batches may well give the same: of their positions, say.
-            if not self._forwards and any(torch.equal(tensor, before) for before in calls):
+            if not self._forwards and any(torch.equal(tensor.cpu(), before) for before in calls):
                 return  # recomputed for a backward
             self._givers.setdefault(id(tensor), (tensor, []))[1].append(name)
-            calls.append(tensor.detach().clone())
+            calls.append(tensor.detach().to("cpu", copy=True))
             gradients = record.gradients.setdefault(name, [])
             gradients.append(None)
             record.pieces[name] = pieces_of(module)
-            if tensor.requires_grad:
+            if gives_partial_sums(module):
+                record.partial.add(name)
+            if tensor.requires_grad and not gets_partial_gradients(module):
                 tensor.register_hook(_keeping(gradients, len(gradients) - 1))
 
         return note
@@ -106,7 +114,7 @@ def _keeping(gradients: list[Tensor | None], place: int) -> Any:
     def keep(gradient: Tensor) -> None:
         # A schedule that splits the backward passes here again, for the weights' sake.
         if gradients[place] is None:
-            gradients[place] = gradient.detach().clone()
+            gradients[place] = gradient.detach().to("cpu", copy=True)
 
     return keep
 

@@ -21,6 +21,33 @@ _SMALL = 20_000_000
 """Parameters of a model that computes on one thread."""
 
 
+def reference_device(config: RunConfig) -> torch.device:
+    """Return where one process computes what a layout's ranks do: on the first GPU, or the CPU."""
+    return torch.device("cuda", 0) if config.launch.device == "cuda" else torch.device("cpu")
+
+
+def has_drawn(device: torch.device, *, seed: int) -> bool:
+    """Say whether random numbers were drawn, on the host or on a device, since all were seeded."""
+    states = [(torch.Generator(), torch.get_rng_state())]
+    if device.type == "cuda":
+        own = torch.cuda.default_generators[device.index]
+        states.append((torch.Generator(device), own.get_state()))
+    return any(not torch.equal(g.manual_seed(seed).get_state(), now) for g, now in states)
+
+
+@contextmanager
+def leaving_no_trace(config: RunConfig) -> Iterator[None]:
+    """Let a plain run compute inside, and leave threads and random states as they were.
+
+    Args:
+        config: The layout's.
+    """
+    device = reference_device(config)
+    devices = [device.index] if device.type == "cuda" else []
+    with threads_for(config), torch.random.fork_rng(devices=devices):
+        yield
+
+
 @contextmanager
 def threads_for(config: RunConfig) -> Iterator[None]:
     """Compute a small model on one thread inside: to share its work out costs more than the work.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 AFTER_CHECKPOINT = 2
 """Steps of a run that is resumed."""
+FIRST_SCALE = 2.0**15
+"""Of fp16's loss, in place of 2**16: it grows once in what is compared, to no more than that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,11 @@ class ComparisonPlan:
     def saved(self) -> int:
         """Steps before the checkpoint, or before the last comparison of states."""
         return max(1, self.steps - AFTER_CHECKPOINT) if self.beyond else self.steps
+
+    @property
+    def growth_interval(self) -> int:
+        """Steps without an overflow after which fp16's loss scale grows, in place of 2,000."""
+        return max(1, self.steps // 2)
 
     @property
     def halfway(self) -> int:

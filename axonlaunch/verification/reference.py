@@ -32,9 +32,15 @@ from axonlaunch.models.module_state import evaluating
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
 from axonlaunch.verification import inputs, plain_model
-from axonlaunch.verification.plain_model import LoadableWeights, loss_sum
+from axonlaunch.verification.foresight import foresight
+from axonlaunch.verification.plain_model import (
+    LoadableWeights,
+    has_drawn,
+    loss_sum,
+    reference_device,
+)
 from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plain_rate
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.plan import FIRST_SCALE, ComparisonPlan
 
 REFERENCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PREDICTED = 2
@@ -51,16 +57,20 @@ class ReferenceStep:
 
     Attributes:
         loss: Mean over the counted targets.
+        counted: How many they are.
         rate: The learning rate.
         norm: Of the whole gradient before clipping.
         skipped: fp16: the update was left out.
+        scale: fp16: what the next step's loss is multiplied by; 1 in others.
         gradients: By parameter's name, before clipping; fp16's are multiplied by the loss scale.
     """
 
     loss: float
+    counted: float
     rate: float
     norm: float
     skipped: bool
+    scale: float
     gradients: dict[str, Tensor]
 
 
@@ -75,7 +85,7 @@ class Reference:
         buffers: Persistent ones, then.
         states: Of the optimizers then, ``<parameter>.<state>``.
         end: Parameters after the last step.
-        evaluation: Mean loss and counted targets of the first held-out batch, halfway.
+        evaluation: Mean loss and counted targets of ``inputs.evaluated``, halfway.
         prediction: Outputs for ``PREDICTED`` samples of it, then.
         frozen: Names of parameters that are not trained.
         dropout: Largest rate of dropout in the model, which is off here.
@@ -98,7 +108,11 @@ class Reference:
 
 
 class PlainRun:
-    """A model and its optimizers, as a script of one process has them."""
+    """A model and its optimizers, as a script of one process has them.
+
+    It computes on a GPU where the layout's ranks do: a GPU's products and attention round otherwise
+    than a CPU's. What it returns is in host memory.
+    """
 
     def __init__(
         self, config: RunConfig, plan: ComparisonPlan, *, roughness: float = 0.0, draw: int = 0
@@ -110,9 +124,10 @@ class PlainRun:
         self._loader = whole_loader(config, dataset)
         self._own = own_loss(config.train)
         self._dtype = torch.float64 if plan.fp64 else REFERENCE_DTYPES[config.train.precision]
-        self.model = self._built()
+        self._device = reference_device(config)
+        self.model = self._built().to(self._device)
         inputs.move_vectors(self.model.named_parameters())
-        self._dropout = inputs.drop_nothing([self.model])
+        self._dropout = inputs.Dropout([self.model]).largest
         self._parameters = dict(self.model.named_parameters())
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self._start = _copies(self._parameters)
@@ -121,7 +136,12 @@ class PlainRun:
         self._held = self._masters()
         self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._held)
         is_fp16 = config.train.precision == "fp16"
-        self._scaler = torch.amp.GradScaler("cpu", enabled=is_fp16)
+        self._scaler = torch.amp.GradScaler(
+            self._device.type,
+            init_scale=FIRST_SCALE,
+            growth_interval=plan.growth_interval,
+            enabled=is_fp16,
+        )
         # Gradients that data ranks average are as many times larger before that as there are ranks,
         # which decides what overflows.
         self._ranks = self._layout.gradient_ranks if is_fp16 else 1
@@ -152,7 +172,13 @@ class PlainRun:
         return {n: p.detach().float().clone() for n, p in self._trained.items()}
 
     def run(self) -> Reference:
-        """Run every step."""
+        """Run every step.
+
+        Raises:
+            NoReferenceError: The data is not what it says, or the model does what none should.
+        """
+        if problem := inputs.order_problem(self._loader, seed=self._config.seed):
+            raise NoReferenceError(problem)
         steps: list[ReferenceStep] = []
         evaluation, prediction, saved = None, None, self._state()
         for number in range(self._plan.steps):
@@ -173,6 +199,18 @@ class PlainRun:
             self._plan.halfway,
         )
 
+    @torch.no_grad()
+    def _foresight(self, batch: AnyBatch) -> str:
+        """Say which tokens the model knows that it should not; empty if none."""
+        if not isinstance(batch, Batch):
+            return ""
+
+        def outputs_of(sample: Batch) -> Tensor:
+            outputs: Tensor | ModelOutputs = self._outputs(sample)
+            return outputs if isinstance(outputs, Tensor) else outputs.logits
+
+        return foresight(self.model, batch, outputs_of)
+
     def step(self, number: int) -> ReferenceStep:
         """Run forward and backward of every micro-batch, clip, update."""
         config = self._config
@@ -188,28 +226,28 @@ class PlainRun:
         for parameter in self._trained.values() if self._ranks > 1 else ():
             if parameter.grad is not None:
                 parameter.grad.div_(self._ranks)
-        if not number and not torch.equal(
-            torch.Generator().manual_seed(config.seed).get_state(), torch.get_rng_state()
-        ):
+        if not number and has_drawn(self._device, seed=config.seed):
             raise NoReferenceError(
                 "the model draws random numbers in training, and no two layouts draw alike; "
                 "turn that off in model.arguments (nn.Dropout is off here by itself)"
             )
-        gradients = {n: p.grad.clone() for n, p in self._trained.items() if p.grad is not None}
+        gradients = _copies({n: p.grad for n, p in self._trained.items() if p.grad is not None})
         rate = plain_rate(
             config.scheduler, number, peak=config.optimizer.lr, steps=config.train.num_steps
         )
         norm, skipped = self._update(number)
-        return ReferenceStep(total, rate, norm, skipped, gradients)
+        scale = float(self._scaler.get_scale())
+        return ReferenceStep(total, counted, rate, norm, skipped, scale, gradients)
 
     def _batch(self, number: int) -> AnyBatch:
         """Return a step's global batch, uneven.
 
         Raises:
-            NoReferenceError: The data is not what it says.
+            NoReferenceError: The data is not what it says, or the model knows what it should not.
         """
         batch = self._loader.batch(number)
-        if problem := inputs.data_problem(self._config.data, self._loader, batch, step=number):
+        problem = inputs.data_problem(self._config.data, self._loader, batch, step=number)
+        if problem := problem or ("" if number else self._foresight(batch)):
             raise NoReferenceError(problem)
         return inputs.uneven(batch, first_row=0, step=number)
 
@@ -258,13 +296,14 @@ class PlainRun:
         buffers: dict[str, Tensor] = {}
         for number, piece in enumerate(plain_model.micro_batches_of(batch, size)):
             if number * size == share:
-                buffers = _copies(self._buffers())
+                buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
             yield piece
         for name, buffer in self._buffers().items():
             if buffers:
                 buffer.copy_(buffers[name])
 
     def _loss_sum(self, batch: MicroBatch) -> Tensor:
+        batch = batch.map(self._here)
         outputs = self._outputs(batch)
         if self._own is None:
             assert isinstance(batch, Batch)
@@ -287,7 +326,7 @@ class PlainRun:
         def in_type(tensor: Tensor) -> Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        taken, positions = batch.forward_arguments(self.model.forward)
+        taken, positions = batch.map(self._here).forward_arguments(self.model.forward)
         if dtype is torch.float64:
             taken, positions = map_tensors(in_type, (taken, positions))
         if dtype in (torch.float32, torch.float64):
@@ -299,30 +338,36 @@ class PlainRun:
             taken, positions = map_tensors(in_type, (taken, positions))
             outputs = functional_call(self.model, cast, tuple(taken), positions)
         else:
-            with torch.autocast("cpu", dtype=dtype):
+            with torch.autocast(self._device.type, dtype=dtype):
                 outputs = self.model(*taken, **positions)
         if self._own is None and not isinstance(outputs, Tensor | ModelOutputs):
             raise NoReferenceError(str(not_a_tensor(outputs)))
         return outputs
 
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device)
+
     @torch.no_grad()
     def _evaluate(self) -> tuple[tuple[float, float] | None, Tensor | None]:
         """Return mean loss and counted targets of held-out samples, and outputs for some."""
-        batch = next(iter(self._loader.eval_batches(1)), None)
-        if batch is None:
+        batches = [*self._loader.eval_batches(part=inputs.evaluated(self._loader))]
+        if not batches:
             return None, None
-        if problem := inputs.held_out_problem(self._config.data, self._loader, batch):
+        if problem := inputs.held_out_problem(self._config.data, self._loader, batches):
             raise NoReferenceError(problem)
-        batch = inputs.uneven(batch, first_row=0, step=0)
-        # Micro-batches are as large as the layout's, for models that mix samples.
-        pieces = plain_model.micro_batches_of(batch, self._layout.micro_batch_size)
-        counted, logits = float(self._count(batch)), None
+        total, counted, logits = 0.0, 0.0, None
         with evaluating([self.model]):
-            total = sum(float(self._loss_sum(piece)) for piece in pieces)
+            for number, batch in enumerate(batches):
+                batch = inputs.uneven(batch, first_row=0, step=number)
+                counted += self._count(batch)
+                # Micro-batches are as large as the layout's, for models that mix samples.
+                pieces = plain_model.micro_batches_of(batch, self._layout.micro_batch_size)
+                total += sum(float(self._loss_sum(piece)) for piece in pieces)
             if self._own is None:
-                assert isinstance(batch, Batch)
-                outputs = self._outputs(Batch(batch.inputs[:PREDICTED], batch.targets[:PREDICTED]))
-                logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).clone()
+                first = batches[0]
+                assert isinstance(first, Batch)
+                outputs = self._outputs(Batch(first.inputs[:PREDICTED], first.targets[:PREDICTED]))
+                logits = _copy(outputs if isinstance(outputs, Tensor) else outputs.logits)
         return (total / max(1.0, counted), counted), logits
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -333,7 +378,7 @@ class PlainRun:
         """Return copies of parameters, buffers and optimizer states."""
         names = {id(tensor): name for name, tensor in self._held.items()}
         states = {
-            f"{names[id(p)]}.{key}": torch.as_tensor(value).detach().clone()
+            f"{names[id(p)]}.{key}": _copy(torch.as_tensor(value))
             for optimizer in self._optimizers
             for p, values in optimizer.state.items()
             for key, value in values.items()
@@ -346,4 +391,8 @@ def _has_batch_norm(model: nn.Module) -> bool:
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return {name: _copy(tensor) for name, tensor in tensors.items()}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

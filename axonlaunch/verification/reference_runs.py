@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from axonlaunch.config import RunConfig
-from axonlaunch.verification.plain_model import threads_for
+from axonlaunch.verification.plain_model import leaving_no_trace
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import (
     REFERENCE_DTYPES,
@@ -36,7 +36,7 @@ def gradient_norms(config: RunConfig, *, steps: int) -> list[float]:
     Raises:
         NoReferenceError: They fail.
     """
-    with _reporting(), threads_for(config), torch.random.fork_rng(devices=[]):
+    with _reporting(), leaving_no_trace(config):
         run = PlainRun(config, ComparisonPlan(steps=steps))
         return [run.step(number).norm for number in range(steps)]
 
@@ -50,7 +50,7 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
     Raises:
         NoReferenceError: They fail, or the model is random by itself.
     """
-    with _reporting(), threads_for(config), torch.random.fork_rng(devices=[]):
+    with _reporting(), leaving_no_trace(config):
         reference = PlainRun(config, plan).run()
         _refuse_random(reference, PlainRun(config, plan))
         if plan.fp64:

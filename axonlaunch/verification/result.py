@@ -63,7 +63,7 @@ class ParityResult:
         unproved_parameters: Names of those trained that got no gradient, or did not move.
         frozen_parameters: Names of those that are not trained, and had no gradient on either side.
         features: How each feature was exercised, or that it was not.
-        notes: What was not compared as the run would have it.
+        notes: What was not compared as the run would have it, or where it could have been.
         first_difference: The first module, in order of computation, whose output or gradient is
             not one process's in the first step, and how; empty where there is none.
     """

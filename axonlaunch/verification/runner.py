@@ -39,7 +39,7 @@ def verify(
     """Check a configuration, run its layout and one process, compare.
 
     ``launch.backend=auto`` means the mock world here, which needs neither ports nor devices; what
-    is compiled needs processes.
+    is compiled needs processes. Of GPUs that this leaves unused a note is made.
 
     Args:
         context: Starts the processes.
@@ -63,7 +63,9 @@ def verify(
     if isinstance(config.model, HuggingFaceConfig):
         # Any weights do, and those of the seed need no files.
         config = configuration.with_values(config, {"model.init": "random"})
+    devices = 0
     if config.launch.backend == "auto":
+        devices = forked_call.call(context, "axonlaunch.preflight.devices:accelerators", config)
         backend = "gloo" if config.train.compile else "mock"
         config = configuration.with_values(config, {"launch.backend": backend})
     config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
@@ -75,6 +77,7 @@ def verify(
         )
     else:
         verdict = _on_processes(context, config, plan)
+    verdict = replace(verdict, notes=[*verdict.notes, *_notes(config, devices)])
     has_failed = verdict.verdict == "failed"
     if verdict.failure is not None or config.train.compile or not (has_failed or dump):
         return verdict
@@ -127,6 +130,22 @@ def foresee_proof(context: Starter, config: RunConfig) -> Proof | None:
     if not is_to_be_proved(config):
         return None
     return cast("Proof", forked_call.call(context, "axonlaunch.verification.proof:foresee", config))
+
+
+def _notes(config: RunConfig, devices: int) -> list[str]:
+    """Say that ranks were on the CPU where nobody asked for that.
+
+    Args:
+        config: Resolved.
+        devices: GPUs here, where the user has not chosen a backend.
+    """
+    if not devices or config.launch.device == "cuda":
+        return []
+    here = "a GPU" if devices == 1 else f"{devices} GPUs"
+    ways = ["launch.device=cuda lets ranks share one"]
+    if num_ranks(config) <= devices:
+        ways.insert(0, "launch.backend=nccl gives each rank its own")
+    return [f"both sides ran on the CPU, and this node has {here}: {', '.join(ways)}"]
 
 
 def _on_processes(

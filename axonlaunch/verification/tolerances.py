@@ -45,6 +45,10 @@ _JUMP = 4.0
 """By how much more one rounding makes of a step's gradients than another, where units of ReLU are
 on in one and off in another: that happens in some steps and not in others, as it may in a layout.
 """
+_NOTHING_ELSE = 0.5
+"""Of its size: what two roundings of the first step's gradient differ by where it is nothing but
+rounding, as that of a bias before batch normalisation, which takes every constant away.
+"""
 _LENGTH = "length"
 """The kind of what a gradient as a whole is too large or too small by."""
 _MOST = {False: 1e-2, True: 0.5}
@@ -87,6 +91,10 @@ class Tolerances:
             if kind in ("loss", "gradient", "parameter")
             and statistics.median(of_each) * self._times > most
         ]
+        # Where rounding decides whether fp16 overflows, all that comes later is another run's.
+        skips = [[step.skipped for step in run.steps] for run in (reference, *others)]
+        of_runs = enumerate(zip(*skips, strict=True), start=1)
+        chaotic += [number for number, skipped in of_runs if len({*skipped}) > 1]
         self.last_step = min(chaotic, default=len(reference.steps) + 1) - 1
         """The last step whose numbers say anything; after it rounding has taken over."""
 
@@ -108,7 +116,7 @@ class Tolerances:
     def of(self, difference: Difference) -> float:
         """Return what the quantity of a difference may be off by."""
         kind = difference.kind
-        if kind in ("rate", "skip"):
+        if kind in ("rate", "skip", "counted", "scale"):
             return 1e-9
         if self._has_same_operations and (difference.step, kind) == (1, "gradient"):
             return _OF_SAME_OPERATIONS
@@ -192,18 +200,38 @@ def _relative_noise(
             yield (noise.step, _LENGTH, noise.name), abs(noise.ratio - 1)
 
 
+def _nothing_but_rounding(one: Reference, other: Reference) -> set[str]:
+    """Return parameters whose gradient is zero but for rounding.
+
+    By how much two references differ in it says little of a third: rounding has its whole size.
+    """
+    mine, theirs = one.steps[0], other.steps[0]
+    if mine.skipped or theirs.skipped:
+        return set()
+    return {
+        name
+        for name, gradient in mine.gradients.items()
+        if (gradient - theirs.gradients[name]).norm() > _NOTHING_ELSE * gradient.norm()
+    }
+
+
 def _noise(one: Reference, other: Reference) -> Iterable[Difference]:
     """Yield what two references differ by."""
+    zero = _nothing_but_rounding(one, other)
     for number, (mine, theirs) in enumerate(zip(other.steps, one.steps, strict=True)):
-        if mine.skipped or theirs.skipped:
+        if mine.skipped != theirs.skipped:
             continue
         yield of_number(number, "loss", mine.loss, theirs.loss)
+        if mine.skipped:
+            continue
         yield of_number(number, "norm", mine.norm, theirs.norm)
         floor = floors(one, number)
         for name, gradient in mine.gradients.items():
-            yield of_tensor(
-                (number, "gradient", name), gradient, theirs.gradients[name], floor=floor
-            )
+            expected = theirs.gradients[name]
+            if name in zero:
+                size = torch.maximum(gradient.abs(), expected.abs())
+                gradient = expected + size.to(expected.dtype)
+            yield of_tensor((number, "gradient", name), gradient, expected, floor=floor)
     saved, end = one.saved_step - 1, len(one.steps) - 1
     floors_of = state_floors(one.states)
     for name, value in other.parameters.items():
@@ -218,6 +246,8 @@ def _noise(one: Reference, other: Reference) -> Iterable[Difference]:
             where = (saved, "buffer", name)
             yield of_tensor(where, value, one.buffers[name], floor=PARAMETER_FLOOR)
     for name, value in other.states.items():
+        if name not in one.states:  # fp16 has skipped every step so far
+            continue
         floor = floors_of.get(name.rpartition(".")[2], 0.0)
         yield of_tensor((saved, "state", name), value, one.states[name], floor=floor)
     half = one.halfway - 1

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from axonlaunch.system import forked_call
 
 TENSORS, ROWS, COLUMNS = 25, 2000, 2000  # 100 million parameters, two states of each
 MB = 1e6
-SILENT = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+SILENT = subprocess.DEVNULL
 
 
 def state(ranks: int) -> dict[str, dict[str, DTensor]]:
@@ -114,16 +115,16 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
         for repeat in range(repeats):
             note("dd with fsync", seconds(dd))
             note("torch.save with fsync, a file a rank", seconds(torch_save))
-            note("save", seconds(lambda r=repeat: now.save(sharded, step=3 * r + 1, samples=0)))
+            note("save", seconds(partial(now.save, sharded, step=3 * repeat + 1, samples=0)))
             now.close()
             newest = latest(here / "run")
             assert newest is not None
             mine = sorted(newest.path.iterdir())[rank::ranks]
             loaded = (
                 "load, checksums included",
-                lambda o=newest: load_checkpoint(o, sharded, world=world),
+                partial(load_checkpoint, newest, sharded, world=world),
             )
-            whole = "read the files", lambda m=mine: read(m)
+            whole = "read the files", partial(read, mine)
             for name, work in (whole, loaded, loaded, whole):  # disks grow faster and slower
                 if world.is_main:
                     forget(here)
@@ -152,8 +153,13 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
             later.close()
             note("copy of the state", seconds(lambda: copied(sharded)))
             usual = statistics.median(step() for _ in range(15))
-            writer = subprocess.Popen(direct(here / f"direct_{rank}", size // ranks), **SILENT)
-            of_dd = beside(lambda w=writer: w.poll() is None) / usual
+            command = direct(here / f"direct_{rank}", size // ranks)
+            writer = subprocess.Popen(command, stdout=SILENT, stderr=SILENT)
+
+            def is_writing(writer: subprocess.Popen[bytes] = writer) -> bool:
+                return writer.poll() is None
+
+            of_dd = beside(is_writing) / usual
             note("steps beside dd of as much past the cache, relative", of_dd)
     timings["megabytes"] = [size / MB]
     return timings

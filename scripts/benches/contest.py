@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class Contestant:
         """Wait for the first step; return the seconds that the command took to it."""
         while not (self.progress.exists() and self.progress.stat().st_size):
             if self.process.poll() is not None:
-                raise SystemExit(f"{self.process.args} failed")
+                raise SystemExit(f"{self.process.args!r} failed")
             time.sleep(0.002)
         return self.progress.stat().st_mtime - self.started
 
@@ -118,12 +118,15 @@ def torchrun(work: Work, *, script: Path = RIVAL) -> Iterator[Contestant]:
             yield Contestant(process, Path(folder), out, started, is_rank)
 
 
-CONTESTANTS = {"axonlaunch": axonlaunch, "torchrun": torchrun}
+CONTESTANTS: dict[str, Callable[[Work], AbstractContextManager[Contestant]]] = {
+    "axonlaunch": axonlaunch,
+    "torchrun": torchrun,
+}
 
 
 @contextmanager
 def _running(
-    command: list[str | Path], folder: str
+    command: Sequence[object], folder: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], float]]:
     started = time.time()
     process = subprocess.Popen(
@@ -152,5 +155,5 @@ def step_seconds(contestant: Contestant) -> float:
     text = contestant.progress.read_text().splitlines()
     if contestant.progress.name == "metrics.jsonl":
         lines = [line for line in map(json.loads, text) if "step_s" in line]
-        return statistics.median(line["step_s"] for line in lines[1:])
+        return statistics.median(float(line["step_s"]) for line in lines[1:])
     return statistics.median(map(float, text[1:]))

@@ -28,13 +28,18 @@ from axonlaunch.engines.tensor import losses
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory import estimate as memory_estimate
+from axonlaunch.planning.tracing import cuda_norm
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.stage_trace import host_categories
+from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.system import forked_map
+from axonlaunch.system.allocator_settings import AllocatorSettings
 
 GIB = 1024**3
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "truth" / "measurements.jsonl"
 
 Estimated = Mapping[str, int]
+STEADY: tuple[Category, ...] = ("parameters", "gradients", "optimizer")
 
 
 def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
@@ -48,35 +53,38 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
     )
     reduced = ReducedRun.of(config)
     stages = reduced.stages_of(rank.coords["pp"])
-    on_host = memory_estimate.host_categories(config)
-    (changes,) = forked_map.map_forked(
+    on_host = host_categories(config)
+    (recorded,) = forked_map.map_forked(
         [partial(cuda_process.record, reduced, rank=rank.rank, stages=stages, on_host=on_host)]
     )
     memory = cuda_process.held(
-        changes,
+        recorded,
         peak_bytes=rank.peak_bytes,
         groups=cuda_process.communicator_sizes(reduced.layout),
         capacity=capacity,
-        expandable=run.expandable,
+        settings=AllocatorSettings(expandable=run.expandable),
         workspaces=cuda_process.cublas_workspaces(config),
     )
-    steady = ("parameters", "gradients", "optimizer")
     return {
         "allocated": rank.peak_bytes,
         "active": rank.peak_bytes,
         "reserved": memory.allocator,
         "nvidia-smi": memory.process,
-        "steady": sum(rank.breakdown[name] for name in steady),
+        "steady": sum(rank.breakdown[name] for name in STEADY),
     }
 
 
 def _as_torchtitan_of_2024() -> None:
-    """Gather and compile in this process as those runs did; no key of ours says that.
+    """Gather, compile and normalise in this process as those runs did; no key of ours says that.
 
-    Source: pytorch/torchtitan@9dec370, ``parallelisms/parallelize_llama.py``.
+    Source: pytorch/torchtitan@9dec370, ``parallelisms/parallelize_llama.py``; torch had no kernel
+    for RMSNorm before 2.9, of October 2025.
     """
+    cuda_norm.norm_as_on_cuda = lambda: None
     fsdp.LARGE_UNIT = sys.maxsize
-    losses.cross_entropy_sum = partial(cross_entropy_sum)  # no model's own, which is compiled
+    vars(losses)["cross_entropy_sum"] = partial(
+        cross_entropy_sum
+    )  # no model's own, which is compiled
 
 
 def cached(run: published.Run, capacity: int | None, folder: Path | None) -> Estimated:
@@ -130,10 +138,10 @@ def _print_errors(rows: list[dict[str, Any]], answers: list[Estimated]) -> None:
     print(f"\n{'source':<10} {'kind':<10} {'rows':>4} {'median':>7} {'90th':>7}")
     groups = sorted(errors.items())
     whole = [error for _, of_group in groups for error in of_group]
-    for (source, kind), of_group in [*groups, (("all", ""), whole)]:
+    for (source, name), of_group in [*groups, (("all", ""), whole)]:
         if of_group:
             print(
-                f"{source:<10} {kind:<10} {len(of_group):>4} {statistics.median(of_group):>7.1%} "
+                f"{source:<10} {name:<10} {len(of_group):>4} {statistics.median(of_group):>7.1%} "
                 f"{_percentile(of_group, 0.9):>7.1%}"
             )
     print(f"\nestimated not to fit their GPU: {', '.join(misfits) or 'none'}")

@@ -65,7 +65,7 @@ def python_of(peer: Peer, folder: Path) -> Path:
         own = next(place.glob("lib/python*/site-packages"))
         base = sysconfig.get_paths()["purelib"]
         (own / "base.pth").write_text(f"import site; site.addsitedir({base!r})\n")
-        command = [python, "-m", "pip", "install", "--quiet", peer.requirement]
+        command = [str(python), "-m", "pip", "install", "--quiet", peer.requirement]
         subprocess.run(command, check=True)
         (place / "installed").touch()
     return python
@@ -75,7 +75,7 @@ def why_not(peer: Peer, python: Path) -> str:
     """Return why a peer can't run on this CPU; empty where it can."""
     if not peer.needs:
         return ""
-    command = [python, "-W", "ignore", "-c", f"import {peer.needs}"]
+    command = [str(python), "-W", "ignore", "-c", f"import {peer.needs}"]
     ran = subprocess.run(command, capture_output=True, text=True, env=_environment(python))
     return "" if ran.returncode == 0 else ran.stderr.strip().splitlines()[-1]
 

@@ -36,7 +36,7 @@ def step_seconds(overrides: list[str], layout: Layout, *, ranks: int, steps: int
         if ran.returncode:
             raise SystemExit(f"{' '.join(command)}\n{ran.stdout}{ran.stderr}")
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    return statistics.median(json.loads(line)["step_s"] for line in lines[2:])
+    return statistics.median(float(json.loads(line)["step_s"]) for line in lines[2:])
 
 
 def every_layout(overrides: list[str], *, ranks: int) -> list[Layout]:

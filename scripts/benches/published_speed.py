@@ -119,7 +119,7 @@ def _measured(row: dict[str, Any]) -> float:
     if row.get("tokens_per_s_per_gpu"):
         return float(row["tokens_per_s_per_gpu"])
     if row.get("ms_per_iter"):
-        return row["micro_batch_size"] * row["seq_len"] / (row["ms_per_iter"] / 1000)
+        return float(row["micro_batch_size"] * row["seq_len"] / (row["ms_per_iter"] / 1000))
     raise NotExpressedError("no tokens a second")
 
 

@@ -43,8 +43,8 @@ def ours(block: LlamaBlock, mesh: DeviceMesh) -> LlamaBlock:
 
 def theirs(block: LlamaBlock, mesh: DeviceMesh) -> LlamaBlock:
     """Divide a block as torch's tutorial does."""
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    columns += ("mlp.gate_proj", "mlp.up_proj")
+    columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    columns += ["mlp.gate_proj", "mlp.up_proj"]
     plan = dict.fromkeys(columns, ColwiseParallel())
     parallelize_module(
         block,

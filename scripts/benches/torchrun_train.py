@@ -39,11 +39,11 @@ def main() -> None:
     config = GPTConfig(
         hidden_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=4
     )
-    model = build_model(config)
+    model: nn.Module = build_model(config)
     if args.strategy == "ddp":
         model = DistributedDataParallel(model)
     else:
-        shard(model, model.layers)
+        shard(model, model.get_submodule("layers").children())
     train(args, model, lambda tokens: model(tokens))
 
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from axonlaunch.config.model import GPTConfig
-from axonlaunch.diagnostics.stragglers import RankTimes, _Samples
+from axonlaunch.diagnostics.stragglers import _Samples
+from axonlaunch.events import Event, RankTimes, StepLogged
 from axonlaunch.models.build import build_model
 from axonlaunch.training.loggers.event_log import EventLog
-from axonlaunch.training.loggers.jsonl import JSONLLogger, StepLogged
+from axonlaunch.training.loggers.jsonl import JSONLLogger
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--ranks", type=int, nargs="+", default=[2, 64, 1000])
@@ -45,13 +47,13 @@ def writing(ranks: int) -> tuple[float, int]:
     names = tuple(f"node-{rank // 8:03}.cluster.example" for rank in range(ranks))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        listeners = [
+        listeners: list[Callable[[Event], None]] = [
             JSONLLogger(folder / "metrics.jsonl", resumed_at=None),
             EventLog(folder, world_size=ranks),
         ]
         began = time.process_time()
         for step in range(1, args.events + 1):
-            events = [
+            events: list[Event] = [
                 StepLogged(
                     step, 2.345678, 1e-3, 0.98765, 4096, 123456.7, 0.0331, 2**30, 0.1, 10**6
                 ),
@@ -67,7 +69,7 @@ def writing(ranks: int) -> tuple[float, int]:
 def watching() -> float:
     """Return the share of a core that sampling the training thread takes."""
     samples = _Samples()
-    samples.phase = "stepping"
+    samples.note("stepping")
     began, cpu = time.perf_counter(), time.process_time()
     time.sleep(5)
     share = (time.process_time() - cpu) / (time.perf_counter() - began)

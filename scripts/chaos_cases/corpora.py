@@ -107,10 +107,10 @@ def _mixed(lab: Lab) -> list[str]:
         corpus.write_jsonl(folder / "documents.jsonl", functions[:12])
         corpus.write_jsonl(folder / "chats.jsonl", chats[:20])
         corpus.write_jsonl(folder / "held_out.jsonl", functions[20:] * HELD_OUT_COPIES)
-    documents = f"{{files: [{folder}/documents.jsonl], held_out: [{folder}/held_out.jsonl]}}"
-    chats = f"{{data: chat, files: [{folder}/chats.jsonl], held_out: 2}}"
+    code = f"{{files: [{folder}/documents.jsonl], held_out: [{folder}/held_out.jsonl]}}"
+    talk = f"{{data: chat, files: [{folder}/chats.jsonl], held_out: 2}}"
     return [
-        *("data=documents", f"data.mix={{code: {documents}, talk: {chats}}}"),
+        *("data=documents", f"data.mix={{code: {code}, talk: {talk}}}"),
         *("tokenizer=train", "tokenizer.vocab_size=400"),
     ]
 

@@ -1,6 +1,8 @@
 """Whether everything trains on this node's GPU: estimates beside it, then every kind of run.
 
-A run of fp32 has the losses of the same run on the CPU; the others end with a finite one.
+A run of fp32 has the losses of the same run on the CPU; the others end with a finite one. Layouts
+of several ranks compute what one process does on the CPU, their ranks threads that share the GPU;
+with compute-sanitizer on PATH two of them are looked at by it.
 """
 
 from __future__ import annotations
@@ -8,12 +10,26 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import table
+import torch
+import torch.distributed as dist
+
+from axonlaunch import config as configuration
+from axonlaunch.comm import World
+from axonlaunch.comm.rendezvous import RankEnvironment
+from axonlaunch.preflight.checks import resolve
+from axonlaunch.verification.compare import on_mock
+from axonlaunch.verification.demands import demanding
+from axonlaunch.verification.plan import ComparisonPlan
 
 STEPS = 20
 SMALL = [
@@ -51,23 +67,65 @@ RUNS = {
     "saved in the background": [*LLAMA, "checkpoint.every=5", "checkpoint.async_save=true"],
     "profiled": [*LLAMA, BF16, "train.profile={steps: [10, 12], memory: true}"],
 }
-ON_CPU = {"commands": ("estimate",), "runs": ("gpt fp32",)}
+LAYOUTS = {
+    **{name: [f"strategy={name}", "launch.nproc=2"] for name in ("ddp", "zero1", "zero2", "fsdp")},
+    "hsdp": ["strategy=hsdp", "strategy.fsdp.replicate=2", "launch.nproc=4"],
+    "tensor": ["strategy=tensor", "launch.nproc=2"],
+    "tensor, sequences": [
+        *("strategy=tensor", "strategy.tensor.sequence_parallel=true", "launch.nproc=2")
+    ],
+    **{
+        schedule: ["strategy=pipeline", f"strategy.pipeline.schedule={schedule}", "launch.nproc=2"]
+        for schedule in ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
+    },
+    "hybrid": ["strategy=hybrid", "launch.nproc=8"],
+    "context": ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2"],
+    "context bf16": ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2", BF16],
+}
+VERIFIED = {f"verified {name}": layout for name, layout in LAYOUTS.items()}
+LOOKED_AT = {f"memory checked {name}": LAYOUTS[name] for name in ("fsdp", "context")}
+"""By compute-sanitizer."""
+RACING = [*LLAMA, BF16, "strategy=fsdp", "strategy.fsdp.cpu_offload=full"]
+OTHERS = ("one device a task", "same bits when launches wait")
+ON_CPU = ("estimate", "gpt fp32", "verified fsdp", *LOOKED_AT, *OTHERS)
+OFF = {"fp32": 1e-4, "bf16": 2e-2}
+"""What passes where verify's own tolerance, that of two runs on a CPU, is less."""
+EXACT = ("rate", "skip")
+"""What no device computes."""
 
 
 def main() -> int:
     """Run every command and every kind of run."""
     args = table.arguments(__doc__ or "")
     on_cuda = args.device == "cuda"
-    commands = {n: c for n, c in COMMANDS.items() if on_cuda or n in ON_CPU["commands"]}
-    runs = {n: r for n, r in RUNS.items() if on_cuda or n in ON_CPU["runs"]}
+    if args.case:
+        return _in_this_process(args.case, args.device)
+    names = [*COMMANDS, *RUNS, *VERIFIED, *LOOKED_AT, *OTHERS]
+    sanitizer = shutil.which("compute-sanitizer")
+    if not on_cuda:
+        names = [name for name in names if name in ON_CPU]
+    elif sanitizer is None:
+        names = [name for name in names if name not in LOOKED_AT]
+        sys.stdout.write("compute-sanitizer is not on PATH: nothing is looked at by it\n")
     with tempfile.TemporaryDirectory() as folder:
 
         def case(name: str) -> table.Row:
-            if name in commands:
-                return command(name, commands[name], Path(folder))
-            return trained(name, runs[name], Path(folder), on_cuda=on_cuda)
+            if name in COMMANDS:
+                return command(name, COMMANDS[name], Path(folder))
+            if name in VERIFIED:
+                return verified(name, VERIFIED[name], args.device, Path(folder))
+            if name in LOOKED_AT:
+                looks = [sanitizer, "--error-exitcode", "3"] if on_cuda and sanitizer else []
+                return process(name, [*looks, sys.executable, __file__], args.device)
+            if name == "one device a task":
+                first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+                asked = [sys.executable, __file__]
+                return process(name, asked, args.device, CUDA_VISIBLE_DEVICES=first)
+            if name in OTHERS:
+                return same_bits(name, Path(folder), on_cuda=on_cuda)
+            return trained(name, RUNS[name], Path(folder), on_cuda=on_cuda)
 
-        return table.run([*commands, *runs], args.only, case)
+        return table.run(names, args.only, case, at_once=max(1, (os.cpu_count() or 1) // 4))
 
 
 def command(name: str, overrides: list[str], folder: Path) -> table.Row:
@@ -89,22 +147,10 @@ def trained(name: str, overrides: list[str], folder: Path, *, on_cuda: bool) -> 
     is_fp32 = not any("precision=" in word for word in overrides)
     devices = ("nccl", "gloo") if is_fp32 else ("nccl",)
     for backend in devices if on_cuda else ("gloo",):
-        run = f"{name} {backend}".replace(" ", "-").replace(",", "")
-        arguments = [
-            "train",
-            *SMALL,
-            *overrides,
-            f"launch.backend={backend}",
-            f"name={run}",
-            "--json",
-        ]
-        ran = axonlaunch(arguments, folder, dict(os.environ))
-        if ran.returncode:
-            return table.Row(
-                name, problem=f"status {ran.returncode}: {table.last_line(ran.stderr)}"
-            )
-        lines = (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
-        losses[backend] = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+        found = losses_of(f"{name} {backend}", [*overrides, f"launch.backend={backend}"], folder)
+        if isinstance(found, str):
+            return table.Row(name, problem=found)
+        losses[backend] = found
     ours = next(iter(losses.values()))
     cells = {"first loss": f"{ours[0]:.4f}", "last loss": f"{ours[-1]:.4f}"}
     if len(ours) != STEPS or not all(map(math.isfinite, ours)):
@@ -112,9 +158,100 @@ def trained(name: str, overrides: list[str], folder: Path, *, on_cuda: bool) -> 
     if len(losses) == 2:
         off = max(abs(a - b) / abs(b) for a, b in zip(*losses.values(), strict=True))
         cells["off the CPU's"] = f"{off:.1e}"
-        if off > 1e-4:
+        if off > OFF["fp32"]:
             return table.Row(name, cells, f"{off:.1e} off the CPU's losses, 1e-4 is allowed")
     return table.Row(name, cells)
+
+
+def same_bits(name: str, folder: Path, *, on_cuda: bool) -> table.Row:
+    """Train twice, once with kernels that are waited for: where streams race, losses differ."""
+    losses = []
+    for waits in "01":
+        overrides = [*RACING, "train.deterministic=true"]
+        overrides.append(f"launch.backend={'nccl' if on_cuda else 'gloo'}")
+        found = losses_of(f"{name} {waits}", overrides, folder, CUDA_LAUNCH_BLOCKING=waits)
+        if isinstance(found, str):
+            return table.Row(name, problem=found)
+        losses.append(found)
+    cells = {"first loss": f"{losses[0][0]:.4f}", "last loss": f"{losses[0][-1]:.4f}"}
+    differ = [step for step, (a, b) in enumerate(zip(*losses, strict=True), 1) if a != b]
+    problem = f"losses differ from step {differ[0]}" if differ else ""
+    return table.Row(name, cells, problem)
+
+
+def losses_of(
+    name: str, overrides: list[str], folder: Path, **environment: str
+) -> list[float] | str:
+    """Train; return the loss of each step, or what went wrong."""
+    run = name.replace(" ", "-").replace(",", "")
+    ran = axonlaunch(
+        ["train", *SMALL, *overrides, f"name={run}", "--json"],
+        folder,
+        {**os.environ, **environment},
+    )
+    if ran.returncode:
+        return f"status {ran.returncode}: {table.last_line(ran.stderr)}"
+    lines = map(json.loads, (folder / "runs" / run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def verified(name: str, layout: list[str], device: str, folder: Path) -> table.Row:
+    """Hold a layout, its ranks threads that share the device, beside one process on the CPU."""
+    asked = ["verify", *layout, f"launch.device={device}", "--json"]
+    ran = axonlaunch(asked, folder, dict(os.environ))
+    try:
+        result = json.loads(ran.stdout)
+    except ValueError:
+        return table.Row(name, problem=f"status {ran.returncode}: {table.last_line(ran.stderr)}")
+    return judged(name, result, OFF["bf16" if BF16 in layout else "fp32"])
+
+
+def judged(name: str, result: dict[str, Any], allowed: float) -> table.Row:
+    """Return the row of what verify printed; what is not compared does not pass."""
+    if result["failure"] is not None:
+        return table.Row(name, problem=result["failure"])
+    off = result["max_differences"]
+    cells = {f"{kind} off": f"{off[kind]:.1e}" for kind in ("loss", "gradient", "parameter")}
+    if result["passed"]:
+        return table.Row(name, cells)
+    if result["reason"]:
+        return table.Row(name, cells, result["reason"])
+    passing = {
+        kind: own if kind in EXACT else max(own, allowed)
+        for kind, own in result["tolerances"].items()
+    }
+    wrong = [f"{kind} is {off[kind]:.1e} off" for kind in passing if not off[kind] <= passing[kind]]
+    return table.Row(name, cells, "; ".join(wrong))
+
+
+def process(name: str, command: list[str], device: str, **environment: str) -> table.Row:
+    """Run a case in a process that starts no other."""
+    ran = table.ended([*command, "--device", device, "--case", name], **environment)
+    problem = f"status {ran.returncode}: {table.last_line(ran.stdout + ran.stderr)}"
+    return table.Row(name, problem=problem if ran.returncode else "")
+
+
+def _in_this_process(name: str, device: str) -> int:
+    if name == "one device a task":
+        return _third_of_eight(device)
+    overrides = [*LOOKED_AT[name], f"launch.device={device}", "launch.backend=mock"]
+    plan = ComparisonPlan(steps=1)
+    result = on_mock(demanding(resolve(configuration.load(overrides)), plan), plan)
+    row = judged(name, asdict(result), OFF["fp32"])
+    sys.stdout.write(f"{row.problem}\n")
+    return int(bool(row.problem))
+
+
+def _third_of_eight(device: str) -> int:
+    """Join, as the third task of a node whose scheduler shows each task a device of its own."""
+    place = RankEnvironment(
+        local_rank=3, local_world_size=8, master_addr=socket.gethostname(), alone=False
+    )
+    with World.join(place, store=dist.HashStore()) as world:
+        ours = torch.ones(1, device=world.device)
+        dist.all_reduce(ours)
+        sys.stdout.write(f"{world.backend} on {world.device}\n")
+    return int((world.device.type, float(ours)) != (device, 1.0))
 
 
 def axonlaunch(

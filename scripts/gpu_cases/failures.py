@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import table
 
-ENDS_IN_S = 60.0
-"""From the failure, or where none is made from the start, to the end of the command."""
+ENDS_IN_S, ENDS_AFTER_S = 60.0, 15.0
+"""On a GPU, from the start of a command to its end; from a failure that is made."""
+LESS = "smallest changes that need less:\n"
+"""After it a report has overrides, a line each."""
 RUN = [
     *(
         "data=synthetic_tokens",
@@ -26,24 +29,31 @@ RUN = [
     *("model=llama_debug", "sample.max_new_tokens=0", "train.eval_batches=0"),
     *("launch.nproc=1", "train.global_batch_size=8"),
 ]
-SLEEPER = """
+MODELS = """
 import time
 import torch
 from axonlaunch import register_model
 
 @register_model("sleeper", inputs="tokens")
-def build():
-    return Sleeper()
+def sleeper():
+    return Embedded(256, sleeps=True)
 
-class Sleeper(torch.nn.Module):
-    def __init__(self):
+@register_model("small", inputs="tokens")
+def small():
+    return Embedded(16)
+
+class Embedded(torch.nn.Module):
+    def __init__(self, tokens, sleeps=False):
         super().__init__()
-        self.embed, self.head, self.steps = torch.nn.Embedding(256, 8), torch.nn.Linear(8, 256), 0
+        self.embed, self.head = torch.nn.Embedding(tokens, 8), torch.nn.Linear(8, 256)
+        self.sleeps, self.steps = sleeps, 0
 
     def forward(self, tokens):
         self.steps += 1
-        if self.steps > 3:
+        if self.sleeps and self.steps > 3:
             time.sleep(1000)
+        if not self.sleeps and self.steps <= 3:
+            tokens = tokens % 16
         return self.head(self.embed(tokens))
 """
 
@@ -54,26 +64,42 @@ class Case:
 
     Attributes:
         overrides: Beside those of every run.
-        expected: What standard error has to have, in lower case.
+        expected: What standard error has to have, in lower case; on a GPU and on a CPU, where they
+            differ.
         needs_gpu: Whether a CPU has no such failure.
         provoke: What is done to the run's rank once it trains; None: nothing.
+        retried: Whether the run has to train with the first changes that the report names.
+        tasks: Ranks that another launcher starts, each of which is shown the first device alone.
     """
 
     overrides: list[str]
-    expected: str
+    expected: str | tuple[str, str]
     needs_gpu: bool = False
     provoke: Callable[[int], None] | None = None
+    retried: bool = False
+    tasks: int = 0
+
+    def has_to_report(self, *, on_cuda: bool) -> str:
+        """Return what standard error has to have."""
+        return self.expected if isinstance(self.expected, str) else self.expected[not on_cuda]
 
 
 CASES = {
     "out of memory": Case(
-        ["model.hidden_size=8192", "model.num_hidden_layers=64", "train.global_batch_size=1024"],
+        [
+            *("model.hidden_size=2048", "model.num_hidden_layers=32"),
+            *("train.global_batch_size=1024", "train.matmul_precision=high"),
+        ],
         "memory",
         needs_gpu=True,
+        retried=True,
     ),
-    "a token out of range": Case(["model.vocab_size=16", "data.vocab_size=256"], "vocab"),
+    "a token out of range": Case(
+        ["plugins=[embedded]", "model=small"], ("device-side assert", "of sample")
+    ),
     "killed": Case([], "sigkill", provoke=lambda pid: os.kill(pid, signal.SIGKILL)),
-    "hung": Case(["plugins=[sleeper]", "model=sleeper", "launch.timeout_s=10"], "no progress"),
+    "hung": Case(["plugins=[embedded]", "model=sleeper", "launch.timeout_s=10"], "no progress"),
+    "two tasks, one device": Case([], "launch.backend=nccl: 2 ranks need", tasks=2),
 }
 
 
@@ -83,7 +109,7 @@ def main() -> int:
     on_cuda = args.device == "cuda"
     cases = {name: case for name, case in CASES.items() if on_cuda or not case.needs_gpu}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "sleeper.py").write_text(SLEEPER)
+        (Path(folder) / "embedded.py").write_text(MODELS)
         return table.run(
             [*cases],
             args.only,
@@ -94,42 +120,92 @@ def main() -> int:
 def failed(name: str, case: Case, folder: Path, *, on_cuda: bool) -> table.Row:
     """Let a run fail and look at how it ended."""
     overrides = [word for word in RUN if not (word.startswith("model=") and _has_model(case))]
-    backend = "launch.backend=nccl" if on_cuda else "launch.backend=gloo"
-    arguments = ["train", *overrides, *case.overrides, backend]
-    run_dir = folder / "runs" / name.replace(" ", "-")
+    if case.tasks:
+        overrides.remove("launch.nproc=1")
+    backend = "launch.backend=nccl" if on_cuda or case.tasks else "launch.backend=gloo"
+    arguments = [*overrides, *case.overrides, backend]
+    run_dir = folder / "runs" / name.replace(" ", "-").replace(",", "")
     metrics = run_dir / "metrics.jsonl"
-    began = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "axonlaunch", *arguments, f"name={run_dir.name}"],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    began, ends_in_s = time.monotonic(), ENDS_IN_S
+    environments = _tasks(case.tasks) if case.tasks else [{}]
+    process, *others = [
+        _train([*arguments, f"name={run_dir.name}"], folder, environment)
+        for environment in environments
+    ]
     if case.provoke is not None:
         while process.poll() is None and not _trains(metrics) and table.seconds_left():
             time.sleep(0.1)
-        began = time.monotonic()
+        began, ends_in_s = time.monotonic(), ENDS_AFTER_S
         if (rank := rank_of(run_dir / "logs" / "rank_0.log")) is not None:
             case.provoke(rank)
     try:
-        limit = min(ENDS_IN_S + 60, table.seconds_left())
+        limit = min(ends_in_s + 60, table.seconds_left())
         _, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         process.kill()
         return table.Row(name, problem="it did not end")
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
     taken = time.monotonic() - began
     cells = {"status": str(process.returncode), "seconds": f"{taken:.1f}"}
     problems = []
     if not process.returncode:
         problems.append("it did not fail")
-    if case.expected not in errors.lower():
-        problems.append(f"{case.expected!r} is not in: {' '.join(errors.split())[-200:]}")
-    if taken > ENDS_IN_S:
+    if (expected := case.has_to_report(on_cuda=on_cuda)) not in errors.lower():
+        problems.append(f"{expected!r} is not in: {' '.join(errors.split())[-200:]}")
+    if on_cuda and taken > ends_in_s:
         problems.append(f"it took {taken:.0f} s to end")
     if on_cuda and (left := _computing()):
         problems.append(f"{left} processes still hold the device")
+    if case.retried and not problems:
+        cells["tried again with"], problem = _retried(arguments, errors, folder)
+        problems += [problem] * bool(problem)
     return table.Row(name, cells, "; ".join(problems))
+
+
+def _retried(arguments: list[str], errors: str, folder: Path) -> tuple[str, str]:
+    """Return the first changes that a report names, and what is wrong with them."""
+    changes = errors.partition(LESS)[2].partition("\n")[0].split()
+    if not changes:
+        return "", f"no changes are named in: {' '.join(errors.split())[-200:]}"
+    process = _train([*arguments, *changes, "train.steps=3", "name=again"], folder, {})
+    try:
+        _, errors = process.communicate(timeout=table.seconds_left())
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return " ".join(changes), "with these changes it did not end"
+    problem = f"with these changes: {table.last_line(errors)}" if process.returncode else ""
+    return " ".join(changes), problem
+
+
+def _train(
+    arguments: list[str], folder: Path, environment: dict[str, str]
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "axonlaunch", "train", *arguments],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _tasks(count: int) -> list[dict[str, str]]:
+    """Return what another launcher sets for each rank of this node."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    shared = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": first,
+    }
+    return [{**shared, "RANK": str(task), "LOCAL_RANK": str(task)} for task in range(count)]
 
 
 def _trains(metrics: Path) -> bool:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import table
 import torch
@@ -120,7 +120,8 @@ def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, A
     dataset = data.build_dataset(config.data, config.tokenizer)
     layout = Layout.of(config, world_size=ranks)
     loader = rank_loader(config, dataset, layout=layout, rank=0, pin_memory=device.type == "cuda")
-    work = Work(config, device, ranks, [loader.batch(step) for step in range(4)])
+    batches = [cast("Batch", loader.batch(step)) for step in range(4)]  # of tokens all of them
+    work = Work(config, device, ranks, batches)
     makers: dict[str, Callable[[Work], Step]] = {
         "axonlaunch": lambda model: _axonlaunch(model, sample_inputs(dataset)),
         "by hand": _by_hand,

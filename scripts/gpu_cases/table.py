@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,17 +75,28 @@ def arguments(description: str) -> argparse.Namespace:
     return args
 
 
-def run(names: Sequence[str], only: str, case: Callable[[str], Row]) -> int:
-    """Run the cases, print each as it ends and all of them last; return the exit status."""
-    rows = []
-    for name in (case_name for case_name in names if case_name.startswith(only)):
+def run(names: Sequence[str], only: str, case: Callable[[str], Row], *, at_once: int = 1) -> int:
+    """Run the cases, print each as it ends and all of them last; return the exit status.
+
+    Args:
+        names: Of all cases, in the table's order.
+        only: How the names of those begin that are run.
+        case: Runs one.
+        at_once: How many run side by side, where none is timed.
+    """
+
+    def row_of(name: str) -> Row:
         try:
-            row = case(name) if seconds_left() else Row(name, problem="not run: no time was left")
+            return case(name) if seconds_left() else Row(name, problem="not run: no time was left")
         except subprocess.TimeoutExpired:
-            row = Row(name, problem="stopped: no time was left")
-        rows.append(row)
-        sys.stdout.write(f"{row.name}: {row.problem or 'as it has to be'}\n")
-        sys.stdout.flush()
+            return Row(name, problem="stopped: no time was left")
+
+    rows = []
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
+        for row in pool.map(row_of, [name for name in names if name.startswith(only)]):
+            rows.append(row)
+            sys.stdout.write(f"{row.name}: {row.problem or 'as it has to be'}\n")
+            sys.stdout.flush()
     columns = list(dict.fromkeys(column for row in rows for column in row.cells))
     lines = [["case", *columns, "verdict"]]
     lines += [

@@ -196,7 +196,7 @@ def of_two_axes() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("writer", every(2, of_two_axes()))
+@pytest.mark.parametrize("writer", every(3, of_two_axes()))
 def test_what_two_axes_save_one_process_reads_as_plain_torch_has_it(
     writer: str, tmp_path: Path
 ) -> None:
@@ -212,7 +212,7 @@ def test_what_two_axes_save_one_process_reads_as_plain_torch_has_it(
     assert_as_in_plain_torch(run("single", read, *STEADY)[0], steps=2)
 
 
-@pytest.mark.parametrize("reader", every(2, of_two_axes(), start=1))
+@pytest.mark.parametrize("reader", every(3, of_two_axes(), start=1))
 def test_two_axes_continue_from_what_one_process_saved_as_plain_torch_does(
     reader: str, tmp_path: Path
 ) -> None:
@@ -234,7 +234,7 @@ def test_two_axes_continue_from_what_one_process_saved_as_plain_torch_does(
     assert_as_in_plain_torch(merged(list(after)), steps=3)
 
 
-@pytest.mark.parametrize("name", ["single", "ddp 2", "zero1 4", "fsdp 2"])
+@pytest.mark.parametrize("name", every(2, ["single", "ddp 2", "zero1 4", "fsdp 2"]))
 def test_on_the_same_layout_a_resumed_run_is_the_undisturbed_one_to_the_bit(
     name: str, tmp_path: Path
 ) -> None:

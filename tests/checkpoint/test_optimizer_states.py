@@ -121,15 +121,15 @@ def resumed(folder: Path, layout: str, optimizer: str, steps: int = 5) -> list[f
 @pytest.mark.parametrize(
     ("optimizer", "layout", "saved_after"),
     [
-        (MOMENTUM, "strategy=single", 0),  # before any step
+        pytest.param(MOMENTUM, "strategy=single", 0, marks=pytest.mark.slow),  # before any step
         (MOMENTUM, ZERO1, 2),
         (NO_MOMENTUM, ZERO1, 0),
-        (NO_MOMENTUM, "strategy=single", 2),
+        pytest.param(NO_MOMENTUM, "strategy=single", 2, marks=pytest.mark.slow),
         pytest.param(NADAM, ZERO1, 0, marks=pytest.mark.slow),
         (NADAM, FSDP, 2),
         ("optimizer=lion", FSDP, 2),
         pytest.param(ADAFACTOR, FSDP, 2, marks=pytest.mark.slow),
-        (ADAFACTOR, MIXED, 0),
+        pytest.param(ADAFACTOR, MIXED, 0, marks=pytest.mark.slow),
         pytest.param(MUON, ZERO1, 2, marks=pytest.mark.slow),
         (MUON, MIXED, 2),
     ],
@@ -145,13 +145,13 @@ def test_a_run_resumes_to_the_bit(
 @pytest.mark.parametrize(
     ("optimizer", "saved", "loaded"),
     [
-        (NADAM, MIXED, "strategy=single"),
+        pytest.param(NADAM, MIXED, "strategy=single", marks=pytest.mark.slow),
         (NADAM, "strategy=pipeline train.micro_batch_size=2 launch.nproc=2", ZERO1),
         ("optimizer=lion optimizer.eps=1e-4", ZERO1, MIXED),
         pytest.param(ADAFACTOR, FSDP, "strategy=single", marks=pytest.mark.slow),
         pytest.param(ADAFACTOR, "strategy=single", MIXED, marks=pytest.mark.slow),
         (ADAFACTOR, MIXED, ZERO1),
-        (MUON, "strategy=single", MIXED),
+        pytest.param(MUON, "strategy=single", MIXED, marks=pytest.mark.slow),
         (MUON, FSDP, "strategy=pipeline train.micro_batch_size=2 launch.nproc=2"),
     ],
 )

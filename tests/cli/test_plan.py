@@ -78,7 +78,7 @@ def test_what_fits_no_other_way_is_offloaded(tmp_path: Path, server: Server) -> 
     overrides += ["train.global_batch_size=2", "train.precision=bf16"]
     overrides += ["hardware=h100_80gb", "hardware.memory_gib=60"]
     ran = Served(tmp_path, server)("plan", *overrides, "--devices", "1", "--json", status=2)
-    assert "no layout of 1 devices fits" in ran.stderr
+    assert "no layout of 1 device fits" in ran.stderr
     ran = Served(tmp_path, server)("plan", *overrides, "--devices", "2", "--json")
     best = json.loads(ran.stdout)["candidates"][0]
     assert best["fits"]

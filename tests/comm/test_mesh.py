@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from configured import run_config
+from parity_table import MODELS
 
 from axonlaunch import comm
 from axonlaunch.comm import Backend, RankFailedError, World
-from axonlaunch.comm import mesh as meshes
 from axonlaunch.config.layout import Layout
-from axonlaunch.engines.device_mesh import run_mesh
+from axonlaunch.engines.device_mesh import context_group, run_mesh
 
+MODEL = [*MODELS["llama"], "train.global_batch_size=8"]
 AXES = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
 
 
@@ -93,42 +94,97 @@ class _Options:
         self.is_high_priority_stream = False
 
 
-@pytest.mark.parametrize(
-    ("backend", "degrees", "prioritised"),
-    [
-        (Backend.NCCL, {"tensor": 2}, ["tp"]),
-        (Backend.NCCL, {"tensor": 2, "pipeline": 2}, ["tp"]),
-        (Backend.NCCL, {"tensor": 4}, []),  # nothing competes with the whole world's
-        (Backend.NCCL, {"pipeline": 2}, []),
-        (Backend.GLOO, {"tensor": 2}, []),
-    ],
-)
-def test_nccl_sums_of_tensor_ranks_come_before_other_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-    backend: Backend,
-    degrees: dict[str, int],
-    prioritised: list[str],
-) -> None:
-    asked: list[Any] = []
+def groups_made(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, overrides: list[str]
+) -> list[dict[str, Any]]:
+    """Return what torch is asked for, of rank 0's groups, while a run on 4 ranks is laid out."""
+    asked: list[dict[str, Any]] = []
+    make = dist.new_group
 
-    def make(*args: object, backend_override: Any, **kwargs: object) -> Any:
-        asked.append(backend_override)
-        group = SimpleNamespace()
-        return SimpleNamespace(get_group=lambda axis: group)
+    def new_group(ranks: list[int], **options: Any) -> Any:
+        if dist.get_rank() == 0:
+            asked.append({"ranks": ranks, **options})
+        return make(ranks, use_local_synchronization=True)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
-    monkeypatch.setattr(meshes, "init_device_mesh", make)
-    monkeypatch.setattr(meshes, "set_timeout", lambda group, timeout_s: None)
-    overrides = [f"strategy.{axis}.degree={degree}" for axis, degree in degrees.items()]
-    chosen = run_config(["strategy=fsdp", "launch.nproc=4", *overrides])
+    monkeypatch.setattr(dist, "new_group", new_group)
+    chosen = run_config(["strategy=fsdp", *MODEL, "launch.nproc=4", *overrides])
+    layout = Layout.of(chosen, world_size=4)
 
     def lay_out(world: World) -> None:
         world.backend, world.timeout_s = backend, 77.0
-        run_mesh(world, Layout.of(chosen, world_size=4))
+        run_mesh(world, layout, cpu_offload=chosen.strategy.fsdp.cpu_offload)
+        if layout.context > 1:
+            context_group(world, layout)
 
     World.mock(4).run(lay_out)
-    for overridden in asked:
-        assert [*(overridden or {})] == prioritised
-        for options in (overridden or {}).values():
-            assert options.is_high_priority_stream
-            assert options._timeout == timedelta(seconds=77)
+    return asked
+
+
+NCCL, BOTH = "nccl", None
+"""Backends of a group in a world on NCCL: of the device's tensors alone, or of the host's too."""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["tensor=2"], {"dp_shard": NCCL, "tp": NCCL}),
+        (["pipeline=2"], {"pp": BOTH, "dp_shard": NCCL}),
+        (["tensor=2", "fsdp.cpu_offload=params"], {"dp_shard": BOTH, "tp": BOTH}),
+        (["context=2"], {"cp": NCCL}),
+        (["tensor=4"], {"alone": "gloo"}),  # dp_shard, which fully_shard asks for
+        ([], {}),
+    ],
+    ids=str,
+)
+def test_groups_on_nccl_connect_by_gloo_where_the_host_s_tensors_pass_alone(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: dict[str, str | None]
+) -> None:
+    keys = [
+        f"strategy.{key.replace('=', '.degree=') if '.' not in key else key}" for key in overrides
+    ]
+    asked = groups_made(monkeypatch, Backend.NCCL, keys)
+    named = {group["group_desc"].removeprefix("mesh_"): group for group in asked}
+    assert {name: group["backend"] for name, group in named.items()} == expected
+    limits = {group["timeout"] for name, group in named.items() if name != "alone"}
+    assert limits <= {timedelta(seconds=77)}
+    assert all(group["use_local_synchronization"] for group in asked)
+    for name, group in named.items():
+        is_urgent = group["pg_options"] is not None
+        assert is_urgent == (name == "tp")
+        if is_urgent:
+            assert group["pg_options"].is_high_priority_stream
+            assert group["pg_options"]._timeout == timedelta(seconds=77)
+
+
+def test_groups_on_gloo_are_as_the_world_and_wait_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = groups_made(monkeypatch, Backend.GLOO, ["strategy.tensor.degree=2"])
+    assert [(group["ranks"], group["backend"]) for group in asked] == [
+        ([0, 2], None),
+        ([0, 1], None),
+    ]
+    assert {(group["timeout"], group["pg_options"]) for group in asked} == {
+        (timedelta(seconds=77), None)
+    }
+
+
+def test_axes_of_one_rank_connect_nothing_until_somebody_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[int, list[int]]] = []
+    make = dist.new_group
+
+    def new_group(ranks: list[int], **options: Any) -> Any:
+        made.append((dist.get_rank(), ranks))
+        return make(ranks, **options)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+
+    def run(world: World) -> None:
+        mesh = world.mesh(**AXES)
+        assert [mesh.group(axis).size for axis in AXES] == [2, 1, 2, 1, 2]
+        assert (world.rank, [world.rank]) not in made
+        assert mesh.group("cp").torch_group.size() == 1
+        assert (world.rank, [world.rank]) in made
+
+    World.mock(8).run(run)

@@ -379,7 +379,8 @@ def test_a_loss_of_ones_own_sees_inputs_and_targets_of_tokens() -> None:
 @pytest.mark.parametrize("target", [INDEXED, STREAM])
 def test_verify_compares_nested_batches_with_one_process(target: str) -> None:
     config = run_config([*CHOSEN, target, "strategy=fsdp", "launch.nproc=2"])
-    assert on_mock(config, ComparisonPlan(steps=3, beyond=True)).passed
+    verdict = on_mock(config, ComparisonPlan(steps=3, beyond=True))
+    assert verdict.passed, verdict.failure
 
 
 def test_an_estimate_counts_the_bytes_of_nested_batches() -> None:

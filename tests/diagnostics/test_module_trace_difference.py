@@ -15,6 +15,7 @@ from axonlaunch.diagnostics.module_trace.difference import (
     TraceTolerance,
     compare_traces,
     describe_difference,
+    last_same,
     likely_cause,
 )
 from axonlaunch.diagnostics.module_trace.files import StepTrace, TracedTensor
@@ -64,7 +65,7 @@ def said(ours: StepTrace, theirs: StepTrace) -> tuple[str, str]:
     """What is said of the first difference: it, and its likely cause."""
     first, names = compared(ours, theirs).differences[0], ("a", "b")
     what = f"{first.module}: {describe_difference(first, names)}"
-    return what, likely_cause(first, names, (ours, theirs))
+    return what, likely_cause(first, names, (ours, theirs), steps=[ours.step])
 
 
 def test_the_first_in_order_of_computation_is_named_and_not_the_farthest() -> None:
@@ -195,3 +196,42 @@ def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "step_0.json").write_text(text)
     with pytest.raises(files.UnreadableModuleTraceError, match="json: is no module trace"):
         files.read_step(tmp_path / "step_0.json")
+
+
+def test_what_is_hardly_larger_is_no_factor() -> None:
+    other = dataclasses.replace(
+        BEGIN, tensors=(*BEGIN.tensors[:3], TracedTensor("output", "first", 1.004, 0.1, 3.001))
+    )
+    assert said(BEGIN, other)[0] == "first: its output is off by 0.004 of its size"
+
+
+def test_other_samples_and_other_weights_are_said_to_be_that() -> None:
+    for kind, name, why in (
+        ("batch", "inputs", "for they were given other samples (data, seed or global batch size)"),
+        ("parameter", "first.weight", "for they start from other weights"),
+    ):
+        assert said(BEGIN, scaled(2.0, name, kind=kind))[1] == why
+
+
+def test_parameters_that_part_later_are_laid_to_an_update_before() -> None:
+    later, other = (
+        dataclasses.replace(trace, step=4)
+        for trace in (BEGIN, scaled(2.0, "first.weight", kind="parameter"))
+    )
+    first = compared(later, other).differences[0]
+    for steps, why in (
+        ([0, 4], "for an update since step 0 was another one; trace those steps too"),
+        ([3, 4], "for the update of step 3 was another one"),
+        ([4], "for an update before it was another one; trace those steps too"),
+    ):
+        assert likely_cause(first, ("a", "b"), (later, other), steps=steps) == why
+
+
+def test_a_gradient_that_is_wrong_is_laid_between_two_modules() -> None:
+    added = TracedTensor("output gradient", "first", 1e-3, 0.0, 4e-3)
+    begin = dataclasses.replace(BEGIN, tensors=(*BEGIN.tensors, added))
+    worse = dataclasses.replace(added, rms=3e-3, absmax=12e-3)
+    first = compared(
+        begin, dataclasses.replace(begin, tensors=(*BEGIN.tensors, worse))
+    ).differences[0]
+    assert last_same(first, begin) == "second"

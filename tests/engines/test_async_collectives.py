@@ -14,10 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from configured import run_config
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -41,7 +37,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(autograd, "_fusible", set())
-    compiler: Any = torch._inductor.config
+    from torch._inductor import config
+
+    compiler: Any = config
     try:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         group = ProcessGroup.from_torch(mesh.get_group("tp"))
@@ -58,6 +56,12 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
 def test_the_compiler_overlaps_a_block_s_exchanges(
     group: ProcessGroup, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Their import takes a second, in every worker.
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+
     enabled: set[str] = set()
     monkeypatch.setattr(_symmetric_memory, "enable_symm_mem_for_group", enabled.add)
     async_collectives.overlap_exchanges(group)

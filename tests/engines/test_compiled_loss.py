@@ -87,6 +87,12 @@ def test_blocks_and_loss_are_compiled_in_the_mode_that_is_asked_for(compiled: li
     assert [asked for _, asked in compiled] == [mode] * 3
 
 
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_a_mode_of_cuda_graphs_is_refused_with_the_reason(mode: str) -> None:
+    with pytest.raises(ConfigError, match=rf"compile_mode={mode}: CUDA graphs .*; use default or"):
+        run_config(["train.compile=true", f"train.compile_mode={mode}", "launch.nproc=1"])
+
+
 def test_a_mode_without_a_compiler_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"compile_mode=max-.*: nothing is compiled; add train"):
         run_config(["train.compile_mode=max-autotune-no-cudagraphs", "launch.nproc=1"])

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from configured import run_config
+from covers import every
 from parity import Trained, assert_same, train
 from torch import nn
 
@@ -67,7 +68,7 @@ def alone(model: str) -> Trained:
     return train([*MODELS[model], *DATA, *LORA[model], "strategy=single"], 1)
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
+@pytest.mark.parametrize(("model", "layout"), every(2, CASES))
 def test_a_layout_trains_the_adapters_that_one_process_trains(model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     result = train([*MODELS[model], *DATA, *LORA[model], *overrides.split()], ranks)
@@ -152,8 +153,14 @@ def test_dropout_leaves_out_inputs_of_a_weight_where_magnitudes_scale_it() -> No
 @pytest.mark.parametrize(
     "overrides",
     [
-        "strategy=hybrid strategy.pipeline.degree=2 launch.nproc=4 adapter.dropout=0.1",
-        "strategy=fsdp launch.nproc=2 train.precision=bf16 train.param_dtype=bf16",
+        pytest.param(
+            "strategy=hybrid strategy.pipeline.degree=2 launch.nproc=4 adapter.dropout=0.1",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "strategy=fsdp launch.nproc=2 train.precision=bf16 train.param_dtype=bf16",
+            marks=pytest.mark.slow,
+        ),
         "strategy=tensor adapter.dora=true launch.nproc=2 train.precision=bf16 "
         "train.param_dtype=bf16",
     ],

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covers import pairs
+from gathered import Held, gathered, held
 from optimizer_layouts import LAYOUTS
 from rank_engine import rank_engine
 from torch import Tensor, nn
@@ -192,16 +193,14 @@ def test_a_run_whose_states_are_loaded_before_its_first_step_is_plain_sgd(
     overrides = SGD[momentum].split()
     chosen = as_a_command_does([*overrides, *strategy.split(), f"launch.nproc={ranks}"])
 
-    def run(world: World) -> dict[str, Tensor]:
+    def run(world: World) -> dict[str, Held]:
         engine, loader = rank_engine(chosen, world)
         engine.load_state_dict(engine.state_dict())
         for step in range(STEPS):
             engine.train_step(loader.batch(step))
-        return {n: whole(p.detach()).clone() for n, p in engine.named_parameters()}
+        return held(engine.named_parameters())
 
-    expected, seen = plain_sgd(overrides), set()
-    for parameters in World.mock(ranks).run(run):
-        for name, parameter in parameters.items():
-            torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6)
-            seen.add(name)
-    assert seen == set(expected)
+    expected, trained = plain_sgd(overrides), gathered(World.mock(ranks).run(run))
+    assert trained.keys() == expected.keys()
+    for name, parameter in trained.items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6)

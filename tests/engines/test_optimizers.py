@@ -12,6 +12,7 @@ import pytest
 import torch
 from configured import run_config
 from covers import every
+from gathered import Held, gathered, held
 from rank_engine import rank_engine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -188,17 +189,13 @@ LAYOUTS = {
 def run(overrides: list[str], ranks: int, steps: int = 3) -> dict[str, Tensor]:
     chosen = run_config([*SMALL, *overrides, f"launch.nproc={ranks}"])
 
-    def on_rank(world: World) -> dict[str, Tensor]:
+    def on_rank(world: World) -> dict[str, Held]:
         engine, loader = rank_engine(chosen, world)
         for step in range(steps):
             engine.train_step(loader.batch(step))
-        return {n: whole(p.detach()).clone() for n, p in engine.named_parameters()}
+        return held(engine.named_parameters())
 
-    merged: dict[str, Tensor] = {}
-    for parameters in World.mock(ranks).run(on_rank):
-        for name, tensor in parameters.items():
-            assert torch.equal(merged.setdefault(name, tensor), tensor), f"ranks differ on {name}"
-    return merged
+    return gathered(World.mock(ranks).run(on_rank))
 
 
 # Elementwise ones share all that a layout could get wrong: each layout tries one of them, every

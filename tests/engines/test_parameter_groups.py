@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configured import run_config
+from gathered import Held, gathered, held
 from rank_engine import rank_engine
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from axonlaunch.config.optimizer import AdamWConfig, MuonConfig, SGDConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.parameter_groups import state_bytes, with_options
 from axonlaunch.models.build import build_model as build_model
-from axonlaunch.models.dtensor_regions import whole
 
 MATRIX = ParameterFacts(name="layers.0.mlp.weight", shape=(4, 3), is_hidden_matrix=True)
 BIAS = ParameterFacts(name="layers.0.mlp.bias", shape=(4,))
@@ -117,18 +117,16 @@ def test_the_schedule_multiplies_each_groups_own_rate_in_every_layout(layout: st
     ranks, strategy = LAYOUTS[layout]
     chosen = run_config([*SMALL, *strategy.split(), f"launch.nproc={ranks}"])
 
-    def run(world: World) -> dict[str, Tensor]:
+    def run(world: World) -> dict[str, Held]:
         engine, loader = rank_engine(chosen, world)
         for step in range(STEPS):
             engine.train_step(loader.batch(step))
-        return {n: whole(p.detach()).clone() for n, p in engine.named_parameters()}
+        return held(engine.named_parameters())
 
-    expected, seen = plain_sgd(), set()
-    for parameters in World.mock(ranks).run(run):
-        for name, parameter in parameters.items():
-            torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6)
-            seen.add(name)
-    assert seen == set(expected)
+    expected, trained = plain_sgd(), gathered(World.mock(ranks).run(run))
+    assert trained.keys() == expected.keys()
+    for name, parameter in trained.items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,27 @@ def test_nccl_connects_the_stages_before_the_first_batch_of_messages(
 
     spied("all_reduce")
     spied("batch_isend_irecv")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     World.mock(2).run(run)
     for rank in range(2):
         own = [name for name, of_rank in done if of_rank == rank]
         assert own[:2] == ["all_reduce", "batch_isend_irecv"]
         assert own.count("all_reduce") == 1
+
+
+def test_no_message_connects_a_rank_to_itself() -> None:
+    """By torch 2.11 one does where a V turns, which gloo refuses."""
+
+    def run(world: World) -> None:
+        pipeline = Pipeline.from_modules(modules(4), schedule="zbv_zero_bubble", microbatches=4)
+        pipeline.step(*batch(), loss=loss)
+        (schedule,) = pipeline._runs.values()
+        connecting = [
+            op for stage in schedule._stages for op in stage._get_init_p2p_neighbors_ops()
+        ]
+        assert {op.group_peer for op in connecting} == {1 - world.rank}
+
+    World.mock(2).run(run)
 
 
 def test_a_stage_that_gives_no_single_tensor_is_reported() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from configured import run_config
+from parity_table import MODELS
+from rank_engine import rank_engine
 
 from axonlaunch import data
 from axonlaunch.comm import World
@@ -20,13 +25,13 @@ from axonlaunch.engines.build import build_engine
 def test_micro_batches_of_a_stage_share_what_it_gathers(
     monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
-    gather, calls = MockProcessGroup.all_gather_single, []
+    gather, calls = MockProcessGroup.all_gather_single_coalesced, []
 
     def counted(group: MockProcessGroup, *args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         return gather(group, *args, **kwargs)
 
-    monkeypatch.setattr(MockProcessGroup, "all_gather_single", counted)
+    monkeypatch.setattr(MockProcessGroup, "all_gather_single_coalesced", counted)
     gathered = {}
     for count in (2, 4):
         calls.clear()
@@ -59,3 +64,45 @@ def _train(schedule: str, micro_batches: int) -> None:
         engine.train_step(loader.batch(0))
 
     World.mock(4).run(run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], torch.float32),  # the sum over blocks, which autocast leaves in fp32
+        (["train.param_dtype=bf16"], torch.bfloat16),
+        (["strategy=fsdp"], torch.bfloat16),
+    ],
+    ids=["replicated", "parameters in bf16", "sharded"],
+)
+def test_stages_pass_an_evaluation_on_in_the_type_of_training(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: torch.dtype
+) -> None:
+    sent: dict[tuple[int, str], list[torch.dtype]] = defaultdict(list)
+    phase: dict[int, str] = {}
+    send = MockProcessGroup.send
+
+    def spied(group: MockProcessGroup, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
+        rank = dist.get_rank()
+        types = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
+        sent[rank, phase[rank]].extend(types)
+        return send(group, tensors, dst, tag)
+
+    monkeypatch.setattr(MockProcessGroup, "send", spied)
+    chosen = run_config(
+        [
+            *(*MODELS["llama"], *(overrides or ["strategy=ddp"]), "strategy.pipeline.degree=2"),
+            *("launch.backend=mock", "launch.nproc=2", "train.global_batch_size=4"),
+            "train.precision=bf16",
+        ]
+    )
+
+    def run(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        phase[world.rank] = "training"
+        engine.train_step(loader.batch(0))
+        phase[world.rank] = "evaluation"
+        engine.evaluate(loader.batch(1))
+
+    World.mock(2).run(run)
+    assert set(sent[0, "training"]) == set(sent[0, "evaluation"]) == {expected}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -256,3 +258,21 @@ def test_who_shares_it_is_said_once_and_replicas_are_of_the_world() -> None:
             ax.FSDP(net(), group[world.rank // 2], sharding="no_shard")
 
     ax.World.mock(4).run(run)
+
+
+def test_groups_of_replicas_wait_as_long_as_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[Any] = []
+    make = dist.new_group
+
+    def new_group(ranks: list[int], **options: Any) -> Any:
+        limits.append(options["timeout"])
+        return make(ranks, **options)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+
+    def run(world: ax.World) -> None:
+        world.timeout_s = 77.0
+        ax.FSDP(nn.Linear(4, 4), world=world, sharding="hybrid_shard", replicate=2)
+
+    ax.World.mock(4).run(run)
+    assert set(limits) == {timedelta(seconds=77)}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from configured import estimate_config, run_config
+from gathered import Held, gathered, held
 from rank_engine import rank_engine
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,7 +24,6 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.optimizer import CustomOptimizerConfig
 from axonlaunch.engines.optimizer.step import Update, local_part
-from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.planning.memory import estimate as memory_estimate
 
 
@@ -106,17 +106,14 @@ def run(
 ) -> dict[str, Tensor]:
     chosen = run_config([*SMALL, *overrides, f"launch.nproc={ranks}"])
 
-    def on_rank(world: World) -> dict[str, Tensor]:
+    def on_rank(world: World) -> dict[str, Held]:
         engine, loader = rank_engine(chosen, world)
         before(engine)
         for step in range(3):
             engine.train_step(loader.batch(step))
-        return {n: whole(p.detach()).clone() for n, p in engine.named_parameters()}
+        return held(engine.named_parameters())
 
-    trained: dict[str, Tensor] = {}
-    for parameters in World.mock(ranks).run(on_rank):
-        trained |= parameters
-    return trained
+    return gathered(World.mock(ranks).run(on_rank))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covers import pairs
 from tensor_cases import (
     GPT,
     LLAMA,
@@ -39,8 +40,7 @@ from axonlaunch.models.build import build_model, construct, initialize_weights, 
 from axonlaunch.models.loss import cross_entropy_sum
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("config", "sequence_parallel"), pairs([LLAMA, GPT], [False, True]))
 @pytest.mark.parametrize("recomputation", ["none", "full", "selective"])
 def test_fully_shard_wraps_divided_layers(
     config: Any, sequence_parallel: bool, recomputation: Any

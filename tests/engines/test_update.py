@@ -244,3 +244,29 @@ def test_a_stage_without_parameters_has_nothing_to_update() -> None:
     assert update.state_dict() == {}
     assert float(update.clip_gradients(1.0)) == 0
     update.apply(rate=lambda _: 1.0)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9, None], ids=str)
+def test_a_loss_scale_leaves_gradients_in_the_pass_that_clips_them(
+    monkeypatch: pytest.MonkeyPatch, max_norm: float | None
+) -> None:
+    """Beside ``torch.amp``: unscaled, then clipped."""
+    own, plain = parameters(), parameters()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
+    scaler.scale(torch.zeros(()))  # it begins with the first loss
+    for name, gradient in gradients(0).items():
+        own[name].grad, plain[name].grad = gradient * 2.0**13, gradient * 2.0**13
+    scaler.unscale_(torch.optim.SGD(plain.values()))
+    limit = math.inf if max_norm is None else max_norm
+    expected = nn.utils.clip_grad_norm_(plain.values(), limit)
+    passes: list[int] = []
+    multiply = torch._foreach_mul_
+    monkeypatch.setattr(
+        torch, "_foreach_mul_", lambda *args: (passes.append(1), multiply(*args))[1]
+    )
+    update = Update(SGDConfig(lr=0.1), own)
+    norm = update.clip_gradients(max_norm, loss_scale=scaler.get_scale())
+    assert len(passes) == 1
+    torch.testing.assert_close(norm, expected)
+    for name, parameter in own.items():
+        torch.testing.assert_close(parameter.grad, plain[name].grad, rtol=1e-6, atol=0)

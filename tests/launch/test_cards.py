@@ -185,3 +185,12 @@ def test_a_hang_is_shown_as_its_page_says(capsys: pytest.CaptureFixture[str]) ->
     console.show_crash(Crash(first, ()), coords={}, world_size=4)
     page = (Path(axonlaunch.__file__).parent / "docs" / "failures.md").read_text()
     assert all(line in page for line in capsys.readouterr().err.splitlines()[:3])
+
+
+def test_of_a_rank_of_which_nothing_else_is_known_the_reason_alone_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console.show_crash(Crash(report(0, "error", "it broke"), ()), coords={}, world_size=1)
+    assert [line.strip("│ ") for line in capsys.readouterr().err.splitlines()][1:-1] == [
+        "rank 0 of 1 failed first: it broke"
+    ]

@@ -28,6 +28,7 @@ from axonlaunch.launch.local import rank_process
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.search.search import search_layouts
 from axonlaunch.preflight import checks, devices
 from axonlaunch.system.authentication import Credentials
 from axonlaunch.training.peak_memory import DevicePeak
@@ -217,6 +218,21 @@ def test_an_estimate_and_the_checks_of_a_run_initialise_no_cuda() -> None:
     assert estimate(estimate_config([*overrides, "hardware=h100_80gb"])).peak_bytes > 0
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("eight_devices")
+def test_nor_does_a_plan() -> None:
+    small = ["model.num_hidden_layers=1", "data.sequence_length=16", "hardware=h100_80gb"]
+    fixed = {
+        "strategy.tensor.degree": 1,
+        "strategy.pipeline.degree": 1,
+        "strategy.data_parallel": "fsdp",
+        "train.activation_checkpointing": "none",
+    }
+    config = estimate_config([*small, "strategy=fsdp", "launch.nproc=2"])
+    check = checks.resolve_anywhere
+    assert search_layouts(config, devices=2, fixed=fixed, check=check, wanted=1).candidates
+
+
 # A rank that fails.
 
 
@@ -257,6 +273,29 @@ def test_ranks_of_a_pipeline_connect_pair_by_pair(
     config = run_config([f"strategy.pipeline.degree={stages}", "launch.nproc=2"])
     rank_process.join_world(config, _place(tmp_path))
     assert [options["connects_at_once"] for options in joined] == [at_once]
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "own", "expected"),
+    [(False, None, None), (True, None, "0"), (True, "1", "1")],
+    ids=["not asked for", "asked for", "the user's own setting"],
+)
+def test_where_runs_are_to_repeat_nccl_adds_up_in_no_switch(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    deterministic: bool,
+    own: str | None,
+    expected: str | None,
+) -> None:
+    environ = {} if own is None else {"NCCL_NVLS_ENABLE": own}
+    monkeypatch.setattr(rank_process, "_store", lambda place, waits_s: None)
+    monkeypatch.setattr(rank_process.os, "environ", environ)
+    seen: list[str | None] = []  # when NCCL reads it
+    join = lambda place, **options: seen.append(environ.get("NCCL_NVLS_ENABLE"))  # noqa: E731
+    monkeypatch.setattr(World, "join", join)
+    config = run_config([f"train.deterministic={deterministic}", "launch.nproc=2"])
+    rank_process.join_world(config, _place(tmp_path))
+    assert seen == [expected]
 
 
 def _place(folder: Path) -> RankSpec:

@@ -98,9 +98,8 @@ def test_a_run_folder_that_is_deleted_under_a_run(
     assert "was it deleted or renamed, or its disk unmounted?" in reported
 
 
-@pytest.mark.parametrize(
-    "files", [19, *(pytest.param(files, marks=pytest.mark.slow) for files in (20, 26))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [19, 20, 26])
 def test_too_few_open_files(axonlaunch: Command, faulty: list[str], files: int) -> None:
     needs("prlimit", root=False)
     by = By(axonlaunch.folder, ["prlimit", f"--nofile={files}:{files}"])

@@ -254,22 +254,22 @@ def test_closing_the_terminal_saves_and_leaves_nothing(served: Command, faulty: 
     assert list((served.folder / "runs/run/checkpoints").iterdir())
 
 
+@pytest.mark.parametrize("name", ["SIGHUP", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_what_a_terminal_or_a_scheduler_reports_the_whole_group_is_the_parents_to_handle(
-    axonlaunch: Command, faulty: list[str]
+    axonlaunch: Command, faulty: list[str], name: str
 ) -> None:
     overrides = [*faulty, "checkpoint.every=500", "train.steps=1000", "model.arguments={pause:0.2}"]
-    for name in ("SIGHUP", "SIGTERM"):
-        process = By(axonlaunch.folder, ["setsid"]).start("train", *overrides, f"name={name}")
-        logged(axonlaunch.folder / "runs" / name / "metrics.jsonl", 2)
-        os.killpg(process.pid, getattr(signal, name))
-        if name == "SIGHUP":  # the shell tells its jobs too
-            time.sleep(0.05)
-            os.killpg(process.pid, signal.SIGHUP)
-        process.communicate(timeout=30)
-        assert process.returncode == 130
-        assert axonlaunch.summary(name)["status"] == "interrupted"
-        assert list((axonlaunch.folder / "runs" / name / "checkpoints").iterdir())
-        axonlaunch.wait_until_gone(seconds=3)
+    process = By(axonlaunch.folder, ["setsid"]).start("train", *overrides, "name=run")
+    logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2)
+    os.killpg(process.pid, getattr(signal, name))
+    if name == "SIGHUP":  # the shell tells its jobs too
+        time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert axonlaunch.summary("run")["status"] == "interrupted"
+    assert list((axonlaunch.folder / "runs/run/checkpoints").iterdir())
+    axonlaunch.wait_until_gone(seconds=3)
 
 
 @pytest.mark.slow

@@ -110,7 +110,8 @@ def _server_of(command: Command, parent: int) -> int:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("fault", [pytest.param("Ctrl-C", marks=pytest.mark.slow), "a rank's end"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["Ctrl-C", "a rank's end"])
 def test_a_run_ends_as_it_should_while_its_fork_server_is_stopped(
     axonlaunch: Command, faulty: list[str], fault: str
 ) -> None:

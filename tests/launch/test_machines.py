@@ -12,11 +12,20 @@ from typing import Any
 import pytest
 from command import TINY, Command
 from launchers import Machines, ended, logged, machines, since
+from served import Server
 
 
 @pytest.fixture
 def two(axonlaunch: Command) -> Iterator[Machines]:
+    """Two on which the command is a new interpreter."""
     with machines(axonlaunch.folder, 2) as made:
+        yield made
+
+
+@pytest.fixture
+def two_served(axonlaunch: Command, server: Server) -> Iterator[Machines]:
+    """Two on which it is forked from a server that tests share."""
+    with machines(axonlaunch.folder, 2, server) as made:
         yield made
 
 
@@ -25,8 +34,9 @@ def without_launch(overrides: list[str]) -> list[str]:
 
 
 def test_two_machines_train_as_one_and_leave_one_port_open_on_their_wire(
-    two: Machines, axonlaunch: Command, served: Command, faulty: list[str]
+    two_served: Machines, axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
+    two = two_served
     overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=8"]
     overrides.append("estimate.background=true")
     processes = two.start(*overrides, "name=run", "model.arguments={pause:0.2}", nproc=1)
@@ -44,8 +54,9 @@ def test_two_machines_train_as_one_and_leave_one_port_open_on_their_wire(
 
 
 def test_a_pulled_cable_ends_the_run_on_both_machines(
-    two: Machines, axonlaunch: Command, faulty: list[str]
+    two_served: Machines, axonlaunch: Command, faulty: list[str]
 ) -> None:
+    two = two_served
     overrides = [*without_launch(faulty), "train.steps=1000", "checkpoint.every=2"]
     processes = two.start(*overrides, "name=run", "model.arguments={pause:0.1}", nproc=1)
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 3)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from command import TINY, Served
 from configured import run_config
 
@@ -166,8 +167,19 @@ def test_a_run_that_stops_early_writes_what_it_has(tmp_path: Path) -> None:
     assert breakdown(read_trace(tmp_path / "profile" / "rank_0.json.gz"), rank=0).steps == 2
 
 
+@pytest.mark.parametrize(
+    ("error", "is_kept"),
+    [
+        (torch.OutOfMemoryError(), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (dist.DistBackendError("NCCL error: unhandled cuda error, out of memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
 def test_a_step_that_runs_out_of_memory_leaves_the_allocators_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dumped: list[str] = []
     history: list[object] = []
@@ -180,12 +192,13 @@ def test_a_step_that_runs_out_of_memory_leaves_the_allocators_snapshot(
         world.device = torch.device("cuda", 0)
         config = ProfileConfig(steps=[5, 5], memory=True)
         profiler = StepProfiler(config, world=world, run_dir=tmp_path)
-        with pytest.raises(torch.OutOfMemoryError), profiler.step(1):
-            raise torch.OutOfMemoryError
+        with pytest.raises(type(error)), profiler.step(1):
+            raise error
 
     World.mock(1).run(run)
     assert history
-    assert dumped == [str(tmp_path / "profile" / "rank_0.memory.pickle")]
+    snapshot = str(tmp_path / "profile" / "rank_0.memory.pickle")
+    assert dumped == ([snapshot] if is_kept else [])
 
 
 # What is refused.

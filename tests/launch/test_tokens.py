@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import TINY, Command
+from command import TINY, Command, Served
 from covers import every
 from launchers import SUPPORT, By, Machines, ended, logged, machines, torchrun
+from served import Forked, Server, placed, script
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, RunConfig
@@ -165,6 +166,13 @@ def two(axonlaunch: Command) -> Iterator[Machines]:
         yield made
 
 
+@pytest.fixture
+def two_served(axonlaunch: Command, server: Server) -> Iterator[Machines]:
+    """Two whose commands are forked from a server that tests share."""
+    with machines(axonlaunch.folder, 2, server) as made:
+        yield made
+
+
 def start(two: Machines, node: int, *overrides: str) -> Any:
     world = ["launch.nnodes=2", "launch.nproc=1", f"launch.master_addr={two.addresses[0]}"]
     return two.command(node).start("train", *TINY, *world, f"launch.node_rank={node}", *overrides)
@@ -200,21 +208,24 @@ def test_nodes_that_must_have_a_token_and_have_none_are_refused(served: Command,
 
 
 def test_a_node_never_runs_the_configuration_that_a_stranger_wrote_first(
-    two: Machines, axonlaunch: Command
+    two_served: Machines, served: Served
 ) -> None:
-    file = secret_file(axonlaunch.folder / "token")
-    executed = axonlaunch.folder / "executed"
-    (axonlaunch.folder / "evil.py").write_text(f"open({str(executed)!r}, 'w')\n")
+    two, folder = two_served, served.folder
+    file = secret_file(folder / "token")
+    executed = folder / "executed"
+    (folder / "evil.py").write_text(f"open({str(executed)!r}, 'w')\n")
     overrides = ["name=run", f"launch.token_file={file}", "launch.timeout_s=60"]
     first = start(two, 0, *overrides)
-    ours = axonlaunch("config", *TINY, "launch.nproc=1").stdout
+    ours = served("config", *TINY, "launch.nproc=1").stdout
     assert "plugins: []" in ours
     evil = ours.replace("plugins: []", "plugins: [evil]")
-    stranger_words = ["frozen", two.addresses[0], "29500", evil.encode().hex()]
-    written = By(axonlaunch.folder, two.command(1).prefix, program=[str(SUPPORT / "stranger.py")])(
-        *stranger_words
+    written = Forked(
+        *(placed, two.names[1], script, str(SUPPORT / "stranger.py")),
+        *("frozen", two.addresses[0], "29500", evil.encode().hex()),
+        folder=folder,
+        environment=served.environment(),
     )
-    assert "frozen" in written.stdout
+    assert "frozen" in written.communicate(timeout=60)[0]
     second = start(two, 1, *overrides)
     reported = ended([second, first])
     assert reported[0][0] == 2

@@ -236,7 +236,10 @@ def known_chats(
 
 @pytest.mark.parametrize(
     ("layout", "packing"),
-    [*pairs([*LAYOUTS], ["best_fit", "none"]), ("hybrid", "best_fit")],
+    [
+        *pairs([*LAYOUTS], ["best_fit", "none"]),
+        pytest.param("hybrid", "best_fit", marks=pytest.mark.slow),
+    ],
 )
 def test_losses_of_chats_are_those_of_transformers_with_labels_of_its_own(
     layout: str, packing: str, model: Path

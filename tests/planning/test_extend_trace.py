@@ -52,7 +52,7 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
     reduced = ReducedRun.of(estimate_config(overrides))
     if whole:
         return cuda_process._run(reduced, 0, ())[0].changes
-    return cuda_process.record(reduced, rank=0, stages=reduced.stages_of(0))
+    return cuda_process.record(reduced, rank=0, stages=reduced.stages_of(0)).changes
 
 
 @pytest.mark.parametrize(

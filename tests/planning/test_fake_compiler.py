@@ -95,9 +95,8 @@ def estimated(dtype: torch.dtype) -> int:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="nothing builds what is compiled")
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # half a minute, for which g++ reads torch's headers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_blocks_hold_what_is_estimated_to_the_byte(dtype: torch.dtype) -> None:
     reported, peak = forked_map.map_forked([partial(estimated, dtype), partial(really, dtype)])
     assert reported == peak

@@ -2,6 +2,7 @@
 
 import os
 import random
+from functools import partial
 
 import pytest
 from configured import estimate_config
@@ -11,13 +12,24 @@ from axonlaunch.planning import estimate as planning_estimate
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
 from axonlaunch.planning.memory.cuda_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING
-from axonlaunch.planning.memory.cuda_process import communicator_sizes, cublas_workspaces, held
-from axonlaunch.system import allocator_settings
+from axonlaunch.planning.memory.cuda_process import (
+    DeviceRequests,
+    communicator_sizes,
+    cublas_workspaces,
+    held,
+    record,
+    symmetric_memory,
+)
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.system import allocator_settings, forked_map
+from axonlaunch.system.allocator_settings import AllocatorSettings
+
+GROWING = AllocatorSettings(expandable=True)
 
 
-def reserved(*sizes: float, expandable: bool = False) -> float:
+def reserved(*sizes: float, settings: str = "") -> float:
     """MiB held for storages of so many MiB that live together."""
-    allocator = Allocator(expandable=expandable)
+    allocator = Allocator(AllocatorSettings.of(settings))
     allocator.replay(Change(number, round(size * MIB)) for number, size in enumerate(sizes))
     return allocator.peak_reserved / MIB
 
@@ -70,7 +82,7 @@ def test_free_neighbours_become_one_block_again() -> None:
 def test_fragments_cost_memory_that_expandable_segments_save() -> None:
     changes = [Change(n, 30 * MIB) for n in range(8)]
     changes += [Change(n, 0) for n in range(8)] + [Change(9, 240 * MIB)]
-    fixed, growing = Allocator(), Allocator(expandable=True)
+    fixed, growing = Allocator(), Allocator(GROWING)
     fixed.replay(changes)
     growing.replay(changes)
     assert fixed.peak_reserved == 480 * MIB
@@ -89,10 +101,19 @@ def test_a_storage_that_changes_its_size_frees_what_it_had() -> None:
     assert allocator.peak_reserved == 40 * MIB
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-def test_reserved_is_never_less_than_what_lives(expandable: bool) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "expandable_segments:True",
+        "max_split_size_mb:32,roundup_power2_divisions:4",
+        "expandable_segments:True,max_split_size_mb:32,large_segment_size_mb:30",
+    ],
+)
+def test_reserved_is_never_less_than_what_lives(text: str) -> None:
     choose = random.Random(0)
-    allocator, live = Allocator(expandable=expandable), dict[int, int]()
+    settings = AllocatorSettings.of(text)
+    allocator, live = Allocator(settings), dict[int, int]()
     for number in range(2000):
         if live and choose.random() < 0.5:
             gone = choose.choice([*live])
@@ -106,10 +127,13 @@ def test_reserved_is_never_less_than_what_lives(expandable: bool) -> None:
 
 def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
     memory = held(
-        [Change(0, 30 * MIB)], peak_bytes=50 * MIB, groups=(1, 2, 8), workspaces=[10 * MIB] * 2
+        DeviceRequests([Change(0, 30 * MIB)], symmetric=4 * MIB),
+        peak_bytes=50 * MIB,
+        groups=(1, 2, 8),
+        workspaces=[10 * MIB] * 2,
     )
     assert memory.allocator == 50 * MIB
-    assert memory.process == memory.allocator + CUDA_CONTEXT + NCCL_PAIR + NCCL_RING
+    assert memory.process == memory.allocator + CUDA_CONTEXT + NCCL_PAIR + NCCL_RING + 4 * MIB
 
 
 @pytest.mark.parametrize(
@@ -143,27 +167,71 @@ def test_a_rank_is_in_the_worlds_communicator_in_one_for_each_axis_and_in_its_se
     assert communicator_sizes(layout) == sizes
 
 
+def test_the_block_at_the_end_of_a_growing_segment_is_taken_last() -> None:
+    # A gap of 30 MiB, and 25 MiB free at the end, which 22 MiB would fit better.
+    storages = [Change(0, 30 * MIB), Change(1, 5 * MIB), Change(2, 25 * MIB)]
+    allocator = Allocator(GROWING)
+    allocator.replay([*storages, Change(0, 0), Change(2, 0), Change(3, 22 * MIB)])
+    allocator.replay([Change(4, 45 * MIB)])
+    assert allocator.peak_reserved == 80 * MIB
+
+
+def test_a_block_of_the_largest_size_to_split_is_kept_for_its_like() -> None:
+    def after(size: float) -> float:
+        allocator = Allocator(AllocatorSettings.of("max_split_size_mb:100"))
+        allocator.replay([Change(0, 120 * MIB), Change(0, 0), Change(1, round(size * MIB))])
+        return allocator.reserved / MIB
+
+    assert after(50) == 120 + 50
+    assert after(101) == 120
+    assert after(100) == 120 + 100  # 20 MiB would be left over
+
+
 @pytest.mark.parametrize(
-    ("variables", "grows"),
+    ("settings", "size", "segment"),
     [
-        ({}, True),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, False),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:True"}, True),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+        ("roundup_power2_divisions:4", 33, 40),
+        ("roundup_power2_divisions:4", 40, 40),
+        ("roundup_power2_divisions:1", 33, 34),
+        ("roundup_power2_divisions:[16:8,32:2,>:4]", 33, 48),
+        ("roundup_power2_divisions:[16:8,32:2,>:4]", 65, 80),
+        ("large_segment_size_mb:30", 5, 30),
+    ],
+)
+def test_sizes_are_rounded_as_the_user_says(settings: str, size: float, segment: float) -> None:
+    assert reserved(size, settings=settings) == segment
+
+
+def test_lists_of_roundings_are_read_as_torch_reads_them() -> None:
+    """Values of PyTorch's own test, ``c10/test/core/AllocatorConfig_test.cpp``."""
+    text = "roundup_power2_divisions:[128:8,256:16,512:1,2048:8,>:2]"
+    of_interval = AllocatorSettings.of(text).divisions
+    assert of_interval[6:13] == (8, 8, 16, 1, 0, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512"),
+        (
+            {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:40"},
+            "large_segment_size_mb:40",
+        ),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
     ],
 )
 def test_segments_grow_unless_the_user_has_settings_of_his_own(
-    variables: dict[str, str], grows: bool, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in allocator_settings._VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert allocator_settings.segments_grow() is grows
+    assert allocator_settings.settings_of_ranks() == AllocatorSettings.of(text)
     monkeypatch.setattr("os.environ", before := dict(os.environ))
     allocator_settings.grow_segments()
-    assert allocator_settings.segments_grow() is grows
+    assert allocator_settings.settings_of_ranks() == AllocatorSettings.of(text)
     asked = {n: v for n, v in before.items() if n in allocator_settings._VARIABLES}
     assert asked == (variables or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
@@ -171,19 +239,20 @@ def test_segments_grow_unless_the_user_has_settings_of_his_own(
 @pytest.mark.parametrize(
     ("value", "names"),
     [
-        ("expandable_segments:True", []),
-        ("max_split_size_mb:512, expandable_segments:True", ["max_split_size_mb"]),
+        ("expandable_segments:True,max_split_size_mb:512,pinned_use_background_threads:True", ()),
+        ("backend:native", ()),
         (
-            "roundup_power2_divisions:[256:1,>:4],backend:native",
-            ["backend", "roundup_power2_divisions"],
+            "garbage_collection_threshold:0.8,backend:cudaMallocAsync",
+            ("backend", "garbage_collection_threshold"),
         ),
+        ("max_split_size_mb:much", ("max_split_size_mb",)),
     ],
 )
 def test_settings_of_the_allocator_that_are_not_replayed_are_named(
-    value: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+    value: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", value)
-    assert allocator_settings.not_replayed() == names
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
+    assert allocator_settings.settings_of_ranks().not_replayed == names
     notes = planning_estimate._of_allocator(estimate_config(["launch.nproc=1"]))
     assert bool(notes) == bool(names)
     assert all(name in note for note in notes for name in names)
@@ -191,14 +260,45 @@ def test_settings_of_the_allocator_that_are_not_replayed_are_named(
     assert planning_estimate._of_allocator(on_cpu) == []
 
 
-def test_an_estimate_depends_on_whether_segments_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_depends_on_the_allocators_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     config = estimate_config(["launch.nproc=1", "hardware=h100_80gb"])
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     growing = estimate_cache._file(config, exact=False)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     assert estimate_cache._file(config, exact=False) != growing
 
 
 def test_what_a_recording_misses_of_the_peak_is_held_besides() -> None:
-    whole = held([Change(0, 30 * MIB)], peak_bytes=55 * MIB, groups=(), workspaces=[10 * MIB] * 2)
+    recorded = DeviceRequests([Change(0, 30 * MIB)])
+    whole = held(recorded, peak_bytes=55 * MIB, groups=(), workspaces=[10 * MIB] * 2)
     assert whole.allocator == 55 * MIB
+
+
+def test_memory_that_other_ranks_read_is_of_whole_pages_and_of_fused_exchanges_alone() -> None:
+    run = ["model=llama_debug", "strategy=tensor", "launch.nproc=2", "train.compile=true"]
+    sequence = "strategy.tensor.sequence_parallel=true"
+    fused = [*run, sequence, "strategy.tensor.async_collectives=true"]
+    assert symmetric_memory(estimate_config(fused), 3 * MIB // 2 + 1) == 4 * MIB
+    assert symmetric_memory(estimate_config([*run, sequence]), 3 * MIB) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_products_that_exchange_as_they_compute_hold_two_parts_for_other_ranks_to_read() -> None:
+    run = [
+        *("model=llama_debug", "model.num_hidden_layers=1", "strategy=tensor", "launch.nproc=2"),
+        *("data=synthetic_tokens", "data.sequence_length=1024", "train.global_batch_size=5"),
+        *("model.max_position_embeddings=1024", "train.micro_batch_size=5", "train.compile=true"),
+        "strategy.tensor.sequence_parallel=true",
+    ]
+    part = 5 * 1024 * 128 * 4 // 2  # samples, tokens, hidden size, fp32: half of the tokens
+
+    def symmetric(*more: str) -> int:
+        reduced = ReducedRun.of(estimate_config([*run, *more]))
+        return record(reduced, rank=0, stages=reduced.stages_of(0)).symmetric
+
+    without, those = forked_map.map_forked(
+        [symmetric, partial(symmetric, "strategy.tensor.async_collectives=true")]
+    )
+    assert without == 0
+    assert 2 * part < those == 4 * MIB

@@ -156,6 +156,19 @@ def test_replicas_sum_every_gradient_once() -> None:
     assert seconds["bf16"].breakdown["communication dp"] == pytest.approx(2 * on_the_link, rel=0.01)
 
 
+@pytest.mark.slow
+def test_what_zero1_has_updated_travels_while_the_next_step_computes() -> None:
+    """Beside replicas' step only the ends' rows are waited for, and the first block's."""
+    kinds = [run(f"strategy={kind}", "launch.nproc=8") for kind in ("ddp", "zero1")]
+    works = [step_work(config, world_size=8) for config in kinds]
+    ddp, zero1 = map(reported, kinds, works)
+    waited = zero1.breakdown["communication dp"] - ddp.breakdown["communication dp"]
+    ends = 2 * 128_256 * 4096
+    of_first_block = (works[1].parameters - ends) / 4
+    gathered = 7 / 8 * 4 * (ends + of_first_block) / (450e9 * 0.824)
+    assert waited == pytest.approx(gathered, rel=0.1)
+
+
 def test_tensor_parallel_replicas_are_not_summed_twice() -> None:
     both = ["strategy=hybrid", "strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
     slow = [*both, "strategy.tensor.degree=2", "launch.nproc=4", "hardware.devices_per_node=2"]

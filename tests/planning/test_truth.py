@@ -26,12 +26,8 @@ CASES: dict[int, list[str]] = {
         f"strategy=zero1 train.micro_batch_size=2 {BF16}",
         "strategy=zero2",
         "strategy=fsdp train.precision=bf16 train.loss_chunk=24",
-        f"strategy=fsdp {BF16}",
         "strategy=fsdp train.freeze=[embed_*,layers.*.mlp.*] train.unfreeze=[layers.*.up_proj.*]",
-        "strategy=ddp train.freeze=[layers.*.mlp.*]",
-        f"strategy=fsdp adapter=lora {BF16}",
         "strategy=tensor adapter=lora adapter.targets=[q_proj,down_proj] adapter.dora=true",
-        f"strategy=ddp {BF16} optimizer.state_dtype=fp32",
         f"{FSDP}.sharding=no_shard train.activation_checkpointing=full",
         f"{FSDP}.cpu_offload=params",
         f"{FSDP}.cpu_offload=optimizer_states",
@@ -50,6 +46,10 @@ CASES: dict[int, list[str]] = {
 }
 SLOW_CASES: dict[int, list[str]] = {
     2: [
+        f"strategy=fsdp {BF16}",
+        f"strategy=fsdp adapter=lora {BF16}",
+        f"strategy=ddp {BF16} optimizer.state_dtype=fp32",
+        "strategy=ddp train.freeze=[layers.*.mlp.*]",
         "strategy=ddp train.micro_batch_size=2",
         "strategy=zero1",
         f"strategy=zero1 {BF16}",

@@ -12,10 +12,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import served
 from command import Command, wait_for
 from served import Server
 
@@ -118,6 +120,32 @@ class _Process:
 
 
 @dataclass
+class On(Command):
+    """The command on a machine, forked from a server that tests share: for what it does there.
+
+    Attributes:
+        server: How it is reached.
+        namespace: The machine's.
+        variables: Added to the environment.
+    """
+
+    server: Server
+    namespace: str
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def start(self, *overrides: str) -> served.Forked:
+        """Start it without waiting."""
+        command = partial(served.command, self.server, *overrides, namespace=self.namespace)
+        return served.Forked(
+            served.placed,
+            self.namespace,
+            command,
+            folder=self.folder,
+            environment={**self.environment(), **self.variables},
+        )
+
+
+@dataclass
 class Machines:
     """Machines on one wire, each a network namespace with an address of its own.
 
@@ -125,16 +153,23 @@ class Machines:
         folder: Where their commands run.
         names: Of the namespaces.
         addresses: Of the machines.
+        server: What their commands are forked from; None: each is a new interpreter.
     """
 
     folder: Path
     names: list[str]
     addresses: list[str]
+    server: Server | None = None
 
-    def command(self, machine: int, **variables: str) -> By:
+    def command(self, machine: int, **variables: str) -> Command:
         """Return the command on a machine."""
-        prefix = ["ip", "netns", "exec", self.names[machine]]
-        return By(self.folder, prefix, variables)
+        if self.server is not None:
+            return On(self.folder, self.server, self.names[machine], variables)
+        return By(self.folder, self.prefix(machine), variables)
+
+    def prefix(self, machine: int) -> list[str]:
+        """Return what runs a program on a machine."""
+        return ["ip", "netns", "exec", self.names[machine]]
 
     def start(self, *overrides: str, nproc: int) -> list[Any]:
         """Start a run on all machines by environment variables."""
@@ -160,8 +195,8 @@ class Machines:
 
     def listening(self, machine: int) -> list[str]:
         """Return the addresses on which something listens on a machine."""
-        overrides = ["ip", "netns", "exec", self.names[machine], "ss", "-Htln"]
-        reported = subprocess.run(overrides, capture_output=True, text=True, check=True).stdout
+        program = [*self.prefix(machine), "ss", "-Htln"]
+        reported = subprocess.run(program, capture_output=True, text=True, check=True).stdout
         return [line.split()[3] for line in reported.splitlines()]
 
 
@@ -174,7 +209,7 @@ def _cable(name: str) -> str:
 
 
 @contextmanager
-def machines(folder: Path, count: int) -> Iterator[Machines]:
+def machines(folder: Path, count: int, server: Server | None = None) -> Iterator[Machines]:
     """Make machines, and take them away with whatever runs on them."""
     needs("ip", "ss")
     tag = f"ax{os.getpid()}"
@@ -194,7 +229,7 @@ def machines(folder: Path, count: int) -> Iterator[Machines]:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
-        yield Machines(folder, names, addresses)
+        yield Machines(folder, names, addresses, server)
     finally:
         for name in names:
             with suppress(subprocess.CalledProcessError):

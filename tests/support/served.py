@@ -6,6 +6,7 @@ pytest's workers too; tests of how it starts, prints and ends run it as a user d
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import signal
@@ -45,18 +46,42 @@ def serve() -> Iterator[Server]:
 
 
 @contextmanager
-def reached(server: Server, *, preload: Sequence[str] = ()) -> Iterator[ForkServerContext]:
+def reached(
+    server: Server, *, preload: Sequence[str] = (), namespace: str | None = None
+) -> Iterator[ForkServerContext]:
     """Stand in for ``warm``: use the server that is there, and leave it running.
 
     Args:
         server: How it is reached.
         preload: Not imported there: what asks for it imports it later.
+        namespace: Of the network, in which what it forks runs.
     """
     del preload
     vars(SERVER).update(server)
     SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # others keep it alive
     SERVER.ensure_running = lambda: None
-    yield get_context("forkserver")
+    yield get_context("forkserver") if namespace is None else _Placed(namespace)
+
+
+class _Placed(ForkServerContext):
+    """Forks into a namespace of the network."""
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__()
+        self._namespace = namespace
+
+    def Process(self, *, target: Any, args: tuple[Any, ...], daemon: bool) -> Any:  # type: ignore[override]  # noqa: N802
+        there = partial(placed, self._namespace, target)
+        return get_context("forkserver").Process(target=there, args=args, daemon=daemon)
+
+
+def placed(namespace: str, function: Callable[..., None], *args: Any) -> None:
+    """Run a function in a namespace of the network, which all threads that it starts are in."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as file:
+        if libc.setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    function(*args)
 
 
 class Forked:
@@ -137,11 +162,11 @@ def _run(
     program(*arguments)
 
 
-def command(server: Server, *overrides: str) -> None:
+def command(server: Server, *overrides: str, namespace: str | None = None) -> None:
     """Be the ``axonlaunch`` command."""
     from axonlaunch.cli import app, train
 
-    ours.warm = partial(reached, server)
+    ours.warm = partial(reached, server, namespace=namespace)
     train.STARTED = time.time()
     sys.argv = ["axonlaunch", *overrides]
     app.run_command()

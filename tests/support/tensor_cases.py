@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import axonlaunch as ax
 from axonlaunch.config.model import GPTConfig, LlamaConfig, ViTConfig
 from axonlaunch.engines.tensor.parallelize import divided_classes
+from axonlaunch.models import dtensor_regions
 from axonlaunch.models.build import build_model
 from axonlaunch.models.initialization import reset_buffers
 from axonlaunch.models.loss import cross_entropy_sum
@@ -52,7 +53,7 @@ def tokens_and_targets() -> tuple[Tensor, Tensor]:
 
 def whole(value: Tensor | None) -> Tensor:
     assert isinstance(value, DTensor)
-    return value.full_tensor()
+    return dtensor_regions.whole(value)  # torch 2.11 has none of packed ones
 
 
 def loss_of(model: nn.Module, mesh: DeviceMesh, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from axonlaunch.verification.result import ParityResult
 Patch = pytest.MonkeyPatch
 DDP = ["strategy=ddp", "launch.nproc=2"]
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
+PIPELINE = ["strategy=pipeline", "launch.nproc=2"]
 CONTEXT = ["strategy.context.degree=2", "launch.nproc=2"]
 RECOMPUTED = [*DDP, "train.activation_checkpointing=full"]
 
@@ -76,6 +77,7 @@ def test_it_passes_what_draws_as_it_should(overrides: list[str]) -> None:
     [
         (every_rank_draws_the_same, DDP, "data ranks 0 and 1 draw the same random numbers"),
         (every_rank_draws_the_same, CONTEXT, "of a context axis draw the same random numbers"),
+        (every_rank_draws_the_same, PIPELINE, "0 and 1 of a pipeline draw the same random numbers"),
         (every_step_draws_the_same, DDP, "the same random numbers in layers.0"),
         (tensor_ranks_draw_different_numbers, TENSOR, "of a tensor axis draw different"),
         (recomputation_draws_anew, RECOMPUTED, "recomputing "),

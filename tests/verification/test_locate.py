@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
+from covers import every
 from parity_table import MODELS
 
 import axonlaunch as ax
@@ -28,13 +29,17 @@ def first(overrides: list[str]) -> locate.FirstDifference | None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        [*TENSOR, "strategy.tensor.sequence_parallel=true"],
-        ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"],
-        ["strategy=pipeline", "launch.nproc=2"],
-        ["strategy.context.degree=2", "launch.nproc=2"],
-        [*DDP, "data.document_length=5", "train.micro_batch_size=2"],  # alike in positions
-    ],
+    every(
+        2,
+        [
+            [*TENSOR, "strategy.tensor.sequence_parallel=true"],
+            [*TENSOR, "adapter=lora"],
+            ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"],
+            ["strategy=pipeline", "launch.nproc=2"],
+            ["strategy.context.degree=2", "launch.nproc=2"],
+            [*DDP, "data.document_length=5", "train.micro_batch_size=2"],  # alike in positions
+        ],
+    ),
     ids=" ".join,
 )
 def test_nothing_is_named_where_nothing_differs(overrides: list[str]) -> None:

@@ -203,15 +203,53 @@ def _first_element(difference: TracedDifference, names: tuple[str, str]) -> str:
 
 
 def likely_cause(
-    difference: TracedDifference, names: tuple[str, str], traces: Sequence[StepTrace]
+    difference: TracedDifference,
+    names: tuple[str, str],
+    traces: Sequence[StepTrace],
+    *,
+    steps: Sequence[int],
 ) -> str:
-    """Say which axis of a run is as long as one is larger than the other; empty where none is.
+    """Say why the first tensor differs that does, where that is known; else nothing.
 
     Args:
-        difference: One tensor's.
+        difference: That tensor's.
         names: Of the two runs.
-        traces: Of that step, of both.
+        traces: Of its step, of both.
+        steps: That both traced.
     """
+    if difference.ours.kind == "batch":
+        return "for they were given other samples (data, seed or global batch size)"
+    if difference.ours.kind == "parameter":
+        before = [step for step in steps if step < difference.step]
+        if not difference.step:
+            return "for they start from other weights"
+        if before and before[-1] == difference.step - 1:
+            return f"for the update of step {before[-1]} was another one"
+        since = f"since step {before[-1]}" if before else "before it"
+        return f"for an update {since} was another one; trace those steps too"
+    return _axis_as_long(difference, names, traces)
+
+
+def last_same(first: TracedDifference, trace: StepTrace) -> str:
+    """Return the module whose output's gradient was the same before the first that is not.
+
+    What is wrong lies between the two: of residual connections several modules may.
+
+    Args:
+        first: The first difference of its step.
+        trace: Of one of the runs, of that step.
+    """
+    if first.ours.kind != "output gradient":
+        return ""
+    names = [tensor.name for tensor in trace.tensors if tensor.kind == "output gradient"]
+    place = names.index(first.ours.name)
+    return names[place - 1] if place else ""
+
+
+def _axis_as_long(
+    difference: TracedDifference, names: tuple[str, str], traces: Sequence[StepTrace]
+) -> str:
+    """Say which axis of a run is as long as one is larger than the other; empty where none is."""
     if difference.ratio is None:
         return ""
     factors = (difference.ratio, 1 / difference.ratio)
@@ -244,8 +282,10 @@ def _factor(ours: TracedTensor, theirs: TracedTensor) -> float | None:
     if not (ours.rms and theirs.rms and ours.absmax and theirs.absmax):
         return None
     ratio, of_largest = ours.rms / theirs.rms, ours.absmax / theirs.absmax
-    mean_as_expected = abs((ours.mean or 0.0) - ratio * (theirs.mean or 0.0)) < _FACTOR * ours.rms
-    is_one = abs(of_largest / ratio - 1) < _FACTOR and mean_as_expected
+    # Of what is hardly larger any two tensors that are off by little would be a factor apart.
+    within = _FACTOR * min(1.0, max(abs(ratio - 1), abs(1 / ratio - 1)))
+    mean_as_expected = abs((ours.mean or 0.0) - ratio * (theirs.mean or 0.0)) < within * ours.rms
+    is_one = abs(of_largest / ratio - 1) < within and mean_as_expected
     return ratio if is_one and abs(ratio - 1) > _FACTOR / 10 else None
 
 

@@ -140,7 +140,8 @@ class FSDP(nn.Module):
         if world is not None and group is not None:
             raise ValueError("group and world both say who shares the module; give one of them")
         group = group or (world.default_group if world else default_group())
-        self.mesh = mesh or _mesh(group, self.sharding, replicate)
+        timeout_s = world.timeout_s if world else None
+        self.mesh = mesh or _mesh(group, self.sharding, replicate, timeout_s)
         self.module = module
         self._device = world.device if world else device_of(group)
         total = sum(p.numel() * p.element_size() for p in module.parameters())
@@ -299,7 +300,9 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in module._parameters.values() if parameter is not None)
 
 
-def _mesh(group: ProcessGroup, sharding: ShardingStrategy, replicate: int) -> DeviceMesh:
+def _mesh(
+    group: ProcessGroup, sharding: ShardingStrategy, replicate: int, timeout_s: float | None
+) -> DeviceMesh:
     """Lay a group out: replicas x shards, shards innermost, or one axis of shards."""
     hybrid = sharding is ShardingStrategy.HYBRID_SHARD
     if not hybrid and replicate != 1:
@@ -307,4 +310,5 @@ def _mesh(group: ProcessGroup, sharding: ShardingStrategy, replicate: int) -> De
     if replicate < 1 or group.size % replicate:
         raise ValueError(f"replicate={replicate} does not divide {group.size} ranks")
     replicas = group.size if sharding is ShardingStrategy.NO_SHARD else replicate
-    return data_mesh(group, replicate=replicas, shard=group.size // replicas)
+    shard = group.size // replicas
+    return data_mesh(group, replicate=replicas, shard=shard, timeout_s=timeout_s)

@@ -8,9 +8,12 @@ Models", 2020, stage 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -44,6 +47,8 @@ class ShardedUpdate(Update):
         mesh: DeviceMesh,
         axis: str = "dp_replicate",
         facts: Mapping[str, ParameterFacts] | None = None,
+        modules: Sequence[nn.Module] = (),
+        units: Sequence[nn.Module] = (),
     ) -> None:
         """Divide parameters by rows.
 
@@ -54,12 +59,25 @@ class ShardedUpdate(Update):
             mesh: The run's.
             axis: The ranks that divide the states.
             facts: What else is known of the parameters, by the same names; None: nothing.
+            modules: What computes with the parameters, in the order of their forwards. A forward
+                waits for the rows that it needs, which travel meanwhile; without modules each
+                update waits.
+            units: Parts of ``modules`` that wait for their own, in the order of their forwards.
+                Nobody else may read what they alone hold before ``finish``.
         """
         self._parameters = dict(parameters)
         self._root = mesh
         self._mesh = mesh[axis]
         rows = {name: nn.Parameter(self._rows(p)) for name, p in parameters.items()}
         super().__init__(config, rows, parameters=facts)
+        self._under_way: dict[Tensor, _Message] = {}
+        self._readers = _first_readers(modules, units)
+        for reader in self._readers:
+            reader.register_forward_pre_hook(self._finish_before)
+        # As forwards ask for them; what no module holds is asked for by nobody.
+        asked = dict.fromkeys(p for held in self._readers.values() for p in held)
+        own = dict.fromkeys(parameters.values())
+        self._in_order = [p for p in asked if p in own] + [p for p in own if p not in asked]
 
     def _rows(self, parameter: Tensor) -> DTensor:
         """Return a DTensor whose local part is a view of this rank's rows of a parameter."""
@@ -104,9 +122,30 @@ class ShardedUpdate(Update):
             shard.grad = None if whole.grad is None else self._rows(whole.grad)
 
     def apply(self, *, rate: Callable[[float], float]) -> None:
-        """Update this rank's rows and gather everyone's."""
+        """Update this rank's rows and begin to gather everyone's."""
+        self.finish()  # what no forward has asked for
         super().apply(rate=rate)
         self._gather()
+        if not self._readers:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until every parameter has the rows of all ranks."""
+        self._receive(list(self._under_way))
+
+    def _finish_before(self, reader: nn.Module, inputs: Any) -> None:
+        del inputs
+        if self._under_way:
+            self._receive(self._readers[reader])
+
+    @torch.no_grad()
+    def _receive(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            message = self._under_way.get(parameter)
+            if message is not None:
+                message.finish()
+                for received in message.parameters:
+                    del self._under_way[received]
 
     def forget_gradients(self) -> None:
         """Free every gradient, of shards and of whole parameters."""
@@ -118,25 +157,64 @@ class ShardedUpdate(Update):
     def _gather(self) -> None:
         group, size = self._mesh.get_group(), self._mesh.size()
         rank = self._mesh.get_local_rank()
-        works, small = [], []
-        for parameter in self._parameters.values():
+        alone: dict[Tensor, Tensor] = {}
+        small: dict[Tensor, Tensor] = {}
+        for parameter in self._in_order:
             whole = local_part(parameter.detach())
             if whole.ndim == 0 or whole.numel() == 0:
                 continue
-            if whole.nbytes < _LARGE or whole.shape[0] % size or not whole.is_contiguous():
-                small.append(whole)
-                continue
-            # Where they are to be already: nothing of them is copied, as fully_shard gathers.
-            mine = whole[slice(*self._range(whole, rank))]
-            works.append(all_gather_single(whole, mine, group=group, async_op=True))
-        together = [_Bucket(wholes, ranks=size) for wholes in buckets(small, limit=_FULL)]
-        for bucket in together:
+            divides = whole.shape[0] % size == 0 and whole.is_contiguous()
+            (alone if whole.nbytes >= _LARGE and divides else small)[whole] = parameter
+        # The first forward may need any of the small ones, and they are soon there.
+        for wholes in buckets(small, limit=_FULL):
+            bucket = _Bucket(wholes, ranks=size)
             mine = bucket.pack([whole[slice(*self._range(whole, rank))] for whole in bucket.wholes])
-            works.append(all_gather_single(bucket.gathered, mine, group=group, async_op=True))
-        for work in works:
-            work.wait()
-        for bucket in together:
-            bucket.unpack()
+            work = all_gather_single(bucket.gathered, mine, group=group, async_op=True)
+            self._note(_Message(work, [small[whole] for whole in wholes], bucket))
+        for whole, parameter in alone.items():
+            # To where they are to be already: nothing is copied, as fully_shard gathers.
+            mine = whole[slice(*self._range(whole, rank))]
+            work = all_gather_single(whole, mine, group=group, async_op=True)
+            self._note(_Message(work, [parameter]))
+
+    def _note(self, message: _Message) -> None:
+        self._under_way.update(dict.fromkeys(message.parameters, message))
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Rows on their way: of one parameter to its own place, or of several to a bucket."""
+
+    work: dist.Work
+    parameters: list[Tensor]
+    bucket: _Bucket | None = None
+
+    def finish(self) -> None:
+        """Wait for them, and put them into the parameters."""
+        self.work.wait()
+        if self.bucket is not None:
+            self.bucket.unpack()
+
+
+def _first_readers(
+    modules: Sequence[nn.Module], units: Sequence[nn.Module]
+) -> dict[nn.Module, list[nn.Parameter]]:
+    """Return the modules before whose forwards parameters must be whole, and which.
+
+    A unit waits for those that it alone holds, the module around it for all others.
+    """
+    unit_of = {part: unit for unit in units for part in unit.modules()}
+    reader_of: dict[nn.Parameter, nn.Module] = {}
+    for module in modules:
+        for part in module.modules():
+            reader = unit_of.get(part, module)
+            for parameter in part.parameters(recurse=False):
+                if reader_of.setdefault(parameter, reader) is not reader:
+                    reader_of[parameter] = module
+    readers: dict[nn.Module, list[nn.Parameter]] = {part: [] for part in (*modules, *units)}
+    for parameter, reader in reader_of.items():
+        readers[reader].append(parameter)
+    return readers
 
 
 class _Bucket:
@@ -151,16 +229,19 @@ class _Bucket:
             rows * whole[0].numel() for rows, whole in zip(self._rows, wholes, strict=True)
         ]
         self.gathered = wholes[0].new_empty(ranks * sum(self._lengths))
+        # Here as long as NCCL holds it, which is until it is waited for.
+        self._sent: Tensor | None = None
 
     def pack(self, pieces: list[Tensor]) -> Tensor:
         """Return a rank's rows of every parameter, one after another."""
-        flat = self.gathered.new_zeros(sum(self._lengths))
+        flat = self._sent = self.gathered.new_zeros(sum(self._lengths))
         places = zip(flat.split(self._lengths), pieces, strict=True)
         torch._foreach_copy_([to[: part.numel()].view(part.shape) for to, part in places], pieces)
         return flat
 
     def unpack(self) -> None:
         """Copy the rows of all ranks to the parameters."""
+        self._sent = None
         by_rank = self.gathered.view(self._ranks, -1).split(self._lengths, dim=1)
         for whole, rows, pieces in zip(self.wholes, self._rows, by_rank, strict=True):
             # The padding is at the end of the last ranks' rows, so at the very end.

@@ -112,6 +112,9 @@ class Update:
         self._step()
         self.forget_gradients()
 
+    def finish(self) -> None:
+        """Wait for what ``apply`` has left under way: who reads parameters calls it before."""
+
     def _hand_over(self) -> None:
         """Give each part that an optimizer updates its gradient, and the storage of its DTensor."""
         for name, parameter in self._updated.items():
@@ -130,29 +133,28 @@ class Update:
         for tensor in [*self.tensors.values(), *self._updated.values()]:
             tensor.grad = None
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply every gradient by a number."""
-        gradients = [local_part(t.grad) for t in self.tensors.values() if t.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
-
     def clip_gradients(
         self,
         max_norm: float | None,
         *,
         uncounted: Container[str] = (),
         across: ProcessGroup | None = None,
+        loss_scale: float = 1.0,
     ) -> Tensor:
         """Scale gradients down to a norm; return the whole model's norm before that, 0-dim.
 
         Args:
-            max_norm: Largest norm; None scales nothing.
+            max_norm: Largest norm; None: any.
             uncounted: Names whose gradients another tensor's stand for in the norm.
             across: Ranks that hold other parameters of the model.
+            loss_scale: As the function of this name takes it.
         """
-        counted = [t for name, t in self.tensors.items() if name not in uncounted]
         return clip_gradients(
-            self.tensors.values(), max_norm=max_norm, counted=counted, across=across
+            self.tensors.values(),
+            max_norm=max_norm,
+            counted=[t for name, t in self.tensors.items() if name not in uncounted],
+            across=across,
+            loss_scale=loss_scale,
         )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -237,25 +239,30 @@ def clip_gradients(
     max_norm: float | None,
     counted: Iterable[Tensor] | None = None,
     across: ProcessGroup | None = None,
+    loss_scale: float = 1.0,
 ) -> Tensor:
     """Scale gradients so that the whole model's 2-norm is at most ``max_norm``.
 
     Args:
         parameters: Those whose gradients are scaled: whole tensors, or DTensors of any meshes.
-        max_norm: Largest norm; None scales nothing.
+        max_norm: Largest norm; None: any.
         counted: Those whose gradients make the norm; None: all. A parameter that another rank
             of ``across`` holds too counts on one of them.
         across: Ranks that hold other parameters of the model, as pipeline stages do.
+        loss_scale: What gradients are too large by, a power of two, so that it makes no difference
+            to their bits whether it is taken out before or with the rest, in one pass over them.
 
     Returns:
-        The norm before clipping, 0-dim fp32, the same on every rank.
+        The norm before clipping, without the scale, 0-dim fp32, the same on every rank.
     """
     parameters = list(parameters)
-    norm = gradient_norm(parameters if counted is None else counted, across=across)
+    norm = gradient_norm(parameters if counted is None else counted, across=across) / loss_scale
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if max_norm is not None and gradients:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    elif loss_scale != 1.0 and gradients:
+        torch._foreach_mul_(gradients, 1.0 / loss_scale)
     return norm
 
 

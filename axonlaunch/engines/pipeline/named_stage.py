@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import pipelining
 from torch.profiler import record_function
 
@@ -17,6 +18,14 @@ PREFIX = "axonlaunch pipeline "
 
 class NamedStage(pipelining.PipelineStage):
     """A stage that does what torch's does."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Return messages that connect this rank to its neighbours.
+
+        By torch 2.11 a rank where a V turns sends them to itself too, which gloo can't.
+        """
+        operations = super()._get_init_p2p_neighbors_ops()
+        return [each for each in operations if each.group_peer != self.group_rank]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch's forward."""

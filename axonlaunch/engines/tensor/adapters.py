@@ -65,6 +65,12 @@ def divide_adapter(
         return
     _cut(layer.lora_A, inputs, axis)
     _cut(layer.lora_B, outputs, axis)
+    for matrix in (layer.lora_A, layer.lora_B):
+        matrix.gives_partial_sums = inputs is not None
+        # Of a column layer each rank's part of B reads all of what A gives, of a shared one all
+        # ranks' query heads what B gives.
+        is_read_in_parts = matrix is layer.lora_A or outputs is None
+        matrix.gets_partial_gradients = inputs is None and is_read_in_parts
     if layer.lora_magnitude_vector is not None:
         _cut(layer.lora_magnitude_vector, outputs, axis)
 

@@ -33,6 +33,7 @@ from axonlaunch.comm.errors import UnreachableRankError
 from axonlaunch.comm.rendezvous import RankEnvironment
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.layout import num_ranks
+from axonlaunch.diagnostics.out_of_memory import is_out_of_memory
 from axonlaunch.events import Listener, Monitor, merge_finished
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.report import Report, cause_of, plain_error, report_of_rank
@@ -136,6 +137,10 @@ def join_world(config: RunConfig, place: RankSpec) -> World:
     )
     # A user's code, and libraries, look for them there; nothing of ours does.
     os.environ.update(environment.variables())
+    if config.train.deterministic:
+        # NCCL reads it once. A switch that adds up what passes through it is the one algorithm that
+        # Megatron-LM's deterministic mode refuses (megatron/training/arguments.py).
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     waits_s = config.launch.timeout_s + _GRACE_S
     return World.join(
         environment,
@@ -235,29 +240,14 @@ def report_of(error: BaseException, place: RankSpec) -> Report:
         traceback=text,
         log="" if cause == "folder" else report.log,
         cause=cause,
-        memory_bytes=available_bytes(place.local_world_size) if _is_memory(error) else None,
+        memory_bytes=available_bytes(place.local_world_size) if is_out_of_memory(error) else None,
     )
-
-
-_NO_MEMORY = (
-    "can't allocate memory",
-    "out of memory",  # of CUDA, also as NCCL repeats it
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
-)
-
-
-def _is_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(phrase in text for phrase in _NO_MEMORY)
 
 
 def _cause(error: BaseException) -> str:
     """Name what is known to be done about an error, for whoever reports it to the user."""
     text = str(error).lower()
-    if _is_memory(error):
+    if is_out_of_memory(error):
         return "memory"
     if cause := cause_of(error):
         return cause

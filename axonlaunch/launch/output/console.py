@@ -235,7 +235,8 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
     verb = verbs.get(first.kind, "failed first: ")
     body = Text(f"rank {first.rank} of {world_size} {verb}", style="bold")
     body.append(first.reason, style="bold red")
-    body.append("\n" + _whereabouts(first, coords), style="dim")
+    if where := _whereabouts(first, coords):
+        body.append(f"\n{where}", style="dim")
     if first.traceback:
         body.append("\n\n" + _own_frames(first.traceback.rstrip()), style="default")
     for ranks, reason in _folded(crash.followers):

@@ -18,6 +18,8 @@ from axonlaunch.engines.optimizer.step import local_part
 from axonlaunch.planning.memory.caching_allocator import Change
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
+_REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+
 BlockPlace: TypeAlias = tuple[int, int]
 """Where a block is: its pipeline stage, and its index there."""
 
@@ -31,11 +33,13 @@ class Recording:
         visits: ``(index of the first change, block)`` whenever another block, or none of them,
             begins to work; ascending.
         owners: The blocks of storages that are made outside of any block's work.
+        exchanged: Bytes of the largest part of a tensor that ranks sum and divide in a block.
     """
 
     changes: list[Change]
     visits: list[tuple[int, BlockPlace | None]]
     owners: dict[int, BlockPlace]
+    exchanged: int = 0
 
 
 class RecordingTrace(StorageTrace):
@@ -54,6 +58,7 @@ class RecordingTrace(StorageTrace):
         self._streams: dict[int, int] = {}
         self._kept_streams: list[Any] = []  # so that no id is used again
         self._first_update: tuple[int, int] | None = None
+        self._exchanged = 0
 
     def recording(
         self, engine: Engine | None = None, blocks: Mapping[int, Sequence[nn.Module]] | None = None
@@ -76,7 +81,8 @@ class RecordingTrace(StorageTrace):
         before = [0]
         for change in self._changes:
             before.append(before[-1] + (change.storage not in passing))
-        return Recording(changes, [(before[at], place) for at, place in self._visits], owners)
+        visits = [(before[at], place) for at, place in self._visits]
+        return Recording(changes, visits, owners, self._exchanged)
 
     def begin(self, *name: str | int) -> None:
         """Begin an event, which ends the one before."""
@@ -111,6 +117,12 @@ class RecordingTrace(StorageTrace):
             return
         self._numbers[key] = len(self._changes)
         self._changes.append(Change(self._numbers[key], storage.nbytes(), self._stream()))
+
+    def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = super()._without_values(func, args, kwargs)
+        if func is _REDUCE_SCATTER and self._visits[-1][1] is not None:
+            self._exchanged = max(self._exchanged, out.nbytes)
+        return out
 
     def _move(self, storage: Any, category: Category) -> None:
         super()._move(storage, category)

@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from axonlaunch.system.allocator_settings import AllocatorSettings
 from axonlaunch.system.formatting import MIB
 
 MIN_BLOCK = 512
@@ -20,10 +21,9 @@ SMALL_SIZE = MIB
 """kSmallSize: largest allocation of the small pool"""
 SMALL_SEGMENT = 2 * MIB
 """kSmallBuffer: what the small pool asks the driver for"""
-LARGE_SEGMENT = 20 * MIB
-"""kLargeBuffer: what allocations below ``MIN_LARGE`` ask the driver for"""
 MIN_LARGE = 10 * MIB
-"""kMinLargeAlloc: allocations from here on get a segment of their own size"""
+"""kMinLargeAlloc: allocations from here on get a segment of their own size; those below ask the
+driver for the settings' ``large_segment``"""
 ROUND_LARGE = 2 * MIB
 """kRoundLarge: that size is rounded up to a multiple of it"""
 
@@ -79,18 +79,21 @@ class Allocator:
         peak_reserved: The most of that: what ``torch.cuda.max_memory_reserved`` shows.
     """
 
-    def __init__(self, *, capacity: int | None = None, expandable: bool = False) -> None:
+    def __init__(
+        self, settings: AllocatorSettings | None = None, *, capacity: int | None = None
+    ) -> None:
         """Begin empty.
 
         Args:
+            settings: The user's; with ``expandable`` each pool has one segment, which grows at its
+                end. None: torch's own.
             capacity: Bytes that the driver gives; where they don't do, cached segments go back
-                before more is asked. None: without end.
-            expandable: ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: one segment for each
-                pool, that grows at its end.
+                before more is asked, but for those that grow, whose free pages are not followed:
+                what is reserved then is more than a device has. None: without end.
         """
         self.reserved = self.peak_reserved = 0
+        self._settings = settings or AllocatorSettings()
         self._capacity = capacity
-        self._expandable = expandable
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._held: dict[int, _Block] = {}
         self._top = 0
@@ -105,27 +108,49 @@ class Allocator:
                 self._held[change.storage] = self._allocate(change.num_bytes, change.stream)
 
     def _allocate(self, num_bytes: int, stream: int) -> _Block:
-        size = _up(num_bytes, MIN_BLOCK)
+        size = self._rounded(num_bytes)
         small = size <= SMALL_SIZE
         pool = self._pools.setdefault((stream, small), _Pool(small))
-        at = bisect_left(pool.free, (size, -1))
-        if at < len(pool.free):
-            block = pool.blocks.pop(pool.free.pop(at)[1])
-        elif self._expandable:
-            block = self._grown(pool, size)
-        else:
-            block = self._new_segment(pool, size)
+        block = self._best_fit(pool, size)
+        if block is None:
+            grows = self._settings.expandable
+            block = self._grown(pool, size) if grows else self._new_segment(pool, size)
         block.free = False
-        rest = block.size - size
-        if rest >= MIN_BLOCK if small or self._expandable else rest > SMALL_SIZE:
+        if self._is_split(block, size):
             self._split(block, size)
         return block
+
+    def _rounded(self, num_bytes: int) -> int:
+        interval = max(0, (num_bytes // MIB).bit_length() - 1)
+        parts = self._settings.divisions[min(interval, len(self._settings.divisions) - 1)]
+        if parts <= 1 or num_bytes <= MIN_BLOCK * parts:
+            return _up(num_bytes, MIN_BLOCK)
+        return _up(num_bytes, (1 << num_bytes.bit_length() - 1) // parts)
+
+    def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
+        """Take the smallest free block that is large enough, if one may be used."""
+        at = bisect_left(pool.free, (size, -1))
+        if at == len(pool.free):
+            return None
+        # A block that can grow counts as being as large as it can become: any other is better.
+        if pool.last is pool.blocks[pool.free[at][1]] and at + 1 < len(pool.free):
+            at += 1
+        found, limit = pool.free[at][0], self._settings.max_split_size
+        if found >= limit and (size < limit or found >= size + self._settings.max_rounding):
+            return None
+        return pool.blocks.pop(pool.free.pop(at)[1])
+
+    def _is_split(self, block: _Block, size: int) -> bool:
+        rest = block.size - size
+        if block.pool.small or self._settings.expandable:
+            return rest >= MIN_BLOCK
+        return rest > SMALL_SIZE and size < self._settings.max_split_size
 
     def _new_segment(self, pool: _Pool, size: int) -> _Block:
         if pool.small:
             segment = SMALL_SEGMENT
         else:
-            segment = LARGE_SEGMENT if size < MIN_LARGE else _up(size, ROUND_LARGE)
+            segment = self._settings.large_segment if size < MIN_LARGE else _up(size, ROUND_LARGE)
         if self._capacity is not None and self.reserved + segment > self._capacity:
             self._return_cached()
         self._reserve(segment)
@@ -136,7 +161,7 @@ class Allocator:
 
     def _grown(self, pool: _Pool, size: int) -> _Block:
         """Map more pages behind the last block, which is used too if it is free."""
-        step = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        step = SMALL_SEGMENT if pool.small else self._settings.large_segment
         last = pool.last
         if last is not None and last.free:
             self._take_out(last)

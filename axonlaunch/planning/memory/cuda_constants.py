@@ -19,6 +19,8 @@ CUDA_CONTEXT = 426 * MIB
 Source: nvidia-smi, PyTorch 2.10 and CUDA 13.0 on an RTX 6000 Ada, unslothai/unsloth-zoo#1053;
 ptrblck gives "around 400MB" since CUDA 11.7, pytorch/pytorch#109888. Not checked against a run.
 """
+SYMMETRIC_PAGE = 2 * MIB
+"""What memory that other GPUs can map is rounded up to: the driver's recommended granularity."""
 NCCL_PAIR, NCCL_RING = 544 * MIB, 688 * MIB
 """What NCCL holds for a communicator of two ranks, and of more.
 

@@ -22,6 +22,7 @@ from axonlaunch.planning.memory.cuda_constants import (
     DETERMINISTIC_WORKSPACE,
     NCCL_PAIR,
     NCCL_RING,
+    SYMMETRIC_PAGE,
 )
 from axonlaunch.planning.memory.extend_trace import FEWEST, extended
 from axonlaunch.planning.tracing import cuda_attention, extrapolate_depth, fake_world
@@ -29,6 +30,7 @@ from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
+from axonlaunch.system.allocator_settings import AllocatorSettings
 from axonlaunch.system.formatting import MIB
 
 
@@ -40,45 +42,61 @@ class DeviceMemory:
         allocator: What ``torch.cuda.max_memory_reserved`` shows.
         context: The driver's.
         communicators: NCCL's.
+        symmetric: What ranks of a tensor axis read of each other without it.
     """
 
     allocator: int
     context: int
     communicators: int
+    symmetric: int = 0
 
     @property
     def process(self) -> int:
         """What nvidia-smi shows."""
-        return self.allocator + self.context + self.communicators
+        return self.allocator + self.context + self.communicators + self.symmetric
+
+
+@dataclass(frozen=True)
+class DeviceRequests:
+    """What a rank asks of a device.
+
+    Attributes:
+        changes: Of its allocator.
+        symmetric: Bytes that other ranks can read, beside it.
+    """
+
+    changes: list[Change]
+    symmetric: int = 0
 
 
 def held(
-    changes: Iterable[Change],
+    recorded: DeviceRequests,
     *,
     peak_bytes: int,
     groups: Iterable[int],
     capacity: int | None = None,
-    expandable: bool = False,
+    settings: AllocatorSettings | None = None,
     workspaces: Sequence[int] = (),
 ) -> DeviceMemory:
     """Return what a process holds at most.
 
     Args:
-        changes: What the rank asks of its allocator.
+        recorded: What the rank asks of its device.
         peak_bytes: What its tensors and ``workspaces`` hold at most. What is missing of that in
-            ``changes``, as of buckets that an extended recording can't place, is held besides.
+            its ``changes``, as of buckets that an extended recording can't place, is held besides.
         groups: Sizes of the groups that the rank talks to.
         capacity: Bytes of the device; None: without end.
-        expandable: Whether the allocator's segments grow, as ``system.allocator_settings`` says.
+        settings: The allocator's; None: torch's own.
         workspaces: As ``cublas_workspaces`` returns them.
     """
-    changes = [*(Change(-n, size) for n, size in enumerate(workspaces, 1)), *changes]
-    allocator = Allocator(capacity=capacity, expandable=expandable)
+    changes = [*(Change(-n, size) for n, size in enumerate(workspaces, 1)), *recorded.changes]
+    allocator = Allocator(settings, capacity=capacity)
     allocator.replay(changes)
     return DeviceMemory(
         allocator=allocator.peak_reserved + max(0, peak_bytes - _most(changes)),
         context=CUDA_CONTEXT,
         communicators=communicators(groups),
+        symmetric=recorded.symmetric,
     )
 
 
@@ -115,8 +133,8 @@ def communicator_sizes(layout: Layout) -> list[int]:
 
 def record(
     reduced: ReducedRun, *, rank: int, stages: list[int], on_host: Collection[Category] = ()
-) -> list[Change]:
-    """Return what a rank asks of its allocator, in a process of its own.
+) -> DeviceRequests:
+    """Return what a rank asks of its device, in a process of its own.
 
     Where blocks are equal a shallow model is run and its recording extended.
 
@@ -131,8 +149,28 @@ def record(
         recording, counts = _run(reduced.without(spare, stages), rank, on_host)
         # A schedule that splits backwards goes through blocks in an order that can't be continued.
         with suppress(ValueError):
-            return extended(recording, blocks=spare, counts=counts)
-    return _run(reduced, rank, on_host)[0].changes
+            changes = extended(recording, blocks=spare, counts=counts)
+            return DeviceRequests(changes, symmetric_memory(reduced.config, recording.exchanged))
+    recording, _ = _run(reduced, rank, on_host)
+    return DeviceRequests(recording.changes, symmetric_memory(reduced.config, recording.exchanged))
+
+
+def symmetric_memory(config: RunConfig, part: int) -> int:
+    """Return what matrix products that exchange as they compute hold for other ranks to read.
+
+    It is one workspace, which grows to the most that is asked of it and is no allocator's: a part
+    of what is gathered, or two parts of what is summed and divided.
+
+    Args:
+        config: The run's.
+        part: Bytes of the largest part.
+
+    Source: PyTorch, ``torch/distributed/_symmetric_memory/__init__.py``,
+    ``_pipelined_produce_and_all2all``.
+    """
+    if not config.strategy.tensor.async_collectives:
+        return 0
+    return -(-2 * part // SYMMETRIC_PAGE) * SYMMETRIC_PAGE
 
 
 def _run(

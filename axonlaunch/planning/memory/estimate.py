@@ -15,14 +15,12 @@ from typing import Any
 from axonlaunch.config import RunConfig
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.planning.memory import cuda_process
-from axonlaunch.planning.memory.caching_allocator import Change
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing import cuda_attention, extrapolate_depth
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import StageTrace, host_categories
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, TraceEvent
-from axonlaunch.system import forked_map
-from axonlaunch.system.allocator_settings import segments_grow
+from axonlaunch.system import allocator_settings, forked_map
 
 
 def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> Estimate:
@@ -157,10 +155,9 @@ class _Run:
         if self.on_gpu:
             place = highest.coords["pp"]
             self.trace([], recorded=place)
-            changes = self.done["process", place]
             device = _process(
                 highest.peak_bytes,
-                changes,
+                self.done["process", place],
                 groups=self.groups,
                 memory=memory,
                 workspaces=self.workspaces,
@@ -181,8 +178,8 @@ class _Run:
         return max(map(self.rank, places), key=lambda rank: rank.peak_bytes)
 
 
-def _recorded(reduced: ReducedRun, place: int) -> Callable[[], list[Change]]:
-    """Return the run that shows what a rank asks of its allocator, in a shorter step."""
+def _recorded(reduced: ReducedRun, place: int) -> Callable[[], cuda_process.DeviceRequests]:
+    """Return the run that shows what a rank asks of its device, in a shorter step."""
     stage = StageTrace.of(reduced, place, exact=False)
     return partial(
         cuda_process.record,
@@ -195,7 +192,7 @@ def _recorded(reduced: ReducedRun, place: int) -> Callable[[], list[Change]]:
 
 def _process(
     peak_bytes: int,
-    changes: list[Change],
+    recorded: cuda_process.DeviceRequests,
     *,
     groups: list[int],
     memory: int | None,
@@ -206,11 +203,11 @@ def _process(
     What the allocator keeps beside tensors is that of the shorter step.
     """
     return cuda_process.held(
-        changes,
+        recorded,
         peak_bytes=peak_bytes,
         groups=groups,
         capacity=None if memory is None else max(0, memory - cuda_process.besides(groups)),
-        expandable=segments_grow(),
+        settings=allocator_settings.settings_of_ranks(),
         workspaces=workspaces,
     )
 

@@ -226,8 +226,26 @@ class StepTime:
                 for key, amount in work.items():
                     if isinstance(key, CollectiveOp) and not self._is_bucket(key):
                         seconds = self._links.seconds(key, amount) * times
+                        if share is stage.step_layer and self._is_awaited_by_blocks(key):
+                            seconds = self._left_of(seconds, stage, layers)
                         total.put(f"communication {_axis(key.axes)}", seconds)
         return total
+
+    def _is_awaited_by_blocks(self, key: CollectiveOp) -> bool:
+        """Say whether an exchange is of what ZeRO-1 has updated."""
+        is_gather = (key.phase, key.kind) == ("update", "all_gather")
+        return self._layout.facts.gathers_updates and is_gather
+
+    def _left_of(self, seconds: float, stage: StageWork, layers: int) -> float:
+        """Return what is waited for of blocks that travel while the next step computes.
+
+        The first block waits for its own, each other computes no sooner than it is there.
+        """
+        if self._links.takes_cores:
+            return seconds
+        forward = _during(stage.micro_layer, _FORWARD)
+        under = self._local(forward, fused=self._config.train.compile).total * layers
+        return max(seconds / max(1, layers), seconds - under)
 
     def _local(self, work: Work, *, fused: bool) -> Parts:
         """Return the time of what a device does by itself."""

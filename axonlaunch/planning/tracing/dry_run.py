@@ -23,7 +23,7 @@ from axonlaunch.engines.pipeline.split import Part, block_names
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.initialization import materialize
-from axonlaunch.planning.tracing import cuda_attention, fake_world, stage_boundaries
+from axonlaunch.planning.tracing import cuda_attention, cuda_norm, fake_world, stage_boundaries
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
@@ -54,6 +54,8 @@ class FakeRank:
         self._mode = fake_tensor_cache.tensors_without_bytes()
         if cuda_attention.runs_on_gpu(reduced.config):
             cuda_attention.repeat_heads_as_on_cuda()
+            if trace is not None:
+                cuda_norm.norm_as_on_cuda()
         source = Source(
             construct=self._construct,
             initialize_weights=self._start,

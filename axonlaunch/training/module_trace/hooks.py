@@ -18,7 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.diagnostics.module_trace.files import TracedKind, TracedTensor
-from axonlaunch.models.output_regions import first_floating
+from axonlaunch.models.output_regions import (
+    first_floating,
+    gets_partial_gradients,
+    gives_partial_sums,
+)
 
 _PIECE = 2**16
 """Elements: 256 KiB of fp32."""
@@ -207,7 +211,10 @@ class ModuleHooks:
             if not is_again:
                 self.order.setdefault(name, len(self.order))
                 self.dtypes.add(tensor.dtype)
-                self._add(("output", name), tensor, number, module)
+                if not gives_partial_sums(module):
+                    self._add(("output", name), tensor, number, module)
+            if gets_partial_gradients(module):
+                return
             if tensor.requires_grad and tensor.ndim and tensor.shape[0] == self.samples:
                 key: TracedKey = ("output gradient", name)
                 tensor.register_hook(lambda gradient: self._add(key, gradient, number, module))

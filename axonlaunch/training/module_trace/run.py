@@ -97,18 +97,34 @@ class RunTracer:
             shapes["output gradient", name] = shapes["output", name]
         return shapes
 
+    def _batch_shapes(self, batch: AnyBatch) -> dict[TracedKey, tuple[int, ...]]:
+        """Return the shapes of a global batch, of which this rank has some rows."""
+        if not isinstance(batch, Batch):
+            return {}
+        size = self._config.train.global_batch_size
+        return {
+            ("batch", "inputs"): (size, *batch.inputs.shape[1:]),
+            ("batch", "targets"): (size, *batch.targets.shape[1:]),
+        }
+
     def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Do as ``Engine.backward`` does, and write the step if it is traced."""
         engine = self._engine
         if engine.step not in self._config.train.trace.steps:
             return engine.backward(batch)
         statistics = Statistics()
-        whole = WholeTensors(self._shapes, self._layout, self._world) if self._shapes else None
+        whole = None
+        if self._shapes:
+            shapes = {**self._shapes, **self._batch_shapes(batch)}
+            whole = WholeTensors(shapes, self._layout, self._world)
         keep = None if whole is None else whole.add_call
         hooks = ModuleHooks(statistics, samples=self._layout.micro_batch_size, keep=keep)
         if isinstance(batch, Batch):  # others are collated micro-batch by micro-batch
             statistics.add(("batch", "inputs"), batch.inputs)
             statistics.add(("batch", "targets"), batch.targets)
+            if whole is not None:
+                whole.add_samples(("batch", "inputs"), batch.inputs)
+                whole.add_samples(("batch", "targets"), batch.targets)
         for name, parameter in engine.named_parameters():
             statistics.add(("parameter", name), parameter)
             if whole is not None:

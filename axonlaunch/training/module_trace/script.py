@@ -116,6 +116,8 @@ class ModelTrace:
         self._forwards += 1
         self._hooks.samples = len(inputs[0]) if inputs[0].ndim else 0
         self._statistics.add(("batch", "inputs"), inputs[0])
+        if self._is_full:
+            self._calls.setdefault(("batch", "inputs"), {})[self._forwards] = on_host(inputs[0])
 
     def _noting(self, name: str) -> Any:
         def note(parameter: Tensor) -> None:

@@ -45,6 +45,11 @@ class WholeTensors:
         for number, (index, part) in enumerate(held_boxes(tensor)):
             self._parts.setdefault(key, {})[number] = index, on_host(part)
 
+    def add_samples(self, key: TracedKey, rows: Tensor) -> None:
+        """Keep what this rank is given of a global batch."""
+        first = self._layout.data_shard(self._world.rank) * len(rows)
+        self._parts[key] = {0: ((slice(first, first + len(rows)),), on_host(rows))}
+
     def add_call(self, key: TracedKey, tensor: Tensor, *, number: int, module: nn.Module) -> None:
         """Keep what a micro-batch gives: an output, or its gradient, of which the first counts.
 

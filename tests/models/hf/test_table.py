@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command import Served
+from covers import every
 from served import Server
 
 from axonlaunch.models.hf import library
@@ -73,7 +74,7 @@ def of_its_version() -> None:
 
 @pytest.mark.usefixtures("benches", "of_its_version")
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(("kind", "layout"), AGAIN)
+@pytest.mark.parametrize(("kind", "layout"), every(2, AGAIN, start=1))
 def test_a_row_that_is_run_again_gives_what_the_table_says(kind: str, layout: str) -> None:
     bench: Any = importlib.import_module("hf")
     row = bench.prove(kind, layout)

@@ -1,0 +1,58 @@
+"""What updates this rank's parameters, chosen by what divides them and where their states live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from axonlaunch.comm import World
+from axonlaunch.comm.mesh import Mesh
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import Layout
+from axonlaunch.config.optimizer_states import ParameterFacts
+from axonlaunch.engines.data_parallel.fsdp import CPUOffload
+from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
+from axonlaunch.engines.optimizer.offload import HOST, StreamedUpdate
+from axonlaunch.engines.optimizer.step import Update
+
+
+def choose_update(
+    config: RunConfig,
+    trained: Mapping[str, nn.Parameter],
+    *,
+    facts: Mapping[str, ParameterFacts],
+    world: World,
+    mesh: Mesh,
+    modules: Sequence[nn.Module],
+    units: Sequence[nn.Module],
+) -> Update:
+    """Build it.
+
+    Args:
+        config: The run's.
+        trained: Parameters, by name in the whole model.
+        facts: What else is known of them, by the same names.
+        world: Where this rank computes.
+        mesh: Its place.
+        modules: This rank's parts of the model, in order.
+        units: Parts of them whose parameters nothing else uses, in the order of their forwards.
+    """
+    layout, device = Layout.of(config, world_size=world.world_size), world.device
+    if layout.facts.gathers_updates:
+        return ShardedUpdate(
+            config.optimizer,
+            trained,
+            mesh=mesh.device_mesh,
+            facts=facts,
+            modules=modules,
+            units=units,
+        )
+    if layout.facts.shards_parameters:
+        offload = CPUOffload(config.strategy.fsdp.cpu_offload)
+        if offload.streams_the_update:
+            states_on = device if offload is CPUOffload.PARAMS else HOST
+            return StreamedUpdate(
+                config.optimizer, trained, device=device, states_on=states_on, parameters=facts
+            )
+    return Update(config.optimizer, trained, parameters=facts)

@@ -1,0 +1,124 @@
+"""ZeRO-1's updated rows travel while the next step computes, and arrive before they are needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from configured import run_config
+from parity_table import MODELS
+from rank_engine import rank_engine
+from torch import Tensor, nn
+
+from axonlaunch.comm import World
+from axonlaunch.engines.data_parallel import zero1
+from axonlaunch.engines.mesh_engine import MeshEngine
+from axonlaunch.models.build import build_model, spec_for
+
+RUN = ["strategy=zero1", "launch.backend=mock", "launch.nproc=2", "train.global_batch_size=4"]
+
+
+def engine_of(world: World, model: str, *overrides: str) -> tuple[MeshEngine, Any]:
+    chosen = run_config([*MODELS[model], *RUN, "model.num_hidden_layers=2", *overrides])
+    engine, loader = rank_engine(chosen, world)
+    assert isinstance(engine, MeshEngine)
+    return engine, loader
+
+
+@pytest.fixture(autouse=True)
+def _matrices_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero1, "_LARGE", 1024)
+
+
+def test_a_block_waits_for_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[Tensor, str] = {}
+    happened: list[str] = []  # to rank 0
+    finish = zero1._Message.finish
+
+    def received(message: zero1._Message) -> None:
+        happened.extend(names[parameter] for parameter in message.parameters if parameter in names)
+        finish(message)
+
+    monkeypatch.setattr(zero1._Message, "finish", received)
+
+    def run(world: World) -> None:
+        engine, loader = engine_of(world, "llama")
+        [model] = engine.modules
+        engine.train_step(loader.batch(0))
+        if world.is_main:
+            names.update({parameter: name for name, parameter in model.named_parameters()})
+            for name, module in model.named_modules():
+                if name in ("embed_tokens", "layers.0", "layers.1", "lm_head"):
+                    done = f"{name} done"
+                    module.register_forward_hook(lambda *_, done=done: happened.append(done))
+        engine.backward(loader.batch(1))
+
+    World.mock(2).run(run)
+    places = {event: place for place, event in enumerate(happened)}
+    assert places["embed_tokens.weight"] < places["embed_tokens done"]
+    for before, module in [
+        ("embed_tokens", "layers.0"),
+        ("layers.0", "layers.1"),
+        ("layers.1", "lm_head"),
+    ]:
+        own = [
+            event for event in happened if event.startswith(f"{module}.") and "norm" not in event
+        ]
+        assert own
+        assert all(places[f"{before} done"] < places[o] < places[f"{module} done"] for o in own)
+
+
+@pytest.mark.parametrize("reads", ["named_parameters", "state_dict", "model_state_dict", "update"])
+def test_who_reads_parameters_waits_for_all_rows(reads: str) -> None:
+    def run(world: World) -> None:
+        engine, loader = engine_of(world, "llama")
+        engine.train_step(loader.batch(0))
+        update = engine._update
+        assert isinstance(update, zero1.ShardedUpdate)
+        assert update._under_way
+        before = {id(message): message for message in update._under_way.values()}
+        if reads == "update":
+            engine.update()
+        else:
+            dict(getattr(engine, reads)())
+        assert not any(id(message) in before for message in update._under_way.values())
+
+    World.mock(2).run(run)
+
+
+def test_what_a_block_shares_with_others_is_there_before_any_forward() -> None:
+    chosen = run_config([*MODELS["gpt"], *RUN, "model.tie_word_embeddings=true"])
+    model = build_model(chosen, seed=0)
+    blocks = [*spec_for(chosen).blocks(model).values()]
+    head: nn.Module = model.get_submodule("lm_head")
+    readers = zero1._first_readers([model], [*blocks, head])
+    table: Tensor = model.get_parameter("embed_tokens.weight")
+    assert any(table is parameter for parameter in readers[model])
+    assert readers[head] == []
+    held = [parameter for of in readers.values() for parameter in of]
+    assert len(held) == len({*held}) == len([*model.parameters()])
+
+
+def test_rows_are_gathered_in_the_order_of_forwards_the_small_ones_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gather, sizes = zero1.all_gather_single, []
+
+    def counted(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 0:
+            sizes.append(tuple(output.shape))
+        return gather(output, *args, **kwargs)
+
+    def run(world: World) -> list[tuple[int, ...]]:
+        engine, loader = engine_of(world, "llama")
+        monkeypatch.setattr(zero1, "all_gather_single", counted)
+        engine.train_step(loader.batch(0))
+        whole = dict(engine.named_parameters())
+        names = sorted(whole, key=lambda name: "layers" in name)  # the head waits for blocks
+        last = names.pop(names.index("lm_head.weight"))
+        return [tuple(whole[name].shape) for name in [*names, last] if "norm" not in name]
+
+    # One message of all norms, then one for each matrix, to its place: no byte travels twice.
+    expected = World.mock(2).run(run)[0]
+    assert sizes == [(5 * 32,), *expected]

@@ -1,0 +1,193 @@
+"""verify finds what is wrong beside a step: in reading, evaluating, saving and fp16's scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from parity_table import MODELS
+from torch import Tensor, nn
+
+from axonlaunch import data
+from axonlaunch.checkpoint import dcp_reader
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.data.dataset import Batch
+from axonlaunch.data.loader import Loader, whole_loader
+from axonlaunch.engines import mesh_engine, precision
+from axonlaunch.models import module_state
+from axonlaunch.models.attention import Attention, Packing
+from axonlaunch.verification import compare, inputs
+from axonlaunch.verification.foresight import foresight
+from axonlaunch.verification.plan import ComparisonPlan
+
+Patch = pytest.MonkeyPatch
+FSDP = [*MODELS["mlp"], "strategy=fsdp", "launch.nproc=2", "train.global_batch_size=8"]
+FP16 = [*FSDP, "train.precision=fp16"]
+
+
+def differences(overrides: list[str]) -> list[str]:
+    verdict = compare.on_mock(run_config(overrides), ComparisonPlan(steps=3, beyond=True))
+    assert verdict.failure is None
+    return verdict.differences
+
+
+def a_resumed_run_reads_from_the_beginning(patch: Patch) -> None:
+    right = Loader.iterate
+    patch.setattr(Loader, "iterate", lambda self, start_step=0: right(self, 0 * start_step))
+
+
+def targets_are_those_of_a_rank(patch: Patch) -> None:
+    right = mesh_engine.MeshEngine.backward
+
+    def halved(self: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        loss, tokens = right(self, batch)
+        return loss, tokens // 2
+
+    patch.setattr(mesh_engine.MeshEngine, "backward", halved)
+
+
+def the_loss_scale_never_grows(patch: Patch) -> None:
+    def update(self: Any, *, overflowed: bool) -> None:
+        assert not overflowed
+
+    patch.setattr(precision.LossScale, "update", update)
+
+
+def rows_are_read_from_the_first_on(patch: Patch) -> None:
+    right = dcp_reader._Guarded._fill
+
+    def first(self: Any, item: Any, *others: Any) -> None:
+        offsets = torch.Size([0, *item.storage_offsets[1:]])
+        right(self, dataclasses.replace(item, storage_offsets=offsets), *others)
+
+    patch.setattr(dcp_reader._Guarded, "_fill", first)
+
+
+def a_save_is_written_when_training_continues(patch: Patch) -> None:
+    save, close = Saver.save, Saver.close
+    waiting: dict[Saver, tuple[Any, Any]] = {}
+
+    def later(saver: Saver, state: Any, **about: Any) -> list[Any]:
+        waiting[saver] = state, about
+        return []
+
+    def at_last(saver: Saver) -> list[Any]:
+        if saver in waiting:
+            state, about = waiting.pop(saver)
+            save(saver, state, **about)
+        return close(saver)
+
+    patch.setattr(Saver, "save", later)
+    patch.setattr(Saver, "close", at_last)
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides", "reported"),
+    [
+        (a_resumed_run_reads_from_the_beginning, FSDP, "step 2: loss is "),
+        (targets_are_those_of_a_rank, FSDP, "step 1: number of counted targets is "),
+        (the_loss_scale_never_grows, FP16, "step 1: loss scale is 32768, not 65536"),
+        (rows_are_read_from_the_first_on, FSDP, "step 1: what one process reads from the che"),
+        (a_save_is_written_when_training_continues, FSDP, "step 1: what one process reads fro"),
+    ],
+)
+def test_it_reports_what_is_wrong_beside_a_step(
+    fault: Any, overrides: list[str], reported: str, monkeypatch: Patch
+) -> None:
+    fault(monkeypatch)
+    assert differences(overrides)[0].startswith(reported)
+
+
+def loader(size: int = 8) -> Loader:
+    config = run_config(["data=synthetic_tokens", f"train.global_batch_size={size}"])
+    return whole_loader(config, data.build_dataset(config.data, config.tokenizer))
+
+
+def test_an_order_that_repeats_samples_or_epochs_is_no_order(monkeypatch: Patch) -> None:
+    assert inputs.order_problem(loader(), seed=0) == ""
+    right = inputs.order_of
+    size = loader().dataset.num_samples
+
+    def same_in_each_epoch(dataset: Any, places: Any, *, seed: int) -> Any:
+        return right(dataset, places % size, seed=seed)
+
+    monkeypatch.setattr(inputs, "order_of", same_in_each_epoch)
+    problem = inputs.order_problem(loader(), seed=0)
+    assert problem == "the data: every epoch has its samples in the same order"
+    monkeypatch.setattr(inputs, "order_of", lambda _dataset, places, *, seed: places // 2 + seed)
+    assert inputs.order_problem(loader(), seed=0) == "the data: an epoch reads a sample twice"
+
+
+def test_an_evaluation_that_drops_or_repeats_held_out_samples_is_none() -> None:
+    reading, config = loader(), run_config(["data=synthetic_tokens"]).data
+    batches = [*reading.eval_batches(part=inputs.evaluated(reading))]
+    assert len(batches) == 2, "the second one is not full"
+    assert inputs.held_out_problem(config, reading, batches) == ""
+    problem = "the data: an evaluation does not read each held-out sample once"
+    assert inputs.held_out_problem(config, reading, batches[:1]) == problem
+    assert inputs.held_out_problem(config, reading, [*batches, batches[1]]) == problem
+
+
+class Attending(nn.Module):
+    """One layer of attention on a table of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.attention = nn.Embedding(16, 8), Attention(8, num_heads=2)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map tokens [B, T] to [B, T, 8]."""
+        outputs: Tensor = self.attention(self.table(tokens), packing=Packing.of(positions))
+        return outputs
+
+
+def known(batch: Batch) -> str:
+    torch.manual_seed(0)
+    model = Attending()
+
+    def outputs_of(sample: Batch) -> Tensor:
+        outputs: Tensor = model(sample.inputs, sample.positions)
+        return outputs
+
+    return foresight(model, batch, outputs_of)
+
+
+def test_a_model_that_sees_what_comes_later_is_found(monkeypatch: Patch) -> None:
+    tokens = torch.arange(12).view(1, 12)
+    packed = Batch(tokens, tokens, torch.arange(12).view(1, 12) % 5)
+    assert known(Batch(tokens, tokens)) == known(packed) == ""
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def seeing(*args: Any, **options: Any) -> Tensor:
+        return attend(*args, **{**options, "is_causal": False})
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seeing)
+    assert known(Batch(tokens, tokens)) == "the model: outputs depend on tokens that come later"
+
+
+def test_a_model_that_sees_other_documents_is_found(monkeypatch: Patch) -> None:
+    tokens = torch.arange(12).view(1, 12)
+    packed = Batch(tokens, tokens, torch.arange(12).view(1, 12) % 5)
+
+    def of_one(positions: Tensor | None) -> Packing | None:
+        assert positions is not None
+        mask = torch.ones(12, 12, dtype=torch.bool).tril().view(1, 1, 12, 12)
+        return Packing(positions, mask)
+
+    monkeypatch.setattr(Packing, "of", of_one)
+    assert known(packed) == "the model: outputs depend on tokens of another document"
+
+
+def test_dropout_is_on_where_an_evaluation_must_not_draw() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    dropout, x = inputs.Dropout([model]), torch.ones(64, 4)
+    off = model(x)
+    assert dropout.largest == 0.5
+    with dropout.on():
+        assert not torch.equal(model(x), off)
+        with module_state.evaluating([model]):
+            assert torch.equal(model(x), off)
+    assert torch.equal(model(x), off)
