@@ -29,6 +29,7 @@ from axonlaunch.planning.tracing import (
     extrapolate_depth,
     extrapolate_schedule,
     fake_world,
+    gloo_buffers,
 )
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
@@ -175,7 +176,7 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
     """
     trace = StorageTrace(
         on_host=host_categories(reduced.config),
-        workspaces=cuda_attention.workspaces(reduced.config),
+        workspaces=_workspaces(reduced.config),
     )
     extrapolate_schedule.watch_actions(trace)
     world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
@@ -192,6 +193,11 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
         fed += torch.float32.itemsize
     read = _most_read_at_once(dry.engine) if initial_weights(reduced.config.model) else 0
     return Traced(trace.events, fed, dry.received, dry.engine.memory_stats(), read)
+
+
+def _workspaces(config: RunConfig) -> cuda_attention.Workspaces:
+    is_gloo = config.launch.backend != "mock" and not cuda_attention.runs_on_gpu(config)
+    return gloo_buffers.of_collective if is_gloo else cuda_attention.workspaces(config)
 
 
 def _most_read_at_once(engine: Engine) -> int:

@@ -92,7 +92,8 @@ class StorageTrace(UncompiledDispatchMode):
         Args:
             on_host: Categories that live in host memory; on a CPU, where host and device are one,
                 this alone distinguishes them.
-            workspaces: As ``cuda_attention.workspaces`` gives them; none where kernels run here.
+            workspaces: As ``cuda_attention.workspaces`` and ``gloo_buffers.of_collective`` give
+                them; none where kernels run here.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
@@ -140,7 +141,7 @@ class StorageTrace(UncompiledDispatchMode):
             self._tag_gradients()
         held = [torch.empty(size, dtype=torch.uint8) for size in self._workspaces(func, args)]
         for buffer in held:
-            self._add(buffer, category)
+            self._add(buffer, self._phase or _category())
         self._note()
         return out
 
