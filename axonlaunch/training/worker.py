@@ -17,7 +17,6 @@ from axonlaunch.checkpoint.fallback import Resumed, load_newest
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import Backend, World
-from axonlaunch.comm.nccl import device_count
 from axonlaunch.config import RunConfig
 from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
@@ -33,6 +32,7 @@ from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerat
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.models.generation import generate
+from axonlaunch.system import gpus
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.conversation import Conversation
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
@@ -302,7 +302,7 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
 
 def device_notes(world: World) -> Iterator[str]:
     """Say that devices are there and the run is on the CPU, or that ranks share a device."""
-    if world.device.type == "cpu" and (devices := device_count()):
+    if world.device.type == "cpu" and (devices := gpus.device_count()):
         yield (
             f"launch.device=cpu: the ranks compute on the CPU, and rank 0 sees {devices} "
             f"{'device' if devices == 1 else 'devices'}; a rank for each would use them: "
