@@ -55,7 +55,7 @@ def test_nccl_reports_a_torch_that_has_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert f"this torch ({torch.__version__}) is built without NCCL: install" in status.reason
 
 
-def test_nccl_reports_a_machine_that_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_reports_a_node_that_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     monkeypatch.setattr(gpus, "devices", list)

@@ -111,7 +111,7 @@ def join_ranks(
     channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
     try:
         about = {
-            "machine": socket.gethostname(),
+            "host": socket.gethostname(),
             "local_rank": environment.local_rank,
             "devices": _devices(),
         }
