@@ -41,7 +41,7 @@ class Straggler:
 
     Attributes:
         rank: Which.
-        machine: Its host name.
+        host: Its host name.
         data: Share of its time in which it waited for data.
         compute: In which it computed.
         wait: In which it waited for others.
@@ -50,7 +50,7 @@ class Straggler:
     """
 
     rank: int
-    machine: str
+    host: str
     data: float
     compute: float
     wait: float
@@ -115,7 +115,7 @@ class RankTimes:
 
     Attributes:
         step: Optimizer steps done.
-        machines: Host name of each rank.
+        hosts: Host name of each rank.
         data: Share of each rank's time in which it waited for data.
         compute: In which it computed.
         wait: In which it waited for others.
@@ -123,7 +123,7 @@ class RankTimes:
     """
 
     step: int
-    machines: tuple[str, ...]
+    hosts: tuple[str, ...]
     data: tuple[float, ...]
     compute: tuple[float, ...]
     wait: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Ranks are pinned to whole cores near their devices, on machines whose files are made here."""
+"""Ranks are pinned to whole cores near their devices, on nodes whose files are made here."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_only_what_the_scheduler_allows_is_used(dgx: Path) -> None:
     assert shares == [(60, 61, 172, 173), (62, 63, 174, 175)]
 
 
-def test_a_machine_that_shows_no_topology_is_cut_into_equal_runs(tmp_path: Path) -> None:
+def test_a_node_that_shows_no_topology_is_cut_into_equal_runs(tmp_path: Path) -> None:
     shares = cores_of_ranks(2, allowed=range(5), on_devices=True, system=tmp_path)
     assert shares == [(0, 1), (2, 3)]
     assert cores_of_ranks(1, allowed=range(4), on_devices=False, system=tmp_path) is None

@@ -99,11 +99,9 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
         console.print(f"[yellow]moved aside[/yellow]  {escape(f'{path} {reason}')}", soft_wrap=True)
 
 
-@checkpoint_app.command(
-    "check", help="Verify the checksum of every file and the presence of every parameter."
-)
+@checkpoint_app.command("check", help="Verify every checksum, and that no parameter is missing.")
 def check_files(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
-    """Verify the checksum of every file and the presence of every parameter."""
+    """Verify every checksum, and that no parameter is missing."""
     from axonlaunch.checkpoint import corrupt_checkpoints, diff
     from axonlaunch.checkpoint.storage import reaching
 
@@ -191,7 +189,7 @@ def _show_differences(differences: list[TensorDifference]) -> None:
 
 
 @checkpoint_app.command(
-    "export", help="Export weights as safetensors, in Hugging Face's format where there is one."
+    "export", help="Export weights as safetensors, in Hugging Face's format if any."
 )
 def export(
     run_dir: RunDir,

@@ -9,7 +9,7 @@ import typer
 from axonlaunch.cli.options import Json, print_json
 from axonlaunch.cli.run_folders import read_runs
 
-HELP = "Print what differs between runs: their configurations, and their results."
+HELP = "Print how runs differ: configurations and results."
 EXAMPLES = """Examples:
 
 \b

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from axonlaunch.data.document_parts import TextSummary
     from axonlaunch.data.mix import AnyText
 
-HELP = "Tokenise data=documents or chat ahead of a run, and show the rows that it would train on."
+HELP = "Tokenise documents and chats ahead of a run, and show rows."
 EXAMPLES = """Examples:
 
 \b
@@ -64,14 +64,14 @@ def show_rows(
     _print_notes(dataset)
 
 
-@data_app.command("prepare", help="Tokenise files into the cache; one that was stopped continues.")
+@data_app.command("prepare", help="Tokenise files into the cache; an interrupted one resumes.")
 def prepare_data(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
     as_json: Json = False,
 ) -> None:
-    """Tokenise files into the cache; one that was stopped continues."""
+    """Tokenise files into the cache; an interrupted one resumes."""
     started = time.perf_counter()
     dataset, made = _tokenised(_load(overrides or [], config_dir, config_name))
     seconds, summaries = time.perf_counter() - started, dataset.summaries()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from axonlaunch.diagnostics.module_trace.files import StepTrace
 
 HELP = (
-    "Show where two traced runs part: the step, the module, and by how much. "
+    "Show where two traced runs diverge: step, module, size. "
     "Exit status 0: they are the same, 1: they differ, 2: they can't be compared."
 )
 EXAMPLES = """Examples:
@@ -39,7 +39,7 @@ def command(
     run_a: Annotated[
         Path, typer.Argument(metavar="RUN_A", help="A run with train.trace.steps set, or ax.trace.")
     ],
-    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another, of the same model.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another run of the same model.")],
     as_json: Json = False,
 ) -> None:
     """Lay what the modules of two runs computed side by side."""

@@ -11,7 +11,7 @@ from axonlaunch.cli.options import ConfigDir, Json, print_json
 
 Value = TypeVar("Value")
 
-HELP = "List the options of each configuration group, or what is proved of Hugging Face models."
+HELP = "List options of each group; hf: proved Hugging Face layouts."
 EXAMPLES = """Examples:
 
 \b
@@ -60,7 +60,7 @@ def command(
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
-    """List the options of each configuration group, or what is proved of Hugging Face models."""
+    """List options of each group; hf: proved Hugging Face layouts."""
     from axonlaunch.config import ConfigError, ConfigIssue, composer_of
     from axonlaunch.config.did_you_mean import unknown
 

@@ -24,7 +24,9 @@ Overrides = Annotated[
 ConfigDir = Annotated[
     list[Path] | None,
     typer.Option(
-        "--config-dir", help="Folder of your own YAML, searched before ours.", show_default=False
+        "--config-dir",
+        help="Folder of your own YAML, searched before the packaged one.",
+        show_default=False,
     ),
 ]
 ConfigName = Annotated[str, typer.Option("--config-name", help="Primary config.")]

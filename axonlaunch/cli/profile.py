@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from axonlaunch.config import RunConfig
     from axonlaunch.diagnostics.step_breakdown import Breakdown
 
-HELP = "Show where the profiled steps of a run went."
+HELP = "Show where the time of a run's profiled steps went."
 EXAMPLES = """Examples:
 
 \b
@@ -34,7 +34,7 @@ def command(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Show where the profiled steps of a run went."""
+    """Show where the time of a run's profiled steps went."""
     from axonlaunch import config as configuration
     from axonlaunch.config import ConfigError, ConfigIssue
     from axonlaunch.config.layout import Layout, num_ranks

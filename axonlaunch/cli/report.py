@@ -11,7 +11,7 @@ from axonlaunch.cli.options import Json, print_json
 from axonlaunch.cli.run_folders import read_runs
 from axonlaunch.launch.output.spinner import spinner
 
-HELP = "Write one HTML page of a run, or of several over each other."
+HELP = "Write an HTML report of one run, or of several overlaid."
 EXAMPLES = """Examples:
 
 \b

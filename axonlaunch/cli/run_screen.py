@@ -92,10 +92,10 @@ def _bars(ranks: dict[str, Any], shown: int, width: int) -> list[RenderableType]
     """Return a bar for each of so many ranks, those first that worked most."""
     latest = ranks["worked"][-1]
     order = sorted(range(len(latest)), key=lambda rank: -latest[rank])[:shown]
-    machines = ranks["machines"]
+    hosts = ranks["hosts"]
     return [
         Text(f"rank {rank:<5}", style="dim")
         + Text("█" * max(0, round(latest[rank] / 100 * max(10, width))), style="blue")
-        + Text(f" {latest[rank]}% {machines[rank] if rank < len(machines) else ''}")
+        + Text(f" {latest[rank]}% {hosts[rank] if rank < len(hosts) else ''}")
         for rank in sorted(order)
     ]

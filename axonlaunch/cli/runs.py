@@ -45,7 +45,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="Only runs whose configuration has this, or of this status; several: all of them.",
+            help="Only runs with this configuration value or status; repeatable, all must match.",
             show_default=False,
         ),
     ] = None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from axonlaunch.engines.pipeline.schedule import PipelineSchedule
     from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, Timeline
 
-HELP = "Draw the pipeline schedule: what each rank computes when, and where it idles."
+HELP = "Draw a pipeline schedule: what each rank does when, and idles."
 EXAMPLES = """Examples:
 
 \b

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-HELP = "Show a run while it trains: a page on loopback, or in the terminal."
+HELP = "Show a run while it trains, in a browser or the terminal."
 EXAMPLES = """Examples:
 
 \b
@@ -31,7 +31,9 @@ def command(
         ),
     ] = None,
     tui: Annotated[bool, typer.Option("--tui", help="Show it in this terminal.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="On loopback; 0: a free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: a free one.")
+    ] = 0,
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve the run's page until Ctrl-C; it survives the run's end and its restarts."""

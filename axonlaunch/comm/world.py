@@ -24,6 +24,7 @@ from axonlaunch.comm.mesh import Mesh
 from axonlaunch.comm.mismatch_check import check_collective
 from axonlaunch.comm.process_group import ProcessGroup, compute_on, default_group
 from axonlaunch.comm.rendezvous import RankEnvironment, find_place, gloo_towards, open_store
+from axonlaunch.system import gpus
 
 if TYPE_CHECKING:
     from axonlaunch.comm.mock import MockWorld
@@ -305,7 +306,7 @@ def choose_backend(name: str, place: RankEnvironment) -> Backend:
 
 def _every_local_rank_has_a_device(place: RankEnvironment) -> bool:
     """Decide from what all ranks of a node see alike, so that they decide alike."""
-    devices = nccl.device_count()
+    devices = gpus.device_count()
     if devices == 1 and not place.on_loopback:
         return True  # a scheduler has given each of its tasks one
     needed = place.local_world_size
@@ -326,7 +327,7 @@ def _device(backend: Backend, local_rank: int, *, asked: str = "auto") -> torch.
         return _shared_device(local_rank) if asked == "cuda" else torch.device("cpu")
     if asked == "cpu":
         raise NcclError("backend=nccl, device=cpu: NCCL works on GPUs alone; use backend=gloo")
-    devices = nccl.device_count()
+    devices = gpus.device_count()
     if not devices:
         raise NcclError(f"backend=nccl: {nccl.status().reason}")
     index = 0 if devices == 1 else local_rank

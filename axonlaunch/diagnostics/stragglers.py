@@ -75,7 +75,7 @@ def slowest_of(ranks: Sequence[Shares], nodes: Sequence[str]) -> Straggler:
     rank = max(range(len(worked)), key=worked.__getitem__)
     cost = worked[rank] - statistics.median(worked[:rank] + worked[rank + 1 :])
     shares = {kind: round(share, 3) for kind, share in asdict(ranks[rank]).items()}
-    return Straggler(rank=rank, machine=nodes[rank], cost=round(cost, 3), **shares)
+    return Straggler(rank=rank, host=nodes[rank], cost=round(cost, 3), **shares)
 
 
 class _Samples:
@@ -200,7 +200,7 @@ class Stragglers:
             kind: tuple(round(getattr(share, kind), 2) for share in shares)
             for kind in (*_KINDS, "starved")
         }
-        times = RankTimes(step=step, machines=tuple(self._nodes), **by_kind)
+        times = RankTimes(step=step, hosts=tuple(self._nodes), **by_kind)
         return times, slowest_of(shares, self._nodes)
 
     def close(self) -> None:

@@ -23,8 +23,8 @@ from axonlaunch.config.model import OWN_MODEL_CONFIGS
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.choose_update import choose_update
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
+from axonlaunch.engines.data_parallel.choose_update import choose_update
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas

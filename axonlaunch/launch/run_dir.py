@@ -97,7 +97,7 @@ def open_run_dir(
             if composed is not None:
                 write_json(folder / ORIGINS, origins_of(composed, config))
             if not is_submitted:
-                about = {"machine": socket.gethostname(), "commit": commit_of(Path.cwd())}
+                about = {"host": socket.gethostname(), "commit": commit_of(Path.cwd())}
                 append_event(folder, "launched", about)
         except OSError as error:
             raise _cannot_create(error) from None

@@ -1,6 +1,6 @@
 """Operations whose kernel for tensors without bytes refuses what their kernel for a device takes.
 
-What is private to torch is here alone; ``tests/planning/test_fake_tensors.py`` holds it.
+What is private to torch is here alone; ``tests/planning/test_fake_tensor_cache.py`` holds it.
 """
 
 from __future__ import annotations

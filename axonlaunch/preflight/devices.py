@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.system import host
+from axonlaunch.system import gpus, host
 
 
 def accelerators(config: RunConfig | None = None) -> int:
@@ -25,7 +24,7 @@ def accelerators(config: RunConfig | None = None) -> int:
     if config is not None and config.launch.device == "cpu":
         return 0
     try:
-        return len(nccl.devices())
+        return len(gpus.devices())
     except RuntimeError as error:
         message = (
             f"CUDA fails here: {str(error).splitlines()[0]}; repair it (nvidia-smi), or use "
@@ -72,7 +71,7 @@ def memory_of_a_rank(config: RunConfig) -> tuple[int, str]:
     """Return the bytes that a rank may take of what it computes on here, and what that is."""
     nproc = config.launch.nproc
     assert nproc != "auto"
-    if config.launch.device == "cuda" and (devices := nccl.devices()):
+    if config.launch.device == "cuda" and (devices := gpus.devices()):
         sharing = 1
         if config.launch.backend != "nccl":  # threads share the first, processes all of them
             used = 1 if config.launch.backend == "mock" else len(devices)

@@ -17,7 +17,6 @@ from axonlaunch.checkpoint.fallback import Resumed, load_newest
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import Backend, World
-from axonlaunch.comm.nccl import device_count
 from axonlaunch.config import RunConfig
 from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
@@ -33,6 +32,7 @@ from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerat
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.models.generation import generate
+from axonlaunch.system import gpus
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.conversation import Conversation
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
@@ -77,71 +77,26 @@ def run(
     source = Source(storing=watch.storing)
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
     monitor.report_phase("loading", step=None)
-    if not config.saves_frozen:
-        load_initial_weights(engine, config, world=world)
-    resumed = _restore(config, engine, world)
-    if resumed.checkpoint is None and config.saves_frozen:
-        load_initial_weights(engine, config, world=world)
-    root = storage.root(config)
+    resumed = _load_state(config, engine, world)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
-    if world.is_main and isinstance(dataset, AnyText):
-        for folder in {Path(config.run_dir), root} if config.checkpoint.every else ():
-            dataset.tokenizer.keep(folder / TOKENIZER)
     monitor = dataclasses.replace(monitor, report=report)
-    use = DeviceUse(
-        world.device,
-        flops_per_token=_flops_per_token(config, engine, dataset),
-        peak=peak_flops(config.hardware or hardware_of(world.device), config.train),
-        devices=world.world_size,
+    if world.is_main:
+        _keep_tokenizer(config, dataset)
+    use = _device_use(config, engine, dataset, world)
+    notes = (
+        *getattr(dataset, "notes", ()),
+        *notes,
+        *_swept(storage.root(config), world),
+        *_notes(config, world),
+        *data_notes(config, dataset),
+        *use.notes,
     )
-    monitor.report(
-        Started(
-            run_dir=config.run_dir,
-            layout=str(layout),
-            device=str(world.device),
-            parameters=engine.num_parameters,
-            samples=dataset.num_samples or None,
-            counted="samples" if dataset.kind == "structured" else dataset.kind,
-            step=engine.step,
-            steps=config.train.num_steps,
-            resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
-            corrupt=resumed.aside,
-            notes=(
-                *getattr(dataset, "notes", ()),
-                *notes,
-                *_swept(root, world),
-                *_notes(config, world),
-                *data_notes(config, dataset),
-                *use.notes,
-            ),
-        )
-    )
-
+    monitor.report(_started(config, engine, dataset, world, resumed=resumed, notes=notes))
     tracer = None
     if config.train.trace.steps:
         tracer = RunTracer(config, engine, world=world, sample=sample_inputs(dataset))
     profiler = StepProfiler(config.train.profile, world=world, run_dir=Path(config.run_dir))
-    saver = None
-    if config.checkpoint.every:
-        if world.is_main:
-            storage.describe(config)
-            # Who resumes in its own folder was compared with what is recorded there: to hash all
-            # weights of the base takes minutes.
-            if resumed.checkpoint is None or resumed.checkpoint.path.parent.parent != root:
-                record_base(config)
-        saver = Saver(
-            root,
-            world=world,
-            retention=Retention(
-                newest=config.checkpoint.keep_last,
-                every=config.checkpoint.keep_every_n_steps,
-                best=config.checkpoint.keep_best,
-            ),
-            every=config.checkpoint.every,
-            layout=str(layout),
-            background=config.checkpoint.async_save,
-            wrote=lambda: monitor.report_phase("saving", step=engine.step),
-        )
+    saver = _saver(config, engine, world, resumed=resumed, monitor=monitor)
     kernels = attention_kernels(config.train, world.device)
     with loggers, _tokenising_ahead(config, dataset, world), kernels:
         finished = fit(
@@ -163,6 +118,90 @@ def run(
         if not finished.interrupted:
             _sample(config, engine, dataset, monitor.report)
     return finished
+
+
+def _load_state(config: RunConfig, engine: Engine, world: World) -> Resumed:
+    """Load the checkpoint to resume from; where there is none, initial weights.
+
+    Checkpoints that leave frozen weights out (an adapter's) need the initial weights under them.
+    """
+    if not config.saves_frozen:
+        load_initial_weights(engine, config, world=world)
+    resumed = _restore(config, engine, world)
+    if resumed.checkpoint is None and config.saves_frozen:
+        load_initial_weights(engine, config, world=world)
+    return resumed
+
+
+def _keep_tokenizer(config: RunConfig, dataset: Dataset) -> None:
+    """Write the tokenizer into the run's folder and beside its checkpoints."""
+    if isinstance(dataset, AnyText):
+        folders = {Path(config.run_dir), storage.root(config)} if config.checkpoint.every else ()
+        for folder in folders:
+            dataset.tokenizer.keep(folder / TOKENIZER)
+
+
+def _device_use(config: RunConfig, engine: Engine, dataset: Dataset, world: World) -> DeviceUse:
+    """Return what measures how well devices are used."""
+    return DeviceUse(
+        world.device,
+        flops_per_token=_flops_per_token(config, engine, dataset),
+        peak=peak_flops(config.hardware or hardware_of(world.device), config.train),
+        devices=world.world_size,
+    )
+
+
+def _started(
+    config: RunConfig,
+    engine: Engine,
+    dataset: Dataset,
+    world: World,
+    *,
+    resumed: Resumed,
+    notes: tuple[str, ...],
+) -> Started:
+    """Return the event that begins a run."""
+    return Started(
+        run_dir=config.run_dir,
+        layout=str(Layout.of(config, world_size=world.world_size)),
+        device=str(world.device),
+        parameters=engine.num_parameters,
+        samples=dataset.num_samples or None,
+        counted="samples" if dataset.kind == "structured" else dataset.kind,
+        step=engine.step,
+        steps=config.train.num_steps,
+        resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
+        corrupt=resumed.aside,
+        notes=notes,
+    )
+
+
+def _saver(
+    config: RunConfig, engine: Engine, world: World, *, resumed: Resumed, monitor: Monitor
+) -> Saver | None:
+    """Return what saves checkpoints, whose folder then says what they belong to; None: nothing."""
+    if not config.checkpoint.every:
+        return None
+    root = storage.root(config)
+    if world.is_main:
+        storage.describe(config)
+        # Who resumes in its own folder was compared with what is recorded there: to hash all
+        # weights of the base takes minutes.
+        if resumed.checkpoint is None or resumed.checkpoint.path.parent.parent != root:
+            record_base(config)
+    return Saver(
+        root,
+        world=world,
+        retention=Retention(
+            newest=config.checkpoint.keep_last,
+            every=config.checkpoint.keep_every_n_steps,
+            best=config.checkpoint.keep_best,
+        ),
+        every=config.checkpoint.every,
+        layout=str(Layout.of(config, world_size=world.world_size)),
+        background=config.checkpoint.async_save,
+        wrote=lambda: monitor.report_phase("saving", step=engine.step),
+    )
 
 
 def _tokenising_ahead(
@@ -302,7 +341,7 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
 
 def device_notes(world: World) -> Iterator[str]:
     """Say that devices are there and the run is on the CPU, or that ranks share a device."""
-    if world.device.type == "cpu" and (devices := device_count()):
+    if world.device.type == "cpu" and (devices := gpus.device_count()):
         yield (
             f"launch.device=cpu: the ranks compute on the CPU, and rank 0 sees {devices} "
             f"{'device' if devices == 1 else 'devices'}; a rank for each would use them: "

@@ -27,7 +27,7 @@ from lab import (
     end,
     plain,
 )
-from launchers import Machines, machines
+from launchers import NodeNamespaces, node_namespaces
 
 STRATEGY = "fsdp"
 # A node whose messages are overwritten is waited for so long, and named meanwhile.
@@ -40,7 +40,7 @@ def run(lab: Lab, seed: int, log: Log) -> None:
     """Start a run beside a stranger."""
     deed, nodes = KINDS[seed % len(KINDS)]
     folder = lab.new(f"neighbour-{seed}")
-    with machines(folder, nodes) as made:
+    with node_namespaces(folder, nodes) as made:
         address = "127.0.0.1" if nodes == 1 else made.addresses[0]
         amount = {"noise": 10_000, "rob": 25, "deface": 25}[deed]
         log(f"{deed} beside a run on {nodes} node(s)", fault=True)
@@ -59,7 +59,7 @@ def run(lab: Lab, seed: int, log: Log) -> None:
         complete(lab.quick(folder), WORDS, expected)
 
 
-def _train(made: Machines, nodes: int) -> list[Ended]:
+def _train(made: NodeNamespaces, nodes: int) -> list[Ended]:
     if nodes == 1:
         return [end(made.command(0).start("train", *WORDS))]
     overrides = [word for word in WORDS if not word.startswith("launch.nproc")]
@@ -71,7 +71,9 @@ def _judge(result: Ended) -> None:
 
 
 @contextmanager
-def _stranger(made: Machines, deed: str, address: str, amount: int, canary: Path) -> Iterator[None]:
+def _stranger(
+    made: NodeNamespaces, deed: str, address: str, amount: int, canary: Path
+) -> Iterator[None]:
     program = [sys.executable, stranger.__file__, deed, address, str(amount), str(canary)]
     process = subprocess.Popen(
         ["ip", "netns", "exec", made.names[0], *program],

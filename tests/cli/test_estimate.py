@@ -118,7 +118,7 @@ def shown(estimated: Forecast, *, width: int, **options: Any) -> str:
 
 
 @pytest.mark.timeout(240)
-def test_512_ranks_are_reported_on_one_machine_and_kept(axonlaunch: Command) -> None:
+def test_512_ranks_are_reported_on_one_node_and_kept(axonlaunch: Command) -> None:
     overrides = [
         *("estimate", *TINY, "strategy=hybrid", "model.num_attention_heads=4", "--json"),
         *("launch.nproc=512", "train.global_batch_size=1024", "hardware=h100_80gb"),
@@ -151,7 +151,7 @@ def test_a_dry_run_starts_nothing_and_says_what_would_fit(axonlaunch: Command) -
 
 
 @pytest.mark.timeout(240)
-def test_a_dry_run_of_what_this_machine_can_not_hold_prints_its_estimate_first(
+def test_a_dry_run_of_what_this_node_can_not_hold_prints_its_estimate_first(
     axonlaunch: Command,
 ) -> None:
     overrides = ["strategy=fsdp", "model=llama3_8b", "model.num_hidden_layers=2"]
@@ -179,7 +179,7 @@ def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Co
     assert "data.path" in ran.stdout.partition("would be refused")[2]
 
 
-def test_a_dry_run_of_what_no_machine_can_run_is_refused(axonlaunch: Command) -> None:
+def test_a_dry_run_of_what_no_node_can_run_is_refused(axonlaunch: Command) -> None:
     ran = axonlaunch.train("strategy=tensor", "launch.nproc=7", "--dry-run", status=2)
     assert ran.stdout == ""
     assert ran.stderr.startswith("error: strategy.tensor.degree=2: 7 ranks are not")

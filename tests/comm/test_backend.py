@@ -15,6 +15,7 @@ import axonlaunch as ax
 from axonlaunch import comm
 from axonlaunch.comm import Backend, RankFailedError, ReduceOp, nccl
 from axonlaunch.comm.mismatch_check import LINE_BYTES, pack, unpack
+from axonlaunch.system import gpus
 
 
 def test_the_names_are_those_that_configurations_use() -> None:
@@ -54,10 +55,10 @@ def test_nccl_reports_a_torch_that_has_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert f"this torch ({torch.__version__}) is built without NCCL: install" in status.reason
 
 
-def test_nccl_reports_a_machine_that_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_reports_a_node_that_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    monkeypatch.setattr(nccl, "devices", list)
+    monkeypatch.setattr(gpus, "devices", list)
     status = nccl.status()
     assert (status.available, status.version) == (False, "2.27.3")
     assert "this torch has NCCL 2.27.3, but sees no device" in status.reason
@@ -66,8 +67,8 @@ def test_nccl_reports_a_machine_that_has_no_device(monkeypatch: pytest.MonkeyPat
 def test_nccl_reports_what_it_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    devices = [nccl.Device(f"device {index}", 80 * 2**30, f"{index}") for index in range(2)]
-    monkeypatch.setattr(nccl, "devices", lambda: devices)
+    devices = [gpus.Device(f"device {index}", 80 * 2**30, f"{index}") for index in range(2)]
+    monkeypatch.setattr(gpus, "devices", lambda: devices)
     status = nccl.status()
     assert status == nccl.NcclStatus(True, "2.27.3", ["device 0", "device 1"])
     assert status.reason == ""
@@ -76,12 +77,12 @@ def test_nccl_reports_what_it_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nccl_reports_a_driver_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> list[nccl.Device]:
+    def fail() -> list[gpus.Device]:
         raise RuntimeError("CUDA unknown error - this may be due to an incorrect environment\nmore")
 
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    monkeypatch.setattr(nccl, "devices", fail)
+    monkeypatch.setattr(gpus, "devices", fail)
     status = nccl.status()
     assert not status.available
     assert status.reason.endswith(
@@ -97,13 +98,13 @@ def test_devices_are_asked_for_in_a_copy_of_this_process(monkeypatch: pytest.Mon
         assert os.getpid() != here
         return SimpleNamespace(name=f"H100 {index}", total_memory=2**36, uuid=f"uuid-{index}")
 
-    monkeypatch.setattr(nccl, "_is_built", lambda: True)
+    monkeypatch.setattr(gpus, "has_nccl", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "of this test")  # answers are kept by it
-    assert nccl.devices() == [
-        nccl.Device("H100 0", 2**36, "uuid-0"),
-        nccl.Device("H100 1", 2**36, "uuid-1"),
+    assert gpus.devices() == [
+        gpus.Device("H100 0", 2**36, "uuid-0"),
+        gpus.Device("H100 1", 2**36, "uuid-1"),
     ]
 
 

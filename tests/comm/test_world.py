@@ -17,9 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import axonlaunch.comm
 from axonlaunch import comm
-from axonlaunch.comm import Backend, World, nccl, world
+from axonlaunch.comm import Backend, World, world
 from axonlaunch.comm.rendezvous import RankEnvironment, find_place, is_loopback, local_place
 from axonlaunch.comm.world import choose_backend
+from axonlaunch.system import gpus
 
 Run = Callable[..., list[tuple[int, str]]]
 SET = {
@@ -163,12 +164,12 @@ def _on_node_7(*, local_world_size: int | None) -> RankEnvironment:
 def test_auto_is_nccl_where_every_local_rank_has_a_device(
     monkeypatch: pytest.MonkeyPatch, devices: int, place: RankEnvironment, expected: str
 ) -> None:
-    monkeypatch.setattr(nccl, "device_count", lambda: devices)
+    monkeypatch.setattr(gpus, "device_count", lambda: devices)
     assert choose_backend("auto", place) == expected
 
 
 def test_auto_is_gloo_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "device_count", lambda: 0)
+    monkeypatch.setattr(gpus, "device_count", lambda: 0)
     assert choose_backend("auto", RankEnvironment()) is Backend.GLOO
 
 
@@ -187,7 +188,7 @@ def test_nccl_where_there_is_none_says_why() -> None:
 
 
 def test_nccl_with_more_ranks_than_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "device_count", lambda: 2)
+    monkeypatch.setattr(gpus, "device_count", lambda: 2)
     for name, value in {**SET, "LOCAL_RANK": "2", "RANK": "2", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="LOCAL_RANK=2 has no device, this process sees 2"):
@@ -199,7 +200,7 @@ def test_a_rank_that_sees_one_device_takes_it(
     monkeypatch: pytest.MonkeyPatch, seen: int, index: int
 ) -> None:
     taken: list[object] = []
-    monkeypatch.setattr(nccl, "device_count", lambda: seen)
+    monkeypatch.setattr(gpus, "device_count", lambda: seen)
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
     # Without it torch's device mesh would take the local rank's, which one task may not see.
     monkeypatch.setattr(torch.cuda, "init", lambda: taken.append("initialised"))
@@ -217,7 +218,7 @@ def test_nccl_connects_all_ranks_at_once_or_each_pair_on_its_first_message(
     def init(*args: object, **kwargs: object) -> None:
         raise JoinedError(kwargs["device_id"])
 
-    monkeypatch.setattr(nccl, "device_count", lambda: 1)
+    monkeypatch.setattr(gpus, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(dist, "init_process_group", init)

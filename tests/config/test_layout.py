@@ -1,4 +1,4 @@
-"""The arithmetic of layouts, and what is left to the machine."""
+"""The arithmetic of layouts, and what is left to the node."""
 
 import pytest
 
@@ -30,7 +30,7 @@ CONTEXT = "strategy.context.degree=2"
         (["strategy=pipeline", "strategy.context.degree=2", "launch.nproc=4"], 0, 4, "ddp"),
     ],
 )
-def test_what_is_left_to_the_machine_is_resolved(
+def test_what_is_left_to_the_node_is_resolved(
     overrides: list[str], accelerators: int, nproc: int, kind: str
 ) -> None:
     chosen = resolved(config.load(overrides), accelerators=accelerators)
@@ -57,7 +57,7 @@ def test_a_layout_has_the_kind_that_is_written_to_the_run(degrees: list[str], ra
         (["strategy=fsdp"], 4, 1, 4, 8, 1),
         (["strategy=hsdp", "strategy.fsdp.replicate=2"], 4, 2, 2, 8, 1),
         (["strategy=hsdp"], 4, 1, 4, 8, 1),
-        # Parameters are sharded over all machines but where hybrid sharding is asked for.
+        # Parameters are sharded over all nodes but where hybrid sharding is asked for.
         (["strategy=fsdp", "launch.nnodes=2"], 4, 1, 4, 8, 1),
         (["strategy=zero2", "launch.nnodes=2"], 4, 1, 4, 8, 1),
         (["strategy=hsdp", "launch.nnodes=2"], 4, 2, 2, 8, 1),

@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket: the run goes on from there, whatever machine it is started on."""
+"""Checkpoints in a bucket: the run resumes from there, on whatever node it is started."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACCESS = {
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    """An S3 server of this machine, with a bucket."""
+    """An S3 server of this node, with a bucket."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

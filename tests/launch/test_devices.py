@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from configured import estimate_config, run_config
 
-from axonlaunch.comm import Backend, World, nccl, world
+from axonlaunch.comm import Backend, World, world
 from axonlaunch.config import ConfigError
 from axonlaunch.diagnostics.flight_recorder import Record
 from axonlaunch.launch.external.joining import devices_each
@@ -30,6 +30,7 @@ from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.search.search import search_layouts
 from axonlaunch.preflight import checks, devices
+from axonlaunch.system import gpus
 from axonlaunch.system.authentication import Credentials
 from axonlaunch.training.peak_memory import DevicePeak
 from axonlaunch.training.worker import device_notes
@@ -38,8 +39,8 @@ GIB = 2**30
 
 
 def _have(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    devices = [nccl.Device("H100", 80 * GIB, f"uuid-{index}") for index in range(count)]
-    monkeypatch.setattr(nccl, "devices", lambda: devices)
+    devices = [gpus.Device("H100", 80 * GIB, f"uuid-{index}") for index in range(count)]
+    monkeypatch.setattr(gpus, "devices", lambda: devices)
 
 
 # Which backend.
@@ -119,10 +120,10 @@ def test_more_ranks_than_devices_are_refused_on_nccl(monkeypatch: pytest.MonkeyP
 def test_a_driver_that_fails_is_reported_rather_than_the_cpu_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail() -> list[nccl.Device]:
+    def fail() -> list[gpus.Device]:
         raise RuntimeError("CUDA unknown error\nmore")
 
-    monkeypatch.setattr(nccl, "devices", fail)
+    monkeypatch.setattr(gpus, "devices", fail)
     with pytest.raises(ConfigError, match="CUDA fails here: CUDA unknown error; repair it"):
         run_config(["launch.nproc=2"])
     assert run_config(["launch.nproc=2", "launch.device=cpu"]).launch.backend == "gloo"
@@ -145,7 +146,7 @@ def test_ranks_of_another_launcher_have_the_devices_that_each_of_them_sees(
 
 
 def test_a_run_on_the_cpu_of_a_node_with_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("axonlaunch.training.worker.device_count", lambda: 2)
+    monkeypatch.setattr("axonlaunch.system.gpus.device_count", lambda: 2)
     [note] = device_notes(_world("cpu", "gloo"))
     assert "the ranks compute on the CPU, and rank 0 sees 2 devices" in note
     assert "launch.device=cuda launch.nproc=2" in note
@@ -206,8 +207,8 @@ def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda check_available=False: cuda if os.getpid() == here else None,
     )
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    device = nccl.Device("H100", 80 * GIB, "uuid")
-    monkeypatch.setattr(nccl, "_asked", lambda visible: (device,) * 8)
+    device = gpus.Device("H100", 80 * GIB, "uuid")
+    monkeypatch.setattr(gpus, "_asked", lambda visible: (device,) * 8)
 
 
 @pytest.mark.usefixtures("eight_devices")

@@ -150,7 +150,7 @@ def test_the_rank_at_fault_is_named_and_the_run_continues_from_there(
     assert faulted.command.summary("run")["status"] == "done"
 
 
-def test_who_waits_in_what_and_who_never_came_are_on_the_hang_card(
+def test_who_waits_in_what_and_who_never_came_are_in_the_hang_report(
     served: Command, faulty: list[str]
 ) -> None:
     arguments = "model.arguments={fault:SIGALRM,rank:9,pause:60.0}"  # all of them sleep
@@ -159,7 +159,7 @@ def test_who_waits_in_what_and_who_never_came_are_on_the_hang_card(
     assert "faulty_plugin.py:" in ran.stderr
 
 
-def test_the_collective_that_a_rank_never_came_to_is_on_the_hang_card(served: Command) -> None:
+def test_the_collective_that_a_rank_never_came_to_is_in_the_hang_report(served: Command) -> None:
     (served.folder / "late.py").write_text(
         "import time\n"
         "import torch, torch.distributed as dist\n"

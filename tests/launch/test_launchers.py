@@ -70,7 +70,7 @@ def test_under_srun_on_two_nodes(
     assert axonlaunch.losses("run") == expected
 
 
-@pytest.mark.parametrize("kind", ["torchrun", "mpirun", "srun", "srun of machines", "sbatch"])
+@pytest.mark.parametrize("kind", ["torchrun", "mpirun", "srun", "srun of nodes", "sbatch"])
 @pytest.mark.slow
 def test_four_ranks_of_any_launcher_agree_with_the_local_one_to_the_bit(
     axonlaunch: Command, cluster: dict[str, str], kind: str
@@ -86,7 +86,7 @@ def test_four_ranks_of_any_launcher_agree_with_the_local_one_to_the_bit(
     elif kind == "sbatch":
         command = By(folder, [], cluster)
         overrides += ["launch=slurm", "launch.nnodes=2", "launch.nproc=2", "launch.backend=gloo"]
-    elif kind == "srun of machines":
+    elif kind == "srun of nodes":
         command = By(folder, ["srun", "-N2", "--ntasks-per-node=1"], cluster)
         overrides.append("launch.nproc=2")
     else:

@@ -1,4 +1,4 @@
-"""Saving while ranks are killed: what is there is whole, and the run goes on to the bit."""
+"""Saving while ranks are killed: what is there is whole, and the run resumes to the bit."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_what_a_rank_is_kept_from_by_its_node_is_no_work_of_its() -> None:
     assert starved == Shares(data=0.0, compute=0.5, wait=0.0, starved=0.5)
     assert slowest_of([even, starved], ["a", "b"]).cost == 0.0
     slow = slowest_of([even, Shares.of([0.0, 1.0, 0.0], queued_s=0.1)], ["a", "b"])
-    assert (slow.rank, slow.machine, slow.cost) == (1, "b", 0.4)
+    assert (slow.rank, slow.host, slow.cost) == (1, "b", 0.4)
 
 
 def test_a_rank_that_waits_for_data_is_as_slow_as_one_that_computes() -> None:
@@ -108,7 +108,7 @@ def shown(costs: list[float], *, ranks: list[int] | None = None) -> str:
     for number, cost in enumerate(costs):
         rank = ranks[number] if ranks else 1
         slowest = Straggler(
-            rank=rank, machine="node7", data=0.05, compute=0.9, wait=0.05, starved=0.0, cost=cost
+            rank=rank, host="node7", data=0.05, compute=0.9, wait=0.05, starved=0.0, cost=cost
         )
         show(
             StepLogged(

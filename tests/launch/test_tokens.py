@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from command import TINY, Command, Served
 from covers import every
-from launchers import SUPPORT, By, Machines, ended, logged, machines, torchrun
+from launchers import SUPPORT, By, NodeNamespaces, ended, logged, node_namespaces, torchrun
 from served import Forked, Server, placed, script
 
 from axonlaunch import config as configuration
@@ -161,26 +161,26 @@ gloo._prove = note
 
 
 @pytest.fixture
-def two(axonlaunch: Command) -> Iterator[Machines]:
-    with machines(axonlaunch.folder, 2) as made:
+def two(axonlaunch: Command) -> Iterator[NodeNamespaces]:
+    with node_namespaces(axonlaunch.folder, 2) as made:
         yield made
 
 
 @pytest.fixture
-def two_served(axonlaunch: Command, server: Server) -> Iterator[Machines]:
+def two_served(axonlaunch: Command, server: Server) -> Iterator[NodeNamespaces]:
     """Two whose commands are forked from a server that tests share."""
-    with machines(axonlaunch.folder, 2, server) as made:
+    with node_namespaces(axonlaunch.folder, 2, server) as made:
         yield made
 
 
-def start(two: Machines, node: int, *overrides: str) -> Any:
+def start(two: NodeNamespaces, node: int, *overrides: str) -> Any:
     world = ["launch.nnodes=2", "launch.nproc=1", f"launch.master_addr={two.addresses[0]}"]
     return two.command(node).start("train", *TINY, *world, f"launch.node_rank={node}", *overrides)
 
 
 @pytest.mark.slow
 def test_nodes_with_the_same_token_in_other_files_train_and_say_nothing_of_neighbours(
-    two: Machines, axonlaunch: Command
+    two: NodeNamespaces, axonlaunch: Command
 ) -> None:
     files = [secret_file(axonlaunch.folder / f"token{node}") for node in range(2)]
     reported = ended(
@@ -191,7 +191,7 @@ def test_nodes_with_the_same_token_in_other_files_train_and_say_nothing_of_neigh
 
 
 @pytest.mark.slow
-def test_nodes_without_a_token_say_once_what_a_neighbour_can_do(two: Machines) -> None:
+def test_nodes_without_a_token_say_once_what_a_neighbour_can_do(two: NodeNamespaces) -> None:
     reported = ended([start(two, node, "name=run") for node in range(2)])
     assert [status for status, _, _ in reported] == [0, 0], reported
     assert [(output + errors).count(WARNING) for _, output, errors in reported] == [1, 0]
@@ -208,7 +208,7 @@ def test_nodes_that_must_have_a_token_and_have_none_are_refused(served: Command,
 
 
 def test_a_node_never_runs_the_configuration_that_a_stranger_wrote_first(
-    two_served: Machines, served: Served
+    two_served: NodeNamespaces, served: Served
 ) -> None:
     two, folder = two_served, served.folder
     file = secret_file(folder / "token")

@@ -228,7 +228,7 @@ def test_a_taken_port_is_reported_before_a_rank_starts(served: Command) -> None:
     assert f"launch.master_port={port}: can't listen on it (Address already in use)" in ran.stderr
 
 
-def test_a_run_on_one_machine_listens_on_loopback_alone(served: Command, faulty: list[str]) -> None:
+def test_a_run_on_one_node_listens_on_loopback_alone(served: Command, faulty: list[str]) -> None:
     overrides = [*faulty, "name=run", "train.steps=2"]
     process = served.start("train", *overrides, "model.arguments={pause:1.0}")
     metrics = served.folder / "runs" / "run" / "metrics.jsonl"

@@ -35,7 +35,7 @@ def test_each_fills_the_devices_and_breaks_no_rule() -> None:
         assert broken_world_rules(candidate.config, world_size=8) == []
 
 
-def test_what_is_written_for_several_machines_is_the_layout_that_was_looked_at() -> None:
+def test_what_is_written_for_several_nodes_is_the_layout_that_was_looked_at() -> None:
     chosen = config.load(TINY)
     for c in listed():
         overrides = _overrides(chosen, c, (2, 4))

@@ -58,7 +58,9 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(name, marks=pytest.mark.slow)  # what tests/planning/test_depth.py shows too
+        pytest.param(
+            name, marks=pytest.mark.slow
+        )  # what tests/planning/test_extrapolate_depth.py shows too
         for name in ("fsdp", "tensor", "interleaved")
     ],
 )

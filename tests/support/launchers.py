@@ -1,4 +1,4 @@
-"""What others start a run with: torchrun, mpirun, srun; and machines, as network namespaces."""
+"""What others start a run with: torchrun, mpirun, srun; and nodes, as network namespaces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BIN = Path(sys.executable).parent
 
 
 def needs(*programs: str, root: bool = True) -> None:
-    """Skip a test where this machine lacks what it needs, and say what."""
+    """Skip a test where this node lacks what it needs, and say what."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where daemons are
     missing = [program for program in programs if shutil.which(program, path=path) is None]
     if missing:
@@ -121,11 +121,11 @@ class _Process:
 
 @dataclass
 class On(Command):
-    """The command on a machine, forked from a server that tests share: for what it does there.
+    """The command on a node, forked from a server that tests share: for what it does there.
 
     Attributes:
         server: How it is reached.
-        namespace: The machine's.
+        namespace: The node's.
         variables: Added to the environment.
     """
 
@@ -146,13 +146,13 @@ class On(Command):
 
 
 @dataclass
-class Machines:
-    """Machines on one wire, each a network namespace with an address of its own.
+class NodeNamespaces:
+    """Nodes on one wire, each a network namespace with an address of its own.
 
     Attributes:
         folder: Where their commands run.
         names: Of the namespaces.
-        addresses: Of the machines.
+        addresses: Of the nodes.
         server: What their commands are forked from; None: each is a new interpreter.
     """
 
@@ -161,41 +161,41 @@ class Machines:
     addresses: list[str]
     server: Server | None = None
 
-    def command(self, machine: int, **variables: str) -> Command:
-        """Return the command on a machine."""
+    def command(self, node: int, **variables: str) -> Command:
+        """Return the command on a node."""
         if self.server is not None:
-            return On(self.folder, self.server, self.names[machine], variables)
-        return By(self.folder, self.prefix(machine), variables)
+            return On(self.folder, self.server, self.names[node], variables)
+        return By(self.folder, self.prefix(node), variables)
 
-    def prefix(self, machine: int) -> list[str]:
-        """Return what runs a program on a machine."""
-        return ["ip", "netns", "exec", self.names[machine]]
+    def prefix(self, node: int) -> list[str]:
+        """Return what runs a program on a node."""
+        return ["ip", "netns", "exec", self.names[node]]
 
     def start(self, *overrides: str, nproc: int) -> list[Any]:
-        """Start a run on all machines by environment variables."""
+        """Start a run on all nodes by environment variables."""
         world = {
             "MASTER_ADDR": self.addresses[0],
             "MASTER_PORT": "29500",
             "WORLD_SIZE": str(nproc * len(self.names)),
         }
         return [
-            self.command(machine, **world, RANK=str(nproc * machine)).start(
+            self.command(node, **world, RANK=str(nproc * node)).start(
                 "train", *overrides, f"launch.nproc={nproc}"
             )
-            for machine in range(len(self.names))
+            for node in range(len(self.names))
         ]
 
-    def pull(self, machine: int) -> None:
-        """Pull a machine's cable."""
-        _ip("link", "set", _cable(self.names[machine]), "down")
+    def pull(self, node: int) -> None:
+        """Pull a node's cable."""
+        _ip("link", "set", _cable(self.names[node]), "down")
 
-    def plug(self, machine: int) -> None:
+    def plug(self, node: int) -> None:
         """Put it back."""
-        _ip("link", "set", _cable(self.names[machine]), "up")
+        _ip("link", "set", _cable(self.names[node]), "up")
 
-    def listening(self, machine: int) -> list[str]:
-        """Return the addresses on which something listens on a machine."""
-        program = [*self.prefix(machine), "ss", "-Htln"]
+    def listening(self, node: int) -> list[str]:
+        """Return the addresses on which something listens on a node."""
+        program = [*self.prefix(node), "ss", "-Htln"]
         reported = subprocess.run(program, capture_output=True, text=True, check=True).stdout
         return [line.split()[3] for line in reported.splitlines()]
 
@@ -209,12 +209,14 @@ def _cable(name: str) -> str:
 
 
 @contextmanager
-def machines(folder: Path, count: int, server: Server | None = None) -> Iterator[Machines]:
-    """Make machines, and take them away with whatever runs on them."""
+def node_namespaces(
+    folder: Path, count: int, server: Server | None = None
+) -> Iterator[NodeNamespaces]:
+    """Make nodes, and take them away with whatever runs on them."""
     needs("ip", "ss")
     tag = f"ax{os.getpid()}"
-    names = [f"{tag}{chr(ord('a') + machine)}" for machine in range(count)]
-    addresses = [f"10.77.0.{machine + 1}" for machine in range(count)]
+    names = [f"{tag}{chr(ord('a') + node)}" for node in range(count)]
+    addresses = [f"10.77.0.{node + 1}" for node in range(count)]
     bridge = f"b{tag}"
     try:
         try:
@@ -229,7 +231,7 @@ def machines(folder: Path, count: int, server: Server | None = None) -> Iterator
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
-        yield Machines(folder, names, addresses, server)
+        yield NodeNamespaces(folder, names, addresses, server)
     finally:
         for name in names:
             with suppress(subprocess.CalledProcessError):

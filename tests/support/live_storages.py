@@ -47,7 +47,7 @@ Stats = tuple[FSDPMemoryStats | None, dict[int, int]]
 
 
 def held(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Held]]:
-    """Train each case's overrides on ranks of this machine, one case after another.
+    """Train each case's overrides on ranks of this node, one case after another.
 
     Returns:
         By case, then by rank: bytes of a steady step's peak by category, and ``total``; beside it
@@ -70,7 +70,7 @@ def _by_case(function: str, cases: Sequence[tuple[str, ...]], *, ranks: int) -> 
 
 
 def stats(overrides: tuple[str, ...], *, ranks: int) -> list[Stats]:
-    """Train on ranks of this machine and return what their engines' own statistics say.
+    """Train on ranks of this node and return what their engines' own statistics say.
 
     Returns:
         By rank: ``FSDPMemoryStats`` of sharded parameters, if there are any, and bytes of

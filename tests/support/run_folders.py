@@ -57,7 +57,7 @@ def run_folder(
             "time": 1001 + step / 10,
             "event": "rank_times",
             "step": step,
-            "machines": [f"node-{rank // 8}" for rank in range(ranks)],
+            "hosts": [f"node-{rank // 8}" for rank in range(ranks)],
             "data": [0.0] * ranks,
             "compute": [0.9 if rank == ranks - 1 else 0.5 for rank in range(ranks)],
             "wait": [0.1] * ranks,
@@ -68,7 +68,7 @@ def run_folder(
     end = 1001 + steps / 10
     about = {"step": 0, "layout": f"ddp {max(ranks, 1)}", "world_size": max(ranks, 1)}
     events: list[dict[str, Any]] = [
-        {"time": 1000.0, "event": "launched", "machine": "node-0", "commit": "a" * 40},
+        {"time": 1000.0, "event": "launched", "host": "node-0", "commit": "a" * 40},
         {"time": 1001.0, "event": "started", **about, "parameters": 10, "counted": "tokens"},
         *times,
         {"time": end, "event": "saved", "step": steps, "seconds": 0.5, "stalled_s": 0.25},

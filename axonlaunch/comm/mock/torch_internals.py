@@ -1,6 +1,6 @@
 """The private names of torch that the mock world stands on: all of them, and nothing else.
 
-``tests/comm/test_internals.py`` pins each name. When torch moves one, that test says which, and
+``tests/comm/test_mock_internals.py`` pins each name. When torch moves one, it says which, and
 the fix belongs in this file alone.
 """
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from axonlaunch.comm import World, all_reduce_sum, nccl
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config.hardware import GIB
-from axonlaunch.system import host
+from axonlaunch.system import gpus, host
 
 
 def machine() -> dict[str, Any]:
@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
 
 def _devices() -> list[dict[str, Any]]:
     try:
-        devices = nccl.devices()
+        devices = gpus.devices()
     except RuntimeError:
         return []  # NCCL's status says why
     return [

@@ -72,10 +72,10 @@ def cost(run: RunRecord) -> float | None:
 def nodes_of_run(run: RunRecord) -> list[str]:
     """Return the host names of the nodes that take part now, or did last."""
     for event in reversed(run.events):
-        if event["event"] == "nodes" and isinstance(event.get("machines"), list):
-            return [str(name) for name in event["machines"]]
-        if event["event"] == "launched" and isinstance(event.get("machine"), str):
-            return [event["machine"]]
+        if event["event"] == "nodes" and isinstance(event.get("hosts"), list):
+            return [str(name) for name in event["hosts"]]
+        if event["event"] == "launched" and isinstance(event.get("host"), str):
+            return [event["host"]]
     return []
 
 
@@ -83,7 +83,7 @@ def _changes_of_nodes(run: RunRecord) -> Iterator[Span]:
     """Yield which nodes came and left between attempts."""
     before: Counter[str] | None = None
     for event in run.of_kind("nodes"):
-        names = event.get("machines")
+        names = event.get("hosts")
         now = Counter(map(str, names)) if isinstance(names, list) else Counter()
         for verb, changed in (("joined", now - (before or now)), ("left", (before or now) - now)):
             for name in changed.elements():

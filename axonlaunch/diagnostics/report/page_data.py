@@ -194,10 +194,10 @@ def _ranks(run: RunRecord) -> dict[str, Any] | None:
         return None
     number = len(lines[-1]["compute"])
     lines = [line for line in lines if len(line["compute"]) == number]
-    machines = lines[-1].get("machines")
+    hosts = lines[-1].get("hosts")
     return {
         "steps": [line["step"] for line in lines],
-        "machines": machines if isinstance(machines, list) else [],
+        "hosts": hosts if isinstance(hosts, list) else [],
         "worked": [
             [
                 round(100 * (data + compute))
@@ -222,7 +222,7 @@ def _are_shares(event: dict[str, Any]) -> bool:
 def _crash(run: RunRecord) -> dict[str, Any] | None:
     if run.crash is None:
         return None
-    keys = ("rank", "world_size", "machine", "kind", "reason", "doing", "step", "traceback", "hint")
+    keys = ("rank", "world_size", "host", "kind", "reason", "doing", "step", "traceback", "hint")
     followers = run.crash.get("followers")
     return {key: run.crash.get(key) for key in keys} | {
         "followers": [

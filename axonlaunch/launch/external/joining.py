@@ -17,7 +17,6 @@ from typing import Any
 import torch.distributed as dist
 
 from axonlaunch import config as configuration
-from axonlaunch.comm import nccl
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
@@ -28,6 +27,7 @@ from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.multinode.handshake import handshake, member_name
+from axonlaunch.system import gpus
 from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
 JOIN_S = 300.0
@@ -111,7 +111,7 @@ def join_ranks(
     channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
     try:
         about = {
-            "machine": socket.gethostname(),
+            "host": socket.gethostname(),
             "local_rank": environment.local_rank,
             "devices": _devices(),
         }
@@ -134,7 +134,7 @@ def join_ranks(
 
 def _devices() -> list[str]:
     try:
-        return [device.uuid for device in nccl.devices_of_rank()]
+        return [device.uuid for device in gpus.devices_of_rank()]
     except RuntimeError as error:
         message = f"CUDA fails on {socket.gethostname()}: {str(error).splitlines()[0]}"
         raise ConfigError([ConfigIssue("launch.backend", message)]) from None

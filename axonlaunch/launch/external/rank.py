@@ -105,8 +105,8 @@ def main(
                     resolved, announce=announce, composed=composed, sharing=_sharing(resolved)
                 )
                 config = folder.enter_context(opened)
-                named = [member["machine"] for member in members or ()]
-                log_event(config, "nodes", {"machines": list(dict.fromkeys(named))})
+                named = [member["host"] for member in members or ()]
+                log_event(config, "nodes", {"hosts": list(dict.fromkeys(named))})
             except ConfigError:
                 _launch_nothing(peers, status=2)
                 raise

@@ -38,7 +38,7 @@ class Report:
         kind: What sort of failure.
         reason: One line: the exception, or the signal, or the status.
         traceback: The rank's own; None where it died without one.
-        machine: Its host name.
+        host: Its host name.
         log: Its log on that node.
         step: Optimizer steps it had done; None before the first.
         doing: What it did then.
@@ -53,7 +53,7 @@ class Report:
     kind: FailureKind
     reason: str
     traceback: str | None = None
-    machine: str = ""
+    host: str = ""
     log: str = ""
     step: int | None = None
     doing: str = ""
@@ -115,7 +115,7 @@ def report_of_rank(
         rank=rank,
         kind=kind,
         reason=reason,
-        machine=socket.gethostname(),
+        host=socket.gethostname(),
         log=str(log),
         step=step,
         doing=doing,
@@ -128,7 +128,7 @@ def report_of_system(error: Exception, *, rank: int) -> Report:
         rank=rank,
         kind="error",
         reason=f"can't be started: {plain_error(error) if isinstance(error, OSError) else error}",
-        machine=socket.gethostname(),
+        host=socket.gethostname(),
         cause=cause_of(error),
     )
 

@@ -243,7 +243,7 @@ class NodeMembership:
 
     def _about(self) -> dict[str, Any]:
         return {
-            "machine": socket.gethostname(),
+            "host": socket.gethostname(),
             "config": configuration.flatten(configuration.to_tree(self._given)),
             "problems": [str(problem) for problem in self._problems],
         }
@@ -267,7 +267,7 @@ class NodeMembership:
         except ConfigError as error:
             _launch_nothing(peers, problems=[str(problem) for problem in error.problems])
             raise
-        log_event(self._frozen, "nodes", {"machines": [about["machine"] for about in met]})
+        log_event(self._frozen, "nodes", {"hosts": [about["host"] for about in met]})
         frozen = {
             "config": configuration.to_yaml(self._frozen),
             "attempts": self.attempts,
@@ -365,7 +365,7 @@ def _agreed(met: list[dict[str, Any]]) -> None:
     """
     first, problems = met[0]["config"], []
     for node, about in enumerate(met):
-        where = f"node {node} ({about['machine']})"
+        where = f"node {node} ({about['host']})"
         problems += [ConfigIssue("", f"{where}: {problem}") for problem in about["problems"]]
         if about["problems"] or met[0]["problems"]:
             continue

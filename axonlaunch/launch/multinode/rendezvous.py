@@ -1,7 +1,8 @@
 """Which nodes take part in an attempt at a run, and in which order: torch's rendezvous decides.
 
 A run whose nodes are all known begins without it. The parts of torch that stand behind
-``torchrun`` are used here alone; ``tests/launch/test_rounds.py`` says what to do when they move.
+``torchrun`` are used here alone; ``tests/launch/test_rendezvous.py`` says what
+to do when they move.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class RunConsole:
             return
         self._reported = slow
         self.line(
-            f"[yellow]note[/yellow] rank {slow} on {escape(slowest.machine)} is slow: the other "
+            f"[yellow]note[/yellow] rank {slow} on {escape(slowest.host)} is slow: the other "
             f"ranks wait {slowest.cost:.0%} of each step for it. It spends {slowest.compute:.0%} "
             f"of its time computing and {slowest.data:.0%} waiting for data."
         )
@@ -252,8 +252,8 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
 def _whereabouts(report: Report, coords: dict[str, int]) -> str:
     """Say where in the mesh, on which node and in which step a rank was."""
     places = [" ".join(f"{axis}={index}" for axis, index in coords.items())] if coords else []
-    if report.machine:
-        places.append(f"on {report.machine}")
+    if report.host:
+        places.append(f"on {report.host}")
     if report.step is not None:
         doing = {"stepping": f"in step {report.step + 1}"}
         places.append(doing.get(report.doing, f"{report.doing} after step {report.step}"))

@@ -17,7 +17,7 @@ def build_plan_table(plan: Plan) -> Table:
     made = Table(box=None, pad_edge=False, header_style="")
     made.add_column("")
     made.add_column("layout", overflow="fold")
-    for name in ("a device", "tokens/s a device", "step", "MFU"):
+    for name in ("per device", "tokens/s/device", "step", "MFU"):
         made.add_column(name, justify="right")
     for number, planned in enumerate(plan.candidates, 1):
         room = size(planned.process_bytes)

@@ -1,7 +1,7 @@
 """Inductor without kernels: compiled blocks allocate as they would, and compute nothing.
 
 Everything of Inductor's that this takes is here, private as most of it is;
-``tests/planning/test_fake_compiler.py`` holds it against code that is really compiled, and says
+``tests/planning/test_fake_inductor.py`` holds it against code that is really compiled, and says
 what to do when it moves. It is counted for a CPU's kernels, whatever the device: what is kept for
 backward and what is computed again is decided before there are any.
 """

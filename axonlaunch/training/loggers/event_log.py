@@ -58,4 +58,4 @@ def _about_this_process() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    return {"machine": socket.gethostname(), "versions": versions}
+    return {"host": socket.gethostname(), "versions": versions}

@@ -82,7 +82,7 @@ def resumed_on_other_nodes(folder: Path) -> Path:
     for attempt, ranks in enumerate((4, 2, 8)):
         start = {"step": 10 * attempt, "world_size": ranks, "layout": f"fsdp {ranks}"}
         events += [
-            {"time": 100 * attempt, "event": "launched", "machine": f"node-{attempt}"},
+            {"time": 100 * attempt, "event": "launched", "host": f"node-{attempt}"},
             {"time": 100 * attempt + 1, "event": "started", **start},
             {"time": 100 * attempt + 90, "event": "ended", "status": "interrupted"},
         ]
@@ -92,13 +92,13 @@ def resumed_on_other_nodes(folder: Path) -> Path:
 
 def elastic(folder: Path) -> Path:
     made = run_folder(folder)
-    events: list[dict[str, Any]] = [{"time": 0, "event": "launched", "machine": "node-0"}]
+    events: list[dict[str, Any]] = [{"time": 0, "event": "launched", "host": "node-0"}]
     nodes = ["node-0", "node-1", "node-2"]
     for attempt, present in enumerate((nodes[:2], nodes, nodes[:1])):
         ranks = 4 * len(present)
         start = {"step": 10 * attempt, "world_size": ranks, "layout": f"fsdp {ranks}"}
         events += [
-            {"time": 100 * attempt + 1, "event": "nodes", "machines": present},
+            {"time": 100 * attempt + 1, "event": "nodes", "hosts": present},
             {"time": 100 * attempt + 2, "event": "started", **start},
             {"time": 100 * attempt + 90, "event": "failed", "rank": 1, "reason": "node was lost"},
         ]

@@ -158,7 +158,7 @@ def test_nodes_that_join_and_leave_are_named(tmp_path: Path) -> None:
     names = [["a", "b"], ["a"], ["a", "c", "c"]]
     write_lines(
         folder / "events.jsonl",
-        [{"time": n, "event": "nodes", "machines": node} for n, node in enumerate(names)],
+        [{"time": n, "event": "nodes", "hosts": node} for n, node in enumerate(names)],
     )
     run = read_run(folder)
     changes = [(span.start, span.text) for span in spans(run) if span.kind == "node"]

@@ -248,7 +248,7 @@
   // uPlot's axes, cursor and legend; the cells are its own `draw` hook's.
   function ranks(run) {
     if (!run.ranks) return;
-    const { steps, worked, machines } = run.ranks;
+    const { steps, worked, hosts } = run.ranks;
     const number = worked[0].length;
     const made = section(titled(run, "Ranks"), element("p", { class: "faint" },
       "Share of its time that each rank computed or waited for data, in the steps before each point. " +
@@ -280,7 +280,7 @@
         { label: "step", value: (u, value) => short(value) },
         { label: "mean", stroke: "transparent", points: { show: false }, value: (u, value) => (value === null ? "--" : `${Math.round(value)}%`) },
         { label: "most", stroke: "transparent", points: { show: false },
-          value: (u, value, series, index) => (index === null ? "--" : `rank ${slowest[index]}${machines[slowest[index]] ? ` on ${machines[slowest[index]]}` : ""}: ${worked[index][slowest[index]]}%`) },
+          value: (u, value, series, index) => (index === null ? "--" : `rank ${slowest[index]}${hosts[slowest[index]] ? ` on ${hosts[slowest[index]]}` : ""}: ${worked[index][slowest[index]]}%`) },
       ],
       hooks: { drawClear: [cells] },
     }, [steps, mean, mean], box);
@@ -308,7 +308,7 @@
   function crash(run) {
     if (!run.crash) return;
     const found = run.crash;
-    const where = [found.machine ? `on ${found.machine}` : "", found.step === null ? "before the first step" : `after step ${found.step}`, found.doing ?? ""];
+    const where = [found.host ? `on ${found.host}` : "", found.step === null ? "before the first step" : `after step ${found.step}`, found.doing ?? ""];
     section(titled(run, "Failure"), element("div", { class: "card" },
       element("p", {}, element("strong", {}, `rank ${found.rank} of ${found.world_size}: ${found.reason}`)),
       element("p", { class: "faint" }, where.filter(Boolean).join(", ")),

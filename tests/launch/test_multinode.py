@@ -1,4 +1,4 @@
-"""Machines on one wire train as one, and none outlives the run when one is lost."""
+"""Nodes on one wire train as one, and none outlives the run when one is lost."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 from command import TINY, Command
-from launchers import Machines, ended, logged, machines, since
+from launchers import NodeNamespaces, ended, logged, node_namespaces, since
 from served import Server
 
 
 @pytest.fixture
-def two(axonlaunch: Command) -> Iterator[Machines]:
+def two(axonlaunch: Command) -> Iterator[NodeNamespaces]:
     """Two on which the command is a new interpreter."""
-    with machines(axonlaunch.folder, 2) as made:
+    with node_namespaces(axonlaunch.folder, 2) as made:
         yield made
 
 
 @pytest.fixture
-def two_served(axonlaunch: Command, server: Server) -> Iterator[Machines]:
+def two_served(axonlaunch: Command, server: Server) -> Iterator[NodeNamespaces]:
     """Two on which it is forked from a server that tests share."""
-    with machines(axonlaunch.folder, 2, server) as made:
+    with node_namespaces(axonlaunch.folder, 2, server) as made:
         yield made
 
 
@@ -33,8 +33,8 @@ def without_launch(overrides: list[str]) -> list[str]:
     return [word for word in overrides if not word.startswith("launch.")]
 
 
-def test_two_machines_train_as_one_and_leave_one_port_open_on_their_wire(
-    two_served: Machines, axonlaunch: Command, served: Command, faulty: list[str]
+def test_two_nodes_train_as_one_and_leave_one_port_open_on_their_wire(
+    two_served: NodeNamespaces, axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
     two = two_served
     overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=8"]
@@ -53,8 +53,8 @@ def test_two_machines_train_as_one_and_leave_one_port_open_on_their_wire(
     assert estimated[0] == estimated[1] > 0
 
 
-def test_a_pulled_cable_ends_the_run_on_both_machines(
-    two_served: Machines, axonlaunch: Command, faulty: list[str]
+def test_a_pulled_cable_ends_the_run_on_both_nodes(
+    two_served: NodeNamespaces, axonlaunch: Command, faulty: list[str]
 ) -> None:
     two = two_served
     overrides = [*without_launch(faulty), "train.steps=1000", "checkpoint.every=2"]
@@ -72,7 +72,7 @@ def test_a_pulled_cable_ends_the_run_on_both_machines(
 
 @pytest.mark.slow
 def test_a_cable_that_is_put_back_soon_was_never_missed(
-    two: Machines, axonlaunch: Command, served: Command, faulty: list[str]
+    two: NodeNamespaces, axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "train.steps=20"]
     processes = two.start(*overrides, "name=run", "model.arguments={pause:0.2}", nproc=1)
@@ -86,8 +86,8 @@ def test_a_cable_that_is_put_back_soon_was_never_missed(
 
 
 @pytest.mark.slow
-def test_a_hybrid_layout_trains_across_machines_to_the_bit(
-    two: Machines, axonlaunch: Command, served: Command
+def test_a_hybrid_layout_trains_across_nodes_to_the_bit(
+    two: NodeNamespaces, axonlaunch: Command, served: Command
 ) -> None:
     overrides = [*TINY, "strategy=hybrid"]
     reported = ended(two.start(*overrides, "name=run", nproc=4), timeout=100)
@@ -98,8 +98,8 @@ def test_a_hybrid_layout_trains_across_machines_to_the_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "rank"), [("SIGKILL", 3), ("exception", 2), ("exit", 0)])
-def test_the_rank_that_failed_first_is_named_on_every_machine(
-    two: Machines, axonlaunch: Command, faulty: list[str], fault: str, rank: int
+def test_the_rank_that_failed_first_is_named_on_every_node(
+    two: NodeNamespaces, axonlaunch: Command, faulty: list[str], fault: str, rank: int
 ) -> None:
     arguments = f"model.arguments={{fault:{fault},rank:{rank},step:3}}"
     overrides = [*without_launch(faulty), "name=run", arguments]
@@ -112,8 +112,8 @@ def test_the_rank_that_failed_first_is_named_on_every_machine(
 
 
 @pytest.mark.slow
-def test_a_machine_whose_launcher_is_killed_is_lost_and_leaves_no_rank(
-    two: Machines, axonlaunch: Command, faulty: list[str]
+def test_a_node_whose_launcher_is_killed_is_lost_and_leaves_no_rank(
+    two: NodeNamespaces, axonlaunch: Command, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "train.steps=1000", "model.arguments={pause:0.1}"]
     for victim in (1, 0):
@@ -131,21 +131,21 @@ def test_a_machine_whose_launcher_is_killed_is_lost_and_leaves_no_rank(
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_on_another_machine_is_on_the_hang_card(
-    two: Machines, axonlaunch: Command, faulty: list[str]
+def test_a_rank_that_is_stopped_on_another_node_is_in_the_hang_report(
+    two: NodeNamespaces, axonlaunch: Command, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "name=run", "launch.timeout_s=4"]
     fault = "model.arguments={fault:SIGSTOP,rank:2,step:3}"
     reported = ended(two.start(*overrides, fault, nproc=2))
     assert [status for status, _, _ in reported] == [1, 1]
-    card = " ".join(reported[0][2].replace("│", " ").split())
-    assert "rank 2 of 4 made no progress for 4 s (hang): it is stopped by a signal" in card
-    assert "waiting in a collective of backward: all_reduce" in card
+    summary = " ".join(reported[0][2].replace("│", " ").split())
+    assert "rank 2 of 4 made no progress for 4 s (hang): it is stopped by a signal" in summary
+    assert "waiting in a collective of backward: all_reduce" in summary
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_one_machine_saves_and_ends_all(
-    two: Machines, axonlaunch: Command, faulty: list[str]
+def test_ctrl_c_on_one_node_saves_and_ends_all(
+    two: NodeNamespaces, axonlaunch: Command, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "train.steps=1000", "checkpoint.every=500", "name=run"]
     processes = two.start(*overrides, "model.arguments={pause:0.2}", nproc=1)
@@ -157,15 +157,15 @@ def test_ctrl_c_on_one_machine_saves_and_ends_all(
 
 
 @pytest.mark.slow
-def test_machines_that_were_started_with_different_words_are_refused(
-    two: Machines, axonlaunch: Command
+def test_nodes_that_were_started_with_different_overrides_are_refused(
+    two: NodeNamespaces, axonlaunch: Command
 ) -> None:
     world = ["launch.nnodes=2", "launch.nproc=1", f"launch.master_addr={two.addresses[0]}"]
     processes = [
-        two.command(machine).start(
-            "train", *TINY, *world, f"launch.node_rank={machine}", f"optimizer.lr={rate}"
+        two.command(node).start(
+            "train", *TINY, *world, f"launch.node_rank={node}", f"optimizer.lr={rate}"
         )
-        for machine, rate in enumerate((1e-3, 2e-3))
+        for node, rate in enumerate((1e-3, 2e-3))
     ]
     reported = ended(processes)
     assert [status for status, _, _ in reported] == [2, 2]
@@ -176,24 +176,24 @@ def test_machines_that_were_started_with_different_words_are_refused(
 
 
 @pytest.mark.slow
-def test_a_machine_with_another_secret_never_joins(
-    two: Machines, axonlaunch: Command, tmp_path: Path
+def test_a_node_with_another_secret_never_joins(
+    two: NodeNamespaces, axonlaunch: Command, tmp_path: Path
 ) -> None:
-    for machine in range(2):
-        token = tmp_path / f"token{machine}"
-        token.write_text(f"the secret of node {machine}\n")
+    for node in range(2):
+        token = tmp_path / f"token{node}"
+        token.write_text(f"the secret of node {node}\n")
         token.chmod(0o600)
     world = ["launch.nnodes=2", "launch.nproc=1", f"launch.master_addr={two.addresses[0]}"]
     processes = [
-        two.command(machine).start(
+        two.command(node).start(
             "train",
             *TINY,
             *world,
-            f"launch.node_rank={machine}",
-            f"launch.token_file=token{machine}",
+            f"launch.node_rank={node}",
+            f"launch.token_file=token{node}",
             "launch.timeout_s=4",
         )
-        for machine in range(2)
+        for node in range(2)
     ]
     reported = ended(processes)
     assert [status for status, _, _ in reported] == [2, 2]
@@ -201,7 +201,7 @@ def test_a_machine_with_another_secret_never_joins(
     assert "was not written by a node of this run: give every node the same" in reported[1][2]
 
 
-def test_what_a_machine_must_know_of_the_others_is_asked_for(served: Command) -> None:
+def test_what_a_node_must_know_of_the_others_is_asked_for(served: Command) -> None:
     ran = served.train("launch.nnodes=2", "launch.nproc=1", status=2)
     assert ran.stderr.splitlines() == [
         "error: launch.node_rank=auto: which of the 2 nodes is this? write 0 on the first",
@@ -213,28 +213,28 @@ def test_what_a_machine_must_know_of_the_others_is_asked_for(served: Command) ->
 def nodes_of(run: Path) -> list[int]:
     """How many nodes took part in each attempt."""
     events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
-    return [len(event["machines"]) for event in events if event["event"] == "nodes"]
+    return [len(event["hosts"]) for event in events if event["event"] == "nodes"]
 
 
-def elastic(three: Machines) -> list[str]:
+def elastic(three: NodeNamespaces) -> list[str]:
     overrides = ["launch.nnodes=2:3", "launch.nproc=1", "launch.max_restarts=3"]
     return [*overrides, f"launch.master_addr={three.addresses[0]}"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_machine_that_comes_late_takes_part_and_no_step_is_lost(
+def test_a_node_that_comes_late_takes_part_and_no_step_is_lost(
     axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=40", "checkpoint.every=100"]
     overrides += ["train.global_batch_size=12", "checkpoint.resume=never"]
-    with machines(axonlaunch.folder, 3) as three:
+    with node_namespaces(axonlaunch.folder, 3) as three:
 
-        def start(machine: int) -> Any:
+        def start(node: int) -> Any:
             paused = [*elastic(three), "name=run", "model.arguments={pause:0.5}"]
-            return three.command(machine).start("train", *overrides, *paused)
+            return three.command(node).start("train", *overrides, *paused)
 
-        processes = [start(machine) for machine in (0, 1)]
+        processes = [start(node) for node in (0, 1)]
         logged(axonlaunch.folder / "runs/run/metrics.jsonl", 3)
         reported = ended([*processes, start(2)], timeout=100)
     assert [status for status, _, _ in reported] == [0, 0, 0], reported
@@ -249,17 +249,17 @@ def test_a_machine_that_comes_late_takes_part_and_no_step_is_lost(
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_machine_that_is_lost_is_done_without_and_the_losses_continue(
+def test_a_node_that_is_lost_is_done_without_and_the_losses_continue(
     axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=16", "checkpoint.every=2"]
     overrides += ["train.global_batch_size=12"]
-    with machines(axonlaunch.folder, 3) as three:
+    with node_namespaces(axonlaunch.folder, 3) as three:
         processes = [
-            three.command(machine).start(
+            three.command(node).start(
                 "train", *overrides, *elastic(three), "name=run", "model.arguments={pause:0.3}"
             )
-            for machine in range(3)
+            for node in range(3)
         ]
         logged(axonlaunch.folder / "runs/run/metrics.jsonl", 5)
         three.pull(2)

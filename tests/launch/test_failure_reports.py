@@ -39,7 +39,7 @@ def test_where_every_rank_waits_it_is_said() -> None:
     assert first.reason == "every rank waits for others, this one waiting in barrier"
 
 
-def test_what_travels_between_machines_is_read_back() -> None:
+def test_what_travels_between_nodes_is_read_back() -> None:
     crash = find_root_cause([report(0, "connection", "gone"), report(1, "signal", exit_reason(-9))])
     assert Crash.from_json(crash.to_json()) == crash
 
@@ -137,13 +137,13 @@ def test_where_all_wait_the_one_that_others_name_is_first() -> None:
     assert crash.first.rank == 1
 
 
-def test_a_rank_in_an_open_collective_is_not_the_last_word_of_a_machine() -> None:
+def test_a_rank_in_an_open_collective_is_not_the_last_word_of_a_node() -> None:
     ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang")
     assert not is_conclusive([ahead])
     assert is_conclusive([waiting(1, begun=2)])
 
 
-def test_a_record_travels_between_machines() -> None:
+def test_a_record_travels_between_nodes() -> None:
     sent = waiting(0, begun=3, op="all_reduce")
     assert Report.from_json(sent.to_json()) == sent
 

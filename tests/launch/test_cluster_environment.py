@@ -50,7 +50,7 @@ def test_an_environment_without_a_launcher_says_nothing() -> None:
     assert ClusterEnvironment.detect({"PATH": "/bin"}) == ClusterEnvironment()
 
 
-def test_without_local_rank_a_process_starts_its_machines_ranks() -> None:
+def test_without_local_rank_a_process_starts_its_nodes_ranks() -> None:
     env = found(BY_HAND)
     assert (env.rank, env.world_size, env.local_rank) == (4, 8, None)
     assert (env.master_addr, env.master_port) == ("10.0.0.1", 29500)
@@ -73,7 +73,7 @@ def test_torchruns_attempts_have_keys_of_their_own() -> None:
     assert (env.launcher, env.run_id, env.agent_hosts_store) == ("torchrun", "job/2", True)
 
 
-def test_mpirun_on_one_machine_needs_no_address() -> None:
+def test_mpirun_on_one_node_needs_no_address() -> None:
     env = found(OPEN_MPI)
     assert (env.rank, env.local_rank, env.local_world_size) == (3, 3, 4)
     assert env.master_addr == "127.0.0.1"
@@ -81,7 +81,7 @@ def test_mpirun_on_one_machine_needs_no_address() -> None:
     assert again.master_port != env.master_port  # two jobs do not meet
 
 
-def test_mpirun_over_machines_is_reported_where_rank_0_is() -> None:
+def test_mpirun_over_nodes_is_reported_where_rank_0_is() -> None:
     over = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     assert "mpirun -x MASTER_ADDR" in problems(over)[0]
     assert found({**over, "MASTER_ADDR": "node1"}).master_addr == "node1"
@@ -162,20 +162,20 @@ def settled(
     return tree["launch"], [str(problem) for problem in problems]
 
 
-def test_the_second_of_two_machines_is_found_by_its_first_rank() -> None:
+def test_the_second_of_two_nodes_is_found_by_its_first_rank() -> None:
     launch, problems = settled(BY_HAND, nproc=4)
     assert not problems
     assert (launch["nnodes"], launch["node_rank"], launch["nproc"]) == (2, 1, 4)
 
 
 @pytest.mark.parametrize("known", [{"nnodes": 2}, {"nproc": 4}])
-def test_machines_or_ranks_on_each_are_enough(known: dict[str, int]) -> None:
+def test_nodes_or_ranks_on_each_are_enough(known: dict[str, int]) -> None:
     launch, problems = settled(BY_HAND, **known)
     assert not problems
     assert (launch["nnodes"], launch["nproc"]) == (2, 4)
 
 
-def test_accelerators_say_how_many_ranks_a_machine_has() -> None:
+def test_accelerators_say_how_many_ranks_a_node_has() -> None:
     launch, problems = settled(BY_HAND, accelerators=4)
     assert not problems
     assert launch["nproc"] == 4
@@ -199,7 +199,7 @@ def test_numbers_that_contradict_each_other_are_all_reported() -> None:
     ]
 
 
-def test_a_world_that_is_no_multiple_of_a_machines_ranks_is_refused() -> None:
+def test_a_world_that_is_no_multiple_of_a_nodes_ranks_is_refused() -> None:
     _, problems = settled(BY_HAND, nproc=3)
     assert problems == [
         "launch.nproc=3: WORLD_SIZE=8 ranks are not a multiple of 3 ranks per node; "
@@ -207,7 +207,7 @@ def test_a_world_that_is_no_multiple_of_a_machines_ranks_is_refused() -> None:
     ]
 
 
-def test_a_first_rank_inside_another_machine_is_refused() -> None:
+def test_a_first_rank_inside_another_node_is_refused() -> None:
     _, problems = settled({**BY_HAND, "RANK": "2"}, nproc=4)
     assert problems == ["launch.nproc=4: RANK=2 is not the first rank of a node with 4"]
 

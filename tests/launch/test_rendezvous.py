@@ -40,7 +40,7 @@ def rounds(
     )
 
 
-def test_machines_are_numbered_in_their_order_and_rounds_have_numbers_of_their_own(
+def test_nodes_are_numbered_in_their_order_and_rounds_have_numbers_of_their_own(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
@@ -55,7 +55,7 @@ def test_machines_are_numbered_in_their_order_and_rounds_have_numbers_of_their_o
 
 
 @pytest.mark.slow
-def test_a_machine_that_comes_while_there_is_room_is_seen(
+def test_a_node_that_comes_while_there_is_room_is_seen(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
@@ -72,7 +72,7 @@ def test_a_machine_that_comes_while_there_is_room_is_seen(
             late.result()
 
 
-def test_too_few_machines_are_reported(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_nodes_are_reported(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     with pytest.raises(TimeoutError):
         rounds(port, 0, first=True, timeout_s=1).next()

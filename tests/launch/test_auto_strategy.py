@@ -1,4 +1,4 @@
-"""``strategy=auto`` and the figures of this machine that it plans with."""
+"""``strategy=auto`` and the figures of this node that it plans with."""
 
 from __future__ import annotations
 
@@ -121,14 +121,14 @@ def test_hardware_that_is_not_known_is_to_be_named(
         auto_strategy._option([device], config.load(overrides), [])
 
 
-def test_a_measurement_of_one_machine_is_not_for_several(context: ForkServerContext) -> None:
+def test_a_measurement_of_one_node_is_not_for_several(context: ForkServerContext) -> None:
     overrides = [*MLP, "strategy=auto", "launch.nnodes=2", "launch.nproc=1", "launch.master_addr=a"]
     with pytest.raises(ConfigError, match="hardware=cpu: is measured on one node"):
         load(overrides, context)
 
 
 @pytest.mark.timeout(120)
-def test_this_machine_is_measured_once(
+def test_this_node_is_measured_once(
     context: ForkServerContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
