@@ -10,8 +10,8 @@ from configured import estimate_config
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.planning import estimate as planning_estimate
 from axonlaunch.planning import estimate_cache
+from axonlaunch.planning.measured_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
-from axonlaunch.planning.memory.cuda_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING
 from axonlaunch.planning.memory.cuda_process import (
     DeviceRequests,
     communicator_sizes,
