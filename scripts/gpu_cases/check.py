@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,9 @@ LOOKED_AT = {f"memory checked {name}": LAYOUTS[name] for name in ("fsdp", "conte
 RACING = [*LLAMA, BF16, "strategy=fsdp", "strategy.fsdp.cpu_offload=full"]
 OTHERS = ("one device a task", "same bits when launches wait", "interrupted and resumed")
 RESUMED = [*LLAMA, "checkpoint.every=5", "checkpoint.async_save=true"]
-ON_CPU = ("estimate", "gpt fp32", "verified fsdp", *LOOKED_AT, *OTHERS)
+ON_CPU = ("estimate", "gpt fp32", "profiled", "verified fsdp", *LOOKED_AT, *OTHERS)
+READ = {"reserved_bytes", "active_bytes", "alloc_retries"}
+"""Of a GPU in any logged step; what NVML and the device's peak add is shown."""
 OFF = {"fp32": 1e-4, "bf16": 2e-2}
 """What passes where verify's own tolerance, that of two runs on a CPU, is less."""
 EXACT = ("rate", "skip")
@@ -129,7 +131,9 @@ def main() -> int:
                 return interrupted(name, Path(folder), on_cuda=on_cuda)
             if name in OTHERS:
                 return same_bits(name, Path(folder), on_cuda=on_cuda)
-            return trained(name, RUNS[name], Path(folder), on_cuda=on_cuda)
+            row = trained(name, RUNS[name], Path(folder), on_cuda=on_cuda)
+            is_profiled = name == "profiled" and not row.problem
+            return profiled(row, Path(folder), on_cuda=on_cuda) if is_profiled else row
 
         return table.run(names, args.only, case, at_once=max(1, (os.cpu_count() or 1) // 4))
 
@@ -167,6 +171,29 @@ def trained(name: str, overrides: list[str], folder: Path, *, on_cuda: bool) -> 
         if off > OFF["fp32"]:
             return table.Row(name, cells, f"{off:.1e} off the CPU's losses, 1e-4 is allowed")
     return table.Row(name, cells)
+
+
+def profiled(row: table.Row, folder: Path, *, on_cuda: bool) -> table.Row:
+    """Add to a profiled run's row what its profile and its logged steps have of the device."""
+    [run] = (folder / "runs").glob("profiled-*")
+    ran = axonlaunch(["profile", str(run), "--json"], folder, dict(os.environ))
+    if ran.returncode:
+        return replace(row, problem=f"profile: {table.last_line(ran.stderr)}")
+    [rank] = json.loads(ran.stdout)["ranks"]
+    logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]).keys()
+    besides = ("mfu", "power_w", "utilization", "temperature_c")
+    cells = {
+        "products": f"{rank['parts']['matrix products'] / rank['step_s']:.0%}",
+        "idle": f"{rank['parts']['idle'] / rank['step_s']:.0%}",
+        "logged": ", ".join(name for name in besides if name in logged),
+    }
+    files = ["merged.json.gz", *(["rank_0.memory.pickle"] if on_cuda else [])]
+    missing = [name for name in files if not (run / "profile" / name).exists()]
+    missing += sorted(READ - logged) if on_cuda else []
+    if not rank["parts"]["matrix products"]:
+        missing.append("matrix products")
+    problem = f"there is no {', '.join(missing)}" if missing else ""
+    return replace(row, cells=row.cells | cells, problem=problem)
 
 
 def same_bits(name: str, folder: Path, *, on_cuda: bool) -> table.Row:
