@@ -73,7 +73,7 @@ def test_without_nvml_a_note_says_what_is_missing(gpu: pytest.MonkeyPatch) -> No
     use = DeviceUse(CUDA)
     assert "power_w" not in use.read(tokens_per_s=1.0)
     [note] = use.notes
-    assert note == "power_w, utilization, temperature_c are not logged: pip install nvidia-ml-py"
+    assert note == "not logged: power_w, utilization, temperature_c (pip install nvidia-ml-py)"
 
 
 def test_what_a_device_refuses_is_asked_once(gpu: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_what_a_device_refuses_is_asked_once(gpu: pytest.MonkeyPatch) -> None:
         readings = use.read(tokens_per_s=1.0)
         assert "power_w" not in readings
         assert readings["temperature_c"] == 61.0
-    assert use.notes == ("power_w are not logged: Not Supported",)
+    assert use.notes == ("not logged: power_w (Not Supported)",)
 
 
 def test_a_cpu_reports_nothing_of_the_kind() -> None:
@@ -158,9 +158,24 @@ def test_metrics_have_only_what_is_reported(tmp_path: Path) -> None:
     assert full == {**plain, "mfu": 0.41, "power_w": 650.0}
 
 
-def test_the_line_of_a_step_has_mfu_and_what_the_allocator_reserved() -> None:
+GPU_STEP = {"mfu": 0.412, "reserved_bytes": 3 * 2**30, "active_bytes": 2**31, "alloc_retries": 2}
+NVML = {"power_w": 650.0, "utilization": 0.97, "temperature_c": 61.0}
+
+
+@pytest.mark.parametrize(
+    ("read", "end"),
+    [
+        ({}, "1 GiB"),
+        (GPU_STEP, "1 GiB of 3 GiB reserved, 2 retries  2 GiB active  4% waiting for data"),
+        (
+            {**GPU_STEP, **NVML, "alloc_retries": 0},
+            "1 GiB of 3 GiB reserved  2 GiB active  650 W, 97% busy, 61 C, 4% waiting for data",
+        ),
+    ],
+)
+def test_the_line_of_a_step_has_what_was_read_of_a_gpu(read: dict[str, Any], end: str) -> None:
     stream = io.StringIO()
     show = RunConsole(stream=stream)
-    show(StepLogged(**STEP, mfu=0.412, reserved_bytes=3 * 2**30, alloc_retries=2))
+    show(StepLogged(**STEP, data_wait_s=0.004, **read))
     line = stream.getvalue().strip()
-    assert line.endswith("640 tok/s  41.2% MFU  1 GiB of 3 GiB reserved, 2 retries")
+    assert line.endswith(f"640 tok/s  {'41.2% MFU  ' if read else ''}{end}")

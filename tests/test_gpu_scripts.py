@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ def test_every_case_is_a_configuration_that_a_node_would_take(
     for ranks, overrides in [*memory.CASES.values(), *speed.CASES.values()]:
         configuration.load([*overrides, f"launch.nproc={ranks}"])
     runs = [[*check.SMALL, *overrides] for overrides in check.RUNS.values()]
-    for overrides in [*runs, check.RACING, *check.LAYOUTS.values()]:
+    for overrides in [*runs, check.RACING, check.RESUMED, *check.LAYOUTS.values()]:
         configuration.load(overrides)
 
 
@@ -60,11 +61,12 @@ def test_a_case_is_measured_and_estimated_with_the_same_allocator(
 
 def test_memory_has_to_be_within_two_percent_and_64_mib(modules: dict[str, ModuleType]) -> None:
     mib, compared = 2**20, modules["memory"].compared
-    peaks = {"allocated": 10_000 * mib, "reserved": 12_000 * mib, "process": 13_000 * mib}
-    estimate = {key: peaks[key.partition("_")[0]] for key in ("reserved_bytes", "process_bytes")}
+    peaks = {"allocated": 10_000 * mib, "reserved": 12_000 * mib, "context": 852 * mib}
+    estimate = {"reserved_bytes": 12_000 * mib}
     good = compared("x", peaks, {**estimate, "peak_bytes": 10_264 * mib})
     assert good.problem == ""
     assert good.cells["allocated, estimated"] == "10,264.0 (+2.6%)"
+    assert good.cells["context, estimated"] == "426.0 (-50.0%)"  # which is required of nobody
     assert compared("x", peaks, {**estimate, "peak_bytes": 10_265 * mib}).problem
     low = {**estimate, "reserved_bytes": 11_399 * mib, "peak_bytes": 10_000 * mib}
     assert compared("x", peaks, low).problem == "reserved is -5.0% off"
@@ -79,7 +81,9 @@ def test_speed_has_to_reach_what_is_required_on_a_gpu(modules: dict[str, ModuleT
     assert judged("1.2B compiled", {**rates, "by hand": 98.0}, 1e10, 2e12).problem == (
         "MFU 49.0%, 50% is required"
     )
-    assert judged("1.2B", rates, 1e10, None).problem == ""  # of a CPU nothing is
+    on_a_cpu = judged("1.2B", rates, 1e10, None, launches=4546, idle=0.051)
+    assert on_a_cpu.problem == ""  # of a CPU nothing is
+    assert (on_a_cpu.cells["kernels"], on_a_cpu.cells["idle"]) == ("4,546", "5.1%")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +131,18 @@ def test_of_failures_those_of_a_gpu_are_named_as_it_reports_them(
     assert failures._retried(["x=1"], report, tmp_path) == ("a.b=1 c=2", "")
     assert started[0][:3] == ["x=1", "a.b=1", "c=2"]
     assert failures._retried(["x=1"], "OutOfMemoryError", tmp_path)[1].startswith("no changes are")
+
+
+def test_of_the_processes_on_the_device_those_of_one_run_are_counted(
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\necho $PPID\necho 1\necho '{2**22 + 1}'\necho '[N/A]'\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    contexts_of = modules["check"].contexts_of
+    assert contexts_of(os.getpid()) == contexts_of(os.getppid()) == [os.getpid()]
+    assert contexts_of(2**22) == []
 
 
 def test_a_part_ends_in_a_table_and_a_status(

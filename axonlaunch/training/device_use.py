@@ -86,7 +86,7 @@ class DeviceUse:
     def _leave_out(self, names: list[str], reason: str) -> None:
         for name in names:
             del self._asked[name]
-        self.notes = (*self.notes, f"{', '.join(names)} are not logged: {reason}")
+        self.notes = (*self.notes, f"not logged: {', '.join(names)} ({reason})")
 
 
 def peak_flops(hardware: HardwareConfig | None, config: TrainConfig) -> float | None:

@@ -2,7 +2,8 @@
 
 A run of fp32 has the losses of the same run on the CPU; the others end with a finite one. Layouts
 of several ranks compute what one process does on the CPU, their ranks threads that share the GPU;
-with compute-sanitizer on PATH two of them are looked at by it.
+with compute-sanitizer on PATH two of them are looked at by it. One run is interrupted, what it
+saved is checked, and it resumes; of its processes its rank alone has a context on the device.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import json
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +89,11 @@ VERIFIED = {f"verified {name}": layout for name, layout in LAYOUTS.items()}
 LOOKED_AT = {f"memory checked {name}": LAYOUTS[name] for name in ("fsdp", "context")}
 """By compute-sanitizer."""
 RACING = [*LLAMA, BF16, "strategy=fsdp", "strategy.fsdp.cpu_offload=full"]
-OTHERS = ("one device a task", "same bits when launches wait")
-ON_CPU = ("estimate", "gpt fp32", "verified fsdp", *LOOKED_AT, *OTHERS)
+OTHERS = ("one device a task", "same bits when launches wait", "interrupted and resumed")
+RESUMED = [*LLAMA, "checkpoint.every=5", "checkpoint.async_save=true"]
+ON_CPU = ("estimate", "gpt fp32", "profiled", "verified fsdp", *LOOKED_AT, *OTHERS)
+READ = {"reserved_bytes", "active_bytes", "alloc_retries"}
+"""Of a GPU in any logged step; what NVML and the device's peak add is shown."""
 OFF = {"fp32": 1e-4, "bf16": 2e-2}
 """What passes where verify's own tolerance, that of two runs on a CPU, is less."""
 EXACT = ("rate", "skip")
@@ -121,9 +127,13 @@ def main() -> int:
                 first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
                 asked = [sys.executable, __file__]
                 return process(name, asked, args.device, CUDA_VISIBLE_DEVICES=first)
+            if name == "interrupted and resumed":
+                return interrupted(name, Path(folder), on_cuda=on_cuda)
             if name in OTHERS:
                 return same_bits(name, Path(folder), on_cuda=on_cuda)
-            return trained(name, RUNS[name], Path(folder), on_cuda=on_cuda)
+            row = trained(name, RUNS[name], Path(folder), on_cuda=on_cuda)
+            is_profiled = name == "profiled" and not row.problem
+            return profiled(row, Path(folder), on_cuda=on_cuda) if is_profiled else row
 
         return table.run(names, args.only, case, at_once=max(1, (os.cpu_count() or 1) // 4))
 
@@ -163,6 +173,29 @@ def trained(name: str, overrides: list[str], folder: Path, *, on_cuda: bool) -> 
     return table.Row(name, cells)
 
 
+def profiled(row: table.Row, folder: Path, *, on_cuda: bool) -> table.Row:
+    """Add to a profiled run's row what its profile and its logged steps have of the device."""
+    [run] = (folder / "runs").glob("profiled-*")
+    ran = axonlaunch(["profile", str(run), "--json"], folder, dict(os.environ))
+    if ran.returncode:
+        return replace(row, problem=f"profile: {table.last_line(ran.stderr)}")
+    [rank] = json.loads(ran.stdout)["ranks"]
+    logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]).keys()
+    besides = ("mfu", "power_w", "utilization", "temperature_c")
+    cells = {
+        "products": f"{rank['parts']['matrix products'] / rank['step_s']:.0%}",
+        "idle": f"{rank['parts']['idle'] / rank['step_s']:.0%}",
+        "logged": ", ".join(name for name in besides if name in logged),
+    }
+    files = ["merged.json.gz", *(["rank_0.memory.pickle"] if on_cuda else [])]
+    missing = [name for name in files if not (run / "profile" / name).exists()]
+    missing += sorted(READ - logged) if on_cuda else []
+    if not rank["parts"]["matrix products"]:
+        missing.append("matrix products")
+    problem = f"there is no {', '.join(missing)}" if missing else ""
+    return replace(row, cells=row.cells | cells, problem=problem)
+
+
 def same_bits(name: str, folder: Path, *, on_cuda: bool) -> table.Row:
     """Train twice, once with kernels that are waited for: where streams race, losses differ."""
     losses = []
@@ -177,6 +210,75 @@ def same_bits(name: str, folder: Path, *, on_cuda: bool) -> table.Row:
     differ = [step for step, (a, b) in enumerate(zip(*losses, strict=True), 1) if a != b]
     problem = f"losses differ from step {differ[0]}" if differ else ""
     return table.Row(name, cells, problem)
+
+
+def interrupted(name: str, folder: Path, *, on_cuda: bool) -> table.Row:
+    """Stop a run as Ctrl-C does, check what it saved, and let it resume and generate text."""
+    small = [word for word in SMALL if not word.startswith(("train.steps=", "sample."))]
+    backend = f"launch.backend={'nccl' if on_cuda else 'gloo'}"
+    run = ["train", *small, *RESUMED, backend, "name=interrupted"]
+    metrics = folder / "runs" / "interrupted" / "metrics.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "axonlaunch", *run, "train.steps=100000", "sample.max_new_tokens=0"],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and table.seconds_left() and last_step(metrics) < 5:
+        time.sleep(0.1)
+    contexts = contexts_of(process.pid) if on_cuda else []
+    process.send_signal(signal.SIGINT)
+    try:
+        _, errors = process.communicate(timeout=min(60.0, table.seconds_left()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return table.Row(name, problem="it did not end after Ctrl-C")
+    stopped = last_step(metrics)
+    cells = {"contexts": str(len(contexts) or "not reported"), "stopped at": str(stopped)}
+    if process.returncode != 130:
+        problem = f"status {process.returncode} after Ctrl-C: {table.last_line(errors)}"
+        return table.Row(name, cells, problem)
+    steps = stopped + 5
+    for command in (
+        ["checkpoint", "check", "runs/interrupted"],
+        [*run, f"train.steps={steps}", "sample.max_new_tokens=8", "checkpoint.resume=auto"],
+    ):
+        ran = axonlaunch(command, folder, dict(os.environ))
+        if ran.returncode:
+            problem = f"{command[0]}: status {ran.returncode}: {table.last_line(ran.stderr)}"
+            return table.Row(name, cells, problem)
+    problems = ["its log does not say that it resumed"] if "resumed from" not in ran.stdout else []
+    if (last := last_step(metrics)) != steps:
+        problems.append(f"it resumed after step {stopped} and ended at {last}, not {steps}")
+    if len(contexts) > 1:
+        problems.append(f"{len(contexts)} processes of one rank hold the device")
+    return table.Row(name, cells, "; ".join(problems))
+
+
+def last_step(metrics: Path) -> int:
+    """Return the last step that a run logged; 0: none yet."""
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return max((int(json.loads(line).get("step", 0)) for line in lines), default=0)
+
+
+def contexts_of(root: int) -> list[int]:
+    """Return the processes that a process started, at any remove, and the driver says compute."""
+    asked = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    listed = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+    return [pid for pid in map(int, filter(str.isdigit, listed)) if root in _ancestors(pid)]
+
+
+def _ancestors(pid: int) -> list[int]:
+    found = []
+    while pid > 1:
+        found.append(pid)
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:  # of another container, or just ended
+            break
+        pid = int(stat.rpartition(")")[2].split()[1])
+    return found
 
 
 def losses_of(

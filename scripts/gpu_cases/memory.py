@@ -2,7 +2,9 @@
 
 Collectives of torch's ``fake`` process group do nothing, so values are garbage and memory is not.
 Three steps in a process of their own, the peak of the second and third, beside ``axonlaunch
-estimate`` of the same overrides.
+estimate`` of the same overrides; and what the process holds beside its allocator, which is the
+context alone, as there is no communicator. Of a case that is off, ``gpu-memory`` has the
+allocator's snapshot, for https://pytorch.org/memory_viz.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import table
@@ -28,6 +31,7 @@ from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.precision import DTYPES
+from axonlaunch.planning.measured_constants import CUDA_CONTEXT
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
@@ -36,6 +40,7 @@ from axonlaunch.training.arithmetic import configure_arithmetic
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 
 MIB = 2**20
+SNAPSHOTS = Path("gpu-memory")
 LLAMA_1B = [
     *("model=llama3_8b", "model.hidden_size=2048", "model.intermediate_size=8192"),
     *("model.num_hidden_layers=16", "data.sequence_length=4096", "train.global_batch_size=2"),
@@ -64,6 +69,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "8B fsdp 8 full": (8, [*LLAMA_8B, "strategy=fsdp", FULL]),
     "8B fsdp 8 selective": (8, [*LLAMA_8B, "strategy=fsdp", SELECTIVE]),
     "8B fsdp 8 compiled": (8, [*LLAMA_8B, "strategy=fsdp", SELECTIVE, COMPILED]),
+    "8B fsdp 8 none": (8, [*LLAMA_8B, "strategy=fsdp", "data.sequence_length=4096"]),
     "8B zero2 8": (8, [*LLAMA_8B, "strategy=zero2", FULL]),
     "8B hsdp 2x4": (8, [*LLAMA_8B, "strategy=hsdp", "strategy.fsdp.replicate=2", FULL]),
     "8B fsdp 2 x tensor 4": (
@@ -121,7 +127,9 @@ def main() -> int:
     cases = CASES if args.device == "cuda" else CASES_OF_CPU
     if args.case:
         ranks, overrides = cases[args.case]
-        sys.stdout.write(json.dumps(measured(overrides, ranks, torch.device(args.device, 0))))
+        device = torch.device(args.device, 0)
+        snapshot = SNAPSHOTS / f"{args.case}.pickle"
+        sys.stdout.write(json.dumps(measured(overrides, ranks, device, snapshot)))
         return 0
 
     # Estimates take no device, so that they are made while others are measured.
@@ -140,31 +148,43 @@ def main() -> int:
         estimate = estimates[name].result()
         if isinstance(estimate, str):
             return table.Row(name, problem=estimate)
-        return compared(name, json.loads(ran.stdout), estimate)
+        row = compared(name, json.loads(ran.stdout), estimate)
+        if not row.problem:
+            (SNAPSHOTS / f"{name}.pickle").unlink(missing_ok=True)
+        return row
 
     status = table.run([*cases], args.only, case)
     pool.shutdown(cancel_futures=True)
     return status
 
 
-def measured(overrides: list[str], ranks: int, device: torch.device) -> dict[str, int]:
-    """Run three steps as rank 0 of some ranks; return bytes."""
+def measured(
+    overrides: list[str], ranks: int, device: torch.device, snapshot: Path
+) -> dict[str, int]:
+    """Run three steps as rank 0 of some ranks; return bytes, and write a GPU's snapshot."""
     config = resolve_anywhere(
         replace_with_synthetic(configuration.load([*overrides, f"launch.nproc={ranks}"]))
     )
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
     else:
         device = torch.device("cpu")
     world = World(rank=0, local_rank=0, world_size=ranks, device=device, backend=Backend.MOCK)
     configure_arithmetic(config.train)
     watch: PeakWatch = DevicePeak(device) if device.type == "cuda" else CpuPeakMemory(config)
-    _train(config, world, watch)
+    try:
+        _train(config, world, watch)
+    finally:
+        if device.type == "cuda":
+            snapshot.parent.mkdir(exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(snapshot))
     peaks = {"allocated": watch.peak_bytes() or 0}
     if device.type == "cuda":
         peaks["reserved"] = torch.cuda.max_memory_reserved(device)
-        peaks["process"] = _process_bytes()
+        if process := _process_bytes():
+            peaks["context"] = process - torch.cuda.memory_reserved(device)
     return peaks
 
 
@@ -233,7 +253,8 @@ def estimated(overrides: list[str], ranks: int, **environment: str) -> dict[str,
 
 def compared(name: str, peaks: dict[str, int], estimate: dict[str, Any]) -> table.Row:
     """Return a row: allocated within 2% and 64 MiB, reserved within 5%; on a CPU 0.1%."""
-    pairs = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "process": "process_bytes"}
+    estimate = {**estimate, "context": CUDA_CONTEXT}
+    pairs = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "context": "context"}
     first = estimate.get("ranks", [estimate])[0]
     if first["peak_bytes"] != estimate["peak_bytes"]:
         # Rank 0 was measured; what another holds at most is not to be held against it.

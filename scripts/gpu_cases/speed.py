@@ -6,7 +6,9 @@ torchtitan`` with fully_shard also of one rank (embedding, blocks, norm with hea
 compiled blocks and loss where the case compiles, and garbage collected by hand. They take turns
 twice, as one alone fits the device; of each turn the first steps are dropped, and the median of the
 others counts. Ranks beside the first are not there: collectives of torch's ``fake`` process group
-do nothing, so that the speed of 8 is that of their kernels, with no message to wait for.
+do nothing, so that the speed of 8 is that of their kernels, with no message to wait for. One step
+of axonlaunch is profiled after it was timed: how many kernels it launches, and for how much of it
+the device has none to run.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import gc
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import table
@@ -28,6 +32,7 @@ from memory import BF16, COMPILED, GPT, LLAMA_1B, LLAMA_8B, SELECTIVE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
+from torch.profiler import profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from axonlaunch import config as configuration
@@ -37,6 +42,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch, sample_inputs
 from axonlaunch.data.loader import rank_loader
+from axonlaunch.diagnostics.step_breakdown import STEP, breakdown
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import construct, initialize_weights
@@ -131,12 +137,15 @@ def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, A
     if device.type == "cuda":
         passes, rounds, steps = (2, ROUNDS, STEPS if ranks == 1 else STEPS_OF_8B)
     seconds: dict[str, list[float]] = {who: [] for who in makers}
+    use: dict[str, float] = {}
     for _ in range(passes):
         for who, make in makers.items():  # one at a time is in the device's memory
             step = make(work)
             own_gc = who == "as torchtitan"
             times = [_round(step, work, steps, own_gc=own_gc) for _ in range(rounds)]
             seconds[who] += times[1:]
+            if who == "axonlaunch":
+                use = _use(step, work)
             del step
             gc.collect()
             if device.type == "cuda":
@@ -147,11 +156,17 @@ def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, A
         "rates": rates,
         "flops_per_token": _flops(config, dataset.sample_shape[0]),
         "peak": _peak(config, device),
+        **use,
     }
 
 
 def judged(
-    name: str, rates: dict[str, float], flops_per_token: float, peak: float | None
+    name: str,
+    rates: dict[str, float],
+    flops_per_token: float,
+    peak: float | None,
+    launches: int = 0,
+    idle: float = 0.0,
 ) -> table.Row:
     """Return a row; ratios and MFU are required where there is a device's peak."""
     cells = {f"{who}, tokens/s": f"{rate:,.0f}" for who, rate in rates.items()}
@@ -167,6 +182,7 @@ def judged(
         cells["MFU"] = f"{mfu:.1%}"
         if mfu < MFU.get(name, 0.0):
             problems.append(f"MFU {mfu:.1%}, {MFU[name]:.0%} is required")
+    cells |= {"kernels": f"{launches:,}", "idle": f"{idle:.1%}"}
     return table.Row(name, cells, "; ".join(problems))
 
 
@@ -179,6 +195,22 @@ def _round(step: Step, work: Work, steps: int, *, own_gc: bool) -> float:
             step(work.batches[number % len(work.batches)])
         _wait(work.device)
         return (time.perf_counter() - began) / steps
+
+
+def _use(step: Step, work: Work) -> dict[str, float]:
+    """Return how many kernels a step launches, of a CPU operations, and its share of idleness."""
+    with tempfile.TemporaryDirectory() as folder:
+        with profile() as profiled:
+            with record_function(f"{STEP} 1"):
+                step(work.batches[0])
+            _wait(work.device)
+        path = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())
+    shares = breakdown(trace, rank=0)
+    kind = "kernel" if work.device.type == "cuda" else "cpu_op"
+    launches = sum(event.get("cat") == kind for event in trace["traceEvents"])
+    return {"launches": launches, "idle": shares.parts["idle"] / shares.step_s}
 
 
 @contextmanager

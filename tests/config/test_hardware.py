@@ -1,11 +1,16 @@
-"""Every figure of the hardware groups names where it was published."""
+"""Every figure of the hardware groups, and every measured constant, names its source."""
 
 from __future__ import annotations
+
+import ast
+import itertools
+from pathlib import Path
 
 import pytest
 
 from axonlaunch import config as configs
 from axonlaunch.config.compose import packaged_configs
+from axonlaunch.planning import measured_constants
 
 FILES = sorted((packaged_configs() / "hardware").glob("*.yaml"))
 
@@ -26,6 +31,19 @@ def test_each_figure_stands_below_its_source(path: object) -> None:
     assert lines[0].startswith("# ")
     nulls = [n for n, line in enumerate(lines) if line.endswith(": null")]
     assert all(any(line.startswith("#") for line in lines[max(0, n - 3) : n]) for n in nulls)
+
+
+def test_each_measured_constant_names_its_source() -> None:
+    statements = ast.parse(Path(measured_constants.__file__).read_text()).body
+    described = {
+        constant.targets[0].id: ast.unparse(text)
+        for constant, text in itertools.pairwise(statements)
+        if isinstance(constant, ast.Assign) and isinstance(constant.targets[0], ast.Name)
+    }
+    assert described.keys() == {name for name in vars(measured_constants) if name.isupper()} - {
+        "MIB"
+    }
+    assert [name for name, text in described.items() if "Source: " not in text] == []
 
 
 @pytest.mark.parametrize("name", ["a100_40gb", "a100_80gb", "h100_80gb", "h100_96gb", "h200"])

@@ -15,6 +15,9 @@ from torch.nn.attention import SDPBackend
 
 from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.comm import World
+from axonlaunch.diagnostics.block_times import BlockTimes
+from axonlaunch.diagnostics.doctor.gpus import link_report
+from axonlaunch.models.build import spec_for
 from axonlaunch.training.arithmetic import attention_kernels
 from axonlaunch.training.device_use import DeviceUse
 from axonlaunch.training.stop_vote import StopVote
@@ -97,6 +100,32 @@ def test_ranks_stop_one_step_after_one_is_asked(world: World) -> None:
         vote.cast(stop=step == 0)
         answers.append(vote.anyone())
     assert answers == [False, True, False]
+
+
+def test_events_around_blocks_say_for_how_much_of_a_step_they_compute(world: World) -> None:
+    chosen = run_config([*LLAMA, "train.global_batch_size=8", "launch.nproc=1", "strategy=fsdp"])
+    engine, loader = rank_engine(chosen, world)
+    [model] = engine.modules
+    times = BlockTimes(spec_for(chosen).blocks(model).values())
+    for step in range(3):  # the second is measured, and ends where the third begins
+        times.note("reading")
+        batch = loader.batch(step)
+        times.note("stepping")
+        engine.train_step(batch)
+    torch.cuda.synchronize()
+    read, computed, rest, _ = times.seen()
+    assert computed > 0
+    assert rest > 0
+    assert 0 <= read < computed + rest
+
+
+def test_copies_to_the_gpu_and_back_are_timed() -> None:
+    links = link_report()["links"][:2]
+    assert [(link["source"], link["target"]) for link in links] == [
+        ("host", "cuda:0"),
+        ("cuda:0", "host"),
+    ]
+    assert all(link["gb_s"] > 1 for link in links)
 
 
 def test_the_allocators_counters_are_read(world: World) -> None:

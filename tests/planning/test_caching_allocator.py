@@ -10,8 +10,8 @@ from configured import estimate_config
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.planning import estimate as planning_estimate
 from axonlaunch.planning import estimate_cache
+from axonlaunch.planning.measured_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
-from axonlaunch.planning.memory.cuda_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING
 from axonlaunch.planning.memory.cuda_process import (
     DeviceRequests,
     communicator_sizes,
@@ -95,6 +95,39 @@ def test_cached_segments_go_back_before_the_device_is_exceeded() -> None:
     assert allocator.peak_reserved == 80 * MIB
 
 
+def growing(*changes: Change, capacity: int = 100) -> Allocator:
+    allocator = Allocator(GROWING, capacity=capacity * MIB)
+    allocator.replay(changes)
+    return allocator
+
+
+def test_free_pages_of_growing_segments_go_back_before_the_device_is_exceeded() -> None:
+    freed = [Change(0, 60 * MIB), Change(0, 0)]
+    other = growing(*freed, Change(1, 80 * MIB, stream=1))
+    assert (other.reserved, other.peak_reserved) == (80 * MIB, 80 * MIB)
+    assert growing(*freed, Change(1, 40 * MIB, stream=1)).reserved == 100 * MIB  # there is room
+    # Pages are of 20 MiB: that in which another storage begins stays.
+    part = [Change(0, 30 * MIB), Change(1, 30 * MIB), Change(0, 0), Change(2, 60 * MIB, stream=1)]
+    assert growing(*part).reserved == 100 * MIB
+
+
+def test_pages_that_went_back_are_mapped_again_before_a_segment_grows_at_its_end() -> None:
+    gone = [Change(0, 60 * MIB), Change(1, 20 * MIB), Change(0, 0), Change(2, 60 * MIB, stream=1)]
+    allocator = growing(*gone, Change(2, 0))
+    assert allocator.reserved == 80 * MIB
+    allocator.replay([Change(3, 40 * MIB), Change(4, 20 * MIB), Change(5, 20 * MIB, stream=1)])
+    assert allocator.reserved == 100 * MIB  # beside 1, whose 20 MiB were never free: 3, 4 and 5
+    allocator.replay([Change(1, 0), Change(3, 0), Change(4, 0), Change(6, 80 * MIB)])
+    assert allocator.reserved == 100 * MIB  # where these three were
+
+
+def test_a_block_that_is_too_large_to_be_split_is_taken_where_a_segment_would_grow() -> None:
+    settings = AllocatorSettings.of("expandable_segments:True,max_split_size_mb:32")
+    allocator = Allocator(settings)
+    allocator.replay([Change(0, 100 * MIB), Change(0, 0), Change(1, 10 * MIB)])
+    assert allocator.reserved == 100 * MIB
+
+
 def test_a_storage_that_changes_its_size_frees_what_it_had() -> None:
     allocator = Allocator()
     allocator.replay([Change(0, 40 * MIB), Change(0, 0), Change(0, 40 * MIB)])
@@ -110,10 +143,11 @@ def test_a_storage_that_changes_its_size_frees_what_it_had() -> None:
         "expandable_segments:True,max_split_size_mb:32,large_segment_size_mb:30",
     ],
 )
-def test_reserved_is_never_less_than_what_lives(text: str) -> None:
+@pytest.mark.parametrize("capacity", [None, 600 * MIB])
+def test_reserved_is_never_less_than_what_lives(text: str, capacity: int | None) -> None:
     choose = random.Random(0)
     settings = AllocatorSettings.of(text)
-    allocator, live = Allocator(settings), dict[int, int]()
+    allocator, live = Allocator(settings, capacity=capacity), dict[int, int]()
     for number in range(2000):
         if live and choose.random() < 0.5:
             gone = choose.choice([*live])

@@ -8,13 +8,19 @@ what allocates and for how kernels are made.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from configured import estimate_config
 from torch import Tensor, nn
+from torch._dynamo import device_interface
+from torch._inductor import async_compile
 from torch.profiler import ProfilerActivity, profile
+from torch.utils import _triton
 
 from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
 from axonlaunch.planning.memory.estimate import estimate
@@ -49,12 +55,14 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
 
 
-def compiled(dtype: torch.dtype) -> nn.Module:
+def compiled(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    """Return a model of two compiled blocks, and what it takes."""
     torch.set_default_dtype(dtype)
     blocks = [Block(), Block()]
     for block in blocks:
         block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
-    return nn.Sequential(nn.Embedding(32, HIDDEN), *blocks)
+    model = nn.Sequential(nn.Embedding(32, HIDDEN), *blocks)
+    return model, torch.zeros(4, 32, dtype=torch.int64)
 
 
 def step(model: nn.Module, tokens: Tensor) -> None:
@@ -64,7 +72,7 @@ def step(model: nn.Module, tokens: Tensor) -> None:
 def really(dtype: torch.dtype) -> int:
     """Return the most that torch's allocator held in a second step beside what it had before."""
     torch.set_num_threads(1)
-    model, tokens = compiled(dtype), torch.zeros(4, 32, dtype=torch.int64)
+    model, tokens = compiled(dtype)
     step(model, tokens)
     model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -80,9 +88,9 @@ def really(dtype: torch.dtype) -> int:
 
 def estimated(dtype: torch.dtype) -> int:
     fake_world.join_fake_world(rank=0, world_size=1)
-    fake_inductor.install_fake_inductor()
+    fake_inductor.install_fake_inductor(for_gpu=False)
     with tensors_without_bytes():
-        model, tokens = compiled(dtype), torch.zeros(4, 32, dtype=torch.int64)
+        model, tokens = compiled(dtype)
         step(model, tokens)
         model.zero_grad()
         with StorageTrace() as trace:
@@ -102,10 +110,46 @@ def test_compiled_blocks_hold_what_is_estimated_to_the_byte(dtype: torch.dtype) 
     assert reported == peak
 
 
-def test_no_kernel_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def writers(*, for_gpu: bool) -> set[str]:
+    """Return what a step's kernels are written in."""
+    fake_world.join_fake_world(rank=0, world_size=1)
+    fake_inductor.install_fake_inductor(for_gpu=for_gpu)
+    written: set[str] = set()
+
+    def note(name: str, build: Callable[..., Any], *source: Any, **options: Any) -> Any:
+        written.add(name)
+        return build(*source, **options)
+
+    for name in ("triton", "cpp_pybinding"):
+        build = getattr(async_compile.AsyncCompile, name)
+        setattr(async_compile.AsyncCompile, name, partial(note, name, build))
+    with tensors_without_bytes():
+        step(*compiled(torch.bfloat16))
+    return written
+
+
+def test_kernels_are_written_for_the_device_that_a_run_is_for_and_none_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    [reported] = forked_map.map_forked([partial(estimated, torch.float32)])
-    assert reported > 0
+    runs = [partial(writers, for_gpu=for_gpu) for for_gpu in (True, False)]
+    assert forked_map.map_forked(runs) == [{"triton"}, {"cpp_pybinding"}]
+
+
+def devices_asked() -> list[str]:
+    """Return which devices torch asks whether Triton knows them, on a node that has Triton."""
+    asked: list[str] = []
+    vars(_triton)["has_triton_package"] = lambda: True
+    vars(device_interface)["get_interface_for_device"] = asked.append
+    fake_inductor.install_fake_inductor(for_gpu=True)
+    _triton.has_triton.cache_clear()
+    with suppress(AttributeError):  # of the interface, which is none
+        _triton.has_triton()
+    return asked
+
+
+def test_no_gpu_of_this_node_is_asked_whether_triton_knows_it() -> None:
+    assert forked_map.map_forked([devices_asked]) == [[]]
 
 
 LLAMA = [

@@ -121,7 +121,7 @@ class RunConsole:
         self._console.print(text)
 
     def log(self, text: str) -> None:
-        """Print what the main rank printed, as it is."""
+        """Print a line as it is, however long: of the main rank, or of a step."""
         self._console.print(Text(text), soft_wrap=True)
 
     def stop(self) -> None:
@@ -188,7 +188,8 @@ class RunConsole:
             numbers = f"loss {event.loss:.3f}  {speed}  {memory}"
             self._progress.update(self._task, completed=event.step, numbers=numbers)
         elif not self._console.is_terminal:
-            self.line(f"step {event.step}  loss {event.loss:.4f}  {speed}  {memory}")
+            parts = [f"step {event.step}", f"loss {event.loss:.4f}", speed, memory]
+            self.log("  ".join([*parts, *_of_gpu(event)]))
         self._straggler(event.slowest)
 
     def _straggler(self, slowest: Straggler | None) -> None:
@@ -220,6 +221,20 @@ class RunConsole:
             shown = ", ".join([f"perplexity {event.perplexity:.4g}", *of_each])
             versus = f" [dim]({escape(shown)})[/dim]"
         self.line(f"step {event.step}  evaluation loss [bold]{event.eval_loss:.3f}[/bold]{versus}")
+
+
+def _of_gpu(event: StepLogged) -> list[str]:
+    """Return what a log line has of a GPU besides; on a terminal there is no room for it."""
+    if event.active_bytes is None:
+        return []
+    readings = (
+        (event.power_w, "{:.0f} W"),
+        (event.utilization, "{:.0%} busy"),
+        (event.temperature_c, "{:.0f} C"),
+        (event.data_wait_s / event.step_s, "{:.0%} waiting for data"),
+    )
+    said = [text.format(value) for value, text in readings if value is not None]
+    return [f"{size(event.active_bytes)} active", ", ".join(said)]
 
 
 def show_hint(console: Console, hint: str) -> None:

@@ -26,6 +26,8 @@ MIN_LARGE = 10 * MIB
 driver for the settings' ``large_segment``"""
 ROUND_LARGE = 2 * MIB
 """kRoundLarge: that size is rounded up to a multiple of it"""
+_ADDRESSES = 1 << 50
+"""Of a segment that grows: more than any device has memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,12 @@ class Change:
 
 
 class _Block:
-    """Part of a segment, between its neighbours."""
+    """Part of a segment, between its neighbours; of one that grows it may have no memory yet."""
 
-    __slots__ = ("after", "before", "free", "pool", "size", "start")
+    __slots__ = ("after", "before", "free", "mapped", "pool", "size", "start")
 
-    def __init__(self, pool: _Pool, start: int, size: int) -> None:
-        self.pool, self.start, self.size = pool, start, size
+    def __init__(self, pool: _Pool, start: int, size: int, *, mapped: bool = True) -> None:
+        self.pool, self.start, self.size, self.mapped = pool, start, size, mapped
         self.free = False
         self.before: _Block | None = None
         self.after: _Block | None = None
@@ -62,13 +64,15 @@ class _Pool:
     Attributes:
         free: ``(size, start)`` of free blocks, in order: the best fit is the first that fits.
         blocks: Of the same, by start.
-        last: The block at the end of an expandable segment.
+        unmapped: Blocks without memory of a segment that grows, by start: the last is its end.
+        base: Where that segment starts, which its pages are counted from.
     """
 
     small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
     blocks: dict[int, _Block] = field(default_factory=dict)
-    last: _Block | None = None
+    unmapped: dict[int, _Block] = field(default_factory=dict)
+    base: int = 0
 
 
 class Allocator:
@@ -85,11 +89,10 @@ class Allocator:
         """Begin empty.
 
         Args:
-            settings: The user's; with ``expandable`` each pool has one segment, which grows at its
-                end. None: torch's own.
-            capacity: Bytes that the driver gives; where they don't do, cached segments go back
-                before more is asked, but for those that grow, whose free pages are not followed:
-                what is reserved then is more than a device has. None: without end.
+            settings: The user's; with ``expandable`` each pool has one segment, which grows.
+                None: torch's own.
+            capacity: Bytes that the driver gives; where they don't do, cached segments, and free
+                pages of those that grow, go back before more is asked. None: without end.
         """
         self.reserved = self.peak_reserved = 0
         self._settings = settings or AllocatorSettings()
@@ -132,8 +135,8 @@ class Allocator:
         at = bisect_left(pool.free, (size, -1))
         if at == len(pool.free):
             return None
-        # A block that can grow counts as being as large as it can become: any other is better.
-        if pool.last is pool.blocks[pool.free[at][1]] and at + 1 < len(pool.free):
+        # A block that can grow counts as being as large as it can become: others may be better.
+        while at + 1 < len(pool.free) and _room(pool, at + 1) < _room(pool, at):
             at += 1
         found, limit = pool.free[at][0], self._settings.max_split_size
         if found >= limit and (size < limit or found >= size + self._settings.max_rounding):
@@ -160,61 +163,116 @@ class Allocator:
         return block
 
     def _grown(self, pool: _Pool, size: int) -> _Block:
-        """Map more pages behind the last block, which is used too if it is free."""
-        step = SMALL_SEGMENT if pool.small else self._settings.large_segment
-        last = pool.last
-        if last is not None and last.free:
-            self._take_out(last)
-            more = _up(size - last.size, step)
-            last.size += more
-            self._reserve(more)
-            return last
-        segment = _up(size, step)
-        self._reserve(segment)
-        block = _Block(pool, self._top if last is None else last.start + last.size, segment)
-        if last is None:
-            self._top += 1 << 50  # room for this segment alone
-        else:
-            last.after, block.before = block, last
-        pool.last = block
+        """Map the pages that a run of free and unmapped blocks lacks, and make one block of it."""
+        if not pool.unmapped:
+            pool.base, self._top = self._top, self._top + _ADDRESSES
+            pool.unmapped[pool.base] = _Block(pool, pool.base, _ADDRESSES, mapped=False)
+        block, missing = self._room_for(pool, size)
+        if self._capacity is not None and self.reserved + missing > self._capacity:
+            self._return_cached()
+            block, _ = self._room_for(pool, size)
+        self._occupy(block, size)
+        while block.size < size:
+            after = block.after
+            assert after is not None
+            self._occupy(after, size - block.size)
+            self._join(block, after)
         return block
 
+    def _room_for(self, pool: _Pool, size: int) -> tuple[_Block, int]:
+        """Return the first block of the lowest run that has room, and what is to be mapped."""
+        for start in sorted(pool.unmapped):
+            first = pool.unmapped[start]
+            if first.before is not None and first.before.free:
+                first = first.before
+            missing, room, block = 0, 0, first
+            while room < size and (block.free or not block.mapped):
+                if not block.mapped:
+                    missing += min(block.size, _up(size - room, self._page(pool)))
+                room += block.size
+                if block.after is None:
+                    break
+                block = block.after
+            if room >= size:
+                return first, missing
+        raise AssertionError("the end of a segment has room for anything")
+
+    def _occupy(self, block: _Block, size: int) -> None:
+        """Take a free block, or map as many pages of an unmapped one as so many bytes need."""
+        if block.mapped:
+            self._take_out(block)
+            return
+        del block.pool.unmapped[block.start]
+        mapped = min(block.size, _up(size, self._page(block.pool)))
+        if mapped < block.size:
+            rest = self._cut(block, mapped)
+            rest.pool.unmapped[rest.start] = rest
+        block.mapped = True
+        self._reserve(mapped)
+
+    def _unmap(self, block: _Block) -> None:
+        """Give whole pages of a free block back to the driver."""
+        pool, page = block.pool, self._page(block.pool)
+        start = pool.base + _up(block.start - pool.base, page)
+        end = pool.base + (block.start + block.size - pool.base) // page * page
+        if start >= end:
+            return
+        self._take_out(block)
+        if start > block.start:
+            before, block = block, self._cut(block, start - block.start)
+            self._put_back(before)
+        if end < block.start + block.size:
+            self._put_back(self._cut(block, end - block.start))
+        block.mapped = False
+        self.reserved -= block.size
+        pool.unmapped[block.start] = block
+        for one, other in ((block, block.after), (block.before, block)):
+            if one is not None and other is not None and not (one.mapped or other.mapped):
+                del pool.unmapped[other.start]
+                self._join(one, other)
+
+    def _page(self, pool: _Pool) -> int:
+        return SMALL_SEGMENT if pool.small else self._settings.large_segment
+
     def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.pool, block.start + size, block.size - size)
+        self._put_back(self._cut(block, size))
+
+    @staticmethod
+    def _cut(block: _Block, size: int) -> _Block:
+        """Cut a block after so many bytes; return what comes behind them."""
+        rest = _Block(block.pool, block.start + size, block.size - size, mapped=block.mapped)
         block.size = size
         rest.before, rest.after, block.after = block, block.after, rest
         if rest.after is not None:
             rest.after.before = rest
-        if block.pool.last is block:
-            block.pool.last = rest
-        self._put_back(rest)
+        return rest
+
+    @staticmethod
+    def _join(block: _Block, after: _Block) -> None:
+        """Add to a block the one behind it."""
+        block.size += after.size
+        block.after = after.after
+        if block.after is not None:
+            block.after.before = block
 
     def _free(self, block: _Block) -> None:
         before, after = block.before, block.after
         if before is not None and before.free:
             self._take_out(before)
-            before.size += block.size
-            before.after = after
-            if after is not None:
-                after.before = before
-            if block.pool.last is block:
-                block.pool.last = before
+            self._join(before, block)
             block = before
         if after is not None and after.free:
             self._take_out(after)
-            block.size += after.size
-            block.after = after.after
-            if block.after is not None:
-                block.after.before = block
-            if block.pool.last is after:
-                block.pool.last = block
+            self._join(block, after)
         self._put_back(block)
 
     def _return_cached(self) -> None:
-        """Give segments that are free as a whole back to the driver."""
+        """Give segments that are free as a whole back, and free pages of those that grow."""
         for pool in self._pools.values():
             for block in list(pool.blocks.values()):
-                if block.before is None and block.after is None:
+                if pool.unmapped:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
                     self._take_out(block)
                     self.reserved -= block.size
 
@@ -233,6 +291,13 @@ class Allocator:
         block.free = False
         del block.pool.free[bisect_left(block.pool.free, (block.size, block.start))]
         del block.pool.blocks[block.start]
+
+
+def _room(pool: _Pool, at: int) -> int:
+    """Return how large a free block can become where it is."""
+    block = pool.blocks[pool.free[at][1]]
+    after = block.after
+    return block.size + (after.size if after is not None and not after.mapped else 0)
 
 
 def _up(size: int, multiple: int) -> int:

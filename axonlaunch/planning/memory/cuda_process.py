@@ -1,6 +1,6 @@
 """What a CUDA process is seen to hold while it runs a rank: the allocator's cache, and the rest.
 
-The rest, in ``cuda_constants``, does not follow from the run.
+The rest, in ``measured_constants``, does not follow from the run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.models.build import spec_for
-from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
-from axonlaunch.planning.memory.caching_allocator import Allocator, Change
-from axonlaunch.planning.memory.cuda_constants import (
+from axonlaunch.planning.measured_constants import (
     CUBLAS_THREADS,
     CUDA_CONTEXT,
     DETERMINISTIC_WORKSPACE,
@@ -24,6 +22,8 @@ from axonlaunch.planning.memory.cuda_constants import (
     NCCL_RING,
     SYMMETRIC_PAGE,
 )
+from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
+from axonlaunch.planning.memory.caching_allocator import Allocator, Change
 from axonlaunch.planning.memory.extend_trace import FEWEST, extended
 from axonlaunch.planning.tracing import cuda_attention, extrapolate_depth, fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank

@@ -14,11 +14,9 @@ import math
 from collections.abc import Mapping
 
 from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.planning.measured_constants import COLLECTIVE_S
 from axonlaunch.planning.throughput.operations import Amount, CollectiveOp
 from axonlaunch.planning.throughput.roofline import figure
-
-_BEGIN_S = 6.6e-6
-"""Time of an empty collective: NCCL's src/graph/tuning.cc, ring, LL."""
 
 
 class Links:
@@ -54,7 +52,7 @@ class Links:
         hops = (2 if self.takes_cores else factor) * self._ring_latency(size, nodes)
         if exchange.kind in ("all_reduce", "broadcast"):
             hops = min(hops, factor * self._tree_latency(in_node, nodes))
-        begin = 0.0 if self.takes_cores else _BEGIN_S
+        begin = 0.0 if self.takes_cores else COLLECTIVE_S
         return amount.count * (begin + hops) + moving
 
     @property
@@ -69,7 +67,7 @@ class Links:
         kind = "link" if inside else "network"
         rate = figure(self._hardware, f"{kind}_gb_s") * figure(self._hardware, f"{kind}_efficiency")
         latency = figure(self._hardware, f"{kind}_latency_us") * 1e-6
-        return float(_BEGIN_S + latency + num_bytes / (rate * 1e9))
+        return float(COLLECTIVE_S + latency + num_bytes / (rate * 1e9))
 
     def _extent(self, axes: tuple[str, ...]) -> tuple[int, int]:
         """Return how many ranks a group has, and how far apart they are."""

@@ -17,6 +17,12 @@ import torch
 
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.planning.measured_constants import (
+    HALF_DEPTH,
+    HALF_LENGTH,
+    HALF_WAVE,
+    IN_A_STEP,
+)
 from axonlaunch.planning.throughput.operations import (
     Amount,
     AttentionOp,
@@ -27,17 +33,6 @@ from axonlaunch.planning.throughput.operations import (
 
 _TILE = (128, 256)
 """Rows and columns of the largest tile that cuBLAS gives one multiprocessor (NVIDIA's guide)."""
-_HALF_LENGTH = 512
-"""Keys at which fused attention reaches half of what it does on long sequences; a round figure that
-the shared measurements bear out (half and twice as many fit worse).
-"""
-# The next three are fitted once, on about half of the shared measurements, all devices together.
-_HALF_WAVE = 0.1
-"""Waves of tiles that give half the rate; stands for the last, partly filled one."""
-_HALF_DEPTH = 64
-"""Depth k at which a tile's prologue and epilogue take as long as its product."""
-_IN_A_STEP = 0.75
-"""Share of the sustained rate, measured on one product alone, that is left in a training step."""
 
 _RATES = {
     torch.float32: "fp32_tflops",
@@ -99,14 +94,14 @@ class Roofline:
         batch, m, n, k = product.batch, product.m, product.n, product.k
         tiles = batch * -(-m // _TILE[0]) * -(-n // _TILE[1])
         waves = tiles / self.figure("multiprocessors")
-        share = waves / (waves + _HALF_WAVE) * k / (k + _HALF_DEPTH)
+        share = waves / (waves + HALF_WAVE) * k / (k + HALF_DEPTH)
         peak = self._product_rate(product.dtype)
-        rate = peak * self.figure("matrix_efficiency") * share * _IN_A_STEP
+        rate = peak * self.figure("matrix_efficiency") * share * IN_A_STEP
         moved = batch * (m * k + k * n + m * n) * product.dtype.itemsize
         return float(max(2.0 * batch * m * n * k / rate, self._moving(moved)) + self._launch_s)
 
     def _attention(self, attention: AttentionOp, amount: Amount) -> float:
-        share = attention.keys / (attention.keys + _HALF_LENGTH)
+        share = attention.keys / (attention.keys + HALF_LENGTH)
         rate = self.rate(attention.dtype) * self.figure("attention_efficiency") * share
         moving = self._moving_all(amount)
         return float(max(amount.flops / rate, moving) + amount.count * self._launch_s)

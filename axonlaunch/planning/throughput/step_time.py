@@ -16,6 +16,7 @@ from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import Timeline, timeline
 from axonlaunch.models.parameter_facts import TrainingShares
+from axonlaunch.planning.measured_constants import FUSED
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (
     Amount,
@@ -28,10 +29,6 @@ from axonlaunch.planning.throughput.operations import (
 )
 from axonlaunch.planning.throughput.roofline import Roofline
 from axonlaunch.planning.throughput.step_work import Share, StageWork, StepWork
-
-FUSED = 0.4
-"""Share of memory-bound time that is left when a compiler fuses a block's kernels; fitted on the
-shared measurements with and without it."""
 
 _FORWARD: tuple[Phase, ...] = ("forward",)
 _BACKWARD: tuple[Phase, ...] = ("backward", "recomputation")

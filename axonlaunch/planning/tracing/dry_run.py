@@ -52,7 +52,8 @@ class FakeRank:
         self._stages = reduced.stages_of(world.rank * reduced.layout.pipeline // reduced.world_size)
         self.received: Counter[Category] = Counter()
         self._mode = fake_tensor_cache.tensors_without_bytes()
-        if cuda_attention.runs_on_gpu(reduced.config):
+        for_gpu = cuda_attention.runs_on_gpu(reduced.config)
+        if for_gpu:
             cuda_attention.repeat_heads_as_on_cuda()
             if trace is not None:
                 cuda_norm.norm_as_on_cuda()
@@ -66,7 +67,7 @@ class FakeRank:
         if config.train.compile:
             from axonlaunch.planning.tracing import fake_inductor
 
-            fake_inductor.install_fake_inductor()
+            fake_inductor.install_fake_inductor(for_gpu=for_gpu)
             # Without values no kernel can be measured; any of them allocates the same.
             config = with_values(config, {"train.compile_mode": "default"})
         self.engine: Engine = build_engine(config, world, sample=reduced.sample, source=source)

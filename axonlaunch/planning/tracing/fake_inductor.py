@@ -2,12 +2,15 @@
 
 Everything of Inductor's that this takes is here, private as most of it is;
 ``tests/planning/test_fake_inductor.py`` holds it against code that is really compiled, and says
-what to do when it moves. It is counted for a CPU's kernels, whatever the device: what is kept for
-backward and what is computed again is decided before there are any.
+what to do when it moves. What is kept for backward and what is computed again is decided before
+there are kernels; what these fuse, and so what is stored between them, by who writes them: C++ for
+a CPU, Triton for a GPU. Triton itself need not be there. Reductions that Inductor fuses on CUDA
+alone, and what it pads there, are not counted.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,11 +19,19 @@ import torch._functorch.config
 import torch._inductor.config
 from torch._higher_order_ops import wrap
 from torch._inductor import async_compile, cpu_vec_isa
+from torch._inductor.codegen import wrapper
+from torch.utils import _triton
 
 
-def install_fake_inductor() -> None:
-    """Let what is compiled in this process, in its fake world, be so on tensors without bytes."""
+def install_fake_inductor(*, for_gpu: bool) -> None:
+    """Let what is compiled in this process, in its fake world, be so on tensors without bytes.
+
+    Args:
+        for_gpu: Whether kernels are those of a GPU, though tensors are said to be on a CPU.
+    """
     _generate_alone()
+    if for_gpu:
+        _generate_triton()
     _allocate_visibly()
     _say_nothing_of_it()
     # As ``build`` has it; what looks for buckets takes fake tensors for its own.
@@ -32,9 +43,22 @@ def _generate_alone() -> None:
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
     torch._inductor.config.compile_threads = 1
+    # dynamo asks the GPU of this node, if it has one, whether Triton knows it: for a context there.
+    torch._inductor.config.triton_disable_device_detection = True
     # It builds a program of each.
     cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]
     async_compile.AsyncCompile.cpp_pybinding = lambda *_, **__: _do_nothing  # type: ignore[method-assign]
+
+
+def _generate_triton() -> None:
+    """Let Triton's kernels be written; nothing imports it, and none is run."""
+    torch._inductor.config.cpu_backend = "triton"
+    vars(_triton)["triton_hash_with_backend"] = lambda: ""
+    wrapper.PythonWrapperCodegen.write_triton_header_once = _do_nothing  # type: ignore
+    kernel: Any = SimpleNamespace(run=_do_nothing)
+    async_compile.AsyncCompile.triton = lambda *_, **__: kernel  # type: ignore[method-assign]
+    # Numbers of the host are given by value, and a GPU's tensors are none.
+    vars(wrapper)["should_unwrap_unspec_arg"] = lambda name: False
 
 
 def _say_nothing_of_it() -> None:
