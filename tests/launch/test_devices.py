@@ -23,6 +23,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.diagnostics.flight_recorder import Record
 from axonlaunch.launch.external.joining import devices_each
 from axonlaunch.launch.failures import hang
+from axonlaunch.launch.failures.hints import hint
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.launch.local import rank_process
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
@@ -331,6 +332,9 @@ def _reports_of_a_rank(folder: Path) -> list[Report]:
     return sent
 
 
+TYPES, OTHER = ("error", "types"), ("error", "")
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "cause"),
     [
@@ -346,6 +350,12 @@ def _reports_of_a_rank(folder: Path) -> list[Report]:
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "error", "memory"),
         (RuntimeError("CUDA error: out of memory"), "error", "memory"),
         (ValueError("the text says out of memory"), "error", ""),
+        (
+            RuntimeError("mat1 and mat2 must have the same dtype, but got Float and BFloat16"),
+            *TYPES,
+        ),
+        (RuntimeError("expected scalar type Float but found BFloat16"), *TYPES),
+        (RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Double"), *OTHER),
     ],
 )
 def test_a_failure_is_of_this_rank_or_of_a_peer_by_its_text(
@@ -353,6 +363,12 @@ def test_a_failure_is_of_this_rank_or_of_a_peer_by_its_text(
 ) -> None:
     assert ("connection" if rank_process._is_connection(error) else "error") == kind
     assert rank_process._cause(error) == cause
+
+
+def test_a_model_that_mixes_types_is_told_what_bf16_means() -> None:
+    report = Report(rank=0, kind="error", reason="", cause="types")
+    assert "table.to(x.dtype)" in hint(report, run_config(["train.precision=bf16"]))
+    assert hint(report, run_config(["train.precision=fp16"])) == ""  # under autocast
 
 
 # Its memory.
