@@ -33,7 +33,7 @@ from axonlaunch.planning.search.search import search_layouts
 from axonlaunch.preflight import checks, devices
 from axonlaunch.system.authentication import Credentials
 from axonlaunch.training.peak_memory import DevicePeak
-from axonlaunch.training.worker import device_notes
+from axonlaunch.training.worker import arithmetic_notes, device_notes
 
 GIB = 2**30
 
@@ -159,6 +159,29 @@ def test_ranks_that_share_a_device_say_whose_memory_is_measured() -> None:
     assert "ranks share cuda to be debugged on it" in threads
     assert threads.endswith("memory figures are those of all ranks")
     assert processes.endswith("memory figures are its own")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "capability", "is_noted"),
+    [
+        ([], "cuda", (9, 0), True),
+        ([], "cuda", (7, 5), False),  # which has no TF32
+        ([], "cpu", (9, 0), False),
+        (["train.matmul_precision=high"], "cuda", (8, 0), False),
+        (["train.precision=bf16"], "cuda", (8, 0), False),
+    ],
+)
+def test_fp32_without_tensor_cores_is_noted_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    device: str,
+    capability: tuple[int, int],
+    is_noted: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    train = run_config(overrides).train
+    notes = [*arithmetic_notes(train, torch.device(device))]
+    assert ["train.matmul_precision=high" in note for note in notes] == [True] * is_noted
 
 
 def test_ranks_on_gloo_are_dealt_out_to_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
