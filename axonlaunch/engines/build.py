@@ -34,6 +34,7 @@ from axonlaunch.engines.forward_backward import (
     LocalForwardBackward,
     PipelineForwardBackward,
 )
+from axonlaunch.engines.lower_precision import Forward
 from axonlaunch.engines.mesh_engine import MeshEngine, StepRule
 from axonlaunch.engines.optimizer.offload import HOST
 from axonlaunch.engines.optimizer.optimizers import learning_rate
@@ -53,9 +54,8 @@ from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
 from axonlaunch.engines.precision import (
     DTYPES,
     LossScale,
-    autocasting,
-    casting_inputs,
     keep_parameters_in,
+    lower_replicas,
     sharded_policy,
 )
 from axonlaunch.engines.tensor.async_collectives import overlap_exchanges
@@ -293,20 +293,22 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
         if plan.layout.facts.shards_parameters:
             model.to(DTYPES[plan.config.train.precision])  # as it is gathered
         else:
-            _replicated_arithmetic(plan, model)
+            model.forward = _replicated_arithmetic(plan, model)(model.forward)
 
     return plan.source.boundaries(divide, stages)
 
 
 def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
     """Recompute, compile, then shard; and fill the model, or a stage, with its weights."""
+    shards = plan.layout.facts.shards_parameters
+    lowered = None if shards else _replicated_arithmetic(plan, stage)
     if plan.chunked is not None and (head := plan.spec.head_of(stage)) is not None:
         plan.chunked.defer(head, stage)
     _wrap_blocks(plan, stage)
-    if plan.layout.facts.shards_parameters:
+    if lowered is None:
         _shard(plan, stage)
     else:
-        _replicated_arithmetic(plan, stage)
+        stage.forward = lowered(stage.forward)
         _fill(plan, stage)
 
 
@@ -365,13 +367,10 @@ def _shard(plan: _Plan, model: nn.Module) -> FSDP:
     return sharded
 
 
-def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> None:
-    """Compute in the lower precision, which sharded parameters are gathered in anyway."""
-    precision = plan.config.train.precision
-    if plan.config.train.param_dtype != "fp32":
-        model.forward = casting_inputs(model.forward, DTYPES[plan.config.train.param_dtype])
-    elif precision != "fp32":
-        model.forward = autocasting(model.forward, precision, plan.world.device)
+def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> Callable[[Forward], Forward]:
+    blocks = [*plan.spec.blocks(model).values()]
+    precision, device = plan.config.train.precision, plan.world.device
+    return lower_replicas(model, precision, device=device, blocks=blocks)
 
 
 def _replicas(plan: _Plan, module: nn.Module, *, sync: GradSyncStrategy | str) -> Replicas | None:

@@ -6,14 +6,15 @@ Parameters, gradients that are reduced, and optimizer states stay fp32 in every 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from axonlaunch.engines.lower_precision import Forward, lower_blocks
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -26,15 +27,32 @@ _FIRST_SCALE, _GROWTH_INTERVAL = 2.0**16, 2000
 """Those of ``torch.amp.GradScaler``."""
 
 
-def autocasting(
-    forward: Callable[..., Any], precision: Precision, device: torch.device
-) -> Callable[..., Any]:
-    """Return a forward in which replicated parameters compute in a lower precision.
+def lower_replicas(
+    model: nn.Module, precision: Precision, *, device: torch.device, blocks: Sequence[nn.Module]
+) -> Callable[[Forward], Forward]:
+    """Let whole parameters compute as sharded ones do, which are gathered in the precision.
 
-    The forward alone, for a backward under autocast would round where the forward did not.
+    In fp16 torch's autocast keeps sums over blocks in fp32: those of many models are beyond 65,504.
+
+    Args:
+        model: Or a stage of one.
+        precision: ``train.precision``.
+        device: Where it computes.
+        blocks: Of the model; what recomputes or compiles them comes after this.
+
+    Returns:
+        What its own forward is to be wrapped by, around all that is done to it.
     """
-    wrapped: Callable[..., Any] = torch.autocast(device.type, dtype=DTYPES[precision])(forward)
-    return wrapped
+    if precision == "bf16":
+        return lower_blocks(model, torch.bfloat16, blocks=blocks)
+    if precision == "fp16":
+        # The forward alone, for a backward under autocast would round where the forward did not.
+        return torch.autocast(device.type, dtype=torch.float16)
+    return _as_it_is
+
+
+def _as_it_is(forward: Forward) -> Forward:
+    return forward
 
 
 def keep_parameters_in(model: nn.Module, dtype: torch.dtype, *, frozen_alone: bool = False) -> None:
@@ -56,22 +74,6 @@ def keep_parameters_in(model: nn.Module, dtype: torch.dtype, *, frozen_alone: bo
                 values = parameter.detach().to(dtype)
                 converted[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             setattr(module, name, converted[parameter])
-
-
-def casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a forward that is given its floating-point inputs in the type of the weights."""
-
-    @functools.wraps(forward)
-    def cast(*inputs: Any, **kwargs: Any) -> Any:
-        taken = (
-            tensor.to(dtype)
-            if isinstance(tensor, Tensor) and tensor.is_floating_point()
-            else tensor
-            for tensor in inputs
-        )
-        return forward(*taken, **kwargs)
-
-    return cast
 
 
 def sharded_policy(precision: Precision, *, reduce_dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import torch
+
 from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import Checkpoint, Retention, storage
 from axonlaunch.checkpoint.base import record_base
@@ -20,6 +22,7 @@ from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
+from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.first_question import first_question
 from axonlaunch.data.loader import rank_loader
@@ -336,7 +339,22 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             f"train.precision={config.train.precision}: many CPUs have no arithmetic for it, "
             "so it may be slower than fp32"
         )
-    return tuple(notes)
+    return (*notes, *arithmetic_notes(config.train, world.device))
+
+
+def arithmetic_notes(train: TrainConfig, device: torch.device) -> Iterator[str]:
+    """Say that a GPU has faster arithmetic than it is asked for: fp32 is the default of both keys.
+
+    Source: NVIDIA, "A100 Tensor Core GPU Architecture", 2020: TF32 from compute capability 8.0 on.
+    """
+    is_default = train.precision == "fp32" and train.matmul_precision == "highest"
+    if not is_default or device.type != "cuda" or torch.version.hip is not None:
+        return
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        yield (
+            "train.precision=fp32: matrix products run without tensor cores; "
+            "train.matmul_precision=high computes them in TF32, train.precision=bf16 in bf16"
+        )
 
 
 def device_notes(world: World) -> Iterator[str]:

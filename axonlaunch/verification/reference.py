@@ -318,8 +318,8 @@ class PlainRun:
     def _outputs(self, batch: MicroBatch) -> Any:
         """Run forward in the run's arithmetic.
 
-        Replicas compute under autocast; shards are gathered in the lower precision, and so all of
-        their model computes in it.
+        In bf16, and where parameters are sharded, the whole model computes in it; fp16's replicas
+        compute under autocast.
         """
         dtype = self._dtype
 
@@ -331,7 +331,7 @@ class PlainRun:
             taken, positions = map_tensors(in_type, (taken, positions))
         if dtype in (torch.float32, torch.float64):
             outputs = self.model(*taken, **positions)
-        elif self._layout.facts.shards_parameters or self._config.train.param_dtype != "fp32":
+        elif dtype is torch.bfloat16 or self._layout.facts.shards_parameters:
             cast = {
                 n: p.to(dtype) if p.is_floating_point() else p for n, p in self._parameters.items()
             }

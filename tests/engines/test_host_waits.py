@@ -31,6 +31,8 @@ LAYOUTS = {
     "zero bubble": (2, [PIPELINE, "strategy.pipeline.schedule=zbv_zero_bubble"]),
     "fsdp x pipeline": (4, ["strategy=fsdp", PIPELINE]),
     "fsdp x tensor": (4, ["strategy=fsdp", TENSOR]),
+    "zero1 x tensor": (4, ["strategy=zero1", TENSOR]),
+    "hybrid": (4, ["strategy=hybrid"]),
     "context": (2, ["strategy.context.degree=2"]),
 }
 

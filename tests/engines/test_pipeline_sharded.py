@@ -69,11 +69,13 @@ def _train(schedule: str, micro_batches: int) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], torch.float32),  # the sum over blocks, which autocast leaves in fp32
-        (["train.param_dtype=bf16"], torch.bfloat16),
+        (["strategy=ddp"], torch.bfloat16),
+        (["strategy=ddp", "train.param_dtype=bf16"], torch.bfloat16),
         (["strategy=fsdp"], torch.bfloat16),
+        # The sum over blocks, which autocast leaves in fp32.
+        (["strategy=ddp", "train.precision=fp16"], torch.float32),
     ],
-    ids=["replicated", "parameters in bf16", "sharded"],
+    ids=["replicated", "parameters in bf16", "sharded", "fp16"],
 )
 def test_stages_pass_an_evaluation_on_in_the_type_of_training(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: torch.dtype
@@ -91,9 +93,9 @@ def test_stages_pass_an_evaluation_on_in_the_type_of_training(
     monkeypatch.setattr(MockProcessGroup, "send", spied)
     chosen = run_config(
         [
-            *(*MODELS["llama"], *(overrides or ["strategy=ddp"]), "strategy.pipeline.degree=2"),
+            *(*MODELS["llama"], "train.precision=bf16", "strategy.pipeline.degree=2"),
             *("launch.backend=mock", "launch.nproc=2", "train.global_batch_size=4"),
-            "train.precision=bf16",
+            *overrides,
         ]
     )
 

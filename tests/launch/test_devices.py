@@ -23,6 +23,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.diagnostics.flight_recorder import Record
 from axonlaunch.launch.external.joining import devices_each
 from axonlaunch.launch.failures import hang
+from axonlaunch.launch.failures.hints import hint
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.launch.local import rank_process
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
@@ -33,7 +34,7 @@ from axonlaunch.preflight import checks, devices
 from axonlaunch.system import gpus
 from axonlaunch.system.authentication import Credentials
 from axonlaunch.training.peak_memory import DevicePeak
-from axonlaunch.training.worker import device_notes
+from axonlaunch.training.worker import arithmetic_notes, device_notes
 
 GIB = 2**30
 
@@ -159,6 +160,29 @@ def test_ranks_that_share_a_device_say_whose_memory_is_measured() -> None:
     assert "ranks share cuda to be debugged on it" in threads
     assert threads.endswith("memory figures are those of all ranks")
     assert processes.endswith("memory figures are its own")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "capability", "is_noted"),
+    [
+        ([], "cuda", (9, 0), True),
+        ([], "cuda", (7, 5), False),  # which has no TF32
+        ([], "cpu", (9, 0), False),
+        (["train.matmul_precision=high"], "cuda", (8, 0), False),
+        (["train.precision=bf16"], "cuda", (8, 0), False),
+    ],
+)
+def test_fp32_without_tensor_cores_is_noted_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    device: str,
+    capability: tuple[int, int],
+    is_noted: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    train = run_config(overrides).train
+    notes = [*arithmetic_notes(train, torch.device(device))]
+    assert ["train.matmul_precision=high" in note for note in notes] == [True] * is_noted
 
 
 def test_ranks_on_gloo_are_dealt_out_to_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +356,9 @@ def _reports_of_a_rank(folder: Path) -> list[Report]:
     return sent
 
 
+TYPES, OTHER = ("error", "types"), ("error", "")
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "cause"),
     [
@@ -347,6 +374,12 @@ def _reports_of_a_rank(folder: Path) -> list[Report]:
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "error", "memory"),
         (RuntimeError("CUDA error: out of memory"), "error", "memory"),
         (ValueError("the text says out of memory"), "error", ""),
+        (
+            RuntimeError("mat1 and mat2 must have the same dtype, but got Float and BFloat16"),
+            *TYPES,
+        ),
+        (RuntimeError("expected scalar type Float but found BFloat16"), *TYPES),
+        (RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Double"), *OTHER),
     ],
 )
 def test_a_failure_is_of_this_rank_or_of_a_peer_by_its_text(
@@ -354,6 +387,12 @@ def test_a_failure_is_of_this_rank_or_of_a_peer_by_its_text(
 ) -> None:
     assert ("connection" if rank_process._is_connection(error) else "error") == kind
     assert rank_process._cause(error) == cause
+
+
+def test_a_model_that_mixes_types_is_told_what_bf16_means() -> None:
+    report = Report(rank=0, kind="error", reason="", cause="types")
+    assert "table.to(x.dtype)" in hint(report, run_config(["train.precision=bf16"]))
+    assert hint(report, run_config(["train.precision=fp16"])) == ""  # under autocast
 
 
 # Its memory.

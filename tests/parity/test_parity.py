@@ -16,7 +16,7 @@ TOLERANCES = {
     "fp32": {"tolerance": 1e-5},
     "bf16": {"tolerance": 0.02, "parameters": 0.05, "gradients": 0.15, "gradient_steps": 1},
 }
-"""bf16 has 8 bits, and FSDP also rounds what autocast of one process keeps in fp32. AdamW moves an
+"""bf16 has 8 bits, and micro-batches of other sizes round their gradients otherwise. AdamW moves an
 element by the learning rate however small its gradient, so rounding shows most in the biases.
 """
 

@@ -43,6 +43,7 @@ def verify(kind: str, *overrides: str, **changes: Any) -> ParityResult:
                 {"output_router_logits": True},
             ),
             ("qwen3", ["strategy=fsdp", "train.precision=bf16"], {}),
+            ("gemma2", ["strategy=ddp", "train.precision=bf16"], {}),
             ("gemma3_text", ["strategy=zero1", "train.precision=fp16"], {}),
             ("phi3", ["strategy=ddp", "model.attention=eager"], {}),
         ],

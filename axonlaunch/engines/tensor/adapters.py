@@ -19,8 +19,8 @@ from axonlaunch.engines.tensor.local_parameters import (
     Cut,
     ReadsLocally,
     TensorAxis,
-    convert_module,
 )
+from axonlaunch.models.convert_module import convert_module
 from axonlaunch.models.expert_lora import LoraExperts
 from axonlaunch.models.lora import LoraLayer
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from axonlaunch.comm.autograd import collect_from
+from axonlaunch.engines.lower_precision import reading_lower
 from axonlaunch.engines.tensor.after_head import AfterHead
 from axonlaunch.engines.tensor.fused_region import enter_region
 from axonlaunch.engines.tensor.layers import ColumnParallelLinear
@@ -91,7 +92,7 @@ class ChunkedLoss:
 
 
 class _DeferredHead:
-    """A head that returns its input, and is applied later under the same autocast."""
+    """A head that returns its input, and is applied later in the same arithmetic."""
 
     def __init__(self, head: nn.Module, module: nn.Module) -> None:
         self.is_deferred = True
@@ -124,7 +125,7 @@ class _DeferredHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of some tokens."""
         head = self._head
-        with self._autocast():
+        with self._autocast(), reading_lower(head):
             if not isinstance(head, ColumnParallelLinear):
                 return self._after.apply(self._apply(hidden))
             logits = self._after.apply(F.linear(hidden, *head.of_rank()))

@@ -23,7 +23,6 @@ from axonlaunch.engines.tensor.adapters import with_adapter
 from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup, leave
 from axonlaunch.engines.tensor.local_parameters import (
     TensorAxis,
-    convert_module,
     empty_part,
     own_entries,
     rank_part,
@@ -31,6 +30,7 @@ from axonlaunch.engines.tensor.local_parameters import (
     to_local,
 )
 from axonlaunch.models.attention import Attention, Packing, RotaryTable
+from axonlaunch.models.convert_module import convert_module
 
 
 class ColumnParallelLinear(nn.Linear):

@@ -8,9 +8,8 @@ finds its way back to the DTensor. Sizes that the axis does not divide are refus
 from __future__ import annotations
 
 import copy
-import functools
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,6 @@ from axonlaunch.comm.autograd import copy_to_group, sum_over
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.config.errors import divisor_of
 from axonlaunch.models.dtensor_regions import packed
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -191,35 +188,6 @@ class ReadsLocally(nn.Module):
             return super().forward(*args, **kwargs)
         finally:
             axis.computes = False
-
-
-def convert_module(module: nn.Module, kind: type[ModuleT], *, beneath: bool = False) -> ModuleT:
-    """Turn a module into another kind in place: it keeps its name, parameters and attributes.
-
-    A module of a subclass stays one of it too. Its class is swapped, rather than the module, for
-    others may refer to it. Two examples, with the bases of the class that a module gets:
-
-        a subclass of nn.Linear           (ColumnParallelLinear, Subclass)
-        an embedding whose forward is     (Subclass, VocabParallelEmbedding), ``beneath``:
-        ``super().forward(x) * scale``    now ``super()`` is the vocabulary-parallel one
-
-    Args:
-        module: To be changed.
-        kind: What it becomes.
-        beneath: Whether its own forward stays, which calls that of ``kind`` as the one above it.
-    """
-    classes: Any = kind, type(module)
-    module.__class__ = _joined(*classes, beneath)
-    assert isinstance(module, kind)
-    return module
-
-
-@functools.cache
-def _joined(kind: Any, own: Any, beneath: bool) -> Any:
-    if issubclass(kind, own):
-        return kind
-    named = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return type(own.__name__, (own, kind) if beneath else (kind, own), named)
 
 
 def rank_part(size: int, group: ProcessGroup) -> tuple[int, int]:

@@ -34,7 +34,6 @@ from axonlaunch.engines.tensor.local_parameters import (
     Cut,
     ReadsLocally,
     TensorAxis,
-    convert_module,
 )
 from axonlaunch.engines.tensor.plan_checks import (
     COLUMN_STYLES,
@@ -46,6 +45,7 @@ from axonlaunch.engines.tensor.plan_checks import (
     styled,
     unknown_styles,
 )
+from axonlaunch.models.convert_module import convert_module
 
 __all__ = ["STYLES", "divided_classes", "parallelize"]
 

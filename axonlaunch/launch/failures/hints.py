@@ -66,6 +66,12 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
             f"nothing listens at {launch.master_addr}:{launch.master_port}; is that node 0's "
             "address, and does a firewall let its port through?"
         )
+    if cause == "types" and config.train.precision == "bf16":
+        return (
+            "train.precision=bf16: a forward reads weights in bf16, and something in fp32, as a "
+            "table that is no parameter, was added to what it computes or multiplied with it; "
+            "cast that in the model, table.to(x.dtype), or use train.precision=fp32"
+        )
     return ""
 
 

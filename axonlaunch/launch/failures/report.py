@@ -43,8 +43,7 @@ class Report:
         step: Optimizer steps it had done; None before the first.
         doing: What it did then.
         cause: What is known to help against it: ``memory``, ``disk``, ``files``, ``folder``,
-            ``loss``,
-            ``module NAME``, ``refused`` or nothing.
+            ``loss``, ``types``, ``module NAME``, ``refused`` or nothing.
         memory_bytes: What its device had for this run, where memory ran out.
         record: Of its collectives, where it was asked.
     """

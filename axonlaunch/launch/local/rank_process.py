@@ -61,6 +61,10 @@ _PLAIN = (
 )
 
 
+_OF_TYPES = ("same dtype", "scalar type", "should be the same")
+"""What torch's operations say of tensors that are not of one type."""
+
+
 def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
     """Be a rank, or under the mock backend all of them; never returns.
 
@@ -257,6 +261,8 @@ def _cause(error: BaseException) -> str:
         return f"module {error.name}"
     if isinstance(error, ConnectionRefusedError) or "connection refused" in text:
         return "refused"
+    if "bfloat16" in text and any(words in text for words in _OF_TYPES):
+        return "types"
     return ""
 
 

@@ -218,7 +218,7 @@ def states(
     half = 0.5 if is_cast else 1.0
     whole, layer, ends = (size / layout.tensor for size in (whole, layer, ends))
     gradients, moments = shares.gradients * whole, shares.states * whole
-    cast = 0.0 if half == 1 else whole * half  # autocast keeps what it casts until a forward ends
+    cast = 0.0 if half == 1 else whole * half  # kept for backward by the products that read them
     if not layout.facts.shards_parameters:
         moments /= layout.optimizer_shards
         return {

@@ -1,0 +1,142 @@
+"""Whole parameters that are kept in fp32 and computed with in bf16."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from parity_table import MODELS
+from rank_engine import rank_engine
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import functional_call
+
+from axonlaunch.comm import World
+from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
+from axonlaunch.engines.lower_precision import lower_blocks
+from axonlaunch.models.build import build_model, spec_for
+from axonlaunch.models.dtensor_regions import whole
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def trained(model: list[str], *overrides: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Return losses and parameters of two steps on two ranks."""
+    common = ["launch.backend=mock", "launch.nproc=2", "train.global_batch_size=8"]
+    # The norm that gradients are clipped to is summed in another order over shards.
+    arithmetic = ["train.precision=bf16", "train.grad_clip=null"]
+    chosen = run_config([*model, *common, *arithmetic, *overrides])
+
+    def run(world: World) -> tuple[list[float], dict[str, Tensor]]:
+        engine, loader = rank_engine(chosen, world)
+        losses = [float(engine.train_step(loader.batch(step)).loss) for step in range(2)]
+        return losses, {name: whole(p) for name, p in engine.named_parameters()}
+
+    return World.mock(2).run(run)[0]
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt", "mlp"])
+def test_replicas_compute_what_shards_do_bit_for_bit(model: str) -> None:
+    tied = ["model.tie_word_embeddings=true"] if model == "gpt" else []
+    losses, parameters = trained([*MODELS[model], *tied], "strategy=fsdp")
+    for strategy in ("ddp", "zero1"):
+        own, replicas = trained([*MODELS[model], *tied], f"strategy={strategy}")
+        assert own == losses
+        assert all(torch.equal(replicas[name], shard) for name, shard in parameters.items())
+
+
+class _Lifted(nn.Module):
+    """A block that computes with a weight and is given fp32 by the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.linspace(-1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype is torch.bfloat16
+        return nn.functional.linear(x, self.linear.weight).relu() + self.table
+
+
+class _OfManyKinds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.scales = nn.ParameterList([nn.Parameter(torch.linspace(0.5, 1.5, 8))])
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self.recurrent(self.table(tokens))
+        hidden = hidden * self.scales[0]
+        return self.head(hidden + self.attention(hidden, hidden, hidden)[0])
+
+
+def lowered(model: nn.Module, *, blocks: list[nn.Module], mode: Any = "none") -> nn.Module:
+    around = lower_blocks(model, torch.bfloat16, blocks=blocks)
+    apply_activation_checkpointing(blocks, mode=mode)
+    model.forward = around(model.forward)  # type: ignore[method-assign]
+    return model
+
+
+def test_a_module_of_any_kind_computes_with_copies_and_gets_fp32_gradients() -> None:
+    model = lowered(_OfManyKinds(), blocks=[])
+    plain = _OfManyKinds()
+    plain.load_state_dict(model.state_dict())
+    copies = {name: parameter.bfloat16() for name, parameter in plain.named_parameters()}
+    outputs, expected = model(TOKENS), functional_call(plain, copies, (TOKENS,))
+    assert outputs.dtype is torch.bfloat16
+    assert torch.equal(outputs, expected)
+    for result in (outputs, expected):
+        result.float().square().sum().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    gradients = [(own.grad, theirs.grad) for own, theirs in pairs]
+    assert all(own is not None and own.dtype is torch.float32 for own, _ in gradients)
+    assert all(torch.equal(own, theirs) for own, theirs in gradients)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.head.weight is model.table.weight  # outside of a forward, the parameter
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_what_a_block_lifts_is_cast_for_the_next_also_where_it_recomputes(mode: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(_Lifted(), _Lifted())
+    model = copy.deepcopy(plain)
+    lowered(model, blocks=[*model], mode=mode)
+    x = torch.ones(3, 8)
+    model(x).sum().backward()
+    hidden = x
+    for block in plain:
+        weight = block.linear.weight.bfloat16()
+        hidden = nn.functional.linear(hidden.bfloat16(), weight).relu() + block.table
+    hidden.sum().backward()
+    for own, block in zip(model, plain, strict=True):
+        assert torch.equal(own.linear.weight.grad, block.linear.weight.grad)
+
+
+# Of torch's own look at what a block is given, which it hides unless warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_block_casts_within_its_one_graph() -> None:
+    chosen = run_config(["model=llama_debug", "model.num_hidden_layers=2"])
+
+    def gradients(compiled: bool) -> dict[str, Tensor]:
+        model = build_model(chosen, seed=0)
+        blocks = [*spec_for(chosen).blocks(model).values()]
+        around = lower_blocks(model, torch.bfloat16, blocks=blocks)
+        apply_activation_checkpointing(blocks, mode="full")
+        for block in blocks if compiled else ():
+            block.forward = torch.compile(block.forward, backend=counter, fullgraph=True)
+        around(model.forward)(TOKENS).float().square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    expected = gradients(compiled=False)
+    own = gradients(compiled=True)
+    assert counter.frame_count == 1
+    assert all(torch.equal(own[name], gradient) for name, gradient in expected.items())
