@@ -6,6 +6,7 @@ It runs both sides, on the mock world or on real ranks, and leaves nothing behin
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,17 +41,23 @@ from axonlaunch.verification.result import ParityResult, failed
 _SAVED = "reference.pt"
 
 
-def on_mock(config: RunConfig, plan: ComparisonPlan) -> ParityResult:
+def on_mock(
+    config: RunConfig,
+    plan: ComparisonPlan,
+    *,
+    one_process: Callable[[RunConfig, ComparisonPlan], tuple[Reference, ...]] = run_references,
+) -> ParityResult:
     """Verify a layout whose ranks are threads of this process.
 
     Args:
         config: Checked and resolved.
         plan: How many steps, and what else is compared.
+        one_process: Gives what it computes: several layouts of a model can be held against one run.
     """
     import_plugins(config.plugins)
     config = with_smooth_updates(config)
     try:
-        references = run_references(config, plan)
+        references = one_process(config, plan)
     except NoReferenceError as error:
         return failed(config, plan.steps, str(error))
     world = World.mock(

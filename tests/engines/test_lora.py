@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
 import torch
 from configured import run_config
 from covers import every
-from parity import Trained, assert_same, train
+from parity import assert_trains_as_one_process
+from rank_engine import rank_engine
 from torch import nn
 
+from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.adapter import is_of_adapter
 from axonlaunch.models.build import build_model, construct
@@ -63,22 +64,18 @@ CASES = [
 ]
 
 
-@functools.cache
-def alone(model: str) -> Trained:
-    return train([*MODELS[model], *DATA, *LORA[model], "strategy=single"], 1)
-
-
 @pytest.mark.parametrize(("model", "layout"), every(2, CASES))
 def test_a_layout_trains_the_adapters_that_one_process_trains(model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
-    result = train([*MODELS[model], *DATA, *LORA[model], *overrides.split()], ranks)
-    assert_same(result, alone(model), tolerance=1e-5)
+    chosen = [*MODELS[model], *DATA, *LORA[model], *overrides.split()]
+    assert_trains_as_one_process(chosen, ranks)
 
 
 def test_nothing_but_adapters_and_what_is_unfrozen_is_trained() -> None:
-    result = alone("llama")
-    assert {name for name in result.gradients[0] if not is_of_adapter(name)} == {"norm.weight"}
-    adapted = {name.rpartition(".lora_")[0] for name in result.gradients[0] if is_of_adapter(name)}
+    model = build_model(run_config([*MODELS["llama"], *DATA, *LORA["llama"]]), seed=0)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name for name in trained if not is_of_adapter(name)} == {"norm.weight"}
+    adapted = {name.rpartition(".lora_")[0] for name in trained if is_of_adapter(name)}
     layers = {
         f"layers.{n}.{end}" for n in range(4) for end in ("self_attn.q_proj", "mlp.down_proj")
     }
@@ -175,9 +172,13 @@ def test_verify_passes_and_says_that_the_rest_is_frozen(overrides: str) -> None:
 
 def test_adapters_of_a_model_in_bf16_are_trained_in_fp32() -> None:
     overrides = ["train.precision=bf16", "train.param_dtype=bf16", "strategy=single"]
-    result = train([*MODELS["gpt"], *DATA, *LORA["gpt"], *overrides], 1)
-    kinds = {is_of_adapter(name): p.dtype for name, p in result.parameters.items()}
-    assert kinds == {True: torch.float32, False: torch.bfloat16}
+    chosen = run_config([*MODELS["gpt"], *DATA, *LORA["gpt"], *overrides])
+
+    def dtypes(world: World) -> dict[bool, torch.dtype]:
+        engine, _ = rank_engine(chosen, world)
+        return {is_of_adapter(name): p.dtype for name, p in engine.named_parameters()}
+
+    assert World.mock(1).run(dtypes) == [{True: torch.float32, False: torch.bfloat16}]
 
 
 def test_gradients_and_states_are_those_of_the_adapters() -> None:

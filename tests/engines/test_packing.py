@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 from configured import estimate_config, run_config
 from covers import every, pairs
-from parity import Trained, assert_same, train
+from parity import assert_trains_as_one_process, verified
 
 from axonlaunch.config import ConfigError
 
@@ -40,21 +38,18 @@ def overrides_of(model: str) -> list[str]:
     return [*MODELS[model], "model.num_hidden_layers=4", *DATA]
 
 
-@cache
-def single(model: str) -> Trained:
-    return train([*overrides_of(model), "strategy=single"], 1)
-
-
 @pytest.mark.parametrize(("layout", "model"), every(2, pairs([*LAYOUTS], [*MODELS])))
 def test_every_layout_keeps_documents_apart_as_one_process_does(layout: str, model: str) -> None:
     overrides, ranks = LAYOUTS[layout]
-    trained = train([*overrides_of(model), *overrides], ranks)
-    assert_same(trained, single(model), tolerance=1e-5)
+    assert_trains_as_one_process([*overrides_of(model), *overrides], ranks)
 
 
 def test_documents_of_a_row_change_what_is_learned() -> None:
-    together = train([*overrides_of("gpt"), "data.document_length=null", "strategy=single"], 1)
-    assert together.losses != single("gpt").losses
+    overrides = [*overrides_of("gpt"), "strategy=single"]
+    apart, together = (
+        verified([*overrides, *more], 1) for more in ([], ["data.document_length=null"])
+    )
+    assert together.losses != apart.losses
 
 
 def test_what_can_not_keep_documents_apart_is_refused_before_a_rank_starts() -> None:

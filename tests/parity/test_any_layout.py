@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 
 import pytest
 from configured import run_config
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from parity import Trained, assert_same, train
+from parity import assert_trains_as_one_process
 from parity_table import MODELS, SCHEDULES
 
 from axonlaunch.config import ConfigError, ConfigIssue
@@ -78,11 +77,6 @@ def problems_of(overrides: list[str], ranks: int) -> list[ConfigIssue]:
     return []
 
 
-@functools.cache
-def alone(model: str, *common: str) -> Trained:
-    return train([*MODELS[model], *common, "strategy=single"], 1)
-
-
 def check(run: tuple[int, str, list[str], list[str]]) -> bool:
     """Say whether a run was let pass; fail if it then differs, or was refused without a reason."""
     ranks, model, common, chosen = run
@@ -90,9 +84,7 @@ def check(run: tuple[int, str, list[str], list[str]]) -> bool:
     if problems:
         assert all(problem.key and problem.message for problem in problems)
         return False
-    assert_same(
-        train([*MODELS[model], *common, *chosen], ranks), alone(model, *common), tolerance=2e-5
-    )
+    assert_trains_as_one_process([*MODELS[model], *common, *chosen], ranks)
     return True
 
 

@@ -5,26 +5,11 @@ Every combination of README.md beside it; those that are not fast run under ``sc
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import pytest
-from parity import Trained, assert_same, train
+from parity import assert_trains_as_one_process
 from parity_table import BATCH, PAGE, Combination, combinations, factors, markdown
-
-TOLERANCES = {
-    "fp32": {"tolerance": 1e-5},
-    "bf16": {"tolerance": 0.02, "parameters": 0.05, "gradients": 0.15, "gradient_steps": 1},
-}
-"""bf16 has 8 bits, and micro-batches of other sizes round their gradients otherwise. AdamW moves an
-element by the learning rate however small its gradient, so rounding shows most in the biases.
-"""
-
-
-@functools.cache
-def alone(model: tuple[str, ...], precision: str) -> Trained:
-    common = [f"train.global_batch_size={BATCH}", f"train.precision={precision}"]
-    return train([*model, *common, "strategy=single"], 1)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +20,8 @@ def alone(model: tuple[str, ...], precision: str) -> Trained:
     ],
 )
 def test_it_trains_as_one_process_does(combination: Combination) -> None:
-    expected = alone(tuple(combination.model_overrides), combination.precision)
     common = [*combination.model_overrides, f"train.global_batch_size={BATCH}"]
-    got = train([*common, *combination.overrides], combination.layout.ranks)
-    assert_same(got, expected, **TOLERANCES[combination.precision])
+    assert_trains_as_one_process([*common, *combination.overrides], combination.layout.ranks)
 
 
 def test_the_page_lists_what_is_compared() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from configured import run_config
 from hf_families import without_folder
-from parity import EPS, Trained, assert_same, train
+from parity import assert_trains_as_one_process
 from rank_engine import rank_engine
 
 from axonlaunch import checkpoint
@@ -49,11 +48,6 @@ LAYOUTS = {
 }
 
 
-@functools.cache
-def alone(model: str, batch: str) -> Trained:
-    return train([*MODELS[model], "strategy=single", batch], 1)
-
-
 FAST = [  # each model and each layout
     ("gpt, tied", "tensor 2"),
     ("gpt, tied", "pipeline 2 x tensor 2"),
@@ -70,13 +64,12 @@ CASES = [
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_it_trains_as_one_process_does(model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
-    batch = next((o for o in overrides if "batch_size=6" in o), "train.global_batch_size=8")
-    assert_same(train([*MODELS[model], *overrides], ranks), alone(model, batch), tolerance=1e-5)
+    assert_trains_as_one_process([*MODELS[model], *overrides], ranks)
 
 
 def engines(model: str, layout: str, work: Any) -> Any:
     ranks, overrides = SINGLE if layout == "single" else LAYOUTS[layout]
-    chosen = run_config([*MODELS[model], *EPS, f"launch.nproc={ranks}", *overrides])
+    chosen = run_config([*MODELS[model], f"launch.nproc={ranks}", *overrides])
     return chosen, World.mock(ranks).run(lambda world: work(*rank_engine(chosen, world), world))[0]
 
 

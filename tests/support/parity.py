@@ -1,139 +1,98 @@
-"""Trains a configuration on the mock world and tells what it gave, for tests of parity."""
+"""Verifies configurations as ``axonlaunch verify`` does, in fewer steps, for tests of parity.
+
+One process runs once for all layouts of a model whose numbers it would compute alike.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
 
-import pytest
 from configured import run_config
-from gathered import Held, gathered, held
-from rank_engine import rank_engine
-from torch import Tensor
 
-from axonlaunch.comm import World
-from axonlaunch.config import RunConfig
-from axonlaunch.data.dataset import IGNORE_INDEX, Batch
+from axonlaunch.config import RunConfig, to_tree, with_values
+from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.verification import compare
+from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.reference import Reference
+from axonlaunch.verification.reference_runs import run_references
+from axonlaunch.verification.result import ParityResult
 
-STEPS = 2  # the second takes the first update, and the states that it made
-# The key projection's bias has a gradient of zero, for softmax ignores it, so what rounding leaves
-# is all there is. With AdamW's usual eps of 1e-8 that noise alone would move it by the whole
-# learning rate in a random direction.
-EPS = ["optimizer.eps=1e-4"]
+STEPS = 2
+"""The second takes the first update, and the states that it made."""
+DEMANDS = [
+    *("train.global_batch_size=8", "train.steps=10", "scheduler.warmup_steps=0"),
+    "train.grad_clip=0.5",
+]
+"""What ``axonlaunch verify`` makes of a run by itself; tests choose accumulation for themselves."""
+_BUCKET_MB = 0.02
+"""Of replicas' gradients, which so travel in several."""
+_WHOLE_BATCH = ("gpt", "llama", "mlp", "vit")
+"""Models of which one process computes all samples of a step at once in fp32."""
+_KEPT = 24
 
-
-@dataclass(frozen=True)
-class Trained:
-    """What a run gave: by step losses, gradient norms and gradients; parameters at its end."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: list[dict[str, Tensor]]
-    parameters: dict[str, Tensor]
-
-
-class _Rank(NamedTuple):
-    """The same, of gradients and parameters what a rank holds."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: list[dict[str, Held]]
-    parameters: dict[str, Held]
+_references: OrderedDict[str, tuple[Reference, ...]] = OrderedDict()
 
 
-def train(overrides: list[str], ranks: int) -> Trained:
-    """Train for some steps on the mock world; every rank must tell the same."""
-    chosen = run_config(
-        [
-            *("train.global_batch_size=8", "train.steps=10", "scheduler.warmup_steps=0"),
-            *(f"launch.nproc={ranks}", *overrides),
-        ]
-        + ([] if "optimizer=sgd" in overrides else EPS)
-    )
-
-    def run(world: World) -> _Rank:
-        engine, loader = rank_engine(chosen, world)
-        losses, norms, gradients = [], [], []
-        for step in range(STEPS):
-            loss, _ = engine.backward(_unequal(loader.batch(step)))
-            gradients.append(held((n, p.grad) for n, p in engine.named_parameters()))
-            norm, _ = engine.update()
-            losses.append(float(loss))
-            norms += [] if norm is None else [float(norm)]
-        return _Rank(losses, norms, gradients, held(engine.named_parameters()))
-
-    all_ranks = World.mock(ranks).run(run)
-    losses, norms, gradients, parameters = zip(*all_ranks, strict=True)
-    assert set(map(tuple, losses)) == {(*losses[0],)}
-    assert set(map(tuple, norms)) == {(*norms[0],)}
-    by_step = [gathered(of_ranks) for of_ranks in zip(*gradients, strict=True)]
-    return Trained(losses[0], norms[0], by_step, gathered(parameters))
-
-
-def unequal_batches(chosen: RunConfig, *, steps: int) -> list[Batch]:
-    """The global batches that ``train`` trains on."""
-
-    def run(world: World) -> list[Batch]:
-        _, loader = rank_engine(chosen, world)
-        return [_unequal(loader.batch(step)) for step in range(steps)]
-
-    return World.mock(1).run(run)[0]
-
-
-def _unequal(batch: Batch) -> Batch:
-    """Leave targets of some rows out, so that ranks and micro-batches count differently."""
-    targets = batch.targets.clone()
-    if targets.ndim == 2:
-        for row, target in enumerate(targets):
-            target[: int(batch.inputs[row, 0]) % 7] = IGNORE_INDEX
-    return replace(batch, targets=targets)
-
-
-def assert_same(
-    got: Trained,
-    expected: Trained,
-    *,
-    tolerance: float,
-    parameters: float | None = None,
-    gradients: float | None = None,
-    gradient_steps: int = STEPS,
-) -> None:
-    """Compare two runs.
+def verified(
+    overrides: Sequence[str], ranks: int, *, steps: int = STEPS, beyond: bool = False
+) -> ParityResult:
+    """Hold a layout against plain torch in one process, on the mock world.
 
     Args:
-        got: The one in question.
-        expected: One process.
-        tolerance: Relative difference of losses that passes.
-        parameters: That of the parameters at the end; None: the same.
-        gradients: That of gradients and their norms; None: the same.
-        gradient_steps: First steps whose gradients are compared. In low precision two runs walk
-            apart with the first update.
+        overrides: Of the configuration; they come after ``DEMANDS``.
+        ranks: Of the world.
+        steps: Optimizer steps.
+        beyond: Whether an evaluation, a prediction and a checkpoint are compared too.
     """
-    for step, (a, b) in enumerate(zip(got.losses, expected.losses, strict=True)):
-        assert a == pytest.approx(b, rel=tolerance), f"loss of step {step}"
-    norms = [*zip(got.norms, expected.norms, strict=True)]
-    for step, (a, b) in enumerate(norms[:gradient_steps]):
-        assert a == pytest.approx(b, rel=gradients or tolerance), f"gradient norm of step {step}"
-    pairs = [*zip(got.gradients, expected.gradients, strict=True)]
-    for step, (a, b) in enumerate(pairs[:gradient_steps]):
-        squares = sum(float(gradient.square().sum()) for gradient in b.values())
-        usual = (squares / sum(gradient.numel() for gradient in b.values())) ** 0.5
-        _assert_near(a, b, gradients or tolerance, floor=usual, what=f"step {step}: gradient")
-    # Biases start at 0: what is small beside the weights' initial deviation is no difference.
-    end = (got.parameters, expected.parameters)
-    _assert_near(*end, parameters or tolerance, floor=0.02, what="parameter")
+    layout = [f"launch.nproc={ranks}", "launch.backend=mock"]
+    config = run_config([*DEMANDS, *layout, *overrides])
+    if Layout.of(config, world_size=ranks).facts.section == "ddp":
+        config = with_values(config, {"strategy.ddp.bucket_size_mb": _BUCKET_MB})
+    plan = ComparisonPlan(steps=steps, beyond=beyond)
+    return compare.on_mock(config, plan, one_process=_run_once)
 
 
-def _assert_near(
-    got: dict[str, Tensor],
-    expected: dict[str, Tensor],
-    tolerance: float,
-    *,
-    floor: float,
-    what: str,
-) -> None:
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        scale = tensor.norm().clamp(min=floor * tensor.numel() ** 0.5)
-        difference = float((got[name] - tensor).norm() / scale)
-        assert difference <= tolerance, f"{what} {name} is off by {difference:.2g}"
+def assert_trains_as_one_process(
+    overrides: Sequence[str], ranks: int, *, steps: int = STEPS, beyond: bool = False
+) -> ParityResult:
+    """Fail where a layout differs; of one rank, which proves little, all numbers are compared."""
+    verdict = verified(overrides, ranks, steps=steps, beyond=beyond)
+    assert verdict.failure is None, verdict.failure
+    assert not verdict.differences, verdict.differences[:8]
+    assert verdict.passed or ranks == 1, verdict.reason
+    return verdict
+
+
+def _run_once(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, ...]:
+    """Run one process, unless it ran for another layout before."""
+    key = f"{plan} {_matters(config)}"
+    if key not in _references:
+        _references[key] = run_references(config, plan)
+        while len(_references) > _KEPT:
+            _references.popitem(last=False)
+    _references.move_to_end(key)
+    return _references[key]
+
+
+def _matters(config: RunConfig) -> str:
+    """Return what one process's numbers depend on.
+
+    Of the layout that are the micro-batches and the dtypes that it computes in, where they matter.
+    """
+    layout = Layout.of(config, world_size=num_ranks(config))
+    tree = to_tree(config)
+    train, strategy = tree["train"], tree.pop("strategy")
+    of_layout = {
+        "micro-batch": train.pop("micro_batch_size"),
+        "samples": layout.micro_batch_size,
+        "data ranks": layout.data_ranks if train["precision"] == "fp16" else 1,
+        "gathered": layout.facts.shards_parameters,
+        "summed": strategy["reduce_dtype"],
+    }
+    del tree["launch"], train["activation_checkpointing"]
+    is_whole = config.model.name in _WHOLE_BATCH and train["precision"] == "fp32"
+    if is_whole and not config.train.loss:
+        of_layout = {"summed": strategy["reduce_dtype"]}
+    return json.dumps([tree, of_layout], sort_keys=True, default=str)

@@ -14,7 +14,7 @@ from pathlib import Path
 from axonlaunch.config.schedule_rules import SCHEDULES as RULES
 
 PAGE = Path(__file__).parents[1] / "parity" / "README.md"
-BATCH = 24
+BATCH = 16
 
 TOKENS = ["data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=12"]
 IMAGES = ["data=synthetic_images", "data.image_size=8", "data.num_channels=1"]
@@ -50,6 +50,7 @@ SCHEDULES = {
 }
 """Schedules, and the stages that each puts on a rank."""
 SPLITTING = {name for name, rule in RULES.items() if rule.separate_weight_grad}
+ACCUMULATION = (1, 2)
 RECOMPUTED = ("none", "full", "selective")
 """What backward computes again."""
 
@@ -182,7 +183,7 @@ def combinations() -> list[Combination]:
         models = [m for m in MODELS if m in WITH_SEQUENCES or not named & {"sequence", "context"}]
         # Going back through a block twice, a schedule has no second set of what was kept of it.
         recomputed = [mode for mode in RECOMPUTED if mode != "selective" or not named & SPLITTING]
-        for values in itertools.product(models, ("fp32", "bf16"), (1, 3)):
+        for values in itertools.product(models, ("fp32", "bf16"), ACCUMULATION):
             how = recomputed[len(every) % len(recomputed)]
             every.append(Combination(layout, *values, how, fast=False))
     chosen = _pairwise(every)
@@ -212,7 +213,8 @@ def _settings() -> tuple[str, ...]:
 def _pairwise(every: list[Combination]) -> set[int]:
     """Choose combinations until all rows, and all pairs of two factors' values, are among them.
 
-    Greedy: next comes the one with the most new pairs for its cost, which grows with its ranks. A
+    Greedy: next comes the one with the most new pairs for its cost, which grows with its ranks, its
+    micro-batches, and with bf16, in which one process computes them one by one too. A
     set of pairs is a number with a bit a pair: (model gpt, precision bf16) is 1, the next is 2, ...
     """
     bits: dict[object, int] = {}
@@ -221,7 +223,11 @@ def _pairwise(every: list[Combination]) -> set[int]:
         pairs = [c.layout.label, *itertools.combinations(factors(c).items(), 2)]
         masks.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs))
     left, chosen = (1 << len(bits)) - 1, set()
-    cost = [c.layout.ranks**0.5 for c in every]
+    cost = [
+        (c.layout.ranks * c.layout.stages * c.accumulation * (2 if c.precision == "bf16" else 1))
+        ** 0.5
+        for c in every
+    ]
     while left:
         best = max(range(len(every)), key=lambda i: (masks[i] & left).bit_count() / cost[i])
         chosen.add(best)
@@ -255,9 +261,11 @@ INTRODUCTION = """\
 Written by `python tests/support/parity_table.py`; `test_parity.py` runs what it lists.
 
 A row is a layout. Each of its combinations (number of ranks, model, fp32 or bf16, accumulation 1
-or 3; recomputing nothing, whole blocks or some operations, in turn) trains from the same weights on
-the same samples as a single process that recomputes nothing, and its losses, gradients and
-parameters are compared: in fp32 to 1e-5 relative, in bf16 to 0.02 for losses.
+or 2; recomputing nothing, whole blocks or some operations, in turn) is held against plain torch in
+one process by the function of `axonlaunch verify`, for two steps: learning rates, losses, every
+gradient, their norms, parameters, buffers, optimizer states, with that command's tolerances.
+`scripts/test --sweep` does all that the command does of each: six steps, an evaluation, a
+prediction, a checkpoint.
 
 Every test run (`scripts/test`) has {fast} of the {total} combinations, from {rows_fast} of the
 {rows} rows: chosen so that every pair of values of two factors (a setting of the layout, number of
