@@ -50,8 +50,7 @@ def lower_blocks(
     for module in model.modules():
         own = _own(module)
         if any(parameter.dtype != dtype for parameter in own.values()):
-            kind = _LowerRecurrent if isinstance(module, nn.RNNBase) else _Lower
-            lower = convert_module(module, kind)
+            lower = convert_module(module, _Lower)
             lower._arithmetic = arithmetic
             # By number, for what fills a model on meta gives it other parameters.
             lower._shared = {
@@ -163,19 +162,6 @@ class _Lower(nn.Module):
         if self._arithmetic.computes and self.__dict__["_parameters"].get(name) is not None:
             return self._arithmetic.copy(value, self._shared.get(name))
         return value
-
-
-class _LowerRecurrent(_Lower):
-    """The same of torch's recurrent layers, which read parameters from a list of their own."""
-
-    @property
-    def _flat_weights(self) -> list[Tensor]:
-        names: list[str] = self._flat_weights_names
-        return [getattr(self, name) for name in names]
-
-    @_flat_weights.setter
-    def _flat_weights(self, made: list[Tensor]) -> None:
-        """Leave what torch lists anew to the getter."""
 
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:

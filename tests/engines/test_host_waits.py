@@ -12,6 +12,7 @@ from parity_table import MODELS
 from rank_engine import rank_engine
 
 from axonlaunch.comm import World
+from axonlaunch.engines.mesh_engine import unwaited
 
 TENSOR, PIPELINE = "strategy.tensor.degree=2", "strategy.pipeline.degree=2"
 LAYOUTS = {
@@ -67,6 +68,14 @@ def test_a_step_waits_for_no_device(layout: str) -> None:
 
 def test_nor_does_one_of_a_model_whose_positions_are_embedded_and_weights_tied() -> None:
     assert waits("gpt", 4, "strategy=ddp", PIPELINE, "strategy.context.degree=2") == []
+
+
+def test_what_the_host_counts_travels_from_memory_that_a_copy_does_not_wait_for() -> None:
+    with HostWaits([]) as waits:
+        unwaited(torch.ones(()), torch.device("meta"))
+        assert waits.places == []
+        torch.ones(()).to("meta")
+    assert len(waits.places) == 1
 
 
 @pytest.mark.parametrize(
