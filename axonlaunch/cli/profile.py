@@ -74,7 +74,7 @@ def _predicted(config: RunConfig) -> tuple[dict[str, float] | None, str]:
     from axonlaunch.config import ConfigError
     from axonlaunch.launch.output.spinner import spinner
     from axonlaunch.planning.records import StepPrediction
-    from axonlaunch.planning.run_hardware import hardware_of_run
+    from axonlaunch.planning.throughput.run_hardware import hardware_of_run
     from axonlaunch.system import forked_call, forkserver
 
     hardware, reason = hardware_of_run(config)

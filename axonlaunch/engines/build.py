@@ -34,7 +34,6 @@ from axonlaunch.engines.forward_backward import (
     LocalForwardBackward,
     PipelineForwardBackward,
 )
-from axonlaunch.engines.lower_precision import Forward
 from axonlaunch.engines.mesh_engine import MeshEngine, StepRule
 from axonlaunch.engines.optimizer.offload import HOST
 from axonlaunch.engines.optimizer.optimizers import learning_rate
@@ -51,7 +50,8 @@ from axonlaunch.engines.pipeline.split import (
     stage_blocks,
 )
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
-from axonlaunch.engines.precision import (
+from axonlaunch.engines.precision.lower_parameters import Forward
+from axonlaunch.engines.precision.policy import (
     DTYPES,
     LossScale,
     keep_parameters_in,

@@ -26,7 +26,7 @@ from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
-from axonlaunch.engines.precision import LossScale
+from axonlaunch.engines.precision.policy import LossScale
 from axonlaunch.engines.tensor.losses import Losses
 from axonlaunch.models.module_state import evaluating, model_state, persistent_buffers
 

@@ -15,7 +15,7 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.records import Estimate, StepPrediction
-from axonlaunch.planning.run_hardware import hardware_of_run
+from axonlaunch.planning.throughput.run_hardware import hardware_of_run
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.run_files import ESTIMATE, STEP_TIME

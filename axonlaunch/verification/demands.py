@@ -17,8 +17,8 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.optimizer import MuonConfig
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schedule_rules import SCHEDULES
-from axonlaunch.engines import precision
 from axonlaunch.engines.data_parallel import fsdp, zero1
+from axonlaunch.engines.precision import policy as precision
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.verification.plain_optimizer import class_of

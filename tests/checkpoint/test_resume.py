@@ -14,7 +14,7 @@ from axonlaunch import checkpoint, engines
 from axonlaunch.checkpoint import reader
 from axonlaunch.comm import World
 from axonlaunch.config import with_values
-from axonlaunch.engines.precision import LossScale
+from axonlaunch.engines.precision.policy import LossScale
 from axonlaunch.training import worker
 
 WORDS = [

@@ -28,7 +28,7 @@ from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer.offload import StreamedUpdate
 from axonlaunch.engines.optimizer.optimizers import learning_rate
 from axonlaunch.engines.optimizer.step import Update
-from axonlaunch.engines.precision import LossScale
+from axonlaunch.engines.precision.policy import LossScale
 
 
 def rates(schedule: SchedulerConfig, steps: int) -> list[float]:

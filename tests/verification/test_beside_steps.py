@@ -16,7 +16,8 @@ from axonlaunch.checkpoint import dcp_reader
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.data.dataset import Batch
 from axonlaunch.data.loader import Loader, whole_loader
-from axonlaunch.engines import mesh_engine, precision
+from axonlaunch.engines import mesh_engine
+from axonlaunch.engines.precision import policy as precision
 from axonlaunch.models import module_state
 from axonlaunch.models.attention import Attention, Packing
 from axonlaunch.verification import compare, inputs

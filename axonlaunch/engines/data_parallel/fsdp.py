@@ -42,7 +42,7 @@ from axonlaunch.engines.device_mesh import data_mesh
 from axonlaunch.engines.optimizer.offload import HOST
 from axonlaunch.engines.optimizer.step import clip_gradients
 from axonlaunch.engines.optimizer.streaming import STREAMED, stream_parameters
-from axonlaunch.engines.precision import sharded_policy
+from axonlaunch.engines.precision.policy import sharded_policy
 
 LARGE_UNIT = 16 * 2**20
 """Bytes of parameters beside the blocks that are gathered by themselves; less travels with what is

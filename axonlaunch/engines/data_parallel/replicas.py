@@ -16,7 +16,7 @@ from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
-from axonlaunch.engines.precision import DTYPES
+from axonlaunch.engines.precision.policy import DTYPES
 
 
 class Replicas:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from axonlaunch.comm.autograd import collect_from
-from axonlaunch.engines.lower_precision import reading_lower
+from axonlaunch.engines.precision.lower_parameters import reading_lower
 from axonlaunch.engines.tensor.after_head import AfterHead
 from axonlaunch.engines.tensor.fused_region import enter_region
 from axonlaunch.engines.tensor.layers import ColumnParallelLinear

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from axonlaunch.engines.lower_precision import Forward, lower_blocks
+from axonlaunch.engines.precision.lower_parameters import Forward, lower_blocks
 
 Precision = Literal["fp32", "bf16", "fp16"]
 

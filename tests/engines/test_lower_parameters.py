@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from axonlaunch.comm import World
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
-from axonlaunch.engines.lower_precision import lower_blocks
+from axonlaunch.engines.precision.lower_parameters import lower_blocks
 from axonlaunch.models.build import build_model, spec_for
 from axonlaunch.models.dtensor_regions import whole
 
