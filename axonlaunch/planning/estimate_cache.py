@@ -25,7 +25,7 @@ from axonlaunch.system.cache import keep
 _MOST = 1000
 """Estimates that are kept, of some kilobytes each: those of a source or a torch that was are never
 read again."""
-# What of ``train`` plays no part in a step.
+# Keys of ``train`` that do not affect a step.
 _IDLE = (
     "steps",
     "log_every",
