@@ -101,7 +101,7 @@ class Writer(FileSystemWriter):
         """Write the bytes of tensors one after another; the main rank gets where they are.
 
         Raises:
-            TypeError: A value that is to be saved is no tensor.
+            TypeError: A value to save is not a tensor.
         """
         if self._background:
             _step_back()

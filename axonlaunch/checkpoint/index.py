@@ -52,7 +52,7 @@ def index_to_json(metadata: Metadata) -> bytes:
     """Return the JSON of an index whose ``storage_data`` says where each part lies.
 
     Raises:
-        TypeError: A value that is to be saved is no tensor.
+        TypeError: A value to save is not a tensor.
     """
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():

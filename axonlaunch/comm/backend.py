@@ -34,7 +34,7 @@ class Backend(StrEnum):
         world: CPU tensors that never leave the process.
 
         Raises:
-            ValueError: It is none of ours.
+            ValueError: It is not supported.
         """
         if "nccl" in name.split(",")[-1].split(":"):
             return cls.NCCL

@@ -1,4 +1,4 @@
-"""Makes a shard: rows are read, encoded and written, and how far that is goes on record.
+"""Makes a shard: reads, encodes and writes rows, and records its progress.
 
 However it ends, the next process continues behind the last chunk that is on record. What is read
 stays open for the next shard, so that a stream that can only be read in order is read once.

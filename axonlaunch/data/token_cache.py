@@ -178,7 +178,7 @@ class Corpus:
         self._report(replace(state, fraction=fraction, tokens=self._tokens + state.tokens))
 
     def _opened(self, folder: Path) -> Shard | None:
-        """Return a complete shard; None where it is not there, or was damaged and is gone."""
+        """Return a complete shard; None where it is not there, or was corrupt and is gone."""
         if not folder.is_dir():
             return None
         dtype, masks = token_dtype(self._encoder), self._encoder.masks

@@ -71,7 +71,7 @@ def read_trace(path: Path) -> dict[str, Any]:
     """Read a trace.
 
     Raises:
-        UnreadableTraceError: It is damaged, or no trace.
+        UnreadableTraceError: It is corrupt, or not a trace.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as stream:

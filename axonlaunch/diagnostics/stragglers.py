@@ -149,7 +149,7 @@ class Stragglers:
     """Finds the slowest rank of a world."""
 
     def __init__(self, world: World, *, blocks: Sequence[nn.Module] = ()) -> None:
-        """Begin to watch this rank, where there are others and it can be told what each does.
+        """Begin to watch this rank, if there are others and the system shows what a rank does.
 
         Every rank makes one.
 

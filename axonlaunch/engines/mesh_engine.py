@@ -327,7 +327,7 @@ class MeshEngine:
         return norm, False
 
     def _synchronise(self) -> None:
-        """Do what forward and backward have left: average replicas, sum tied weights."""
+        """Finish synchronising gradients: average replicas, sum tied weights."""
         if self._replicas is not None:
             self._replicas.after_backward()
         if self._tied is not None:
@@ -343,7 +343,7 @@ class MeshEngine:
         return self._losses.count(batch, micro_batch_size=self._layout.micro_batch_size)
 
     def _agree_on_buffers(self) -> None:
-        """Give every data rank the first one's buffers, which each moved by its own samples."""
+        """Broadcast the first data rank's buffers, which each rank updated by its own samples."""
         if self._layout.gradient_ranks == 1:
             return
         axes = [axis for axis in ("dp_shard", "dp_replicate") if self._mesh.size(axis) > 1]
@@ -353,7 +353,7 @@ class MeshEngine:
             broadcast_tensors(self._buffers, source=first, group=members)
 
     def _seed_draws(self) -> None:
-        """Let a resumed run draw (dropout, say) what the uninterrupted one would have drawn.
+        """Seed by step, so that a resumed run draws (dropout, say) what an uninterrupted one would.
 
         Ranks of a tensor axis draw alike, for what they don't divide they all compute.
         """

@@ -30,7 +30,7 @@ from axonlaunch.launch.environment_variables import (
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterEnvironment:
-    """What a launcher said of this process; by default that none started it.
+    """What a launcher said of this process; the defaults mean that none started it.
 
     Attributes:
         launcher: Its name, for messages; empty where none started this process.
@@ -82,7 +82,7 @@ class ClusterEnvironment:
         return self.local_world_size == 1 and (self.nnodes or 1) > 1
 
     def is_rank(self, compose: Callable[[], Composed], *, accelerators: Callable[[], int]) -> bool:
-        """Whether this process is one rank, rather than to start those of its node.
+        """Whether this process is itself one rank, and does not start the ranks of its node.
 
         Args:
             compose: Composes the configuration, where its ranks per node decide.
@@ -240,7 +240,7 @@ class _Reader:
         return int(text)
 
     def missing(self, *names: str) -> None:
-        """Report which of some variables, of which others are set, are not."""
+        """Report the unset ones among variables that must be set together."""
         set_names = [name for name in (*OWN, *ADDRESS) if self.environment.get(name)]
         for name in names:
             if not self.environment.get(name):
@@ -355,5 +355,5 @@ def _address(node: str) -> str:
 
 
 def port_of(run_id: str) -> int:
-    """Derive a port, below those that systems give out by themselves, from what names a run."""
+    """Derive a port from what names a run, below the range of ephemeral ports."""
     return 10000 + zlib.crc32(run_id.encode()) % 20000

@@ -87,7 +87,7 @@ def _estimated(context: ForkServerContext, config: RunConfig) -> Forecast:
 
 
 def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> list[ConfigIssue]:
-    """Return what would stop a start on this node.
+    """Return what would keep the run from starting on this node.
 
     Args:
         context: Of the warm fork server.
@@ -103,7 +103,7 @@ def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> li
 
 
 def _missing(composed: Composed) -> list[ConfigIssue]:
-    """Return what data lacks that an estimate does without: files."""
+    """Report missing data files, which a start needs and an estimate does not."""
     if naming_files(composed.tree) == composed.tree:
         return []
     try:

@@ -20,7 +20,7 @@ from axonlaunch.verification.result import Proof
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How the command that launches a run was given.
+    """How a command asks for its runs to be launched.
 
     Attributes:
         context: Of the warm fork server.
@@ -31,7 +31,7 @@ class LaunchOptions:
             by a command.
         proof: What is known of the run's layout; None: nobody asked for it.
         again: What is to be added to the command to resume the run; None: the run's name.
-        show: Takes what is being done, for who waits.
+        show: Takes what is being done, as text for the user who waits.
     """
 
     context: ForkServerContext
@@ -49,7 +49,7 @@ Launch: TypeAlias = Callable[[RunConfig, LaunchOptions], tuple[int, dict[str, An
 
 
 _LOCAL, _MULTINODE = "local", "multinode"
-_OF_NODES = Launcher(
+_MULTINODE_LAUNCHER = Launcher(
     check="axonlaunch.launch.multinode.launcher:check",
     launch="axonlaunch.launch.multinode.launcher:launch",
     sweeps=False,
@@ -67,7 +67,7 @@ def launcher_of(config: RunConfig) -> str:
 
 def launcher(name: str) -> Launcher:
     """Return what checks and launches the runs of a launcher of that name."""
-    return _OF_NODES if name == _MULTINODE else LAUNCHERS.facts(name)
+    return _MULTINODE_LAUNCHER if name == _MULTINODE else LAUNCHERS.facts(name)
 
 
 def check_function(config: RunConfig) -> Check:

@@ -134,7 +134,7 @@ def _refuse_special_files(folder: Path) -> None:
 
 
 def _differences(config: RunConfig) -> list[str]:
-    """Say in what a run that resumes differs from what it was."""
+    """Report the settings in which a run differs from what it resumes."""
     if config.checkpoint.resume != "auto":
         return []
     file = Path(config.run_dir) / CONFIG
@@ -222,7 +222,7 @@ def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
 
 
 def _other_settings(config: RunConfig, before: dict[str, Any]) -> list[str]:
-    """Return what of a frozen configuration decides what is learned, and is another here."""
+    """Return settings that decide what is learned and differ from a frozen configuration."""
     now = flatten(to_tree(config))
     keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
     keys += [f"train.{name}" for name in _LEARNED_OF_TRAIN]

@@ -159,13 +159,13 @@ class Runs:
         return next((status for status in self._statuses if status), 0)
 
     def ended(self, status: int, summary: dict[str, Any] | None) -> None:
-        """Take how the run ended that was launched last."""
+        """Record how the last launched run ended."""
         self._statuses.append(status)
         if summary is not None:
             self.summaries.append(summary)
 
     def __iter__(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
-        """Check all, then yield each that is to be launched, until one says that no other shall.
+        """Check all runs, then yield those to launch, until one ends the command.
 
         Raises:
             ConfigError: One can't be run; none was launched.

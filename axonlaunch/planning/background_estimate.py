@@ -1,4 +1,4 @@
-"""What is predicted of a run, beside it at the lowest priority: its memory, and a step's time.
+"""Predicts a run's memory and step time beside it, at the lowest priority.
 
 It begins with the first logged step, so that it delays none, and what is not ready when the run has
 ended is waited for: every summary has the estimated peak beside the measured one.
@@ -60,7 +60,7 @@ class BackgroundCall(Generic[_Result]):
         self.is_over = False
 
     def settle(self, result: _Result | None, reason: str = "") -> None:
-        """Take what is known without a call, or why there is to be none."""
+        """Set the result without a call, or the reason why there is none."""
         self.result, self.reason, self.is_over = result, reason, True
 
     def begin(self) -> None:

@@ -152,7 +152,7 @@ def suggest_changes(
 
 
 def estimated(context: ForkServerContext, config: RunConfig, *, exact: bool = False) -> Estimate:
-    """Return an estimate that was kept, or make and keep one.
+    """Return the cached estimate, or make and cache one.
 
     Args:
         context: Of the warm fork server.
@@ -173,7 +173,7 @@ def estimated(context: ForkServerContext, config: RunConfig, *, exact: bool = Fa
 
 
 def trace_beside(config: RunConfig) -> Estimate:
-    """Do as ``trace`` with what others leave of the cores, in silence: ranks print the same.
+    """Do as ``trace`` at the lowest priority and silently: ranks print the same warnings.
 
     Raises:
         ConfigError: The configuration can't be run on any node, or can't be traced.
@@ -183,7 +183,7 @@ def trace_beside(config: RunConfig) -> Estimate:
 
 
 def predict_step_beside(config: RunConfig) -> StepPrediction:
-    """Do as ``predict_step`` with what others leave of the cores, in silence.
+    """Do as ``predict_step`` at the lowest priority and silently.
 
     Raises:
         ConfigError: The run can't be traced, or its hardware lacks a figure.
@@ -202,7 +202,7 @@ def _work_beside() -> None:
 
 
 def _yield_to_ranks() -> None:
-    """Take only time that no rank wants, in this process and in those it forks.
+    """Lower the priority of this process, and of those it forks, below that of ranks.
 
     At the lowest priority alone a core that traces still looks busy to Linux, so that a rank which
     wakes up may be put behind it; under SCHED_IDLE it looks free, and the rank runs at once.
@@ -270,7 +270,7 @@ def remedied(config: RunConfig, estimate: Estimate) -> Generator[Remedy, None, S
 
 
 def without_tracing(config: RunConfig) -> Estimate:
-    """Check, and count states, in a process forked from the server.
+    """Check, and count the bytes of states, in a process forked from the server.
 
     Raises:
         ConfigError: The configuration can't be run on any node.

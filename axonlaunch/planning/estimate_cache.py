@@ -1,4 +1,4 @@
-"""Estimates that were made before, kept in the user's cache folder.
+"""Cache of estimates, in the user's cache folder.
 
 One is found again by what it depends on: the configuration, axonlaunch's own source, torch. It
 keeps none of a model that is not ours, whose source may change, and passes over what is corrupt.
@@ -25,7 +25,7 @@ from axonlaunch.system.cache import keep
 _MOST = 1000
 """Estimates that are kept, of some kilobytes each: those of a source or a torch that was are never
 read again."""
-# What of ``train`` plays no part in a step.
+# Keys of ``train`` that do not affect a step.
 _IDLE = (
     "steps",
     "log_every",
@@ -36,7 +36,7 @@ _OF_HARDWARE = ("memory_gib", "is_cpu", "multiprocessors", "cublas_workspace_mib
 
 
 def read_estimate(config: RunConfig, *, exact: bool = False) -> Estimate | None:
-    """Return the estimate of a configuration, if one was kept.
+    """Return the cached estimate of a configuration, if there is one.
 
     Args:
         config: With ``launch.nproc`` resolved.
@@ -56,7 +56,7 @@ def read_estimate(config: RunConfig, *, exact: bool = False) -> Estimate | None:
 
 
 def write_estimate(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None:
-    """Keep an estimate; where the folder can't be written, none is kept."""
+    """Cache an estimate; where the folder can't be written, do nothing."""
     if not _is_ours(config):
         return
     content = json.dumps(dataclasses.asdict(estimate))
@@ -65,7 +65,7 @@ def write_estimate(config: RunConfig, estimate: Estimate, *, exact: bool = False
 
 
 def _forget_old() -> None:
-    """Delete the oldest of too many estimates; another process may be at it too."""
+    """Delete the oldest of too many estimates; another process may do so at the same time."""
     with suppress(OSError):
         files = [*estimates_folder().glob("*.json")]
         if len(files) > _MOST:
@@ -74,7 +74,7 @@ def _forget_old() -> None:
 
 
 def estimates_folder() -> Path:
-    """Return where estimates are kept."""
+    """Return the folder of the cache."""
     return cache.cache_folder() / "estimates"
 
 

@@ -1,4 +1,4 @@
-"""What torch's allocator of a GPU's memory is told, which is said before its import.
+"""Settings of torch's GPU allocator, which are made before torch is imported.
 
 Segments of fixed sizes leave gaps that no later tensor fits: gigabytes of a run that is close to
 the device's memory. Ranks that axonlaunch starts grow them, as torchtitan's do, unless the user has

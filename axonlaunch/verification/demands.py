@@ -46,7 +46,7 @@ _TOGETHER_BYTES = 2**11
 
 
 def demanding(config: RunConfig, plan: ComparisonPlan) -> RunConfig:
-    """Return a run in the same layout in which more would be seen.
+    """Return a run in the same layout, changed so that more faults would show.
 
     Args:
         config: Checked and resolved.
@@ -123,7 +123,7 @@ def _with_clipping(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def lowered_thresholds(plan: ComparisonPlan) -> Iterator[None]:
-    """Let small parameters take the ways of large ones, and few steps those of many.
+    """Lower thresholds, so that small parameters and few steps exercise the paths of large ones.
 
     They travel alone, and in several buckets; fp16's loss scale grows.
 
@@ -142,7 +142,7 @@ def lowered_thresholds(plan: ComparisonPlan) -> Iterator[None]:
 
 
 def with_smooth_updates(config: RunConfig) -> RunConfig:
-    """Return a run whose updates don't jump where a gradient is nothing but rounding."""
+    """Return a run whose updates are smooth where a gradient is nothing but rounding."""
     optimizer, eps = config.optimizer, getattr(config.optimizer, "eps", None)
     if isinstance(optimizer, MuonConfig):
         # Its iteration multiplies what is small by 3.4445 each time, and rounds to bf16 before it:

@@ -1,4 +1,4 @@
-"""Whether a causal model knows what comes later, or another document: both sides would alike.
+"""Whether a causal model sees later tokens or other documents, which comparing can't show.
 
 It looks at outputs alone, of a sample whose tokens are changed in one part.
 """

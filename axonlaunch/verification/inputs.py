@@ -208,7 +208,7 @@ class Dropout:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Let it be as the model has it: an evaluation must not draw any."""
+        """Restore the model's dropout inside; an evaluation must not draw any."""
         for module, name, rate in self._rates:
             setattr(module, name, rate)
         try:

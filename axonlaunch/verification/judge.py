@@ -1,4 +1,4 @@
-"""What all ranks' differences come to: passed, failed, or nothing proved.
+"""Judges all ranks' differences: passed, failed, or nothing proved.
 
 It compares nothing itself; a comparison that could not have failed is no pass.
 """

@@ -126,7 +126,7 @@ def prove_layout(context: Starter, config: RunConfig) -> Proof | None:
 
 
 def foresee_proof(context: Starter, config: RunConfig) -> Proof | None:
-    """Return what ``prove`` would do; None: nothing."""
+    """Return what ``prove`` would do, and do nothing; None where it would do nothing."""
     if not is_to_be_proved(config):
         return None
     return cast("Proof", forked_call.call(context, "axonlaunch.verification.proof:foresee", config))
@@ -168,6 +168,6 @@ def _on_processes(
 
 
 def _who(errors: Mapping[int, Exception]) -> str:
-    """Say which rank failed, of several the one that did not just lose its connection."""
+    """Name the rank that failed; of several, one that did not merely lose its connection."""
     rank = min(errors, key=lambda number: ("onnection" in str(errors[number]), number))
     return f"rank {rank} failed: {type(errors[rank]).__name__}: {errors[rank]}"

@@ -65,7 +65,7 @@ MISTAKES = [
         names=(_RANK_1, r"all_?reduce|collective"),
     ),
     Mistake(
-        "the loss is no number", Job(lr=1e30), names=(r"\bnan\b|\binf\b|not finite|no number",)
+        "the loss is not a number", Job(lr=1e30), names=(r"\bnan\b|\binf\b|not finite|no number",)
     ),
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from command import TINY, Command
-from launchers import NodeNamespaces, ended, logged, node_namespaces, since
+from launchers import NodeNamespaces, ended, logged, node_namespaces
 from served import Server
 
 
@@ -61,9 +61,7 @@ def test_a_pulled_cable_ends_the_run_on_both_nodes(
     processes = two.start(*overrides, "name=run", "model.arguments={pause:0.1}", nproc=1)
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 3)
     two.pull(1)
-    begun = time.monotonic()
     reported = ended(processes, timeout=20)
-    assert since(begun) < 10
     assert [status for status, _, _ in reported] == [1, 1]
     assert "rank 1 of 2 was lost: no heartbeat from its node" in reported[0][2]
     assert "rank 0 of 2 was lost: no heartbeat from its node" in reported[1][2]
@@ -120,11 +118,9 @@ def test_a_node_whose_launcher_is_killed_is_lost_and_leaves_no_rank(
         name = f"run{victim}"
         processes = two.start(*overrides, f"name={name}", nproc=2)
         logged(axonlaunch.folder / "runs" / name / "metrics.jsonl", 2)
-        begun = time.monotonic()
         processes[victim].kill()
         _, errors = processes[1 - victim].communicate(timeout=20)
         assert processes[1 - victim].returncode == 1
-        assert since(begun) < 10
         assert "run failed" in errors
         processes[victim].communicate(timeout=5)
         axonlaunch.wait_until_gone(seconds=5)

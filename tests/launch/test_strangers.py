@@ -9,7 +9,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -286,8 +285,8 @@ def test_the_fork_servers_socket_is_its_users_alone(server: Server) -> None:
     assert folder.stat().st_uid == os.geteuid()
 
 
-def beset(command: Command, kind: str, amount: int, *overrides: str) -> tuple[int, str, float]:
-    """Train while a stranger is at every port that opens; return status, errors and seconds."""
+def beset(command: Command, kind: str, amount: int, *overrides: str) -> tuple[int, str]:
+    """Train while a stranger is at every port that opens; return status and errors."""
     program = [sys.executable, str(SUPPORT / "stranger.py"), kind, "127.0.0.1", str(amount)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as neighbour:
         assert neighbour.stdout is not None
@@ -296,11 +295,10 @@ def beset(command: Command, kind: str, amount: int, *overrides: str) -> tuple[in
         try:
             log = command.folder / "runs/run/logs/rank_0.log"
             wait_for(lambda: log.exists() or process.returncode is not None)
-            begun = time.monotonic()
-            _, errors = process.communicate(timeout=90)
+            _, errors = process.communicate(timeout=60)
         finally:
             neighbour.kill()
-    return process.returncode, errors, time.monotonic() - begun
+    return process.returncode, errors
 
 
 @pytest.mark.slow
@@ -309,20 +307,19 @@ def test_a_run_whose_ports_a_neighbour_takes_trains_rightly_or_says_whom_it_coul
     served: Command,
 ) -> None:
     served("train", *TINY, "strategy=fsdp", "launch.nproc=2", "name=alone")
-    status, errors, seconds = beset(served, "rob", 90, "name=run")
+    status, errors = beset(served, "rob", 90, "name=run")
     if status == 0:
         assert served.losses("run") == served.losses("alone")
         return
     reported = " ".join(errors.replace("│", " ").split())
     assert "UnreachableRankError: rank" in reported
     assert "Traceback" not in reported
-    assert seconds < 30
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_ten_thousand_noise_connections_while_a_run_starts_do_it_no_harm(served: Command) -> None:
     served("train", *TINY, "strategy=fsdp", "launch.nproc=2", "name=alone")
-    status, errors, _ = beset(served, "noise", 10_000, "name=run")
+    status, errors = beset(served, "noise", 10_000, "name=run")
     assert status == 0, errors
     assert served.losses("run") == served.losses("alone")

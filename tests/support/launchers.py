@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -265,8 +264,3 @@ def ended(processes: list[Any], *, timeout: float = 60) -> list[tuple[int, str, 
 def logged(path: Path, lines: int, *, seconds: float = 60) -> None:
     """Wait until a run has logged so many steps."""
     wait_for(lambda: path.exists() and path.read_text().count("\n") >= lines, seconds=seconds)
-
-
-def since(begun: float) -> float:
-    """Return the seconds since a moment of ``time.monotonic()``."""
-    return time.monotonic() - begun

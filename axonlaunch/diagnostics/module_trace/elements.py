@@ -46,7 +46,7 @@ class ElementsOfStep:
             theirs: Of the second's.
 
         Raises:
-            UnreadableModuleTraceError: One is damaged.
+            UnreadableModuleTraceError: One is corrupt.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -104,7 +104,7 @@ def elements_of_steps(
         theirs: Of the second's.
 
     Raises:
-        UnreadableModuleTraceError: A file is damaged.
+        UnreadableModuleTraceError: A file is corrupt.
     """
     both = {
         step: (elements_path(path), elements_path(theirs[step]))

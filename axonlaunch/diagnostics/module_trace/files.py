@@ -29,7 +29,7 @@ _LARGEST = 1 << 28
 
 
 class UnreadableModuleTraceError(Exception):
-    """A file is damaged, or no module trace; the text says which and why."""
+    """A file is corrupt, or not a module trace; the text says which and why."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def read_step(path: Path) -> StepTrace:
     """Read a step's file.
 
     Raises:
-        UnreadableModuleTraceError: It is damaged, or of another kind.
+        UnreadableModuleTraceError: It is corrupt, or of another kind.
     """
     try:
         with opened(path) as stream:

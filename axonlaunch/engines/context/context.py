@@ -30,7 +30,7 @@ class ContextAxis:
     """The ranks that divide every sequence, from where one of them stands."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        """Stand in a group.
+        """Take the group that divides sequences.
 
         Args:
             group: The ranks that divide sequences.
@@ -89,7 +89,7 @@ class ContextAxis:
                 knowing.register_forward_pre_hook(self._own_positions)
 
     def _own_positions(self, _: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        """Return a part's positions for 0 and on; those in documents are its own already."""
+        """Turn positions 0, 1, ... into those of this rank's part; positions in documents stay."""
         (positions,) = inputs
         return (
             positions if positions.ndim > 1 else self._of_part(len(positions)).to(positions.device),
@@ -115,12 +115,12 @@ class ContextAxis:
         return Packing.of_part(positions, self.join(positions), places)
 
     def _in_order(self, rank_by_rank: Tensor, *, dim: int) -> Tensor:
-        """Return parts that lie one after another as the sequence that they make."""
+        """Concatenate the parts of all ranks in the order of the sequence."""
         pieces = rank_by_rank.chunk(CHUNKS * self._group.size, dim=dim)
         return torch.cat([*pieces[0::CHUNKS], *reversed(pieces[1::CHUNKS])], dim=dim)
 
     def _of_part(self, length: int) -> Tensor:
-        """Return a part's positions where the group computes: every layer asks for the same."""
+        """Return this rank's positions on its device, cached: every layer asks for them."""
         return self._of_whole(length * self._group.size)
 
     def _of_whole(self, length: int) -> Tensor:

@@ -27,7 +27,7 @@ def choose_update(
     modules: Sequence[nn.Module],
     units: Sequence[nn.Module],
 ) -> Update:
-    """Build it.
+    """Build the update of a rank's trained parameters.
 
     Args:
         config: The run's.

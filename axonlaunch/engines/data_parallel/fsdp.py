@@ -187,7 +187,7 @@ class FSDP(nn.Module):
             module.unshard()
 
     def reshard_parameters(self) -> None:
-        """Free what is not this rank's share of the parameters."""
+        """Free all parameters but this rank's shards."""
         for module in self._sharded():
             module.reshard()
 
@@ -242,7 +242,7 @@ class FSDP(nn.Module):
         return self._memory.stats()
 
     def _refuse_other_optimizers(self) -> None:
-        """Let no optimizer update the parameters whose states would not be where they are to be.
+        """Refuse other optimizers, whose states would not be where ``cpu_offload`` says.
 
         torch calls every optimizer's step through this hook, until this module is gone.
         """
@@ -285,7 +285,7 @@ def _unshared(layers: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _large_unit(modules: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
-    """Return those that hold parameters, where they are many and nobody else uses them."""
+    """Return the modules with parameters, if those are many and unshared with other units."""
     holding = [module for module in modules if any(True for _ in module.parameters())]
     inside = {part for module in holding for part in module.modules()}
     mine = {parameter for module in holding for parameter in module.parameters()}

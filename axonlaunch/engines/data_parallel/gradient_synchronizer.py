@@ -71,7 +71,7 @@ class _Share:
         self.clear()
 
     def clear(self) -> None:
-        """Be as before the backward."""
+        """Reset to the state before a backward."""
         self.bucket.clear()
         self.missing = set(self.parameters)
 
@@ -132,7 +132,7 @@ class GradientSynchronizer:
         self._share_of = {p: share for share in self._shares for p in share.parameters}
 
     def add_gradient(self, parameter: nn.Parameter) -> None:
-        """Note that ``parameter.grad`` is complete; under ``overlapped``, send what now can go.
+        """Note that ``parameter.grad`` is complete; under ``overlapped``, send complete buckets.
 
         Buckets go in their order on every rank, whatever the order of the gradients.
 

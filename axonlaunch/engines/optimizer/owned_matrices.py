@@ -63,7 +63,7 @@ def divisions(tensor: DTensor) -> list[Division]:
 
 
 def alike(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the places of tensors that are divided over the same axes of the same mesh."""
+    """Yield the indices of tensors that are sharded over the same axes of the same mesh."""
     by_division: dict[object, list[int]] = {}
     for place, tensor in enumerate(tensors):
         key: object = None
@@ -82,7 +82,7 @@ class OwnedMatrices:
     """
 
     def __init__(self, matrices: Sequence[DTensor], *, costs: Sequence[float]) -> None:
-        """Share matrices out.
+        """Assign every matrix to the rank that owns it.
 
         Args:
             matrices: On the same mesh, divided over the same axes of it.
@@ -154,7 +154,7 @@ class OwnedMatrices:
         return torch.Size(shape)
 
     def _owned(self, places: Iterable[int], axis: int) -> list[list[int]]:
-        """Share matrices out over an axis: the dearest first, to the rank with least to do."""
+        """Assign matrices to ranks of an axis: the costliest first, to the least loaded rank."""
         owned: list[list[int]] = [[] for _ in range(self._mesh.size(axis))]
         work = [0.0] * len(owned)
         for place in sorted(places, key=lambda place: (-self._costs[place], place)):

@@ -89,7 +89,7 @@ class Update:
         return build_optimizers(self._configs, self._updated)
 
     def _given(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what an optimizer is given of a tensor."""
+        """Return the tensor that the optimizer sees in the place of a parameter."""
         if not isinstance(tensor, DTensor) or sharding_of(self._configs[name]) == "collective":
             return tensor
         return nn.Parameter(_part(tensor))
@@ -197,7 +197,7 @@ class Update:
         return states
 
     def _kinds(self, name: str) -> dict[str, OptimizerState]:
-        """Return what is known of the states of a parameter, by their names."""
+        """Return the declared states of a parameter, by name."""
         return states_of(self._configs[name], tuple(self.tensors[name].shape))
 
     def _made_states(self, name: str) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class Update:
         return self._made[name]
 
     def _as_saved(self, key: str, state: OptimizerState, value: Any) -> Tensor:
-        """Return a state as a checkpoint has it: divided as its parameter, a number as a tensor."""
+        """Return a state as checkpoints hold it: sharded as its parameter, a number as a tensor."""
         if not isinstance(value, Tensor):
             return torch.tensor(value, dtype=torch.int64 if state.dtype == "int" else torch.float64)
         part, divided = self._divided.get(key, (None, None))

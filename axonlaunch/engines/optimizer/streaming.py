@@ -74,7 +74,7 @@ def stream_parameters(
 def _brought(
     optimizer: Optimizer, tensor: Tensor, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[Tensor, dict[str, object]]:
-    """Return a parameter on a device that stands in for one, and the states that it had elsewhere.
+    """Return a stand-in of a parameter on a device, and the states that it has elsewhere.
 
     It has its gradient and states.
     """
@@ -95,7 +95,7 @@ def _taken_back(
     states_on: torch.device,
     before: dict[str, object],
 ) -> None:
-    """Give a parameter what was made of the one that stood in for it.
+    """Copy an updated stand-in, and its states, back to its parameter.
 
     Host memory that held a state before the update holds it again: to lock other memory for each
     would take longer than the copy. The host does not wait for what is copied to it.
@@ -146,7 +146,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device; of a GPU's in pinned memory, which is 5 times as fast to copy.
+    """Copy a tensor to a device; from a GPU into pinned memory, which is 5 times as fast.
 
     Source: microsoft/DeepSpeed pull request 5301.
     """

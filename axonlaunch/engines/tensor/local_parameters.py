@@ -57,7 +57,7 @@ class TensorAxis:
 
     @classmethod
     def of_group(cls, group: ProcessGroup | None) -> Self:
-        """Lay an axis over a group; None: the whole world."""
+        """Make the axis of a group; None: of the whole world."""
         group = group or default_group()
         kind = device_of(group).type
         mesh = DeviceMesh.from_group(group.torch_group, kind, mesh_dim_names=("tp",))
@@ -137,7 +137,7 @@ def to_local(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> T
 
 
 class _LocalPart(torch.autograd.Function):
-    """``to_local`` in a third of its time, which small layers notice."""
+    """``to_local`` in a third of its time, which matters to small layers."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, summed_over: ProcessGroup | None) -> Tensor:
@@ -191,7 +191,7 @@ class ReadsLocally(nn.Module):
 
 
 def rank_part(size: int, group: ProcessGroup) -> tuple[int, int]:
-    """Return first and number of a rank's among ``size``: equal parts, the last may be shorter.
+    """Return ``(first, count)`` of this rank's part of ``size``; the last part may be shorter.
 
     They are those of torch.chunk and of ``Shard``. All but a vocabulary has equal ones.
     """
@@ -201,17 +201,17 @@ def rank_part(size: int, group: ProcessGroup) -> tuple[int, int]:
 
 
 def empty_part(name: str, size: int, ranks: int) -> str | None:
-    """Say which numbers of ranks a vocabulary can be dealt out to; None if this is one."""
+    """Say why ``ranks`` would leave the last rank without entries; None if they do not."""
     if -(-size // ranks) * (ranks - 1) < size:
         return None
     return f"{name}={size} leaves the last of {ranks} ranks without any; use {divisor_of(size)}"
 
 
 def own_entries(entries: Tensor, group: ProcessGroup, *, size: int) -> tuple[Tensor, Tensor]:
-    """Find this rank's among numbers of a vocabulary of ``size``.
+    """Map token ids of a vocabulary of ``size`` to this rank's rows.
 
     Returns:
-        The numbers counted from this rank's first, 0 where another rank has them; and where.
+        Row numbers on this rank, 0 where another rank has the row; and a mask of where.
     """
     first, count = rank_part(size, group)
     entries = entries - first

@@ -138,7 +138,7 @@ class _SequenceOfPositions(ReadsLocally):
 
 
 class _Experts(ReadsLocally):
-    """Gives its rank's part of every expert what it is given, and sums the ranks' results."""
+    """Experts of which each rank holds a part: their partial results are summed over ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         group = self._axis.group
@@ -159,14 +159,14 @@ class _Averaged(ReadsLocally):
 
 
 def _entered(value: Any, group: ProcessGroup) -> Any:
-    """Take what gradients go back to, hidden states and routers' weights, into the region."""
+    """Let hidden states and router weights, which get gradients, enter the region."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return copy_to_group(value, group)
     return value
 
 
 def _apply(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
-    """Give a module the class that computes as its style says."""
+    """Convert a module to the parallel class of its style."""
     module, style = entry.module, entry.style
     sizes = linear_sizes(module)
     module.__dict__.update({"cuts": dict(entry.cuts)} if entry.cuts else {})

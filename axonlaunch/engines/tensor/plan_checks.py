@@ -269,7 +269,7 @@ def _indivisible(entry: Styled, degree: int) -> str | None:
 
 
 def _divided(entry: Styled) -> tuple[int, str]:
-    """Return how many of what a style divides."""
+    """Return the size that a style divides."""
     sizes = linear_sizes(entry.module)
     if isinstance(entry.module, nn.Embedding) and entry.style == "vocabulary":
         return entry.module.num_embeddings, "tokens"

@@ -31,7 +31,7 @@ Shapes = dict[str, tuple[int, ...]]
 def disagreement(
     model: nn.Module, plan: Mapping[str, str], *, degree: int, blocks: Iterable[str] = ()
 ) -> str | None:
-    """Return which module of a rank's does not do what the whole model's does; None if all do.
+    """Return the first module of a rank that disagrees with the whole model's; None if none does.
 
     Args:
         model: Whole, on ``meta``; it takes tokens, and is not changed.
@@ -82,7 +82,7 @@ class _FirstRank(TensorAxis):
 
 
 class _Nobody(ProcessGroup):
-    """A group whose operations are given tensors without values, and so need nobody."""
+    """A group of one present rank: its collectives get tensors without values."""
 
     def __init__(self, ranks: range, torch_group: None) -> None:
         super().__init__(ranks, torch_group)

@@ -1,4 +1,4 @@
-"""The way of a process that another launcher started as one rank, before it imports torch.
+"""What a process that another launcher started as one rank does before it imports torch.
 
 Rank 0 composes once it has met the others; nothing here starts a process.
 """
@@ -72,7 +72,7 @@ def be_rank(
 
 
 def _of_token(request: Request) -> LaunchConfig:
-    """Return what a rank has to know of the token before it can meet the others.
+    """Return the part of the launch configuration that says where the token is.
 
     Only rank 0 composes, unless somebody may have said where the token is.
     """

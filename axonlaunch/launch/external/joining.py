@@ -143,7 +143,7 @@ def _devices() -> list[str]:
 def counted(
     environment: ClusterEnvironment, members: list[dict[str, Any]] | None
 ) -> ClusterEnvironment:
-    """Complete the environment by how many ranks each node has.
+    """Add to the environment how many ranks each node has.
 
     Raises:
         ConfigError: Not all have as many.

@@ -44,7 +44,7 @@ class LauncherProcess:
             self.is_gone.set()  # it was killed before this process could look for it
 
     def watch(self) -> None:
-        """End this process some seconds after it, in a thread; the time is to report it in."""
+        """Watch the launcher in a thread, and end this process some seconds after it ended."""
         if self.pid is not None or self.is_gone.is_set():
             threading.Thread(target=self._follow, daemon=True).start()
 

@@ -29,7 +29,7 @@ from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.external.watch import JobWatch
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash
-from axonlaunch.launch.local import rank_process as ranks
+from axonlaunch.launch.local import rank_process
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.launch.multinode.coordination import Coordinator
@@ -135,7 +135,7 @@ def fetch_for_node(config: RunConfig, environment: ClusterEnvironment) -> None:
 
 
 def _launch_nothing(peers: Coordinator, *, status: int) -> None:
-    """Let the other ranks end with an exit status before the run begins."""
+    """Tell the other ranks to exit with a status before the run begins."""
     peers.publish("frozen", {"status": status})
     peers.watch()
     peers.leave()
@@ -157,7 +157,7 @@ def _run(
     assert environment.master_port is not None
     output, errors = os.dup(1), os.dup(2)
     log = log_of(config, environment.rank)
-    ranks.redirect(log)
+    rank_process.redirect(log)
     stream = tolerant(os.fdopen(errors if as_json else output, "w", buffering=1))
     console = RunConsole(stream=stream, is_plain=True)
     record = RunRecorder(started, console, proof=proof)
@@ -177,23 +177,23 @@ def _run(
         threads=frozen_threads(config),
         cores=None,  # who started this process placed it
     )
-    asked = _Asked()
+    stop_request = _StopRequest()
     peers.watch()
     error_stream = tolerant(os.fdopen(errors, "w", buffering=1)) if not as_json else stream
     watch = JobWatch(config, place, peers, launcher, record, console, error_stream)
     watch.start()
     try:
         fetch_for_node(config, environment)
-        ranks.claim_cores(place)
-        monitor = ranks.monitor(
-            place, report=record if environment.rank == 0 else _unshown, stop=asked.is_set
+        rank_process.claim_cores(place)
+        monitor = rank_process.monitor(
+            place, report=record if environment.rank == 0 else _unshown, stop=stop_request.is_set
         )
         # Not in a with statement: an error is reported before anything waits for the peers.
-        world = ranks.join_world(config, place)
+        world = rank_process.join_world(config, place)
         finished = worker.run(config, world, monitor=monitor, cpu_peak=CpuPeakMemory)
         world.close()
     except BaseException as error:
-        peers.report(ranks.report_of(error, place))
+        peers.report(rank_process.report_of(error, place))
         traceback.print_exception(error)
         threading.Event().wait()  # the watching thread ends the process
         raise AssertionError("unreachable") from error
@@ -224,7 +224,7 @@ def _unshown(event: object) -> None:
     del event
 
 
-class _Asked:
+class _StopRequest:
     """Whether this rank was asked to stop; asked again a second later, it ends at once.
 
     A launcher may pass on what the terminal sent already.

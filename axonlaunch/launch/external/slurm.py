@@ -184,7 +184,7 @@ def _write(config: RunConfig, folder: Path) -> Path:
 
 
 def job_issues(config: RunConfig) -> list[ConfigIssue]:
-    """Return what a job must know, and nothing of this node can show."""
+    """Report settings that a job needs in writing, for this node can't resolve them."""
     issues = []
     if config.launch.nproc == "auto":
         message = "is required for a job; write the number of devices per node"

@@ -51,14 +51,14 @@ class JobWatch(threading.Thread):
         self._tail = LogTail(place.log, console) if place.rank == 0 else None
 
     def end(self) -> None:
-        """Watch no more: every rank has ended well."""
+        """Stop watching: every rank has ended well."""
         self._over.set()
         self.join()
         if self._tail:
             self._tail()
 
     def run(self) -> None:
-        """Follow until the end; what goes wrong here ends the process."""
+        """Watch until the end; an error in here ends the process."""
         try:
             self._follow()
         except BaseException as error:

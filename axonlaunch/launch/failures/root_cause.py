@@ -107,7 +107,7 @@ def _with_collective(report: Report, missing: Sequence[MissingPeers]) -> Report:
 
 
 def is_conclusive(reports: Sequence[Report]) -> bool:
-    """Whether one of them is more than the echo of another failure.
+    """Whether one of the reports is a cause, rather than a consequence of another failure.
 
     A rank that hangs with a collective open may wait in it for a rank that has not reported yet.
     """

@@ -1,4 +1,4 @@
-"""How far each rank of a node is, in memory that its processes share.
+"""How far each rank of a node has come, in memory that its processes share.
 
 A rank writes a time, a step and what it is doing; whoever supervises it reads. Nothing waits.
 """
@@ -37,7 +37,7 @@ class HeartbeatTable:
 
     @classmethod
     def of(cls, ranks: int, context: ForkServerContext | None = None) -> HeartbeatTable:
-        """Make room for some ranks; without a context for the threads of this process alone."""
+        """Allocate a table for some ranks; without a context, for threads of this process alone."""
         size = _FIELDS * ranks
         heartbeats = cls([0.0] * size if context is None else context.RawArray("d", size))
         for index in range(ranks):
@@ -45,13 +45,13 @@ class HeartbeatTable:
         return heartbeats
 
     def report_phase(self, index: int, phase: str, *, step: int | None) -> None:
-        """Say what a rank begins to do now."""
+        """Record what a rank begins to do now."""
         start = _FIELDS * index
         self._shared[start + 1] = -1.0 if step is None else float(step)
         self._shared[start + 2] = float(PHASES.index(phase))
         self._shared[start] = time.monotonic()
 
     def read(self, index: int) -> Heartbeat:
-        """Return what a rank said last."""
+        """Return the last record of a rank."""
         at, step, phase = self._shared[_FIELDS * index : _FIELDS * (index + 1)]
         return Heartbeat(at, None if step < 0 else int(step), PHASES[int(phase)])

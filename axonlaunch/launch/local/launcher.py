@@ -58,7 +58,7 @@ class Rendezvous:
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
-    """Check a run by what this node has, and decide what was left to it.
+    """Check a run against this node, and resolve what was left to it.
 
     Raises:
         ConfigError: It can't be run here.
@@ -73,7 +73,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
 
 
 def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any]]:
-    """Run a configuration's ranks, all on this node, and report how it went.
+    """Run all ranks of a configuration on this node, and report the result.
 
     Args:
         config: As ``check`` returned it.
@@ -156,7 +156,7 @@ def _processes(config: RunConfig) -> int:
 def _places(
     config: RunConfig, rendezvous: Rendezvous, heartbeats: HeartbeatTable, restarted: bool
 ) -> list[RankSpec]:
-    """Return what each process of this node has to know beside the configuration."""
+    """Return what each process of this node gets beside the configuration."""
     processes = _processes(config)
     first = rendezvous.node_rank * processes
     cores = None

@@ -1,4 +1,4 @@
-"""The process of a rank, from its first line to its last: environment, work, verdict.
+"""The process of a rank, from its first line to its last: signals, world, work, exit status.
 
 It sends the parent events, then how it ended. What a rank computes is ``worker``'s.
 """
@@ -188,7 +188,7 @@ def redirect(log: Path) -> None:
 
 
 def _answer(log: Path) -> None:
-    """Write stacks, and what torch recorded of collectives, whenever ``stacks.SIGNAL`` comes.
+    """Write stacks, and what torch recorded of collectives, on each ``stacks.SIGNAL``.
 
     The main thread may wait in C code for ever, where no handler of Python's runs: stacks are
     written by the signal's own, and a thread learns of it by the file that wakes event loops.
@@ -249,7 +249,7 @@ def report_of(error: BaseException, place: RankSpec) -> Report:
 
 
 def _cause(error: BaseException) -> str:
-    """Name what is known to be done about an error, for whoever reports it to the user."""
+    """Name the known cause of an error, by which the report chooses its advice."""
     text = str(error).lower()
     if is_out_of_memory(error):
         return "memory"
@@ -267,7 +267,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _is_connection(error: BaseException) -> bool:
-    """Return whether a lost peer causes an error, and not this rank."""
+    """Return whether an error is due to a lost peer rather than to this rank."""
     if isinstance(error, UnreachableRankError):
         return False  # nobody failed before it
     if isinstance(error, dist.DistNetworkError | ConnectionError):

@@ -37,7 +37,7 @@ has been reaped."""
 
 @dataclass
 class Rank:
-    """A process and its word.
+    """A rank's process and the connection that it reports over.
 
     Attributes:
         number: The rank, or the first of those that are its threads.
@@ -64,7 +64,7 @@ class RemoteNodes(Protocol):
         """Agree with them on who failed first; ``reports`` are this node's failures."""
 
     def is_awaited(self) -> bool:
-        """Return whether a node waits that could take part from a new start on."""
+        """Return whether a node waits to join, which it could after a restart."""
 
     def finish(self, finished: list[Finished], *, again: bool) -> list[Finished] | Crash:
         """Wait until they have ended too; return what all ranks reported, in their order.
@@ -113,7 +113,7 @@ class Supervisor:
             self.kill()
 
     def failed(self, report: Report) -> Outcome:
-        """End those ranks that there are, for another one could not be started."""
+        """End the ranks that were started, because another one could not be."""
         self.kill()
         crash = (
             find_root_cause([report]) if self.others is None else self.others.root_cause([report])

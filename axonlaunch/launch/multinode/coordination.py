@@ -132,7 +132,7 @@ class Coordinator:
         return content["value"]
 
     def watch(self) -> None:
-        """Begin to beat and to listen.
+        """Start the thread that sends heartbeats and listens.
 
         From now on a thread alone uses the store: where the network is gone an operation may never
         return, and whoever waits for one could not end the ranks.
@@ -222,7 +222,7 @@ class Coordinator:
             time.sleep(0.02)
 
     def _send(self, key: str, value: Any) -> None:
-        """Let the thread write a message."""
+        """Hand a message to the thread that writes."""
         with self._lock:
             self._sent[key] = value
         self._wake.set()
@@ -242,7 +242,7 @@ class Coordinator:
         return [member for member, since in self._heard_at.items() if now - since > self._lost_s]
 
     def _listen(self) -> None:
-        """Beat, send and listen until the process ends."""
+        """Send heartbeats and messages, and listen, until the process ends."""
         count = 0
         try:
             while not self._all_left:
@@ -261,7 +261,7 @@ class Coordinator:
             self._gone = True
 
     def _beat(self, count: int) -> None:
-        """Say that this member lives, and all that it has to report.
+        """Send this member's heartbeat, with all that it has to report.
 
         Counts grow, so that an old beat, put back by a stranger, is not taken for life.
         """
@@ -279,7 +279,7 @@ class Coordinator:
                 self._all_left = True
 
     def _poll_leader(self) -> None:
-        """Take what member 0 says."""
+        """Read what member 0 published."""
         if (verdict := self._said("verdict")) is not None:
             self._verdict = Crash.from_json(verdict)
         elif self._is_done and (over := self._said("over")) is not None:
@@ -289,7 +289,7 @@ class Coordinator:
             self._note_heartbeat(0, self._said("beat/0"))
 
     def _note_heartbeat(self, member: int, beat: Any | None) -> None:
-        """Take a member's beat, if it is new: it beats until it has left."""
+        """Record a member's heartbeat, if it is new; members send them until they leave."""
         if beat is not None and beat["count"] > self._heard.get(member, -1):
             self._heard[member] = beat["count"]
             self._heard_at[member] = time.monotonic()
@@ -301,7 +301,7 @@ class Coordinator:
         return self.channel.get_each({name: member_name(0)})[0]
 
     def _poll_members(self) -> None:
-        """Take the others' beats and reports, and their ends."""
+        """Read the others' heartbeats, reports and farewells."""
         others = range(1, self.members)
         beats = self.channel.get_each(self._names("beat", others))
         with self._lock:

@@ -319,14 +319,14 @@ class NodeMembership:
 
 
 def _launch_nothing(peers: Coordinator, **why: Any) -> None:
-    """Let the other nodes know why no rank is started."""
+    """Publish to the other nodes why no rank is started."""
     peers.publish("frozen", why)
     peers.watch()
     peers.leave()
 
 
 def unsaid(config: RunConfig) -> list[ConfigIssue]:
-    """Return what a node must know of the others, and nobody said."""
+    """Report settings that a node needs to find the others and that are missing."""
     launch, missing = config.launch, []
     least, most = nodes(config)
     if launch.node_rank == "auto" and least == most:
@@ -358,7 +358,7 @@ def _is_first(config: RunConfig) -> bool:
 
 
 def _agreed(met: list[dict[str, Any]]) -> None:
-    """Hold that every node can run, and that all run the same.
+    """Check that every node can run, and that all run the same configuration.
 
     Raises:
         ConfigError: Every problem of every node.

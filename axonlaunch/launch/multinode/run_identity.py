@@ -32,7 +32,7 @@ def publish_identity(store: dist.Store, key: bytes) -> Credentials:
 
 
 def keep_identity(store: dist.Store, credentials: Credentials) -> None:
-    """Hold that the run's name stands where others learn it; one that was deleted is put again.
+    """Keep the run's name where others read it; write it again where it was deleted.
 
     Raises:
         ForgedMessageError: A stranger wrote over it: nobody can join any more.

@@ -110,7 +110,7 @@ class RunConsole:
                 self.stop()
 
     def wait(self, doing: str) -> None:
-        """Say on a terminal what is being done, until there is something to show."""
+        """Show a spinner with a text until there is something else to show."""
         self.stop()
         if self._console.is_terminal:
             self._status = self._console.status(doing)
@@ -125,7 +125,7 @@ class RunConsole:
         self._console.print(Text(text), soft_wrap=True)
 
     def stop(self) -> None:
-        """Take away what moves and leave the terminal as it was."""
+        """Remove the progress bar and leave the terminal as it was."""
         if self._status is not None:
             self._status.stop()
             self._status = None

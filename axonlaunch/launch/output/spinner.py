@@ -1,4 +1,4 @@
-"""A word on a terminal about what a user waits for, gone when it is there.
+"""A line on a terminal that says what the user waits for, and disappears afterwards.
 
 Where there is no terminal nothing is written.
 """
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def spinner(doing: str) -> Iterator[Callable[[str], None]]:
-    """Say on a terminal's standard error what is being done, while it is; give what says more."""
+    """Show on a terminal's standard error what is being done; yield what updates the text."""
     from rich.console import Console
     from rich.markup import escape
 

@@ -36,7 +36,7 @@ from axonlaunch.verification.result import Proof
 
 
 class RunRecorder:
-    """Passes events on and keeps what the summary of a run that fails can still say.
+    """Passes events on, and keeps what the summary of a failed run needs.
 
     Attributes:
         prediction: Of the run's memory; begun with its first step.
@@ -75,7 +75,7 @@ class RunRecorder:
         self._listener(event)
 
     def _keep_predictions(self) -> None:
-        """Write what has become known; where that can't be done the run's end says so."""
+        """Write predictions that have become known; the run's end reports what can't be written."""
         with suppress(OSError):
             for name, content in self.prediction.files().items():
                 if name not in self._kept:

@@ -199,7 +199,7 @@ def _fastest(
 
 
 def _timed(config: RunConfig, hardware: HardwareConfig) -> Throughput | ConfigError:
-    """Return a layout's speed, or why it can't be traced, as with too small a micro-batch."""
+    """Return a layout's speed, or why it can't be traced (too small a micro-batch, say)."""
     try:
         return timed(config, hardware, step_work(config, world_size=num_ranks(config)))
     except ConfigError as error:
@@ -252,7 +252,7 @@ def _verdict(estimate: Estimate, config: RunConfig) -> FitVerdict:
 
 
 def _named(candidate: Candidate) -> str:
-    """Describe a layout, with what its axes don't show."""
+    """Describe a layout, including settings that its axes don't show."""
     config, layout = candidate.config, candidate.layout
     properties = [str(layout)]
     if layout.facts.shards_parameters and config.strategy.fsdp.sharding == "shard_grad_op":

@@ -207,7 +207,7 @@ class OperationTrace(TorchDispatchMode):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Take what runs inside for the optimizer's update."""
+        """Count what runs inside as the optimizer's update."""
         self._updating = True
         try:
             yield

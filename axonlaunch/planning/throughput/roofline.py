@@ -79,7 +79,7 @@ class Roofline:
         return float(self.figure(_RATES.get(dtype, "fp32_tflops"))) * 1e12
 
     def _product_rate(self, dtype: torch.dtype) -> float:
-        """Return that of cuBLAS's products, which alone are in TF32 where that is allowed."""
+        """Return the peak of cuBLAS's products, FLOP/s; they alone use TF32 where it is allowed."""
         if dtype is torch.float32:
             return float(self.figure(self._fp32_products)) * 1e12
         return self.rate(dtype)

@@ -39,17 +39,17 @@ class Parts(dict[str, float]):
     """Seconds by what they go to."""
 
     def put(self, name: str, seconds: float) -> None:
-        """Add to one."""
+        """Add seconds to one part."""
         self[name] = self.get(name, 0.0) + seconds
 
     def put_all(self, other: Parts, *, times: float = 1.0) -> None:
-        """Add to each."""
+        """Add seconds to each part."""
         for name, seconds in other.items():
             self.put(name, seconds * times)
 
     @property
     def total(self) -> float:
-        """All together."""
+        """Sum of all parts."""
         return sum(self.values())
 
 
@@ -333,7 +333,7 @@ def _during(share: Share, phases: Iterable[Phase]) -> Work:
 
 
 def _axis(axes: tuple[str, ...]) -> str:
-    """Name axes for a reader: the data axes are one."""
+    """Return the name of a mesh axis for a report, in which all data axes are one."""
     if not axes or _DATA_AXES.issuperset(axes):
         return "dp"
     return axes[0] if len(axes) == 1 else "world"

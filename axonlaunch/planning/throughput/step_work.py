@@ -57,7 +57,7 @@ class Share:
     parameter_bytes: float = 0.0
 
     def plus(self, other: Share, *, times: float = 1.0) -> Share:
-        """Return the sum of both, the other so many times."""
+        """Return ``self + times * other``."""
         return Share(
             add(self.work, other.work, factor=times),
             self.gradient_bytes + times * other.gradient_bytes,
@@ -312,7 +312,7 @@ def _split(config: RunConfig) -> list[int]:
 
 
 def _norm_in_one_kernel() -> None:
-    """Let RMSNorm be one kernel, as on a GPU; a CPU's torch makes it of seven.
+    """Count RMSNorm as one kernel, as on a GPU; on a CPU torch runs seven.
 
     LayerNorm stands in for it: it reads and writes the same.
     """

@@ -39,7 +39,7 @@ def install_fake_inductor(*, for_gpu: bool) -> None:
 
 
 def _generate_alone() -> None:
-    """Let kernels be written and not be built, and nothing of it be kept for who builds them."""
+    """Let Inductor write kernels without building them, and keep them out of its cache."""
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
     torch._inductor.config.compile_threads = 1
@@ -67,7 +67,7 @@ def _say_nothing_of_it() -> None:
 
 
 def _allocate_visibly() -> None:
-    """Let what wrappers of kernels do to storages be operations, which modes see."""
+    """Turn what kernel wrappers do to storages into operations, which dispatch modes see."""
     guards: Any = torch._C._dynamo.guards
     guards._empty_strided_cpu = _empty
     guards._reinterpret_tensor = _reinterpreted

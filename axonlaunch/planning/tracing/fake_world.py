@@ -36,7 +36,7 @@ from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 
 def join_fake_world(*, rank: int, world_size: int) -> World:
-    """Stand as one rank in a world whose other ranks are not there.
+    """Join a fake world as one rank; the other ranks do not exist.
 
     Raises:
         ValueError: This process has a world already.
@@ -85,7 +85,7 @@ def assume_true() -> Iterator[None]:
 
 
 def patch_ddp_reducer() -> None:
-    """Let torch's DDP go through its steps without values.
+    """Patch torch's DDP so that its steps need no values.
 
     Its reducer looks into gradients to lay its buckets out again, which moves no byte of their sum,
     and all-reduces from C++; a hook that is done at once takes the place of that.
@@ -108,7 +108,7 @@ def _already_reduced(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 
 
 def let_pipelines_run_alone() -> None:
-    """Let torch's schedules take the shapes that they are given; up to torch 2.11 they do."""
+    """Let torch's schedules use the shapes that they are given, as they do up to torch 2.11."""
     schedule: Any = pipelining.schedules._PipelineSchedule
     if not hasattr(schedule, "_warmup_p2p"):
         return
@@ -135,7 +135,7 @@ class _InFlight:
 
 
 def let_messages_hold_tensors() -> None:
-    """Let what a pipeline sends stay alive until it has waited for it and forgets it."""
+    """Keep tensors that a pipeline sends alive until it has waited for them."""
     schedules: Any = pipelining.schedules
     begin = schedules._batch_p2p
 

@@ -130,7 +130,7 @@ class ReducedRun:
         return max(0, min(self.counts[stage] for stage in stages) - needed)
 
     def without(self, blocks: int, stages: list[int]) -> Self:
-        """Return the same with so many blocks fewer in each of these stages, and one in others."""
+        """Return the same run with fewer blocks in each of these stages, and one in the others."""
         return self._of_blocks(
             [count - blocks if stage in stages else 1 for stage, count in enumerate(self.counts)]
         )

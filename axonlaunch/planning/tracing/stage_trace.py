@@ -86,7 +86,7 @@ class StageTrace:
 
     @classmethod
     def of(cls, reduced: ReducedRun, place: int, *, exact: bool) -> Self:
-        """Choose the runs that represent a place; with ``exact`` it is the whole run."""
+        """Choose the runs that represent a place; with ``exact`` it is the whole run itself."""
         short, short_place = (reduced, place) if exact else reduced.reduce(place)
         spare = 0 if exact else short.spare_blocks(short.stages_of(short_place))
         return cls(reduced, place, short, short_place, spare if spare > 1 else 0)
@@ -98,11 +98,11 @@ class StageTrace:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What is equal for places whose short runs are, and as deep."""
+        """Equal for places that the same short runs of the same depth represent."""
         return self.spare, *self._keys()
 
     def traces(self) -> dict[TraceKey, Callable[[], Traced]]:
-        """Return what has to be run, by what distinguishes one run from another."""
+        """Return the functions that trace, by trace key."""
         return {
             key: partial(traced, self._without(fewer), self.short_rank)
             for key, fewer in self._keys().items()
@@ -246,7 +246,7 @@ def measure_stage(
 
 
 def follow(engine: Engine, trace: StorageTrace) -> None:
-    """Say what an engine's tensors are for, in an entered trace: it may make optimizer states."""
+    """Set the categories of an engine's tensors in an entered trace; may make optimizer states."""
     for module in engine.modules:
         trace.tag([*module.parameters(), *module.buffers()], "parameters")
     trace.tag(engine.optimizer_states(), "optimizer")

@@ -147,7 +147,7 @@ class StorageTrace(UncompiledDispatchMode):
 
     @contextmanager
     def during(self, category: Category) -> Iterator[None]:
-        """Take whatever is allocated inside for one category."""
+        """Count whatever is allocated inside under one category."""
         before, self._phase = self._phase, category
         try:
             yield
@@ -155,7 +155,7 @@ class StorageTrace(UncompiledDispatchMode):
             self._phase = before
 
     def tag(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Say what some tensors are for; those that were not seen yet are counted from now on."""
+        """Set the category of tensors; those not seen yet are counted from now on."""
         for tensor in tensors:
             plain = _plain(tensor)
             storage = self._live.get(id(plain.untyped_storage()))
@@ -165,11 +165,11 @@ class StorageTrace(UncompiledDispatchMode):
                 self._move(storage, category)
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
-        """Take whatever these have as ``.grad`` for gradients, from now on."""
+        """Count the ``.grad`` of these parameters as gradients from now on."""
         self._parameters = list(parameters)
 
     def forget(self) -> None:
-        """Measure from now on."""
+        """Forget all events, and measure from now on."""
         self.begin("start")
         del self.events[:-1]
 
