@@ -48,11 +48,15 @@ def _gpus(context: ForkServerContext) -> dict[str, Any]:
         context, "axonlaunch.diagnostics.doctor.gpus:nvml_report"
     )
     try:
-        timed = forked_call.call(context, "axonlaunch.diagnostics.doctor.gpus:link_report")
+        links = forked_call.call(context, "axonlaunch.diagnostics.doctor.gpus:link_report")
     except (RuntimeError, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        timed = {"links": [], "problems": [f"copies over the links failed: {first}"]}
-    return {**report, "links": timed["links"], "problems": report["problems"] + timed["problems"]}
+        failed = f"copies over the links failed: {first}"
+        links = {"links": [], "problems": [failed], "topology": [], "unreachable": []}
+    problems = report["problems"] + links["problems"]
+    if not report["topology"]:  # NVML did not say it
+        report["topology"], problems = links["topology"], problems + links["unreachable"]
+    return {**report, "links": links["links"], "problems": problems}
 
 
 def _try_processes(context: ForkServerContext, backend: str, ranks: int) -> dict[str, Any]:

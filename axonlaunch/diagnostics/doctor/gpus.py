@@ -35,6 +35,10 @@ _SLOWED = {
     "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "the power supply asks it to brake",
     "nvmlClocksThrottleReasonSwThermalSlowdown": "it is too hot; look at fans and airflow",
 }
+_NO_PEERS = (
+    "GPUs {} and {} can't access each other's memory, so that NCCL goes through the host's: look "
+    "at nvidia-smi topo -p2p r, and at IOMMU and ACS in the BIOS"
+)
 
 
 def nvml_report() -> dict[str, Any]:
@@ -62,10 +66,7 @@ def nvml_report() -> dict[str, Any]:
             pair = _connection(nvml, one, other)
             topology.append({"between": [i, j], **pair})
             if pair["peer_access"] is False:
-                problems.append(
-                    f"GPUs {i} and {j} can't access each other's memory, so that NCCL goes through "
-                    "the host's: look at nvidia-smi topo -p2p r, and at IOMMU and ACS in the BIOS"
-                )
+                problems.append(_NO_PEERS.format(i, j))
         return {"topology": topology, "problems": problems, "unknown": ""}
     finally:
         nvml.nvmlShutdown()
@@ -136,7 +137,9 @@ def link_report() -> dict[str, Any]:
 
     Returns:
         ``links``: [{``source``, ``target``, ``gb_s``}], of host to GPU, back, and between each two;
-        ``problems``: a line for each that is slower than others of its kind.
+        ``problems``: a line for each link that is slower than others of its kind; ``topology`` as
+        ``nvml_report``'s, as far as CUDA knows it, and ``unreachable``: a line for each pair of
+        GPUs without peer access.
     """
     devices = [torch.device("cuda", n) for n in range(torch.accelerator.device_count())]
     links = []
@@ -148,7 +151,17 @@ def link_report() -> dict[str, Any]:
         ]
     for one, other in itertools.permutations(devices, 2):
         links.append(_timed(str(one), str(other), _buffer(other), _buffer(one), one))
-    return {"links": links, "problems": slow_links(links)}
+    topology, unreachable = [], []
+    for i, j in itertools.combinations(range(len(devices)), 2):
+        reaches = torch.cuda.can_device_access_peer(i, j)
+        topology.append({"between": [i, j], "path": None, "nvlink": None, "peer_access": reaches})
+        unreachable += [] if reaches else [_NO_PEERS.format(i, j)]
+    return {
+        "links": links,
+        "problems": slow_links(links),
+        "topology": topology,
+        "unreachable": unreachable,
+    }
 
 
 def _buffer(device: torch.device | None) -> torch.Tensor:

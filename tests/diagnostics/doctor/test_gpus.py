@@ -122,6 +122,7 @@ def test_each_link_of_the_gpus_is_timed_by_their_own_clocks(
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: j != 1)
     measured = gpus.link_report()
     ways = [(link["source"], link["target"]) for link in measured["links"]]
     assert ways == [
@@ -130,6 +131,26 @@ def test_each_link_of_the_gpus_is_timed_by_their_own_clocks(
     ]
     assert {link["gb_s"] for link in measured["links"]} == {round(10 * gpus.COPIED / 0.01 / 1e9, 1)}
     assert measured["problems"] == []
+    assert measured["topology"][0]["peer_access"] is False
+    assert measured["unreachable"] == [gpus._NO_PEERS.format(0, 1)]
+
+
+@pytest.mark.parametrize("known", [[], [{"between": [0, 1], "peer_access": True}]])
+def test_where_nvml_does_not_say_who_reaches_whom_cuda_does(
+    known: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = [{"between": [0, 1], "path": None, "nvlink": None, "peer_access": False}]
+
+    def call(context: Any, target: str) -> Any:
+        del context
+        if target.endswith("link_report"):
+            return {"links": [], "problems": [], "topology": cuda, "unreachable": ["0 and 1"]}
+        return {"topology": known, "problems": [], "unknown": ""}
+
+    monkeypatch.setattr(doctor.forked_call, "call", call)
+    gpu_report = doctor._gpus(cast("Any", None))
+    assert gpu_report["topology"] == (known or cuda)
+    assert gpu_report["problems"] == ([] if known else ["0 and 1"])
 
 
 def test_a_link_that_is_much_slower_than_the_others_is_named() -> None:
