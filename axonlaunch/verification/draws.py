@@ -132,12 +132,15 @@ def _first_leaf(block: nn.Module) -> tuple[str, nn.Module]:
     return "", block
 
 
-def draw_problems(config: RunConfig, draws: Sequence[Draw], *, has_dropout: bool) -> Iterator[str]:
+def draw_problems(
+    config: RunConfig, draws: Sequence[Draw], *, steps: int, has_dropout: bool
+) -> Iterator[str]:
     """Yield what is wrong with what all ranks drew.
 
     Args:
         config: The layout's.
         draws: Of all ranks.
+        steps: In which they were recorded.
         has_dropout: Whether they are the model's own masks; a block that draws none need not draw
             again.
     """
@@ -146,12 +149,12 @@ def draw_problems(config: RunConfig, draws: Sequence[Draw], *, has_dropout: bool
     for draw in draws:
         if not draw.is_again:
             by_place.setdefault((draw.step, draw.module, draw.rank), []).append(draw.value)
+    yield from _missing(draws, steps)
     if has_dropout:
         yield from _recomputed(draws)
-    steps = {draw.step for draw in draws}
     for (step, module, rank), values in by_place.items():
         later = by_place.get((step + 1, module, rank), [])
-        if step + 1 in steps and set(values) & set(later):
+        if set(values) & set(later):
             yield (
                 f"step {step + 1}: rank {rank} draws the same random numbers in {module} as in the "
                 "step before: dropout would repeat its masks"
@@ -163,6 +166,18 @@ def draw_problems(config: RunConfig, draws: Sequence[Draw], *, has_dropout: bool
             )
     yield from _between_ranks(layout, by_place)
     yield from _between_stages(layout, by_place)
+
+
+def _missing(draws: Sequence[Draw], steps: int) -> Iterator[str]:
+    """Yield the steps in which a rank that draws in others draws nothing."""
+    drawn = {(draw.step, draw.rank) for draw in draws if not draw.is_again}
+    for rank in sorted({rank for _, rank in drawn}):
+        for step in range(1, steps + 1):
+            if (step, rank) not in drawn:
+                yield (
+                    f"step {step}: rank {rank} draws no random numbers, as it does in other steps: "
+                    "its model is not in training mode"
+                )
 
 
 def _recomputed(draws: Sequence[Draw]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from axonlaunch.config.layout import num_ranks
 from axonlaunch.verification.differences import ORDER, Difference
 from axonlaunch.verification.draws import draw_problems
 from axonlaunch.verification.features import features
-from axonlaunch.verification.layout_run import RankReport
+from axonlaunch.verification.layout_run import STEPS_OF_MASKS, RankReport
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import Reference
 from axonlaunch.verification.result import ParityResult, layout_of
@@ -51,7 +51,8 @@ def judge(
         if d.step <= tolerances.last_step
     ]
     wrong = _grouped([d for d in differences if not tolerances.allows(d)])
-    wrong += draw_problems(config, draws, has_dropout=reference.dropout > 0)
+    drawn = STEPS_OF_MASKS if reference.dropout else plan.steps
+    wrong += draw_problems(config, draws, steps=drawn, has_dropout=reference.dropout > 0)
     worst = {kind: _worst(d for d in differences if d.kind == kind) for kind in ORDER}
     named = [d for kind in ("gradient", "parameter") if (d := worst[kind]) is not None]
     proved = _proved(reference, differences)

@@ -100,13 +100,19 @@ def compare(
 
 
 def _masks(config: RunConfig, world: World) -> list[Draw]:
-    """Return the masks that this rank's model draws in some steps, with dropout on."""
+    """Return the masks that this rank's model draws in some steps, with dropout on.
+
+    Before each step but the first is an evaluation, after which it must draw again.
+    """
     engine, loader = prepared_engine(config, world, drops=True)
     recorder = MaskRecorder(engine.modules, rank=world.rank)
     for number in range(STEPS_OF_MASKS):
         recorder.step = number + 1
+        batch = loader.batch(number)
+        if number:
+            engine.evaluate(batch)
         with recorder:
-            engine.backward(loader.batch(number))
+            engine.backward(batch)
         engine.update()
     return recorder.draws
 
@@ -202,13 +208,16 @@ class _LayoutRun:
             where = (number, "parameter", name)
             yield of_tensor(where, parameter, expected[name], floor=PARAMETER_FLOOR)
 
+    def _buffers(self, number: int, model: dict[str, Tensor]) -> Iterator[Difference]:
+        for name, expected in self._reference.buffers.items():
+            if name in model:
+                where = (number, "buffer", name)
+                yield of_tensor(where, model[name], expected, floor=PARAMETER_FLOOR)
+
     def _states(self, number: int) -> Iterator[Difference]:
         """Compare buffers and optimizer states."""
         state, floor = self._engine.state_dict(), state_floors(self._reference.states)
-        for name, expected in self._reference.buffers.items():
-            if name in state["model"]:
-                where = (number, "buffer", name)
-                yield of_tensor(where, state["model"][name], expected, floor=PARAMETER_FLOOR)
+        yield from self._buffers(number, state["model"])
         for key, seen in state["optimizer"].items():
             if key in self._reference.states:
                 where = (number, "state", key)
@@ -265,6 +274,8 @@ class _LayoutRun:
         self._begin()
         state = self._engine.state_dict()
         self._engine.load_state_dict(checkpoint.load_checkpoint(saved, state, world=self._world))
+        # No later step of training would show that these were not read.
+        yield from self._buffers(step - 1, self._engine.state_dict()["model"])
 
     def _read_back(self, saved: checkpoint.Checkpoint) -> Iterator[Difference]:
         """Compare what one process reads with what it would have saved itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from configured import run_config
 from parity_table import MODELS
 from torch import Tensor, nn
 
-from axonlaunch import data
+from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import dcp_reader
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.data.dataset import Batch
@@ -27,6 +28,10 @@ from axonlaunch.verification.plan import ComparisonPlan
 Patch = pytest.MonkeyPatch
 FSDP = [*MODELS["mlp"], "strategy=fsdp", "launch.nproc=2", "train.global_batch_size=8"]
 FP16 = [*FSDP, "train.precision=fp16"]
+NORMED = [
+    *("model=custom", f"model.target={__name__}:normed", "data=digits", "strategy=fsdp"),
+    *("launch.nproc=2", "train.global_batch_size=8"),
+]
 
 
 def differences(overrides: list[str]) -> list[str]:
@@ -85,6 +90,32 @@ def a_save_is_written_when_training_continues(patch: Patch) -> None:
     patch.setattr(Saver, "close", at_last)
 
 
+def an_evaluation_is_never_over(patch: Patch) -> None:
+    def evaluating(modules: Any) -> Any:
+        for module in modules:
+            module.eval()
+        return nullcontext()
+
+    patch.setattr(mesh_engine, "evaluating", evaluating)
+
+
+def buffers_are_not_read(patch: Patch) -> None:
+    right = checkpoint.load_checkpoint
+
+    def parameters_alone(saved: Any, state: Any, *, world: Any) -> Any:
+        left = {n: t.clone() for n, t in state["model"].items() if "running" in n}
+        right(saved, state, world=world)
+        for name, before in left.items():
+            state["model"][name].copy_(before)
+        return state
+
+    patch.setattr(checkpoint, "load_checkpoint", parameters_alone)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+
+
 @pytest.mark.parametrize(
     ("fault", "overrides", "reported"),
     [
@@ -93,6 +124,8 @@ def a_save_is_written_when_training_continues(patch: Patch) -> None:
         (the_loss_scale_never_grows, FP16, "step 1: loss scale is 32768, not 65536"),
         (rows_are_read_from_the_first_on, FSDP, "step 1: what one process reads from the che"),
         (a_save_is_written_when_training_continues, FSDP, "step 1: what one process reads fro"),
+        (an_evaluation_is_never_over, FSDP, "step 1: rank 0 draws no random numbers, as it does"),
+        (buffers_are_not_read, NORMED, "step 1: buffer of 2.running_mean is off by "),
     ],
 )
 def test_it_reports_what_is_wrong_beside_a_step(
