@@ -252,4 +252,4 @@ def test_under_torchrun_a_token_file_that_only_one_rank_has_ends_the_start(
     ranks[0].kill()
     ranks[0].communicate(timeout=20)
     assert status == 2
-    assert "MASTER_ADDR=127.0.0.1:29613: what stands in the store there was not written" in errors
+    assert "MASTER_ADDR=127.0.0.1:29613: what is in the store there was not written" in errors
