@@ -90,7 +90,10 @@ LOOKED_AT = {f"memory checked {name}": LAYOUTS[name] for name in ("fsdp", "conte
 """By compute-sanitizer."""
 RACING = [*LLAMA, BF16, "strategy=fsdp", "strategy.fsdp.cpu_offload=full"]
 OTHERS = ("one device a task", "same bits when launches wait", "interrupted and resumed")
-RESUMED = [*LLAMA, "checkpoint.every=5", "checkpoint.async_save=true"]
+RESUMED = [
+    *(*LLAMA, "checkpoint.every=5", "checkpoint.async_save=true", "estimate.background=false"),
+]
+"""It ends when it has saved, and waits for no estimate."""
 ON_CPU = ("estimate", "gpt fp32", "profiled", "verified fsdp", *LOOKED_AT, *OTHERS)
 READ = {"reserved_bytes", "active_bytes", "alloc_retries"}
 """Of a GPU in any logged step; what NVML and the device's peak add is shown."""
