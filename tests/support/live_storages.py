@@ -39,7 +39,7 @@ SMALL = [
     "model.num_attention_heads=4",
     "data=synthetic_tokens",
     "data.sequence_length=32",
-    "train.global_batch_size=16",
+    "train.global_batch_size=8",
 ]
 
 Held = dict[str, int]
