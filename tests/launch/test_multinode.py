@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -136,7 +137,7 @@ def test_a_rank_that_is_stopped_on_another_node_is_in_the_hang_report(
     assert [status for status, _, _ in reported] == [1, 1]
     summary = " ".join(reported[0][2].replace("│", " ").split())
     assert "rank 2 of 4 made no progress for 4 s (hang): it is stopped by a signal" in summary
-    assert "waiting in a collective of backward: all_reduce" in summary
+    assert re.search(r"ranks 0-1, 3: waiting in .*: all_reduce \d+ of world", summary)
 
 
 @pytest.mark.slow
