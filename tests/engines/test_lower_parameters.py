@@ -119,6 +119,18 @@ def test_what_a_block_lifts_is_cast_for_the_next_also_where_it_recomputes(mode: 
         assert torch.equal(own.linear.weight.grad, block.linear.weight.grad)
 
 
+def test_what_has_running_statistics_computes_with_weights_of_their_type() -> None:
+    norm = nn.BatchNorm1d(8)
+    model = lowered(nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8)), blocks=[])
+    outputs = model(torch.randn(4, 8))
+    assert outputs.dtype is torch.bfloat16
+    outputs.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
+    assert norm.running_mean is not None
+    assert norm.running_mean.dtype is torch.float32
+    assert norm.running_mean.any()
+
+
 class _Experts(nn.Module):
     """Reads experts one by one, and weights that are used again where gradients are off."""
 

@@ -95,6 +95,7 @@ def unused() -> nn.Module:
                     "train.precision=bf16",
                 ),
             ],
+            [*OWN, *DDP, f"model.target={__name__}:normed", "train.precision=bf16"],
         ],
     ),
     ids=lambda overrides: " ".join(overrides[-3:]),

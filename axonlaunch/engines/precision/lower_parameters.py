@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from axonlaunch.models.convert_module import convert_module
@@ -180,6 +181,8 @@ class _Lower(nn.Module):
 
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's own floating-point parameters."""
+    """Return a module's own floating-point parameters that its forward may read in a lower type."""
+    if isinstance(module, _NormBase) and module.running_mean is not None:
+        return {}  # torch takes them in the type of the statistics alone, whatever the input's
     named = module._parameters.items()
     return {name: p for name, p in named if p is not None and p.is_floating_point()}
