@@ -38,7 +38,7 @@ class Draw:
     Attributes:
         step: From 1.
         module: Inside of which.
-        value: Equal for what is equal.
+        value: Equal for what is equal; empty for a mask too small to tell.
         rank: Whose.
         is_again: Whether it was drawn outside of a forward, in backward: recomputing.
     """
@@ -117,9 +117,9 @@ class MaskRecorder(TorchDispatchMode):
 
     def _note(self, mask: Tensor) -> None:
         drawn = mask.detach().cpu() != 0
-        if min(int(drawn.sum()), drawn.numel() - int(drawn.sum())) < _FEWEST:
-            return
-        digest = blake2b(drawn.numpy().tobytes(), digest_size=16).hexdigest()
+        digest = ""
+        if min(int(drawn.sum()), drawn.numel() - int(drawn.sum())) >= _FEWEST:
+            digest = blake2b(drawn.numpy().tobytes(), digest_size=16).hexdigest()
         module = self._computing[-1] if self._computing else ""
         self.draws.append(Draw(self.step, module, digest, self._rank, is_again=not self._forwards))
 
@@ -145,11 +145,12 @@ def draw_problems(
             again.
     """
     layout = Layout.of(config, world_size=num_ranks(config))
+    yield from _missing(draws, steps)
+    draws = [draw for draw in draws if draw.value]
     by_place: dict[tuple[int, str, int], list[str]] = {}
     for draw in draws:
         if not draw.is_again:
             by_place.setdefault((draw.step, draw.module, draw.rank), []).append(draw.value)
-    yield from _missing(draws, steps)
     if has_dropout:
         yield from _recomputed(draws)
     for (step, module, rank), values in by_place.items():

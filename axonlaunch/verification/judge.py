@@ -53,12 +53,13 @@ def judge(
     wrong = _grouped([d for d in differences if not tolerances.allows(d)])
     drawn = STEPS_OF_MASKS if reference.dropout else plan.steps
     wrong += draw_problems(config, draws, steps=drawn, has_dropout=reference.dropout > 0)
+    masks = sum(bool(draw.value) for draw in draws)
     worst = {kind: _worst(d for d in differences if d.kind == kind) for kind in ORDER}
     named = [d for kind in ("gradient", "parameter") if (d := worst[kind]) is not None]
     proved = _proved(reference, differences)
     notes = []
     if reference.dropout:
-        notes.append(_of_dropout(reference.dropout, len(draws)))
+        notes.append(_of_dropout(reference.dropout, masks))
     reason = "" if wrong else _nothing_proved(config, reference, proved, tolerances)
     return ParityResult(
         passed=not wrong and not reason,
@@ -76,7 +77,7 @@ def judge(
         worst_parameter=max(named, key=_size).name if named else None,
         losses=[step.loss for step in reference.steps],
         differences=wrong,
-        features=features(config, plan, reference, masks=len(draws)),
+        features=features(config, plan, reference, masks=masks),
         notes=notes,
         parameters=len(reference.start),
         parameters_with_gradient=len(proved.with_gradient),

@@ -119,3 +119,28 @@ class LoadableWeights:
         """Take values over."""
         for name, tensor in self.model_state_dict().items():
             tensor.copy_(state[name])
+
+
+def cast_parameters(
+    model: nn.Module, dtype: torch.dtype, *, is_gathered: bool
+) -> dict[str, Tensor]:
+    """Return a model's parameters, by name, as its forward reads them in a lower type.
+
+    Args:
+        model: Whole.
+        dtype: The type.
+        is_gathered: Whether all are, as those that fully_shard gathers; of replicas those of a
+            module with running statistics, which torch takes in their type alone, stay.
+    """
+    kept = {
+        parameter
+        for module in model.modules()
+        if not is_gathered and getattr(module, "running_mean", None) is not None
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        name: parameter
+        if parameter in kept or not parameter.is_floating_point()
+        else parameter.to(dtype)
+        for name, parameter in model.named_parameters()
+    }

@@ -332,9 +332,8 @@ class PlainRun:
         if dtype in (torch.float32, torch.float64):
             outputs = self.model(*taken, **positions)
         elif dtype is torch.bfloat16 or self._layout.facts.shards_parameters:
-            cast = {
-                n: p.to(dtype) if p.is_floating_point() else p for n, p in self._parameters.items()
-            }
+            is_gathered = self._layout.facts.shards_parameters
+            cast = plain_model.cast_parameters(self.model, dtype, is_gathered=is_gathered)
             taken, positions = map_tensors(in_type, (taken, positions))
             outputs = functional_call(self.model, cast, tuple(taken), positions)
         else:

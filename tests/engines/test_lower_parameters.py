@@ -119,6 +119,53 @@ def test_what_a_block_lifts_is_cast_for_the_next_also_where_it_recomputes(mode: 
         assert torch.equal(own.linear.weight.grad, block.linear.weight.grad)
 
 
+def test_what_has_running_statistics_computes_with_weights_of_their_type() -> None:
+    norm = nn.BatchNorm1d(8)
+    model = lowered(nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8)), blocks=[])
+    outputs = model(torch.randn(4, 8))
+    assert outputs.dtype is torch.bfloat16
+    outputs.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
+    assert norm.running_mean is not None
+    assert norm.running_mean.dtype is torch.float32
+    assert norm.running_mean.any()
+
+
+class _Experts(nn.Module):
+    """Reads experts one by one, and weights that are used again where gradients are off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16, 16))
+        self.shared = nn.Linear(16, 16, bias=False)
+        self.router = nn.Linear(16, 16, bias=False)
+        self.router.weight = self.shared.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.router(x) + x @ self.weight[0]
+        for expert in range(len(self.weight)):
+            x = nn.functional.linear(x, self.weight[expert])
+        return self.shared(x)
+
+
+def test_a_loop_over_experts_keeps_one_copy_of_them_and_all_get_gradients() -> None:
+    model = lowered(_Experts(), blocks=[])
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = model(torch.randn(2, 16))
+    experts = 2 * model.get_parameter("weight").numel()
+    assert [*storages.values()].count(experts) == 1
+    outputs.float().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
 # Of torch's own look at what a block is given, which it hides unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_block_casts_within_its_one_graph() -> None:

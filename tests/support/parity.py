@@ -87,7 +87,8 @@ def _matters(config: RunConfig) -> str:
     of_layout = {
         "micro-batch": train.pop("micro_batch_size"),
         "samples": layout.micro_batch_size,
-        "data ranks": layout.data_ranks if train["precision"] == "fp16" else 1,
+        "scaled for": layout.gradient_ranks if train["precision"] == "fp16" else 1,
+        "buffers of": 1 if config.model.name in _WHOLE_BATCH else layout.data_ranks,
         "gathered": layout.facts.shards_parameters,
         "summed": strategy["reduce_dtype"],
     }

@@ -52,6 +52,10 @@ def normed() -> nn.Module:
     )
 
 
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.Dropout(0.1), nn.Linear(64, 10))
+
+
 class Unused(nn.Module):
     """A model of which a layer is never called."""
 
@@ -91,6 +95,7 @@ def unused() -> nn.Module:
                     "train.precision=bf16",
                 ),
             ],
+            [*OWN, *DDP, f"model.target={__name__}:normed", "train.precision=bf16"],
         ],
     ),
     ids=lambda overrides: " ".join(overrides[-3:]),
@@ -119,6 +124,15 @@ def test_steps_that_fp16_skips_are_equal_skips() -> None:
     )
     assert verdict.features["skipped steps"] != "0 of 8"
     assert verdict.passed, (verdict.reason, verdict.differences)
+
+
+def test_a_mask_too_small_to_compare_was_drawn_all_the_same() -> None:
+    model = [*OWN, f"model.target={__name__}:dropping"]
+    rows = ["train.global_batch_size=4", "train.micro_batch_size=2"]  # 12.8 are dropped on average
+    plan = ComparisonPlan(steps=2)
+    verdict = compare.on_mock(run_config([*model, *DDP, *rows, "launch.backend=mock"]), plan)
+    assert verdict.passed, (verdict.reason, verdict.differences)
+    assert int(verdict.notes[0].split(" masks")[0].split()[-1]) < 4  # of 2 ranks' 2 steps
 
 
 def test_forty_steps_at_a_large_rate_pass() -> None:

@@ -15,17 +15,19 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from axonlaunch.models.convert_module import convert_module
 from axonlaunch.models.dtensor_regions import dtensor_of
 
 Forward = Callable[..., Any]
+Key = TypeVar("Key")
 
 
 def lower_blocks(
@@ -79,7 +81,9 @@ class _Arithmetic:
     def __init__(self, dtype: torch.dtype) -> None:
         self.computes = False
         self._dtype = dtype
-        self._copies: dict[tuple[int, type[Tensor]], Tensor] = {}
+        self._reader: nn.Module | None = None
+        self._copies: dict[tuple[str, type[Tensor], bool], Tensor] = {}
+        self._shared_copies: dict[tuple[int, type[Tensor], bool], Tensor] = {}
 
     def computing(self, forward: Forward) -> Forward:
         """Return a forward that takes its floating-point inputs, and reads parameters, so."""
@@ -101,25 +105,37 @@ class _Arithmetic:
         try:
             yield
         finally:
-            self.computes = False
+            self.computes, self._reader = False, None
             self._copies.clear()
+            self._shared_copies.clear()
 
-    def copy(self, value: Tensor, shared: int | None) -> Tensor:
+    def copy(self, value: Tensor, name: str, reader: _Lower) -> Tensor:
         """Return what a forward computes with in a parameter's place.
 
         Of one that several modules use there is one copy in a forward, as there is where it is
-        gathered: its gradients add up in the lower type.
+        gathered: its gradients add up in the lower type. Experts read theirs once for each: until
+        another module reads, that is one copy too.
 
         Args:
             value: The parameter, or this rank's part of it.
-            shared: Its number among those that several modules use; None: one does.
+            name: Its name in the module.
+            reader: The module.
         """
-        if shared is None:
-            return self._cast(value)
-        key = (shared, type(value))
-        if key not in self._copies:
-            self._copies[key] = self._cast(value)
-        return self._copies[key]
+        # A copy made where gradients are off has none to pass on.
+        kind = type(value), torch.is_grad_enabled()
+        if (number := reader._shared.get(name)) is not None:
+            return self._kept(value, self._shared_copies, (number, *kind))
+        if torch.compiler.is_compiling():
+            return self._cast(value)  # a graph joins equal casts itself
+        if reader is not self._reader:
+            self._reader = reader
+            self._copies.clear()
+        return self._kept(value, self._copies, (name, *kind))
+
+    def _kept(self, value: Tensor, copies: dict[Key, Tensor], key: Key) -> Tensor:
+        if key not in copies:
+            copies[key] = self._cast(value)
+        return copies[key]
 
     def _cast(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.dtype == self._dtype:
@@ -160,11 +176,13 @@ class _Lower(nn.Module):
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
         if self._arithmetic.computes and self.__dict__["_parameters"].get(name) is not None:
-            return self._arithmetic.copy(value, self._shared.get(name))
+            return self._arithmetic.copy(value, name, self)
         return value
 
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's own floating-point parameters."""
+    """Return a module's own floating-point parameters that its forward may read in a lower type."""
+    if isinstance(module, _NormBase) and module.running_mean is not None:
+        return {}  # torch takes them in the type of the statistics alone, whatever the input's
     named = module._parameters.items()
     return {name: p for name, p in named if p is not None and p.is_floating_point()}
