@@ -21,7 +21,8 @@ from parity_table import BATCH, PAGE, Combination, combinations, factors, markdo
 )
 def test_it_trains_as_one_process_does(combination: Combination) -> None:
     common = [*combination.model_overrides, f"train.global_batch_size={BATCH}"]
-    assert_trains_as_one_process([*common, *combination.overrides], combination.layout.ranks)
+    overrides = [*common, *combination.overrides]
+    assert_trains_as_one_process(overrides, combination.layout.ranks, steps=combination.steps)
 
 
 def test_the_page_lists_what_is_compared() -> None:
