@@ -236,6 +236,7 @@ def interrupted(name: str, folder: Path, *, on_cuda: bool) -> table.Row:
         _, errors = process.communicate(timeout=min(60.0, table.seconds_left()))
     except subprocess.TimeoutExpired:
         process.kill()
+        process.wait()  # its ranks end with it, and write nothing into a folder that goes
         return table.Row(name, problem="it did not end after Ctrl-C")
     stopped = last_step(metrics)
     cells = {"contexts": str(len(contexts) or "not reported"), "stopped at": str(stopped)}

@@ -27,7 +27,7 @@ from axonlaunch.models.convert_module import convert_module
 from axonlaunch.models.dtensor_regions import dtensor_of
 
 Forward = Callable[..., Any]
-Key = TypeVar("Key")
+_Key = TypeVar("_Key")
 
 
 def lower_blocks(
@@ -132,7 +132,7 @@ class _Arithmetic:
             self._copies.clear()
         return self._kept(value, self._copies, (name, *kind))
 
-    def _kept(self, value: Tensor, copies: dict[Key, Tensor], key: Key) -> Tensor:
+    def _kept(self, value: Tensor, copies: dict[_Key, Tensor], key: _Key) -> Tensor:
         if key not in copies:
             copies[key] = self._cast(value)
         return copies[key]
