@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command import FAULTS, Command, Served
+from launchers import NodeNamespaces, node_namespaces
 from served import Server
 
 
@@ -27,6 +28,20 @@ def axonlaunch(tmp_path: Path) -> Iterator[Command]:
 def served(axonlaunch: Command, server: Server) -> Served:
     """The same from a server that tests share: for what a run does, once it started."""
     return Served(axonlaunch.folder, server)
+
+
+@pytest.fixture
+def two(axonlaunch: Command) -> Iterator[NodeNamespaces]:
+    """Two nodes on which the command is a new interpreter."""
+    with node_namespaces(axonlaunch.folder, 2) as made:
+        yield made
+
+
+@pytest.fixture
+def two_served(axonlaunch: Command, server: Server) -> Iterator[NodeNamespaces]:
+    """Two nodes on which the command is forked from a server that tests share."""
+    with node_namespaces(axonlaunch.folder, 2, server) as made:
+        yield made
 
 
 @pytest.fixture

@@ -6,28 +6,12 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import TINY, Command
 from launchers import NodeNamespaces, ended, logged, node_namespaces
-from served import Server
-
-
-@pytest.fixture
-def two(axonlaunch: Command) -> Iterator[NodeNamespaces]:
-    """Two on which the command is a new interpreter."""
-    with node_namespaces(axonlaunch.folder, 2) as made:
-        yield made
-
-
-@pytest.fixture
-def two_served(axonlaunch: Command, server: Server) -> Iterator[NodeNamespaces]:
-    """Two on which it is forked from a server that tests share."""
-    with node_namespaces(axonlaunch.folder, 2, server) as made:
-        yield made
 
 
 def without_launch(overrides: list[str]) -> list[str]:

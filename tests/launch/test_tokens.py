@@ -5,15 +5,14 @@ from __future__ import annotations
 import base64
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import TINY, Command, Served
 from covers import every
-from launchers import SUPPORT, By, NodeNamespaces, ended, logged, node_namespaces, torchrun
-from served import Forked, Server, placed, script
+from launchers import SUPPORT, By, NodeNamespaces, ended, logged, torchrun
+from served import Forked, placed, script
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, RunConfig
@@ -158,19 +157,6 @@ def note(group, store, challenge, key, **rest):
     prove(group, store, challenge, key, **rest)
 gloo._prove = note
 """
-
-
-@pytest.fixture
-def two(axonlaunch: Command) -> Iterator[NodeNamespaces]:
-    with node_namespaces(axonlaunch.folder, 2) as made:
-        yield made
-
-
-@pytest.fixture
-def two_served(axonlaunch: Command, server: Server) -> Iterator[NodeNamespaces]:
-    """Two whose commands are forked from a server that tests share."""
-    with node_namespaces(axonlaunch.folder, 2, server) as made:
-        yield made
 
 
 def start(two: NodeNamespaces, node: int, *overrides: str) -> Any:
