@@ -93,7 +93,10 @@ def refuses_groups(q: Tensor, mask: Tensor | None) -> bool:
 
 
 class Rotary:
-    """Cosines and sines of positions, each [T, 1, head_dim / 2], or [B, T, 1, head_dim / 2]."""
+    """Cosines and sines of positions, each [T, 1, head_dim], or [B, T, 1, head_dim].
+
+    Both halves of a head have the same angles; the first half of the sines has its sign turned.
+    """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos = cos
@@ -101,10 +104,10 @@ class Rotary:
 
     def turn(self, x: Tensor) -> Tensor:
         """Turn [B, T, heads, head_dim] by its positions; halves pair up as in Hugging Face."""
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat(
-            (first * self.cos - second * self.sin, second * self.cos + first * self.sin), dim=-1
-        )
+        # (first, second) to (first cos - second sin, second cos + first sin): in whole heads, for a
+        # GPU that runs op by op is short of launches here rather than of arithmetic.
+        swapped = x.roll(x.shape[-1] // 2, dims=-1)
+        turned = torch.addcmul(x * self.cos, swapped, self.sin)
         return turned.to(x.dtype)  # the fp32 tables have lifted bf16 to fp32
 
 
@@ -125,7 +128,7 @@ class RotaryTable(nn.Module):
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
         for name in ("cos", "sin"):
-            table = torch.empty(max_positions, head_dim // 2)
+            table = torch.empty(max_positions, head_dim)
             self.register_buffer(name, table, persistent=False)
         self.reset_buffers()
 
@@ -136,8 +139,8 @@ class RotaryTable(nn.Module):
         frequencies = self.theta ** (-arange(0, self.head_dim, 2) / self.head_dim)
         angles = torch.outer(arange(len(self.cos)), frequencies)
         with torch.no_grad():
-            self.cos.copy_(angles.cos())
-            self.sin.copy_(angles.sin())
+            self.cos.copy_(angles.cos().repeat(1, 2))
+            self.sin.copy_(torch.cat((-angles.sin(), angles.sin()), dim=1))
 
     def forward(self, length: int, positions: Tensor | None = None) -> Rotary:
         """Return what turns ``length`` values, at positions 0 and on unless others are given."""

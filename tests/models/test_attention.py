@@ -1,4 +1,4 @@
-"""Attention takes a fused kernel wherever there is one."""
+"""Attention takes a fused kernel wherever there is one, and rotary positions few."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from axonlaunch.models.attention import Attention
+from axonlaunch.models.attention import Attention, RotaryTable
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,31 @@ def test_repeated_heads_are_those_of_the_group() -> None:
     whole = F.scaled_dot_product_attention(q, *repeated, is_causal=True)
     layer = Attention(16, num_heads=4, num_key_value_heads=2)
     torch.testing.assert_close(layer.attend(q, k, v), whole)
+
+
+class _Launches(TorchDispatchMode):
+    """Counts what a GPU would launch: operations that are not views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "launches"), [(torch.float32, 8), (torch.bfloat16, 12)])
+def test_turning_heads_launches_few_kernels_and_is_exact(dtype: torch.dtype, launches: int) -> None:
+    table = RotaryTable(8, max_positions=5, theta=10.0)
+    x = torch.randn(2, 5, 3, 8).to(dtype).requires_grad_()
+    with _Launches() as counted:
+        turned = table(5).turn(x)
+        turned.backward(torch.ones_like(turned))
+    assert counted.count <= launches
+
+    angles = torch.arange(5)[:, None] * 10.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    pairs = torch.complex(*x.detach().double().chunk(2, dim=-1))
+    expected = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+    whole = torch.cat((expected.real, expected.imag), dim=-1)
+    torch.testing.assert_close(turned.detach(), whole.to(dtype))

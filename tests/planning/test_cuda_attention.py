@@ -137,9 +137,9 @@ def _forward(model: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
     # to be on a GPU. Norms are given fp32 by either, so that CUDA's list has nothing to cast.
     F.rms_norm = _in_fp32
     F.scaled_dot_product_attention = lambda q, *_, **__: torch.empty_like(q.to(torch.bfloat16))
-    half = partial(torch.empty, dtype=torch.float32, device=device)
+    table = partial(torch.empty, dtype=torch.float32, device=device)
     RotaryTable.forward = lambda self, length, positions=None: Rotary(  # type: ignore[method-assign]
-        *(half(length, 1, self.head_dim // 2) for _ in range(2))
+        *(table(length, 1, self.head_dim) for _ in range(2))
     )
     config = load([f"model={model}"])
     with torch.device("meta"):
