@@ -23,13 +23,14 @@ class StepResult:
         loss: Mean over the counted targets of the whole world, 0-dim fp32.
         tokens: Counted targets of the whole world, 0-dim int64.
         grad_norm: Norm of the whole model's gradient before clipping, 0-dim; None if nobody asked.
-        skipped: fp16 only: gradients overflowed, so the update was left out.
+        skipped: fp16 only: 1 where gradients overflowed, so that the update was left out, else 0,
+            0-dim; None in another precision.
     """
 
     loss: Tensor
     tokens: Tensor
     grad_norm: Tensor | None
-    skipped: bool
+    skipped: Tensor | None
 
 
 class Engine(Protocol):
@@ -54,8 +55,8 @@ class Engine(Protocol):
     def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Run forward and backward and synchronise gradients; return the loss and the targets."""
 
-    def update(self) -> tuple[Tensor | None, bool]:
-        """Clip and update; return the gradient's norm, and whether the update was left out."""
+    def update(self) -> tuple[Tensor | None, Tensor | None]:
+        """Clip and update; return the gradient's norm, and whether fp16 left the update out."""
 
     def memory_stats(self) -> FSDPMemoryStats | None:
         """Return what this rank holds of sharded parameters; None where none are."""

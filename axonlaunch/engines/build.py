@@ -204,7 +204,7 @@ def build_engine(
         world=world,
         mesh=mesh,
         layout=layout,
-        loss_scale=LossScale() if train.precision == "fp16" else None,
+        loss_scale=LossScale(world.device) if train.precision == "fp16" else None,
         saves_frozen=config.saves_frozen,
         rule=StepRule(
             seed=config.seed,

@@ -141,7 +141,7 @@ class MeshEngine:
     @property
     def loss_scale(self) -> float:
         """What losses, and so gradients until ``update``, are multiplied by: 1 but for fp16."""
-        return 1.0 if self._scale is None else self._scale.value
+        return 1.0 if self._scale is None else float(self._scale.value)
 
     def memory_stats(self) -> FSDPMemoryStats | None:
         """Return what this rank holds of sharded parameters; None where none are."""
@@ -186,7 +186,9 @@ class MeshEngine:
         total = torch.zeros((), device=self._world.device)
         if self._reports_loss:
             total += torch.stack(losses).sum()
-            total /= self._layout.gradient_ranks * self.loss_scale
+            total /= self._layout.gradient_ranks
+            if self._scale is not None:
+                total /= self._scale.value
         summing = self._sum_async(total)
         self._synchronise()
         _wait(counting)
@@ -247,11 +249,12 @@ class MeshEngine:
         """Return parameters, buffers, optimizer states and counters; divided ones as DTensors."""
         self._agree_on_buffers()
         # Without fp16 there is no scale, saved as 0: a run may resume in another precision.
-        scale = self._scale or LossScale(value=0.0)
+        zero = torch.zeros(())
+        scale, good = (self._scale.value, self._scale.good_steps) if self._scale else (zero, zero)
         counters = {
             "step": torch.tensor(self.step),
-            "loss_scale": torch.tensor(scale.value, dtype=torch.float64),
-            "good_steps": torch.tensor(scale.good_steps),
+            "loss_scale": scale.to("cpu", torch.float64, copy=True),
+            "good_steps": good.to("cpu", torch.int64, copy=True),
         }
         model = self._model_state()
         for name, parameter in () if self._saves_frozen else self.named_parameters():
@@ -300,10 +303,10 @@ class MeshEngine:
             has_stepped=self.step > 0,
         )
         if self._scale is not None and float(counters["loss_scale"]) > 0:
-            self._scale.value = float(counters["loss_scale"])
-            self._scale.good_steps = int(counters["good_steps"])
+            self._scale.value.fill_(counters["loss_scale"])
+            self._scale.good_steps.fill_(counters["good_steps"])
 
-    def update(self) -> tuple[Tensor | None, bool]:
+    def update(self) -> tuple[Tensor | None, Tensor | None]:
         """Clip gradients and update; return their norm, and whether fp16 left the update out."""
         self._update.collect_gradients()
         self.step += 1
@@ -313,18 +316,18 @@ class MeshEngine:
                 self._rule.grad_clip,
                 uncounted=self._aliases,
                 across=self._pipeline,
-                loss_scale=self.loss_scale,
+                loss_scale=None if self._scale is None else self._scale.value,
             )
+        overflowed = None
         if self._scale is not None and norm is not None:
-            overflowed = not bool(torch.isfinite(norm))
-            self._scale.update(overflowed=overflowed)
-            if overflowed:
-                self._update.forget_gradients()
-                return norm, True
-        self._update.apply(rate=lambda peak: self._rule.rate(self.step - 1, peak=peak))
+            overflowed = unwaited((~torch.isfinite(norm)).float(), self._world.device)
+            self._scale.update(overflowed)
+        self._update.apply(
+            rate=lambda peak: self._rule.rate(self.step - 1, peak=peak), unless=overflowed
+        )
         if self._replicas is not None:
             self._replicas.after_update(step=self.step)
-        return norm, False
+        return norm, overflowed
 
     def _synchronise(self) -> None:
         """Finish synchronising gradients: average replicas, sum tied weights."""

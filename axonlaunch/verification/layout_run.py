@@ -181,7 +181,7 @@ class _LayoutRun:
         yield of_number(number, "counted", float(counted), expected.counted)
         gradients = list(self._gradients(number))
         norm, skipped = engine.update()
-        yield of_number(number, "skip", float(skipped), float(expected.skipped))
+        yield of_number(number, "skip", float(skipped or 0), float(expected.skipped))
         yield of_number(number, "scale", engine.loss_scale, expected.scale)
         if skipped and expected.skipped:
             return

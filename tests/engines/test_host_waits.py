@@ -70,6 +70,13 @@ def test_nor_does_one_of_a_model_whose_positions_are_embedded_and_weights_tied()
     assert waits("gpt", 4, "strategy=ddp", PIPELINE, "strategy.context.degree=2") == []
 
 
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp x tensor", "zero1"])
+def test_nor_does_one_that_fp16_may_leave_out(layout: str) -> None:
+    """Torch's fused optimizers look at the flag on the device, a private name of theirs says so."""
+    ranks, overrides = LAYOUTS[layout]
+    assert waits("llama", ranks, *overrides, "train.precision=fp16") == []
+
+
 def test_what_the_host_counts_travels_from_memory_that_a_copy_does_not_wait_for() -> None:
     with HostWaits([]) as waits:
         unwaited(torch.ones(()), torch.device("meta"))

@@ -19,6 +19,8 @@ from axonlaunch.config.optimizer import (
     CosineConfig,
     LinearConfig,
     LionConfig,
+    NAdamConfig,
+    OptimizerConfig,
     SchedulerConfig,
     SGDConfig,
     WSDConfig,
@@ -70,11 +72,11 @@ def test_warm_up_is_a_fifteenth_of_the_run_unless_set() -> None:
 
 
 def test_the_loss_scale_halves_on_overflow_and_doubles_after_its_interval() -> None:
-    scale = LossScale(value=8.0, growth_interval=3)
-    scale.update(overflowed=True)
+    scale = LossScale(torch.device("cpu"), value=8.0, growth_interval=3)
+    scale.update(torch.tensor(1.0))
     assert scale.value == 4.0
     for _ in range(3):
-        scale.update(overflowed=False)
+        scale.update(torch.tensor(0.0))
     assert scale.value == 8.0
     assert scale.good_steps == 0
 
@@ -234,9 +236,36 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
         after = {n: p.to_local() for n, p in engine.state_dict()["model"].items()}
         same = all(torch.equal(before[name], after[name]) for name in before)
         scale = float(engine.state_dict()["counters"]["loss_scale"])
-        return result.skipped, same, scale == 32768.0
+        return bool(result.skipped), same, scale == 32768.0
 
     assert World.mock(2).run(run) == [(True, True, True)] * 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SGDConfig(lr=0.1, momentum=0.9, weight_decay=0.1),
+        AdamWConfig(lr=0.1, weight_decay=0.1),
+        NAdamConfig(lr=0.1),  # is not fused, so that the host waits
+    ],
+    ids=lambda config: str(config.name),
+)
+def test_a_step_that_is_left_out_leaves_no_trace(config: OptimizerConfig) -> None:
+    """Also the first one, in which torch's fused SGD would make a momentum without values."""
+    own, plain = parameters(), parameters()
+    update, right = Update(config, own), Update(config, plain)
+    for step, overflows in enumerate((1.0, 0.0, 1.0, 0.0)):
+        for name, gradient in gradients(step).items():
+            own[name].grad = gradient * (math.inf if overflows else 1)
+            plain[name].grad = None if overflows else gradient
+        update.apply(rate=lambda _: 0.1, unless=torch.tensor(overflows))
+        if not overflows:
+            right.apply(rate=lambda _: 0.1)
+    for name in own:
+        assert torch.equal(own[name], plain[name])
+    expected = right.state_dict()
+    for key, state in update.state_dict().items():
+        assert torch.equal(state, expected[key]), key
 
 
 def test_a_stage_without_parameters_has_nothing_to_update() -> None:
@@ -265,7 +294,7 @@ def test_a_loss_scale_leaves_gradients_in_the_pass_that_clips_them(
         torch, "_foreach_mul_", lambda *args: (passes.append(1), multiply(*args))[1]
     )
     update = Update(SGDConfig(lr=0.1), own)
-    norm = update.clip_gradients(max_norm, loss_scale=scaler.get_scale())
+    norm = update.clip_gradients(max_norm, loss_scale=torch.tensor(scaler.get_scale()))
     assert len(passes) == 1
     torch.testing.assert_close(norm, expected)
     for name, parameter in own.items():

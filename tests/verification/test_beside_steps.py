@@ -56,7 +56,7 @@ def targets_are_those_of_a_rank(patch: Patch) -> None:
 
 
 def the_loss_scale_never_grows(patch: Patch) -> None:
-    def update(self: Any, *, overflowed: bool) -> None:
+    def update(self: Any, overflowed: Tensor) -> None:
         assert not overflowed
 
     patch.setattr(precision.LossScale, "update", update)

@@ -121,10 +121,10 @@ class ShardedUpdate(Update):
             shard = self.tensors[name]
             shard.grad = None if whole.grad is None else self._rows(whole.grad)
 
-    def apply(self, *, rate: Callable[[float], float]) -> None:
+    def apply(self, *, rate: Callable[[float], float], unless: Tensor | None = None) -> None:
         """Update this rank's rows and begin to gather everyone's."""
         self.finish()  # what no forward has asked for
-        super().apply(rate=rate)
+        super().apply(rate=rate, unless=unless)
         self._gather()
         if not self._readers:
             self.finish()

@@ -28,7 +28,7 @@ from axonlaunch.engines.optimizer.optimizers import (
     facts_of,
     new_state,
 )
-from axonlaunch.engines.optimizer.streaming import stream_parameters
+from axonlaunch.engines.optimizer.streaming import STREAMED, stream_parameters
 
 _NUMBERS: dict[str, Callable[[Any], float]] = {"int": int, "float": float}
 """Kinds of states that are numbers of Python's, and tensors in a checkpoint alone."""
@@ -97,11 +97,13 @@ class Update:
     def collect_gradients(self) -> None:
         """Bring gradients to where the update reads them; whole parameters have them already."""
 
-    def apply(self, *, rate: Callable[[float], float]) -> None:
+    def apply(self, *, rate: Callable[[float], float], unless: Tensor | None = None) -> None:
         """Update every tensor and forget the gradients.
 
         Args:
             rate: The peak learning rate of a group to its rate in this step.
+            unless: 1 where the update is to be left out, 0-dim fp32, as ``torch.amp`` has it; None:
+                it never is.
         """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -109,7 +111,10 @@ class Update:
         self._hand_over()
         if self._made:  # the optimizer has them, or makes its own now: hold no second copy
             self._made, self._divided = {}, {}
-        self._step()
+        if unless is None:
+            self._step()
+        else:
+            self._step_unless(unless)
         self.forget_gradients()
 
     def finish(self) -> None:
@@ -128,6 +133,26 @@ class Update:
         for optimizer in self.optimizers:
             optimizer.step()
 
+    def _step_unless(self, overflowed: Tensor) -> None:
+        """Step, or leave it out, as ``torch.amp.GradScaler.step`` does.
+
+        Torch's fused kernels look at the flag themselves; for others the host waits for it.
+        """
+        if not all(_leaves_out_steps(optimizer) for optimizer in self.optimizers):
+            if bool(overflowed == 0):
+                self._step()
+            return
+        # A momentum that torch's fused SGD made in a step left out would hold what memory held.
+        for name, parameter in self._updated.items():
+            if not self._states(parameter):
+                self._made_states(name)
+        for optimizer in self.optimizers:
+            place = optimizer.param_groups[0]["params"][0].device
+            optimizer.found_inf = overflowed.to(place)  # type: ignore[attr-defined]
+        self._step()
+        for optimizer in self.optimizers:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+
     def forget_gradients(self) -> None:
         """Free every gradient."""
         for tensor in [*self.tensors.values(), *self._updated.values()]:
@@ -139,7 +164,7 @@ class Update:
         *,
         uncounted: Container[str] = (),
         across: ProcessGroup | None = None,
-        loss_scale: float = 1.0,
+        loss_scale: Tensor | None = None,
     ) -> Tensor:
         """Scale gradients down to a norm; return the whole model's norm before that, 0-dim.
 
@@ -239,7 +264,7 @@ def clip_gradients(
     max_norm: float | None,
     counted: Iterable[Tensor] | None = None,
     across: ProcessGroup | None = None,
-    loss_scale: float = 1.0,
+    loss_scale: Tensor | None = None,
 ) -> Tensor:
     """Scale gradients so that the whole model's 2-norm is at most ``max_norm``.
 
@@ -249,20 +274,23 @@ def clip_gradients(
         counted: Those whose gradients make the norm; None: all. A parameter that another rank
             of ``across`` holds too counts on one of them.
         across: Ranks that hold other parameters of the model, as pipeline stages do.
-        loss_scale: What gradients are too large by, a power of two, so that it makes no difference
-            to their bits whether it is taken out before or with the rest, in one pass over them.
+        loss_scale: What gradients are too large by, 0-dim, a power of two, so that it makes no
+            difference to their bits whether it is taken out before or with the rest, in one pass
+            over them; None: 1.
 
     Returns:
         The norm before clipping, without the scale, 0-dim fp32, the same on every rank.
     """
     parameters = list(parameters)
-    norm = gradient_norm(parameters if counted is None else counted, across=across) / loss_scale
+    norm = gradient_norm(parameters if counted is None else counted, across=across)
+    if loss_scale is not None:
+        norm = norm / loss_scale
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-    if max_norm is not None and gradients:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
+    factor = None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if loss_scale is not None:
+        factor = (1.0 if factor is None else factor) / loss_scale
+    if factor is not None and gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-    elif loss_scale != 1.0 and gradients:
-        torch._foreach_mul_(gradients, 1.0 / loss_scale)
     return norm
 
 
@@ -290,6 +318,11 @@ def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None =
         total = total.to(device_of(across))
         dist.all_reduce(total, group=across.torch_group)
     return total.sqrt()
+
+
+def _leaves_out_steps(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer looks at its ``found_inf`` on the device, as fused ones do."""
+    return optimizer not in STREAMED and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -7,11 +7,10 @@ Parameters, gradients that are reduced, and optimizer states stay fp32 in every 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from axonlaunch.engines.precision.lower_parameters import Forward, lower_blocks
@@ -85,28 +84,42 @@ def sharded_policy(precision: Precision, *, reduce_dtype: torch.dtype) -> MixedP
     return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=reduce_dtype)
 
 
-@dataclass
 class LossScale:
     """Dynamic loss scaling (Micikevicius et al., 2018), with torch.amp.GradScaler's constants.
 
     The decision to skip is taken on the whole model's gradient norm, which every rank knows, so
-    ranks that hold different shards never disagree.
+    ranks that hold different shards never disagree. All of it stays on the device, so that the host
+    does not wait for a step to be computed.
 
     Attributes:
-        value: What the loss is multiplied by.
-        good_steps: Steps since the last overflow, or since it grew.
-        growth_interval: Such steps until it grows.
+        value: What the loss is multiplied by, 0-dim fp32.
+        good_steps: Steps since the last overflow, or since it grew, 0-dim int32.
     """
 
-    value: float = field(default_factory=lambda: _FIRST_SCALE)
-    good_steps: int = 0
-    growth_interval: int = field(default_factory=lambda: _GROWTH_INTERVAL)
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        value: float | None = None,
+        growth_interval: int | None = None,
+    ) -> None:
+        """Begin with a scale.
 
-    def update(self, *, overflowed: bool) -> None:
-        """Halve after an overflow, double after ``growth_interval`` steps without one."""
-        if overflowed:
-            self.value, self.good_steps = self.value * 0.5, 0
-            return
-        self.good_steps += 1
-        if self.good_steps == self.growth_interval:
-            self.value, self.good_steps = self.value * 2.0, 0
+        Args:
+            device: Where losses are.
+            value: The first scale; None: torch's.
+            growth_interval: Steps without an overflow until it doubles; None: torch's.
+        """
+        self.value = torch.tensor(value or _FIRST_SCALE, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._growth_interval = growth_interval or _GROWTH_INTERVAL
+
+    def update(self, overflowed: Tensor) -> None:
+        """Halve after an overflow, double after ``growth_interval`` steps without one.
+
+        Args:
+            overflowed: 1 or 0, 0-dim fp32 on the scale's device.
+        """
+        torch._amp_update_scale_(
+            self.value, self.good_steps, overflowed, 2.0, 0.5, self._growth_interval
+        )
