@@ -66,7 +66,7 @@ class DrawProbe:
         def record(module: nn.Module, inputs: Any) -> None:
             del inputs
             if module.training and torch.is_grad_enabled():
-                self.draws.append(Draw(self.step, name, repr(float(torch.rand(()))), self._rank))
+                self.draws.append(Draw(self.step, name, repr(float(torch.rand((), dtype=torch.float64))), self._rank))
 
         return record
 
@@ -153,13 +153,8 @@ def draw_problems(
             by_place.setdefault((draw.step, draw.module, draw.rank), []).append(draw.value)
     if has_dropout:
         yield from _recomputed(draws)
+    yield from _between_steps(by_place)
     for (step, module, rank), values in by_place.items():
-        later = by_place.get((step + 1, module, rank), [])
-        if set(values) & set(later):
-            yield (
-                f"step {step + 1}: rank {rank} draws the same random numbers in {module} as in the "
-                "step before: dropout would repeat its masks"
-            )
         if has_dropout and len(set(values)) < len(values):
             yield (
                 f"step {step}: rank {rank} draws the same random numbers in {module} for two "
@@ -189,6 +184,19 @@ def _recomputed(draws: Sequence[Draw]) -> Iterator[str]:
                 f"step {draw.step}: recomputing {draw.module} on rank {draw.rank} draws other "
                 "random numbers than its forward did: dropout masks otherwise"
             )
+
+
+def _between_steps(by_place: dict[tuple[int, str, int], list[str]]) -> Iterator[str]:
+    """Yield what any rank has drawn in an earlier step: seeds of steps and ranks may meet."""
+    first_places: dict[tuple[str, str], tuple[int, int]] = {}
+    for (step, module, rank), values in sorted(by_place.items()):
+        places = {first_places.setdefault((module, value), (step, rank)) for value in values}
+        for earlier, other in sorted(places):
+            if earlier < step:
+                yield (
+                    f"step {step}: rank {rank} draws the same random numbers in {module} as rank "
+                    f"{other} in step {earlier}: dropout would repeat its masks"
+                )
 
 
 def _between_ranks(

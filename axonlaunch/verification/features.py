@@ -5,6 +5,8 @@ It reads the configuration that was compared, and compares nothing.
 
 from __future__ import annotations
 
+import math
+
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.verification.plan import ComparisonPlan
@@ -26,7 +28,8 @@ def features(
     """
     train, layout = config.train, Layout.of(config, world_size=num_ranks(config))
     clipped = sum(
-        train.grad_clip is not None and step.norm > train.grad_clip for step in reference.steps
+        train.grad_clip is not None and train.grad_clip < step.norm < math.inf
+        for step in reference.steps
     )
     skipped = sum(step.skipped for step in reference.steps)
     exercised = {

@@ -6,6 +6,7 @@ bias of zero may be added as often as one likes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -185,6 +186,17 @@ def roughen(parameters: Mapping[str, Tensor], *, relative: float, draw: int = 0)
             generator = _generator(f"{name}{draw or ''}")
             factor = 1 + relative * (torch.rand(parameter.shape, generator=generator) - 0.5)
             parameter.mul_(factor.to(parameter))
+
+
+@torch.no_grad()
+def overflow(parameter: Tensor) -> None:
+    """Put infinity where the first element of a parameter's gradient is, if this rank holds it."""
+    assert parameter.grad is not None
+    gradient: Any = parameter.grad
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    for box in local_boxes(gradient):
+        if not any(start for start, _ in box.region) and box.of(local).numel():
+            box.of(local)[(0,) * local.ndim] = math.inf
 
 
 class Dropout:

@@ -143,9 +143,9 @@ class _LayoutRun:
         plan = self._plan
         yield from self._steps(range(plan.saved))
         last = plan.saved - 1
-        yield from self._parameters(last, self._reference.parameters)
         yield from self._states(last)
         if not plan.beyond:
+            yield from self._parameters(last, self._reference.parameters)
             return
         yield from self._checkpoint(folder)
         yield from self._steps(range(plan.saved, plan.steps))
@@ -180,6 +180,8 @@ class _LayoutRun:
         yield of_number(number, "loss", float(loss), expected.loss)
         yield of_number(number, "counted", float(counted), expected.counted)
         gradients = list(self._gradients(number))
+        if number == self._plan.overflow and self._config.train.precision == "fp16":
+            self._overflow(next(iter(expected.gradients)))
         norm, skipped = engine.update()
         yield of_number(number, "skip", float(skipped or 0), float(expected.skipped))
         yield of_number(number, "scale", engine.loss_scale, expected.scale)
@@ -188,6 +190,11 @@ class _LayoutRun:
         yield from gradients
         if norm is not None:
             yield of_number(number, "norm", float(norm), expected.norm)
+
+    def _overflow(self, name: str) -> None:
+        for known, parameter in self._engine.named_parameters():
+            if known == name and parameter.grad is not None:
+                inputs.overflow(parameter)
 
     def _gradients(self, number: int) -> Iterator[Difference]:
         gradients = self._reference.steps[number].gradients
@@ -215,8 +222,12 @@ class _LayoutRun:
                 yield of_tensor(where, model[name], expected, floor=PARAMETER_FLOOR)
 
     def _states(self, number: int) -> Iterator[Difference]:
-        """Compare buffers and optimizer states."""
+        """Compare what is saved, before anything else reads it after the update, as in a run."""
         state, floor = self._engine.state_dict(), state_floors(self._reference.states)
+        for name, expected in self._reference.parameters.items():
+            if name in state["model"]:
+                where = (number, "parameter", name)
+                yield of_tensor(where, state["model"][name], expected, floor=PARAMETER_FLOOR)
         yield from self._buffers(number, state["model"])
         for key, seen in state["optimizer"].items():
             if key in self._reference.states:

@@ -36,6 +36,14 @@ class ComparisonPlan:
         return max(1, self.steps // 2)
 
     @property
+    def overflow(self) -> int | None:
+        """Steps before the one in which fp16 is made to overflow; None: in none.
+
+        The scale is halved in it, and grows once more in a step of the run that is resumed.
+        """
+        return 1 if self.beyond and self.growth_interval + 2 < self.steps else None
+
+    @property
     def halfway(self) -> int:
         """Steps before the evaluation."""
         return self.saved // 2

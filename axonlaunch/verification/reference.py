@@ -232,6 +232,8 @@ class PlainRun:
                 "turn that off in model.arguments (nn.Dropout is off here by itself)"
             )
         gradients = _copies({n: p.grad for n, p in self._trained.items() if p.grad is not None})
+        if self._scaler.is_enabled() and number == self._plan.overflow:
+            inputs.overflow(self._trained[next(iter(gradients))])
         rate = plain_rate(
             config.scheduler, number, peak=config.optimizer.lr, steps=config.train.num_steps
         )

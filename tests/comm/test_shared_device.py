@@ -59,7 +59,7 @@ def test_each_rank_computes_on_the_gpu_and_its_groups_expect_tensors_of_it(gpu: 
     assert World.mock(2).run(look) == [(torch.device("cpu"),) * 2] * 2
 
 
-def test_the_device_is_waited_for_before_and_after_ranks_exchange_data(gpu: MadeUpGpu) -> None:
+def test_the_device_is_waited_for_around_what_ranks_exchange_and_receive(gpu: MadeUpGpu) -> None:
     def exchange(world: World) -> None:
         dist.all_reduce(torch.ones(1))
         if world.rank == 0:
@@ -68,7 +68,7 @@ def test_the_device_is_waited_for_before_and_after_ranks_exchange_data(gpu: Made
             dist.recv(torch.empty(1), 0)
 
     World.mock(2, device="cuda").run(exchange)
-    assert gpu.waits == [GPU] * 4
+    assert gpu.waits == [GPU] * 5
 
 
 def test_tensors_of_the_host_are_exchanged_as_well(gpu: MadeUpGpu) -> None:

@@ -54,6 +54,10 @@ def every_step_draws_the_same(patch: Patch) -> None:
     seeds(patch, lambda engine: engine._world.rank)
 
 
+def a_rank_draws_what_another_drew_before(patch: Patch) -> None:
+    seeds(patch, lambda engine: engine.step + engine._world.rank)
+
+
 def tensor_ranks_draw_different_numbers(patch: Patch) -> None:
     seeds(patch, lambda engine: 7 * engine.step + engine._world.rank)
 
@@ -79,6 +83,7 @@ def test_it_passes_what_draws_as_it_should(overrides: list[str]) -> None:
         (every_rank_draws_the_same, CONTEXT, "of a context axis draw the same random numbers"),
         (every_rank_draws_the_same, PIPELINE, "0 and 1 of a pipeline draw the same random numbers"),
         (every_step_draws_the_same, DDP, "the same random numbers in layers.0"),
+        (a_rank_draws_what_another_drew_before, DDP, "as rank 1 in step 1: dropout would repeat"),
         (tensor_ranks_draw_different_numbers, TENSOR, "of a tensor axis draw different"),
         (recomputation_draws_anew, RECOMPUTED, "recomputing "),
     ],
@@ -146,7 +151,7 @@ def test_the_masks_of_a_model_with_dropout_are_compared() -> None:
     ("fault", "reported"),
     [
         (every_rank_draws_the_same, "data ranks 0 and 1 draw the same random numbers in dropout"),
-        (every_step_draws_the_same, "the same random numbers in inner as in the step before"),
+        (every_step_draws_the_same, "the same random numbers in inner as rank 0 in step 1"),
         (every_micro_batch_draws_the_same, "in inner for two micro-batches"),
     ],
 )

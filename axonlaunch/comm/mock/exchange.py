@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from axonlaunch.comm.errors import CommError, MismatchError, say_mismatch, say_ranks, say_tensor
+from axonlaunch.comm.mock.output import Output
 from axonlaunch.comm.mock.turn_scheduler import TurnScheduler
 
 here = threading.local()
@@ -116,8 +117,8 @@ class PendingCollective(PendingOperation):
 class PendingMessage(PendingOperation):
     """One end of a message that has been posted: a send or a receive."""
 
-    def __init__(self, verb: str, rank: int, peer: int | None, tensor: Tensor, tag: int) -> None:
-        self.verb, self.rank, self.peer, self.tensor, self.tag = verb, rank, peer, tensor, tag
+    def __init__(self, verb: str, rank: int, peer: int | None, content: Output, tag: int) -> None:
+        self.verb, self.rank, self.peer, self.content, self.tag = verb, rank, peer, content, tag
         self.source: int | None = None
 
     def describe(self, finished: Set[int]) -> str:
@@ -126,7 +127,7 @@ class PendingMessage(PendingOperation):
         peer = "any rank" if self.peer is None else f"rank {self.peer}"
         tag = f" with tag {self.tag}" if self.tag else ""
         gone = " (it has finished)" if self.peer in finished else ""
-        return f"{self.verb} {way} {peer}{gone} of {say_tensor(self.tensor)}{tag}"
+        return f"{self.verb} {way} {peer}{gone} of {say_tensor(self.content.tensor)}{tag}"
 
 
 class Exchange:
@@ -194,7 +195,7 @@ def deliver(send: PendingMessage, receive: PendingMessage) -> None:
     As on real backends the number of elements counts, not the shape: torch's own pipelining
     sends ``[]`` and receives ``[1]``.
     """
-    source, target = send.tensor, receive.tensor
+    source, target = send.content.tensor, receive.content.tensor
     if source.dtype != target.dtype or source.numel() != target.numel():
         text = (
             f"rank {send.rank} sends {say_tensor(source)} to rank {receive.rank}, which receives "
@@ -204,6 +205,6 @@ def deliver(send: PendingMessage, receive: PendingMessage) -> None:
         receive.fail(MismatchError, text)
         return
     with torch.inference_mode():
-        target.copy_(source.reshape(target.shape))
+        receive.content.write(source)
     receive.source = send.rank
     send.done = receive.done = True

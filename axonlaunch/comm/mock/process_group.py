@@ -26,6 +26,7 @@ from axonlaunch.comm.mock.exchange import (
     describe_call,
     here,
 )
+from axonlaunch.comm.mock.output import Output, outputs_of, write_all
 from axonlaunch.comm.mock.work import MockWork
 
 _COMBINE: dict[Any, Callable[[Tensor, Tensor], Any]] = {
@@ -105,49 +106,53 @@ class MockProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> MockWork:
         op = _op(opts)
 
-        def work(payloads: list[list[Tensor]]) -> None:
-            for values in zip(*payloads, strict=True):
-                total = reduce_in_rank_order(values, op)
-                for value in values:
-                    value.copy_(total)
+        def work(payloads: list[list[Output]]) -> None:
+            for outputs in zip(*payloads, strict=True):
+                total = reduce_in_rank_order([output.tensor for output in outputs], op)
+                for output in outputs:
+                    output.write(total, is_ours=True)
 
         asked = describe_call("all_reduce", tensors, detail=op.name)
-        return self._collective(asked, _raw(tensors), work, tensors)
+        outputs = outputs_of(tensors, at_once=_waits(opts))
+        return self._collective(asked, outputs, work, tensors, outputs)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> MockWork:
         op, root = _op(opts), opts.rootRank
 
-        def work(payloads: list[list[Tensor]]) -> None:
-            for values in zip(*payloads, strict=True):
-                values[root].copy_(reduce_in_rank_order(values, op))
+        def work(payloads: list[list[Output]]) -> None:
+            for outputs in zip(*payloads, strict=True):
+                total = reduce_in_rank_order([output.tensor for output in outputs], op)
+                outputs[root].write(total, is_ours=True)
 
         asked = describe_call("reduce", tensors, detail=f"{op.name} to rank {self._ranks[root]}")
-        return self._collective(asked, _raw(tensors), work, tensors)
+        outputs = outputs_of(tensors, at_once=_waits(opts))
+        return self._collective(asked, outputs, work, tensors, outputs)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> MockWork:
         root = opts.rootRank
 
-        def work(payloads: list[list[Tensor]]) -> None:
-            for rank, targets in enumerate(payloads):
+        def work(payloads: list[list[Output]]) -> None:
+            sources = [output.tensor for output in payloads[root]]
+            for rank, outputs in enumerate(payloads):
                 if rank != root:
-                    for target, source in zip(targets, payloads[root], strict=True):
-                        target.copy_(source)
+                    write_all(outputs, sources)
 
         asked = describe_call("broadcast", tensors, detail=f"from rank {self._ranks[root]}")
-        return self._collective(asked, _raw(tensors), work, tensors)
+        outputs = outputs_of(tensors, at_once=_waits(opts))
+        return self._collective(asked, outputs, work, tensors, outputs)
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> MockWork:
-        return self._gather("all_gather", outputs, inputs)
+        return self._gather("all_gather", outputs, inputs, opts)
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> MockWork:
         by_input = [list(parts) for parts in zip(*outputs, strict=True)]
-        return self._gather("all_gather", by_input, inputs)
+        return self._gather("all_gather", by_input, inputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MockWork:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -155,27 +160,29 @@ class MockProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> MockWork:
-        work = self._gather("all_gather", [self._split(output) for output in outputs], inputs)
+        parts = [self._split(output) for output in outputs]
+        work = self._gather("all_gather", parts, inputs, opts)
         work._result = outputs
         return work
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> MockWork:
-        return self._gather("gather", outputs, inputs, root=opts.rootRank)
+        return self._gather("gather", outputs, inputs, opts, root=opts.rootRank)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MockWork:
         root = opts.rootRank
 
-        def work(payloads: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
-            for target, parts in zip(
+        def work(payloads: list[tuple[list[Output], list[list[Tensor]]]]) -> None:
+            for targets, parts in zip(
                 zip(*(targets for targets, _ in payloads), strict=True),
                 payloads[root][1],
                 strict=True,
             ):
-                _copy_all(target, parts)
+                write_all(targets, parts)
 
         asked = describe_call("scatter", outputs, detail=f"from rank {self._ranks[root]}")
-        payload = (_raw(outputs), [_raw(parts) for parts in inputs])
-        return self._collective(asked, payload, work, outputs)
+        targets = outputs_of(outputs, at_once=_waits(opts))
+        payload = (targets, [_raw(parts) for parts in inputs])
+        return self._collective(asked, payload, work, outputs, targets)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
@@ -183,7 +190,7 @@ class MockProcessGroup(dist.ProcessGroup):
         asked = describe_call(
             "reduce_scatter", [t for parts in inputs for t in parts], detail=_op(opts).name
         )
-        return self._reduce_scatter(asked, outputs, inputs, _op(opts))
+        return self._reduce_scatter(asked, outputs, inputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MockWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -193,15 +200,16 @@ class MockProcessGroup(dist.ProcessGroup):
     ) -> MockWork:
         asked = describe_call("reduce_scatter", inputs, detail=_op(opts).name)
         parts = [self._split(tensor.contiguous()) for tensor in inputs]
-        return self._reduce_scatter(asked, outputs, parts, _op(opts))
+        return self._reduce_scatter(asked, outputs, parts, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MockWork:
-        def work(payloads: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+        def work(payloads: list[tuple[list[Output], list[Tensor]]]) -> None:
             for rank, (targets, _) in enumerate(payloads):
-                _copy_all(targets, [sources[rank] for _, sources in payloads])
+                write_all(targets, [sources[rank] for _, sources in payloads])
 
         asked = CollectiveCall("all_to_all", f"of {inputs[0].dtype}" if inputs else "", ())
-        return self._collective(asked, (_raw(outputs), _raw(inputs)), work, outputs)
+        targets = outputs_of(outputs, at_once=_waits(opts))
+        return self._collective(asked, (targets, _raw(inputs)), work, outputs, targets)
 
     def all_to_all_single(
         self,
@@ -220,7 +228,7 @@ class MockProcessGroup(dist.ProcessGroup):
         return work
 
     def barrier(self, opts: Any = None) -> MockWork:
-        return self._collective(CollectiveCall("barrier", "", ()), None, lambda _: None, [])
+        return self._collective(CollectiveCall("barrier", "", ()), None, lambda _: None, [], [])
 
     # Messages.
 
@@ -255,7 +263,8 @@ class MockProcessGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> MockWork:
         works, self._coalesced = self._coalesced or [], None
-        return self._work([operation for work in works for operation in work._operations], [])
+        operations = [operation for work in works for operation in work._operations]
+        return self._work(operations, [], [output for work in works for output in work._outputs])
 
     def shutdown(self) -> None:
         pass
@@ -275,57 +284,68 @@ class MockProcessGroup(dist.ProcessGroup):
         payload: Any,
         work: Callable[[list[Any]], None],
         result: Any,
-        label: str = "",
+        outputs: Sequence[Output],
     ) -> MockWork:
         key = (self._key, self._num_calls)
         self._num_calls += 1
         collective = self._world_exchange.join(
-            key, self._ranks, self._global_rank, asked, payload, work, label=label
+            key, self._ranks, self._global_rank, asked, payload, work
         )
-        return self._work([collective], result)
+        return self._work([collective], result, outputs)
 
     def _gather(
         self,
         name: str,
         outputs: list[list[Tensor]],
         inputs: list[Tensor],
+        opts: Any,
         *,
         root: int | None = None,
     ) -> MockWork:
-        def work(payloads: list[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
+        def work(payloads: list[tuple[list[list[Output]], list[Tensor]]]) -> None:
             for rank, (targets, _) in enumerate(payloads):
                 if root in (None, rank):
                     for index, parts in enumerate(targets):
-                        _copy_all(parts, [sources[index] for _, sources in payloads])
+                        write_all(parts, [sources[index] for _, sources in payloads])
 
         detail = "" if root is None else f"to rank {self._ranks[root]}"
-        payload = ([_raw(parts) for parts in outputs], _raw(inputs))
-        return self._collective(describe_call(name, inputs, detail=detail), payload, work, outputs)
+        asked = describe_call(name, inputs, detail=detail)
+        targets = [outputs_of(parts, at_once=_waits(opts)) for parts in outputs]
+        flat = [target for parts in targets for target in parts]
+        return self._collective(asked, (targets, _raw(inputs)), work, outputs, flat)
 
     def _reduce_scatter(
-        self, asked: CollectiveCall, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
+        self, asked: CollectiveCall, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
     ) -> MockWork:
-        def work(payloads: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
+        op = _op(opts)
+
+        def work(payloads: list[tuple[list[Output], list[list[Tensor]]]]) -> None:
             for index in range(len(outputs)):
                 for rank, (targets, _) in enumerate(payloads):
                     values = [parts[index][rank] for _, parts in payloads]
-                    _copy(targets[index], reduce_in_rank_order(values, op))
+                    targets[index].write(reduce_in_rank_order(values, op), is_ours=True)
 
-        payload = (_raw(outputs), [_raw(parts) for parts in inputs])
-        return self._collective(asked, payload, work, outputs)
+        targets = outputs_of(outputs, at_once=_waits(opts))
+        payload = (targets, [_raw(parts) for parts in inputs])
+        return self._collective(asked, payload, work, outputs, targets)
 
     def _post(self, verb: str, tensors: list[Tensor], peer: int | None, tag: int) -> MockWork:
-        messages = [PendingMessage(verb, self._global_rank, peer, t.data, tag) for t in tensors]
+        # The call is the same one for a rank that waits at once and one that does not.
+        outputs = outputs_of(tensors, at_once=False)
+        messages = [PendingMessage(verb, self._global_rank, peer, o, tag) for o in outputs]
         for message in messages:
             self._world_exchange.post(self._key, message)
-        return self._work(messages, tensors)
+        return self._work(messages, tensors, outputs)
 
-    def _work(self, operations: Sequence[PendingOperation], result: Any) -> MockWork:
+    def _work(
+        self, operations: Sequence[PendingOperation], result: Any, outputs: Sequence[Output] = ()
+    ) -> MockWork:
         work = MockWork(
             self._world_exchange.turns,
             self._global_rank,
             operations,
             result=result,
+            outputs=outputs,
             ranks=self._ranks,
         )
         if self._coalesced is not None:
@@ -355,22 +375,11 @@ def _op(opts: Any) -> Any:
     return dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
 
 
+def _waits(opts: Any) -> bool:
+    """Whether the caller waits before it returns: torch says so, C++ that it does not."""
+    return opts is not None and not opts.asyncOp
+
+
 def _raw(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Alias tensors out of autograd's sight: like a real backend, write without a new version."""
+    """Alias tensors out of autograd's sight."""
     return [tensor.data for tensor in tensors]
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    if target.dtype != source.dtype or target.numel() != source.numel():
-        raise ValueError(
-            f"the output {str(target.dtype)[6:]} {list(target.shape)} does not fit what it is to "
-            f"hold, {str(source.dtype)[6:]} {list(source.shape)}"
-        )
-    target.copy_(source.reshape(target.shape))
-
-
-def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    if len(targets) != len(sources):
-        raise ValueError(f"{len(targets)} outputs for {len(sources)} inputs")
-    for target, source in zip(targets, sources, strict=True):
-        _copy(target, source)

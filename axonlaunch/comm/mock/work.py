@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from axonlaunch.comm.mock.exchange import PendingMessage, PendingOperation
+from axonlaunch.comm.mock.output import Output
 from axonlaunch.comm.mock.turn_scheduler import TurnScheduler
 
 
@@ -23,24 +24,30 @@ class MockWork(dist.Work):
         operations: Sequence[PendingOperation],
         *,
         result: Any,
+        outputs: Sequence[Output],
         ranks: Sequence[int],
     ) -> None:
         super().__init__()
         self._turns, self._rank = turns, rank
         self._operations, self._result, self._ranks = operations, result, ranks
+        self._outputs = outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         """Let other ranks run until the operation is done; the world's own time limit holds."""
         for operation in self._operations:
             self._turns.wait(self._rank, operation)
             operation.raise_if_failed()
+        self._finish()
         return True
 
     def is_completed(self) -> bool:
         """Say whether it is done, after a turn for each rank that could bring it about."""
         if not all(operation.done for operation in self._operations):
             self._turns.pause(self._rank)
-        return all(operation.done for operation in self._operations)
+        done = all(operation.done for operation in self._operations)
+        if done:
+            self._finish()
+        return done
 
     def get_future(self) -> Future[Any]:
         """Wait, then return a completed future: C++ waits for it while it has the turn."""
@@ -56,6 +63,11 @@ class MockWork(dist.Work):
     def synchronize(self) -> None:
         """Wait."""
         self.wait()
+
+    def _finish(self) -> None:
+        """Put what arrived to its place: only now may this rank read it."""
+        if any([output.finish() for output in self._outputs]):
+            self._turns.device.wait()
 
     def _source_rank(self) -> int:
         message = self._operations[0]
