@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +27,7 @@ from axonlaunch.launch.failures.report import Report
 from axonlaunch.launch.local import rank_process
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
-from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.search.search import search_layouts
-from axonlaunch.preflight import checks, devices
+from axonlaunch.preflight import devices
 from axonlaunch.system import gpus
 from axonlaunch.system.authentication import Credentials
 from axonlaunch.training.peak_memory import DevicePeak
@@ -200,62 +197,6 @@ def test_ranks_on_gloo_are_dealt_out_to_the_devices(monkeypatch: pytest.MonkeyPa
 def _world(device: str, backend: str) -> World:
     about = {"device": torch.device(device), "backend": Backend(backend), "world_size": 2}
     return cast("World", SimpleNamespace(**about))
-
-
-# No process that forks initialises CUDA.
-
-
-@pytest.fixture
-def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA build that sees eight devices, in which nothing may initialise CUDA."""
-    here = os.getpid()
-
-    def spy(name: str) -> Callable[..., Any]:
-        def called(*args: object, **kwargs: object) -> Any:
-            del args, kwargs
-            assert os.getpid() != here, f"torch.cuda.{name} in a process that forks"
-            return 0  # copies compute on the CPU
-
-        return called
-
-    for name in ("_lazy_init", "get_device_name", "get_device_properties", "mem_get_info", "init"):
-        monkeypatch.setattr(torch.cuda, name, spy(name))
-    monkeypatch.setattr(
-        torch._C, "_cuda_getDeviceCount", spy("_cuda_getDeviceCount"), raising=False
-    )
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(
-        torch.accelerator,
-        "current_accelerator",
-        lambda check_available=False: cuda if os.getpid() == here else None,
-    )
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    device = gpus.Device("H100", 80 * GIB, "uuid")
-    monkeypatch.setattr(gpus, "_asked", lambda visible: (device,) * 8)
-
-
-@pytest.mark.usefixtures("eight_devices")
-def test_an_estimate_and_the_checks_of_a_run_initialise_no_cuda() -> None:
-    overrides = ["model.num_hidden_layers=1", "strategy=fsdp", "launch.nproc=8"]
-    assert run_config(overrides).launch.backend == "nccl"
-    assert checks.obstacles(estimate_config(overrides)) == []
-    assert estimate(estimate_config([*overrides, "hardware=h100_80gb"])).peak_bytes > 0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("eight_devices")
-def test_nor_does_a_plan() -> None:
-    small = ["model.num_hidden_layers=1", "data.sequence_length=16", "hardware=h100_80gb"]
-    fixed = {
-        "strategy.tensor.degree": 1,
-        "strategy.pipeline.degree": 1,
-        "strategy.data_parallel": "fsdp",
-        "train.activation_checkpointing": "none",
-    }
-    config = estimate_config([*small, "strategy=fsdp", "launch.nproc=2"])
-    check = checks.resolve_anywhere
-    assert search_layouts(config, devices=2, fixed=fixed, check=check, wanted=1).candidates
 
 
 # A rank that fails.
