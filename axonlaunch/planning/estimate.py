@@ -109,6 +109,11 @@ def forecast(
         host_memory=host_memory(config, result),
         states_only=analytic,
         notes=[STATES_ALONE] if analytic else _of_allocator(config),
+        measured=tuple(
+            key
+            for key in ("context_mib", "communicator_mib")
+            if hardware is not None and getattr(hardware, key) is not None
+        ),
     )
 
 

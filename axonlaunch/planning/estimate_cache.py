@@ -32,7 +32,10 @@ _IDLE = (
     "eval_every",
     "eval_batches",
 )
-_OF_HARDWARE = ("memory_gib", "is_cpu", "multiprocessors", "cublas_workspace_mib")
+_OF_HARDWARE = (
+    *("memory_gib", "is_cpu", "multiprocessors"),
+    *("cublas_workspace_mib", "context_mib", "communicator_mib"),
+)
 
 
 def read_estimate(config: RunConfig, *, exact: bool = False) -> Estimate | None:

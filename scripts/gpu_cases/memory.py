@@ -32,7 +32,6 @@ from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.precision.policy import DTYPES
-from axonlaunch.planning.measured_constants import CUDA_CONTEXT
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
@@ -263,8 +262,8 @@ def estimated(overrides: list[str], ranks: int, **environment: str) -> dict[str,
 def compared(name: str, peaks: dict[str, int], estimate: dict[str, Any]) -> table.Row:
     """Return a row: allocated within 2% and 64 MiB, reserved within 5%; on a CPU 0.1%."""
     pinned = max((rank["host_bytes"] for rank in estimate.get("ranks", ())), default=0)
-    estimate = {**estimate, "context": CUDA_CONTEXT, "pinned": pinned}
-    pairs = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "context": "context"}
+    estimate = {**estimate, "pinned": pinned}
+    pairs = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "context": "context_bytes"}
     pairs |= {"pinned": "pinned"} if pinned else {}
     first = estimate.get("ranks", [estimate])[0]
     if first["peak_bytes"] != estimate["peak_bytes"]:

@@ -243,22 +243,27 @@ def test_ranks_of_a_pipeline_connect_pair_by_pair(
 
 @pytest.mark.parametrize(
     ("deterministic", "own", "expected"),
-    [(False, None, None), (True, None, "0"), (True, "1", "1")],
-    ids=["not asked for", "asked for", "the user's own setting"],
+    [
+        (False, {}, {}),
+        (True, {}, {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"}),
+        (True, {"NCCL_ALGO": "Tree"}, {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Tree"}),
+        (False, {"NCCL_PROTO": "Simple"}, {"NCCL_PROTO": "Simple"}),
+    ],
+    ids=["not asked for", "asked for", "the user's own algorithm", "what else NCCL reads"],
 )
-def test_where_runs_are_to_repeat_nccl_adds_up_in_no_switch(
+def test_where_runs_are_to_repeat_nccl_adds_up_in_rings_alone(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     deterministic: bool,
-    own: str | None,
-    expected: str | None,
+    own: dict[str, str],
+    expected: dict[str, str],
 ) -> None:
-    environ = {} if own is None else {"NCCL_NVLS_ENABLE": own}
+    environ = dict(own)
     monkeypatch.setattr(rank_process, "_store", lambda place, waits_s: None)
     monkeypatch.setattr(rank_process.os, "environ", environ)
-    seen: list[str | None] = []  # when NCCL reads it
-    join = lambda place, **options: seen.append(environ.get("NCCL_NVLS_ENABLE"))  # noqa: E731
-    monkeypatch.setattr(World, "join", join)
+    seen: list[dict[str, str]] = []  # when NCCL reads it
+    read = lambda: {k: v for k, v in environ.items() if k.startswith("NCCL_")}  # noqa: E731
+    monkeypatch.setattr(World, "join", lambda place, **options: seen.append(read()))
     config = run_config([f"train.deterministic={deterministic}", "launch.nproc=2"])
     rank_process.join_world(config, _place(tmp_path))
     assert seen == [expected]

@@ -99,7 +99,7 @@ class Formulas:
         )
         if config.hardware is not None and config.hardware.is_cpu:
             return tensors
-        rest = cuda_process.besides(cuda_process.communicator_sizes(layout))
+        rest = cuda_process.besides(cuda_process.communicator_sizes(layout), config.hardware)
         return _CACHED * tensors + rest
 
 
