@@ -122,10 +122,14 @@ def shown(estimated: Forecast, *, width: int, **options: Any) -> str:
     ("measured", "reported"),
     [
         ((), "possible (your own: hardware.context_mib, hardware.communicator_mib)"),
-        (("context_mib",), "possible (your own: hardware.communicator_mib)"),
+        (
+            ("context_mib",),
+            "512 MiB the driver's context, as hardware says; 1 GiB NCCL, as on other GPUs: half or "
+            "twice as much is possible (your own: hardware.communicator_mib)",
+        ),
         (
             ("context_mib", "communicator_mib"),
-            "512 MiB the driver's context and 1 GiB NCCL, as hardware says",
+            "driver's context, as hardware says; 1 GiB NCCL, as hardware says",
         ),
     ],
 )

@@ -90,20 +90,20 @@ def conclusions(forecast: Forecast) -> Iterator[tuple[str, str, str]]:
 
 def _beside_allocator(forecast: Forecast) -> str:
     """Say what a process holds beside torch's allocator, and where these figures are from."""
-    known = forecast.estimate
+    estimate, measured = forecast.estimate, forecast.measured
     parts = {
-        "context_mib": ("the driver's context", known.context_bytes),
-        "communicator_mib": ("NCCL", known.communicator_bytes),
+        "context_mib": ("the driver's context", estimate.context_bytes),
+        "communicator_mib": ("NCCL", estimate.communicator_bytes),
     }
     held = {key: f"{size(held)} {of}" for key, (of, held) in parts.items() if held}
-    elsewhere = [f"hardware.{key}" for key in held if key not in forecast.measured]
-    if not elsewhere:
-        return f"{' and '.join(held.values())}, as hardware says"
-    keys = ", ".join(elsewhere)
-    return (
-        f"{' and '.join(held.values())}, as measured on other GPUs: half or twice as much is "
-        f"possible (your own: {keys})"
-    )
+    others = [key for key in held if key not in measured]
+    own = [f"{text}, as hardware says" for key, text in held.items() if key in measured]
+    if not others:
+        return "; ".join(own)
+    elsewhere = " and ".join(held[key] for key in others)
+    keys = ", ".join(f"hardware.{key}" for key in others)
+    doubt = f"as on other GPUs: half or twice as much is possible (your own: {keys})"
+    return "; ".join([*own, f"{elsewhere}, {doubt}"])
 
 
 def of_host(memory: HostMemory) -> str:
