@@ -96,7 +96,7 @@ def held(
     allocator.replay(changes)
     return DeviceMemory(
         allocator=allocator.peak_reserved + max(0, peak_bytes - _most(changes)),
-        context=context(hardware),
+        context=context_bytes(hardware),
         communicators=communicators(groups, hardware),
         symmetric=recorded.symmetric,
     )
@@ -110,10 +110,10 @@ def cublas_workspaces(config: RunConfig) -> list[int]:
 
 def besides(groups: Iterable[int], hardware: HardwareConfig | None = None) -> int:
     """Return bytes of a device that no allocator of torch's has: the context and NCCL's."""
-    return context(hardware) + communicators(groups, hardware)
+    return context_bytes(hardware) + communicators(groups, hardware)
 
 
-def context(hardware: HardwareConfig | None = None) -> int:
+def context_bytes(hardware: HardwareConfig | None = None) -> int:
     """Return bytes that the driver holds for a process, its kernels included."""
     if hardware is None or hardware.context_mib is None:
         return CUDA_CONTEXT
