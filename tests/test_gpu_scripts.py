@@ -17,7 +17,8 @@ import torch
 from axonlaunch import config as configuration
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("table", "memory", "speed", "check", "failures")
+PARTS = ("memory", "speed", "check", "failures")
+NAMES = ("table", *PARTS, "transfers")
 
 
 @pytest.fixture
@@ -36,6 +37,9 @@ def test_every_case_is_a_configuration_that_a_node_would_take(
     modules: dict[str, ModuleType],
 ) -> None:
     memory, speed, check = modules["memory"], modules["speed"], modules["check"]
+    transfers = modules["transfers"]
+    for more in [*transfers.OFFLOADED.values(), transfers.SAVED]:
+        configuration.load([*transfers.MODEL, *more, "launch.nproc=1"])
     for ranks, overrides in [*memory.CASES.values(), *speed.CASES.values()]:
         configuration.load([*overrides, f"launch.nproc={ranks}"])
     runs = [[*check.SMALL, *overrides] for overrides in check.RUNS.values()]
@@ -62,7 +66,7 @@ def test_a_case_is_measured_and_estimated_with_the_same_allocator(
 def test_memory_has_to_be_within_two_percent_and_64_mib(modules: dict[str, ModuleType]) -> None:
     mib, compared = 2**20, modules["memory"].compared
     peaks = {"allocated": 10_000 * mib, "reserved": 12_000 * mib, "context": 852 * mib}
-    estimate = {"reserved_bytes": 12_000 * mib}
+    estimate = {"reserved_bytes": 12_000 * mib, "context_bytes": 426 * mib}
     good = compared("x", peaks, {**estimate, "peak_bytes": 10_264 * mib})
     assert good.problem == ""
     assert good.cells["allocated, estimated"] == "10,264.0 (+2.6%)"
@@ -136,13 +140,59 @@ def test_of_failures_those_of_a_gpu_are_named_as_it_reports_them(
 def test_of_the_processes_on_the_device_those_of_one_run_are_counted(
     modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    script = tmp_path / "nvidia-smi"
-    script.write_text(f"#!/bin/sh\necho $PPID\necho 1\necho '{2**22 + 1}'\necho '[N/A]'\n")
-    script.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    contexts_of = modules["check"].contexts_of
-    assert contexts_of(os.getpid()) == contexts_of(os.getppid()) == [os.getpid()]
-    assert contexts_of(2**22) == []
+    driver = tmp_path / "driver"
+    driver.touch()
+    monkeypatch.setattr(modules["table"], "DRIVER", driver)
+    contexts_of, runs_in = modules["check"].contexts_of, modules["failures"]._runs_in
+    with driver.open() as opened:
+        rank = subprocess.Popen(["sleep", "60"], stdin=opened, cwd=tmp_path)
+    try:
+        assert contexts_of(os.getpid()) == contexts_of(rank.pid) == [rank.pid]
+        assert contexts_of(2**22) == []
+        assert runs_in(tmp_path, rank.pid)
+        assert not runs_in(tmp_path / "another", rank.pid)
+    finally:
+        rank.kill()
+        rank.wait()
+    assert contexts_of(os.getpid()) == []
+
+
+def test_locked_memory_is_what_is_offloaded_up_to_powers_of_two(
+    modules: dict[str, ModuleType],
+) -> None:
+    mib, compared = 2**20, modules["memory"].compared
+    peaks = {"allocated": 10 * mib, "reserved": 10 * mib, "pinned": 1900 * mib}
+    estimate = {"peak_bytes": 10 * mib, "reserved_bytes": 10 * mib}
+    offloaded = {**estimate, "ranks": [{"peak_bytes": 10 * mib, "host_bytes": 1000 * mib}]}
+    assert compared("x", peaks, offloaded).cells["pinned, MiB"] == "1,900.0"
+    assert compared("x", peaks, offloaded).problem == ""
+    assert (
+        compared("x", {**peaks, "pinned": 2200 * mib}, offloaded).problem == "pinned is -54.5% off"
+    )
+    assert "pinned, MiB" not in compared("x", peaks, estimate).cells  # batches alone
+
+
+def test_what_passes_between_host_and_device_is_held_beside_the_link(
+    modules: dict[str, ModuleType],
+) -> None:
+    transfers = modules["transfers"]
+    events = [
+        {"cat": "gpu_memcpy", "name": f"Memcpy {way}", "args": {"bytes": size}}
+        for way, size in (("HtoD (Pinned -> Device)", 10), ("DtoH (Device -> Pinned)", 7))
+    ]
+    ignored = [{"cat": "kernel", "name": "Memcpy HtoD"}, {"name": "process_name"}]
+    assert transfers.bytes_each_way([*events, *events, *ignored]) == (20, 14)
+    links = {"host": 50.0, "device": 25.0}
+    assert transfers.floor(100_000_000_000, 75_000_000_000, links) == 3.0  # both ways at once
+    assert transfers.floor(1, 1, {}) == 0.0
+    found = {"step": 0.5, "there": 0.0, "back": 0.0, "floor": 0.0}
+    row = transfers.of_offload("offload params", found, on_cuda=True)
+    assert row.problem == "nothing passes between host and device"
+    assert transfers.of_offload("offload none", found, on_cuda=True).problem == ""
+    saves = [{"stalled_s": stall, "seconds": 2.0} for stall in (1.0, 0.3, 0.4)]
+    cells = transfers.of_saves(saves, 0.25).cells
+    assert [*cells.values()] == ["1000.0", "400.0", "2000.0", "250.0"]
+    assert transfers.of_saves(saves[:2], 0.25).problem == "2 checkpoints were written, not 3"
 
 
 def test_a_part_ends_in_a_table_and_a_status(
@@ -196,12 +246,12 @@ def test_its_help_names_every_part() -> None:
     ran = subprocess.run(
         [ROOT / "scripts/gpu", "--help"], capture_output=True, text=True, check=True
     )
-    for name in ("all", *NAMES[1:]):
+    for name in ("all", *PARTS):
         assert f"\n  {name} " in ran.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", NAMES[1:])
+@pytest.mark.parametrize("part", PARTS)
 def test_on_a_cpu_a_part_runs_on_a_small_scale(part: str) -> None:
     """Of memory: rank 0 of 4 holds what is estimated, where the other ranks are not there."""
     ran = subprocess.run(

@@ -40,6 +40,14 @@ class HardwareConfig:
     """streaming multiprocessors or compute units: tiles of a product that run side by side"""
     cublas_workspace_mib: float = field(default=32.0, metadata={"min": 0})
     """what torch gives cuBLAS to work in, MiB for each of two threads; by default as on Hopper"""
+    context_mib: float | None = field(default=None, metadata={"min": 0})
+    """what a process that trains holds of a device beside torch's allocator and NCCL, MiB, as
+    ``scripts/gpu memory`` prints it; null: 426, of an RTX 6000 Ada
+    """
+    communicator_mib: float | None = field(default=None, metadata={"min": 0})
+    """what NCCL holds of a device for each communicator of a rank, MiB; null: 544 of two ranks and
+    688 of more, of 4 A100 with NCCL 2.19
+    """
     memory_bandwidth_gb_s: float | None = field(default=None, metadata={"above": 0})
     """device memory bandwidth, GB/s (1e9)"""
     memory_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})

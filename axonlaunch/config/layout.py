@@ -6,9 +6,10 @@ Pure arithmetic on the typed tree; it starts nothing and refuses nothing (``rule
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT, NONE, DataParallelFacts
+from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.config.plain import with_values
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import RunConfig, StrategyConfig
@@ -256,6 +257,24 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
     if fsdp.sharding == "hybrid_shard" and fsdp.replicate == "auto" and least == most:
         settings["strategy.fsdp.replicate"] = _nodes_of_a_stage(config)
     return with_values(config, settings)
+
+
+def is_on_cpu(launch: LaunchConfig) -> bool:
+    """Return whether a run says that its ranks compute on the CPU, on whichever node."""
+    if launch.device == "auto":
+        return launch.backend in ("gloo", "mock")
+    return launch.device == "cpu"
+
+
+def estimated_on(config: RunConfig) -> Literal["gpu", "gloo", "mock"]:
+    """Return what a run is estimated for: the hardware that it names, or what it computes on.
+
+    A run that leaves it to the node is estimated for a GPU.
+    """
+    hardware = config.hardware
+    if not (is_on_cpu(config.launch) if hardware is None else hardware.is_cpu):
+        return "gpu"
+    return "mock" if config.launch.backend == "mock" else "gloo"
 
 
 def with_backend(config: RunConfig, *, accelerators: int) -> RunConfig:

@@ -232,7 +232,9 @@ class TrainConfig:
     model, each time
     """
     deterministic: bool = False
-    """refuse operations that are not deterministic, and NCCL sums in a switch (NVLS)"""
+    """refuse operations that are not deterministic, and let NCCL add up in rings alone, not in a
+    switch (NVLS); NCCL_ALGO and NCCL_NVLS_ENABLE in the environment have the last word
+    """
     gc_every: int = field(default=50, metadata={"min": 0})
     """steps between looks for cycles of Python's objects, on all ranks at once; 0: each rank looks
     whenever Python does, and the others wait for it

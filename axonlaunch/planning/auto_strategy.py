@@ -16,7 +16,7 @@ from typing import Any
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import one_of
-from axonlaunch.config.layout import nodes, num_ranks, resolved
+from axonlaunch.config.layout import is_on_cpu, nodes, num_ranks, resolved
 from axonlaunch.planning.plan import search_composed
 from axonlaunch.system import forked_call
 
@@ -74,8 +74,7 @@ def load_auto_strategy(
 
 def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
     """Return the names of this node's devices that the run's ranks would compute on."""
-    launch = config.launch
-    if launch.device == "cpu" or (launch.device == "auto" and launch.backend in ("gloo", "mock")):
+    if is_on_cpu(config.launch):
         return []
     look = "axonlaunch.diagnostics.doctor.machine:machine"
     machine: dict[str, Any] = forked_call.call(context, look)

@@ -135,10 +135,7 @@ class BackgroundEstimate:
         if not config.estimate.background:
             self.memory.settle(None, "estimate.background=false")
             self.step.settle(None, "estimate.background=false")
-        elif (
-            cached := estimate_cache.read_estimate(on_its_devices)
-            or estimate_cache.read_estimate(named)
-        ) is not None:
+        elif (cached := estimate_cache.read_estimate(on_its_devices)) is not None:
             self.memory.settle(cached)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout, resolved
+from axonlaunch.config.layout import Layout, estimated_on, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.planning import auto_strategy, estimate_cache
 from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched, StepPrediction
@@ -109,13 +109,18 @@ def forecast(
         host_memory=host_memory(config, result),
         states_only=analytic,
         notes=[STATES_ALONE] if analytic else _of_allocator(config),
+        measured=tuple(
+            key
+            for key in ("context_mib", "communicator_mib")
+            if hardware is not None and getattr(hardware, key) is not None
+        ),
     )
 
 
 def _of_allocator(config: RunConfig) -> list[str]:
     """Say which of the user's settings the reserved bytes of a GPU do not follow."""
-    is_cpu = config.hardware is not None and config.hardware.is_cpu
-    names = () if is_cpu else allocator_settings.settings_of_ranks().not_replayed
+    is_gpu = estimated_on(config) == "gpu"
+    names = allocator_settings.settings_of_ranks().not_replayed if is_gpu else ()
     if not names:
         return []
     return [

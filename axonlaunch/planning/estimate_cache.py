@@ -16,7 +16,7 @@ from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.data_parallel import DATA_PARALLEL
-from axonlaunch.config.layout import num_ranks
+from axonlaunch.config.layout import estimated_on, num_ranks
 from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.system import allocator_settings, cache
@@ -32,7 +32,10 @@ _IDLE = (
     "eval_every",
     "eval_batches",
 )
-_OF_HARDWARE = ("memory_gib", "is_cpu", "multiprocessors", "cublas_workspace_mib")
+_OF_HARDWARE = (
+    *("memory_gib", "multiprocessors"),
+    *("cublas_workspace_mib", "context_mib", "communicator_mib"),
+)
 
 
 def read_estimate(config: RunConfig, *, exact: bool = False) -> Estimate | None:
@@ -95,7 +98,8 @@ def _is_ours(config: RunConfig) -> bool:
 
 
 def _file(config: RunConfig, exact: bool) -> Path:
-    hardware = config.hardware
+    hardware, on = config.hardware, estimated_on(config)
+    figures = _OF_HARDWARE if on == "gpu" else ()
     matters = {
         "strategy": to_tree(config.strategy),
         "model": to_tree(config.model),
@@ -103,7 +107,8 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "optimizer": to_tree(config.optimizer),
         "train": {k: v for k, v in to_tree(config.train).items() if k not in _IDLE},
         "world_size": num_ranks(config),
-        "hardware": {name: getattr(hardware, name, None) for name in _OF_HARDWARE},
+        "on": on,
+        "hardware": {name: getattr(hardware, name, None) for name in figures},
         "exact": exact,
         "allocator": dataclasses.asdict(allocator_settings.settings_of_ranks()),
         "axonlaunch": version("axonlaunch"),

@@ -56,6 +56,8 @@ class Estimate:
         process_bytes: What the process holds of the GPU: that, the driver's context and NCCL's
             buffers; of a CPU, ``peak_bytes``.
         ranks: One of each distinct pipeline stage.
+        context_bytes: Of ``process_bytes`` the driver's context.
+        communicator_bytes: Of ``process_bytes`` NCCL's buffers.
     """
 
     world_size: int
@@ -65,6 +67,8 @@ class Estimate:
     reserved_bytes: int
     process_bytes: int
     ranks: list[RankEstimate]
+    context_bytes: int = 0
+    communicator_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -209,6 +213,7 @@ class Forecast:
         host_memory: What is offloaded; None where nothing is.
         states_only: Whether activations, messages and temporaries come on top of the estimate.
         notes: What the estimate is of, where it is not of the very run.
+        measured: Keys of the hardware that say what its processes hold beside torch's allocator.
     """
 
     layout: str
@@ -220,6 +225,7 @@ class Forecast:
     host_memory: HostMemory | None
     states_only: bool
     notes: list[str]
+    measured: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> FitVerdict | None:

@@ -48,6 +48,7 @@ from axonlaunch.preflight.parallelism import (
     first_four,
     pipeline_problems,
     sharding_problems,
+    statistics_problems,
     tensor_problems,
 )
 from axonlaunch.preflight.paths import with_absolute_paths
@@ -170,6 +171,7 @@ def _examine(
             problems += head_problems(model, spec, dataset, chunk=chunk)
     if model is not None and spec is not None:
         problems += sharding_problems(config, spec, model)
+        problems += statistics_problems(config, model)
         problems += context_problems(config, spec)
         problems += packing_problems(config, spec, dataset)
         problems += tensor_problems(config, spec, model)

@@ -24,6 +24,7 @@ from axonlaunch.engines.pipeline.split import (
     missing_ends,
 )
 from axonlaunch.engines.pipeline.tied_weights import tied_names
+from axonlaunch.engines.precision.lower_parameters import has_statistics
 from axonlaunch.engines.tensor.plan_checks import plan_issues, styled
 from axonlaunch.engines.tensor.trial import disagreement
 from axonlaunch.models.loss import cross_entropy_sum
@@ -94,6 +95,26 @@ def sharding_problems(
             seen = " and ".join(f"{name} is {dtype}" for dtype, name in types.items())
             message = f"{seen}, and they are gathered together; give them one type, or use ddp"
             yield ConfigIssue(key, message.replace("torch.", ""), kind)
+
+
+def statistics_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Yield why BatchNorm can't compute: torch takes its weights in the type of its statistics."""
+    train, strategy = config.train, config.strategy
+    gathers = data_parallel_facts(strategy).shards_parameters and train.precision != "fp32"
+    if not gathers and train.param_dtype == "fp32":
+        return
+    normed = {name: part for name, part in model.named_modules() if has_statistics(part)}
+    if names := [name for name, part in normed.items() if [*part.parameters(recurse=False)]]:
+        have = f"{first_four(names)} has running statistics in fp32, and torch refuses weights in "
+        if train.param_dtype != "fp32":
+            message = f"{have}{train.param_dtype} beside them; use fp32"
+            yield ConfigIssue("train.param_dtype", message, train.param_dtype)
+            return
+        message = (
+            f"{have}{train.precision} beside them, in which they are gathered; use ddp or zero1, "
+            "where they stay in fp32, or train.precision=fp32"
+        )
+        yield ConfigIssue("strategy.data_parallel", message, strategy.data_parallel)
 
 
 def first_four(names: Sequence[str]) -> str:

@@ -2,8 +2,9 @@
 
 A run of fp32 has the losses of the same run on the CPU; the others end with a finite one. Layouts
 of several ranks compute what one process does on the CPU, their ranks threads that share the GPU;
-with compute-sanitizer on PATH two of them are looked at by it. One run is interrupted, what it
-saved is checked, and it resumes; of its processes its rank alone has a context on the device.
+with compute-sanitizer on PATH two of them are looked at by it. Two runs are stopped, by Ctrl-C and
+by SIGTERM, what they saved is checked, and they resume; of a run's processes its rank alone has
+initialised CUDA.
 """
 
 from __future__ import annotations
@@ -89,7 +90,11 @@ VERIFIED = {f"verified {name}": layout for name, layout in LAYOUTS.items()}
 LOOKED_AT = {f"memory checked {name}": LAYOUTS[name] for name in ("fsdp", "context")}
 """By compute-sanitizer."""
 RACING = [*LLAMA, BF16, "strategy=fsdp", "strategy.fsdp.cpu_offload=full"]
-OTHERS = ("one device a task", "same bits when launches wait", "interrupted and resumed")
+STOPPED = {
+    "interrupted and resumed": signal.SIGINT,
+    "terminated and resumed": signal.SIGTERM,  # as a scheduler does
+}
+OTHERS = ("one device a task", "same bits when launches wait", *STOPPED)
 RESUMED = [
     *(*LLAMA, "checkpoint.every=5", "checkpoint.async_save=true", "estimate.background=false"),
 ]
@@ -130,8 +135,8 @@ def main() -> int:
                 first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
                 asked = [sys.executable, __file__]
                 return process(name, asked, args.device, CUDA_VISIBLE_DEVICES=first)
-            if name == "interrupted and resumed":
-                return interrupted(name, Path(folder), on_cuda=on_cuda)
+            if name in STOPPED:
+                return stopped(name, STOPPED[name], Path(folder), on_cuda=on_cuda)
             if name in OTHERS:
                 return same_bits(name, Path(folder), on_cuda=on_cuda)
             row = trained(name, RUNS[name], Path(folder), on_cuda=on_cuda)
@@ -215,12 +220,13 @@ def same_bits(name: str, folder: Path, *, on_cuda: bool) -> table.Row:
     return table.Row(name, cells, problem)
 
 
-def interrupted(name: str, folder: Path, *, on_cuda: bool) -> table.Row:
-    """Stop a run as Ctrl-C does, check what it saved, and let it resume and generate text."""
+def stopped(name: str, number: signal.Signals, folder: Path, *, on_cuda: bool) -> table.Row:
+    """Stop a run by a signal, check what it saved, and let it resume and generate text."""
     small = [word for word in SMALL if not word.startswith(("train.steps=", "sample."))]
     backend = f"launch.backend={'nccl' if on_cuda else 'gloo'}"
-    run = ["train", *small, *RESUMED, backend, "name=interrupted"]
-    metrics = folder / "runs" / "interrupted" / "metrics.jsonl"
+    run_name = name.partition(" ")[0]
+    run = ["train", *small, *RESUMED, backend, f"name={run_name}"]
+    metrics = folder / "runs" / run_name / "metrics.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-m", "axonlaunch", *run, "train.steps=100000", "sample.max_new_tokens=0"],
         cwd=folder,
@@ -230,22 +236,22 @@ def interrupted(name: str, folder: Path, *, on_cuda: bool) -> table.Row:
     )
     while process.poll() is None and table.seconds_left() and last_step(metrics) < 5:
         time.sleep(0.1)
-    contexts = contexts_of(process.pid) if on_cuda else []
-    process.send_signal(signal.SIGINT)
+    contexts = contexts_of(process.pid)
+    process.send_signal(number)
     try:
         _, errors = process.communicate(timeout=min(60.0, table.seconds_left()))
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()  # its ranks end with it, and write nothing into a folder that goes
-        return table.Row(name, problem="it did not end after Ctrl-C")
-    stopped = last_step(metrics)
-    cells = {"contexts": str(len(contexts) or "not reported"), "stopped at": str(stopped)}
+        return table.Row(name, problem=f"it did not end after {number.name}")
+    stopped_at = last_step(metrics)
+    cells = {"contexts": str(len(contexts)), "stopped at": str(stopped_at)}
     if process.returncode != 130:
-        problem = f"status {process.returncode} after Ctrl-C: {table.last_line(errors)}"
+        problem = f"status {process.returncode} after {number.name}: {table.last_line(errors)}"
         return table.Row(name, cells, problem)
-    steps = stopped + 5
+    steps = stopped_at + 5
     for command in (
-        ["checkpoint", "check", "runs/interrupted"],
+        ["checkpoint", "check", f"runs/{run_name}"],
         [*run, f"train.steps={steps}", "sample.max_new_tokens=8", "checkpoint.resume=auto"],
     ):
         ran = axonlaunch(command, folder, dict(os.environ))
@@ -254,9 +260,9 @@ def interrupted(name: str, folder: Path, *, on_cuda: bool) -> table.Row:
             return table.Row(name, cells, problem)
     problems = ["its log does not say that it resumed"] if "resumed from" not in ran.stdout else []
     if (last := last_step(metrics)) != steps:
-        problems.append(f"it resumed after step {stopped} and ended at {last}, not {steps}")
-    if len(contexts) > 1:
-        problems.append(f"{len(contexts)} processes of one rank hold the device")
+        problems.append(f"it resumed after step {stopped_at} and ended at {last}, not {steps}")
+    if len(contexts) != on_cuda:
+        problems.append(f"{len(contexts)} processes of one rank initialised CUDA")
     return table.Row(name, cells, "; ".join(problems))
 
 
@@ -267,19 +273,17 @@ def last_step(metrics: Path) -> int:
 
 
 def contexts_of(root: int) -> list[int]:
-    """Return the processes that a process started, at any remove, and the driver says compute."""
-    asked = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
-    listed = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
-    return [pid for pid in map(int, filter(str.isdigit, listed)) if root in _ancestors(pid)]
+    """Return the processes that initialised CUDA of a process and what it started at any remove."""
+    return table.computing(lambda pid: root in _ancestors(pid))
 
 
 def _ancestors(pid: int) -> list[int]:
     found = []
-    while pid > 1:
+    while pid:
         found.append(pid)
         try:
             stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:  # of another container, or just ended
+        except OSError:  # just ended
             break
         pid = int(stat.rpartition(")")[2].split()[1])
     return found

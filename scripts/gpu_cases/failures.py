@@ -157,8 +157,8 @@ def failed(name: str, case: Case, folder: Path, *, on_cuda: bool) -> table.Row:
         problems.append(f"{expected!r} is not in: {' '.join(errors.split())[-200:]}")
     if on_cuda and taken > ends_in_s:
         problems.append(f"it took {taken:.0f} s to end")
-    if on_cuda and (left := _computing()):
-        problems.append(f"{left} processes still hold the device")
+    if left := table.computing(lambda pid: _runs_in(folder, pid)):
+        problems.append(f"{len(left)} processes still hold the device")
     if case.retried and not problems:
         cells["tried again with"], problem = _retried(arguments, errors, folder)
         problems += [problem] * bool(problem)
@@ -227,9 +227,9 @@ def rank_of(log: Path) -> int | None:
     return None
 
 
-def _computing() -> int:
-    asked = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
-    return len(subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split())
+def _runs_in(folder: Path, pid: int) -> bool:
+    here = Path(f"/proc/{pid}/cwd").readlink()
+    return here == folder.resolve() or folder.resolve() in here.parents
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Collectives of torch's ``fake`` process group do nothing, so values are garbage and memory is not.
 Three steps in a process of their own, the peak of the second and third, beside ``axonlaunch
-estimate`` of the same overrides; and what the process holds beside its allocator, which is the
-context alone, as there is no communicator. Of a case that is off, ``gpu-memory`` has the
+estimate`` of the same overrides; and what it takes of the device beside its allocator, which is
+the context alone, as there is no communicator: ``hardware.context_mib`` takes it; and the host
+memory that torch locked for what is offloaded. Of a case that is off, ``gpu-memory`` has the
 allocator's snapshot, for https://pytorch.org/memory_viz.
 """
 
@@ -31,11 +32,11 @@ from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.precision.policy import DTYPES
-from axonlaunch.planning.measured_constants import CUDA_CONTEXT
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
+from axonlaunch.system import gpus
 from axonlaunch.training.arithmetic import configure_arithmetic
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 
@@ -166,7 +167,10 @@ def measured(
         replace_with_synthetic(configuration.load([*overrides, f"launch.nproc={ranks}"]))
     )
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    used = 0
     if device.type == "cuda":
+        first = gpus.devices()[0].uuid
+        used = used_bytes(first)
         torch.cuda.set_device(device)
         torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
     else:
@@ -183,8 +187,9 @@ def measured(
     peaks = {"allocated": watch.peak_bytes() or 0}
     if device.type == "cuda":
         peaks["reserved"] = torch.cuda.max_memory_reserved(device)
-        if process := _process_bytes():
-            peaks["context"] = process - torch.cuda.memory_reserved(device)
+        peaks["pinned"] = torch.cuda.host_memory_stats()["allocated_bytes.peak"]
+        if now := used_bytes(first):
+            peaks["context"] = now - used - torch.cuda.memory_reserved(device)
     return peaks
 
 
@@ -228,12 +233,15 @@ def _boundaries(
     }
 
 
-def _process_bytes() -> int:
-    """Return what the driver says that this process holds of its device; 0 where it does not."""
-    asked = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
-    mib_of_process = dict(line.split(", ") for line in lines if ", " in line)
-    return int(mib_of_process.get(str(os.getpid()), "0")) * MIB
+def used_bytes(uuid: str) -> int:
+    """Return what all processes hold of a device; 0 where its driver does not say.
+
+    What the driver says of each is under the PIDs of the host, which differ in a container.
+    """
+    asked = ["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=memory.used"]
+    command = [*asked, "--format=csv,noheader,nounits"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return int(printed) * MIB if printed.isdigit() else 0
 
 
 def _allocator(name: str) -> dict[str, str]:
@@ -253,8 +261,10 @@ def estimated(overrides: list[str], ranks: int, **environment: str) -> dict[str,
 
 def compared(name: str, peaks: dict[str, int], estimate: dict[str, Any]) -> table.Row:
     """Return a row: allocated within 2% and 64 MiB, reserved within 5%; on a CPU 0.1%."""
-    estimate = {**estimate, "context": CUDA_CONTEXT}
-    pairs = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "context": "context"}
+    pinned = max((rank["host_bytes"] for rank in estimate.get("ranks", ())), default=0)
+    estimate = {**estimate, "pinned": pinned}
+    pairs = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "context": "context_bytes"}
+    pairs |= {"pinned": "pinned"} if pinned else {}
     first = estimate.get("ranks", [estimate])[0]
     if first["peak_bytes"] != estimate["peak_bytes"]:
         # Rank 0 was measured; what another holds at most is not to be held against it.
@@ -268,7 +278,11 @@ def compared(name: str, peaks: dict[str, int], estimate: dict[str, Any]) -> tabl
         off = (theirs - ours) / ours if ours else 0.0
         cells[f"{what}, MiB"] = f"{ours / MIB:,.1f}"
         cells[f"{what}, estimated"] = f"{theirs / MIB:,.1f} ({off:+.1%})"
-        slack = {"allocated": 0.02 * ours + 64 * MIB, "reserved": 0.05 * ours}.get(what)
+        slack = {
+            "allocated": 0.02 * ours + 64 * MIB,
+            "reserved": 0.05 * ours,
+            "pinned": ours / 2 + 64 * MIB,  # torch rounds each block up to a power of two
+        }.get(what)
         if "reserved" not in peaks:
             slack = 0.001 * ours  # of messages that nobody takes, some are freed earlier
         if slack is not None and abs(theirs - ours) > slack:

@@ -1,14 +1,17 @@
 """Tokens/s and MFU of axonlaunch, a hand-written loop and one as torchtitan's, interleaved.
 
-Each contestant trains the same model on the same tokens on one device: axonlaunch as a run does;
-``by hand`` with autocast, and where ranks share the model with fully_shard of each block; ``as
-torchtitan`` with fully_shard also of one rank (embedding, blocks, norm with head), its bf16 policy,
-compiled blocks and loss where the case compiles, and garbage collected by hand. One alone fits the
-device, so they take turns twice, the second time in the opposite order; of each turn the first
-steps are dropped, and the median of the others counts. Ranks beside the first are not there:
-collectives of torch's ``fake`` process group do nothing, so that the speed of 8 is that of their
-kernels, with no message to wait for. One step of axonlaunch is profiled after all were timed: how
-many kernels it launches, and for how much of it the device has none to run.
+Each contestant trains the same model on the same tokens on one device, with the same arithmetic:
+products in bf16 of copies of fp32 parameters, gradients summed and AdamW's update in fp32.
+axonlaunch does it as a run does; ``by hand`` with fully_shard of each block and of the rest, and
+its mixed-precision policy, also where one rank has all; ``as torchtitan`` with its units
+(embedding, blocks, norm with head), compiled blocks and loss where the case compiles, and garbage
+collected by hand. One alone fits the device, so they take turns twice, the second time in the
+opposite order; of each turn the first steps are dropped, and the median of the others counts. Ranks
+beside the first are not there: collectives of torch's ``fake`` process group do nothing, so that
+the speed of 8 is that of their kernels, with no message to wait for. One step of axonlaunch is
+profiled after all were timed: how many kernels it launches, and for how much of it the device has
+none to run. Then steps with offload and saves in the background are held beside the link of host
+and device (``transfers.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import Any, cast
 import table
 import torch
 import torch.distributed as dist
+import transfers
 from memory import BF16, COMPILED, GPT, LLAMA_1B, LLAMA_8B, SELECTIVE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -97,13 +101,20 @@ def main() -> int:
     """Time every case."""
     args = table.arguments(__doc__ or "")
     cases = CASES if args.device == "cuda" else CASES_OF_CPU
+    is_cuda = args.device == "cuda"
     if args.case:
-        is_cuda = args.device == "cuda"
         device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
         if is_cuda:
             torch.cuda.set_device(device)
-        ranks, overrides = cases[args.case]
-        sys.stdout.write(json.dumps(timed(overrides, ranks, device)))
+        model = transfers.MODEL if is_cuda else transfers.MODEL_OF_CPU
+        if args.case == transfers.SAVES:
+            found = transfers.saved(model, device)
+        elif args.case in transfers.OFFLOADED:
+            found = passing([*model, *transfers.OFFLOADED[args.case]], device)
+        else:
+            ranks, overrides = cases[args.case]
+            found = timed(overrides, ranks, device)
+        sys.stdout.write(json.dumps(found))
         return 0
 
     def case(name: str) -> table.Row:
@@ -111,25 +122,28 @@ def main() -> int:
         ran = table.ended(asked)
         if ran.returncode:
             return table.Row(name, problem=table.last_line(ran.stderr))
-        return judged(name, **json.loads(ran.stdout.splitlines()[-1]))
+        found = json.loads(ran.stdout.splitlines()[-1])
+        if name == transfers.SAVES:
+            return transfers.of_saves(**found)
+        if name in transfers.OFFLOADED:
+            return transfers.of_offload(name, found, on_cuda=is_cuda)
+        return judged(name, **found)
 
-    return table.run([*cases], args.only, case)
+    return table.run([*cases, *transfers.OFFLOADED, transfers.SAVES], args.only, case)
+
+
+def passing(overrides: list[str], device: torch.device) -> dict[str, float]:
+    """Return what passes between host and device in a step of a run on one rank."""
+    work, sample = _work(overrides, 1, device)
+    step = _axonlaunch(work, sample)
+    return transfers.passing(lambda: step(work.batches[0]), device)
 
 
 def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, Any]:
     """Time the contestants of one case; return what ``judged`` takes."""
-    config = resolve_anywhere(
-        replace_with_synthetic(configuration.load([*overrides, f"launch.nproc={ranks}"]))
-    )
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    configure_arithmetic(config.train)
-    dataset = data.build_dataset(config.data, config.tokenizer)
-    layout = Layout.of(config, world_size=ranks)
-    loader = rank_loader(config, dataset, layout=layout, rank=0, pin_memory=device.type == "cuda")
-    batches = [cast("Batch", loader.batch(step)) for step in range(4)]  # of tokens all of them
-    work = Work(config, device, ranks, batches)
+    work, sample = _work(overrides, ranks, device)
     makers: dict[str, Callable[[Work], Step]] = {
-        "axonlaunch": lambda model: _axonlaunch(model, sample_inputs(dataset)),
+        "axonlaunch": lambda model: _axonlaunch(model, sample),
         "by hand": _by_hand,
         "as torchtitan": _as_torchtitan,
     }
@@ -156,10 +170,24 @@ def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, A
     rates = {who: tokens / statistics.median(times) for who, times in seconds.items()}
     return {
         "rates": rates,
-        "flops_per_token": _flops(config, dataset.sample_shape[0]),
-        "peak": _peak(config, device),
+        "flops_per_token": _flops(work.config, sample.shape[-1]),
+        "peak": _peak(work.config, device),
         **use,
     }
+
+
+def _work(overrides: list[str], ranks: int, device: torch.device) -> tuple[Work, torch.Tensor]:
+    """Join a world whose other ranks are not there; return what a case does there, and a sample."""
+    config = resolve_anywhere(
+        replace_with_synthetic(configuration.load([*overrides, f"launch.nproc={ranks}"]))
+    )
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    configure_arithmetic(config.train)
+    dataset = data.build_dataset(config.data, config.tokenizer)
+    layout = Layout.of(config, world_size=ranks)
+    loader = rank_loader(config, dataset, layout=layout, rank=0, pin_memory=device.type == "cuda")
+    batches = [cast("Batch", loader.batch(step)) for step in range(4)]  # of tokens all of them
+    return Work(config, device, ranks, batches), sample_inputs(dataset)
 
 
 def judged(
@@ -277,20 +305,16 @@ def _by_hand(work: Work) -> Step:
     if work.config.train.compile:
         for block in _blocks(model):
             block.compile()
-    if work.ranks > 1:
-        options = _sharding(work)
-        for block in _blocks(model):
-            fully_shard(block, **options)
-        fully_shard(model, **options)
+    options = _sharding(work)
+    for block in _blocks(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     optimizer = _adamw(model)
-    casts = work.ranks == 1  # what is sharded is gathered in bf16
 
     def step(batch: Batch) -> None:
         inputs = batch.inputs.to(work.device, non_blocking=True)
         targets = batch.targets.to(work.device, non_blocking=True)
-        with torch.autocast(work.device.type, dtype=torch.bfloat16, enabled=casts):
-            logits = model(inputs)
-        F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
+        _cross_entropy(model(inputs), targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

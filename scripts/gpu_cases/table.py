@@ -22,6 +22,8 @@ allocator_settings.grow_segments()  # as in a rank, before torch is there
 
 import torch  # noqa: E402
 
+DRIVER = Path("/dev/nvidia-uvm")
+"""What a process has open once it initialised CUDA; who asks NVML alone has other files open."""
 _ENDS = time.monotonic() + 580.0
 
 
@@ -55,6 +57,22 @@ def ended(command: Sequence[str | Path], **environment: str) -> subprocess.Compl
         env={**os.environ, **environment},
         timeout=seconds_left(),
     )
+
+
+def computing(belongs: Callable[[int], bool]) -> list[int]:
+    """Return the processes that initialised CUDA, of those that belong.
+
+    By what they have open: the PIDs that nvidia-smi prints in a container are the host's.
+    """
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            opened = [descriptor.readlink() for descriptor in (process / "fd").iterdir()]
+            if DRIVER in opened and belongs(int(process.name)):
+                found.append(int(process.name))
+        except OSError:  # another user's, or just ended
+            continue
+    return found
 
 
 def last_line(text: str) -> str:

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,33 @@ def shown(estimated: Forecast, *, width: int, **options: Any) -> str:
     stream = io.StringIO()
     print_estimate(estimated, Console(file=stream, width=width, highlight=False, **options))
     return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("measured", "reported"),
+    [
+        ((), "possible (your own: hardware.context_mib, hardware.communicator_mib)"),
+        (
+            ("context_mib",),
+            "512 MiB the driver's context, as hardware says; 1 GiB NCCL, as on other GPUs: half or "
+            "twice as much is possible (your own: hardware.communicator_mib)",
+        ),
+        (
+            ("context_mib", "communicator_mib"),
+            "driver's context, as hardware says; 1 GiB NCCL, as hardware says",
+        ),
+    ],
+)
+def test_what_a_process_holds_besides_says_where_its_figures_are_from(
+    measured: tuple[str, ...], reported: str
+) -> None:
+    known = forecast()
+    held = {"context_bytes": GIB // 2, "communicator_bytes": GIB}
+    process = known.estimate.process_bytes + 3 * GIB // 2
+    estimate = replace(known.estimate, process_bytes=process, **held)
+    text = shown(replace(known, estimate=estimate, measured=measured), width=200)
+    assert reported in text
+    assert "of these" not in shown(known, width=200)  # of a CPU
 
 
 @pytest.mark.timeout(240)

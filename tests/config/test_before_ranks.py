@@ -82,6 +82,21 @@ def test_parameters_of_two_types_can_not_be_gathered_together() -> None:
     ]
 
 
+def test_weights_of_running_statistics_are_not_gathered_in_a_lower_type() -> None:
+    normed = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]
+    half = [*normed, "train.precision=bf16"]
+    run_config([*half, "strategy=zero1"])
+    run_config([*normed, "strategy=fsdp"])
+    reason = "2 has running statistics in fp32, and torch refuses weights in bf16 beside them"
+    assert refusals(*half, "strategy=fsdp") == [
+        f"strategy.data_parallel=fsdp: {reason}, in which they are gathered; use ddp or zero1, "
+        "where they stay in fp32, or train.precision=fp32"
+    ]
+    assert refusals(*half, "train.param_dtype=bf16", "strategy=ddp") == [
+        f"train.param_dtype=bf16: {reason}; use fp32"
+    ]
+
+
 def test_a_parameter_that_starts_as_nothing() -> None:
     ax.register_model("scaled", initializers=lambda _: {"embed.weight": Normal(0.02)})(Scaled)
     assert refusals("model=scaled", *TOKENS) == [

@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +27,7 @@ from axonlaunch.launch.failures.report import Report
 from axonlaunch.launch.local import rank_process
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
-from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.search.search import search_layouts
-from axonlaunch.preflight import checks, devices
+from axonlaunch.preflight import devices
 from axonlaunch.system import gpus
 from axonlaunch.system.authentication import Credentials
 from axonlaunch.training.peak_memory import DevicePeak
@@ -202,62 +199,6 @@ def _world(device: str, backend: str) -> World:
     return cast("World", SimpleNamespace(**about))
 
 
-# No process that forks initialises CUDA.
-
-
-@pytest.fixture
-def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA build that sees eight devices, in which nothing may initialise CUDA."""
-    here = os.getpid()
-
-    def spy(name: str) -> Callable[..., Any]:
-        def called(*args: object, **kwargs: object) -> Any:
-            del args, kwargs
-            assert os.getpid() != here, f"torch.cuda.{name} in a process that forks"
-            return 0  # copies compute on the CPU
-
-        return called
-
-    for name in ("_lazy_init", "get_device_name", "get_device_properties", "mem_get_info", "init"):
-        monkeypatch.setattr(torch.cuda, name, spy(name))
-    monkeypatch.setattr(
-        torch._C, "_cuda_getDeviceCount", spy("_cuda_getDeviceCount"), raising=False
-    )
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(
-        torch.accelerator,
-        "current_accelerator",
-        lambda check_available=False: cuda if os.getpid() == here else None,
-    )
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    device = gpus.Device("H100", 80 * GIB, "uuid")
-    monkeypatch.setattr(gpus, "_asked", lambda visible: (device,) * 8)
-
-
-@pytest.mark.usefixtures("eight_devices")
-def test_an_estimate_and_the_checks_of_a_run_initialise_no_cuda() -> None:
-    overrides = ["model.num_hidden_layers=1", "strategy=fsdp", "launch.nproc=8"]
-    assert run_config(overrides).launch.backend == "nccl"
-    assert checks.obstacles(estimate_config(overrides)) == []
-    assert estimate(estimate_config([*overrides, "hardware=h100_80gb"])).peak_bytes > 0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("eight_devices")
-def test_nor_does_a_plan() -> None:
-    small = ["model.num_hidden_layers=1", "data.sequence_length=16", "hardware=h100_80gb"]
-    fixed = {
-        "strategy.tensor.degree": 1,
-        "strategy.pipeline.degree": 1,
-        "strategy.data_parallel": "fsdp",
-        "train.activation_checkpointing": "none",
-    }
-    config = estimate_config([*small, "strategy=fsdp", "launch.nproc=2"])
-    check = checks.resolve_anywhere
-    assert search_layouts(config, devices=2, fixed=fixed, check=check, wanted=1).candidates
-
-
 # A rank that fails.
 
 
@@ -302,22 +243,27 @@ def test_ranks_of_a_pipeline_connect_pair_by_pair(
 
 @pytest.mark.parametrize(
     ("deterministic", "own", "expected"),
-    [(False, None, None), (True, None, "0"), (True, "1", "1")],
-    ids=["not asked for", "asked for", "the user's own setting"],
+    [
+        (False, {}, {}),
+        (True, {}, {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"}),
+        (True, {"NCCL_ALGO": "Tree"}, {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Tree"}),
+        (False, {"NCCL_PROTO": "Simple"}, {"NCCL_PROTO": "Simple"}),
+    ],
+    ids=["not asked for", "asked for", "the user's own algorithm", "what else NCCL reads"],
 )
-def test_where_runs_are_to_repeat_nccl_adds_up_in_no_switch(
+def test_where_runs_are_to_repeat_nccl_adds_up_in_rings_alone(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     deterministic: bool,
-    own: str | None,
-    expected: str | None,
+    own: dict[str, str],
+    expected: dict[str, str],
 ) -> None:
-    environ = {} if own is None else {"NCCL_NVLS_ENABLE": own}
+    environ = dict(own)
     monkeypatch.setattr(rank_process, "_store", lambda place, waits_s: None)
     monkeypatch.setattr(rank_process.os, "environ", environ)
-    seen: list[str | None] = []  # when NCCL reads it
-    join = lambda place, **options: seen.append(environ.get("NCCL_NVLS_ENABLE"))  # noqa: E731
-    monkeypatch.setattr(World, "join", join)
+    seen: list[dict[str, str]] = []  # when NCCL reads it
+    read = lambda: {k: v for k, v in environ.items() if k.startswith("NCCL_")}  # noqa: E731
+    monkeypatch.setattr(World, "join", lambda place, **options: seen.append(read()))
     config = run_config([f"train.deterministic={deterministic}", "launch.nproc=2"])
     rank_process.join_world(config, _place(tmp_path))
     assert seen == [expected]

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from configured import estimate_config
 
+from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.planning import estimate as planning_estimate
 from axonlaunch.planning import estimate_cache
@@ -14,6 +15,7 @@ from axonlaunch.planning.measured_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
 from axonlaunch.planning.memory.cuda_process import (
     DeviceRequests,
+    besides,
     communicator_sizes,
     cublas_workspaces,
     held,
@@ -168,6 +170,16 @@ def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
     )
     assert memory.allocator == 50 * MIB
     assert memory.process == memory.allocator + CUDA_CONTEXT + NCCL_PAIR + NCCL_RING + 4 * MIB
+
+
+def test_what_was_measured_on_a_device_takes_the_place_of_others_figures() -> None:
+    own = HardwareConfig(name="own", context_mib=600, communicator_mib=300)
+    assert besides((1, 2, 8), own) == (600 + 2 * 300) * MIB
+    only_context = HardwareConfig(name="own", context_mib=600)
+    assert besides((1, 2, 8), only_context) == 600 * MIB + NCCL_PAIR + NCCL_RING
+    recorded = DeviceRequests([Change(0, 30 * MIB)])
+    memory = held(recorded, peak_bytes=30 * MIB, groups=(2,), hardware=own)
+    assert (memory.context, memory.communicators) == (600 * MIB, 300 * MIB)
 
 
 @pytest.mark.parametrize(

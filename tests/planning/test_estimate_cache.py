@@ -54,7 +54,7 @@ def test_what_was_kept_is_found_again_whole(kept_here: Path) -> None:
         "train.log_every=3",
         "scheduler=constant",
         "checkpoint.every=0",
-        "launch.backend=mock",
+        "launch.backend=nccl",
     ],
 )
 def test_what_plays_no_part_in_a_step_makes_no_difference(override: str) -> None:
@@ -73,6 +73,8 @@ def test_what_plays_no_part_in_a_step_makes_no_difference(override: str) -> None
         "train.grad_clip=null",
         "strategy.fsdp.sharding=shard_grad_op",
         "launch.nproc=4",
+        "launch.backend=mock",
+        "launch.device=cpu",
         "hardware=h100_80gb",
     ],
 )

@@ -25,7 +25,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.tracing import fake_world
+from axonlaunch.planning.tracing import fake_world, gloo_buffers
 from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
 from axonlaunch.planning.tracing.untraceable import UNTRACEABLE
 from axonlaunch.system import forked_map
@@ -72,6 +72,26 @@ def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
         return max(on_device(point) for event in trace.events for point in event.points)
 
     assert forked_map.map_forked([largest]) == [4 << 20]
+
+
+def test_gloo_holds_a_copy_of_what_it_scatters_until_that_is_waited_for() -> None:
+    def highest_and_last() -> tuple[int, int]:
+        fake_world.join_fake_world(rank=0, world_size=2)
+        functions = torch.ops._c10d_functional
+        workspaces = gloo_buffers.of_collective
+        with tensors_without_bytes(), StorageTrace(workspaces=workspaces) as trace:
+            whole = torch.ones(1 << 20)
+            name = dist.group.WORLD.group_name
+            part = functions.reduce_scatter_tensor(whole, "sum", 2, name)
+            del whole
+            part = functions.wait_tensor(part)
+            trace.begin("after it")
+            part = part + 1
+            trace.finish()
+        points = [on_device(point) for event in trace.events for point in event.points]
+        return max(points), on_device(trace.events[-1].points[0])
+
+    assert forked_map.map_forked([highest_and_last]) == [((4 + 4 + 2) << 20, 2 << 20)]
 
 
 def test_a_backward_is_reported_by_its_graph_task() -> None:

@@ -9,6 +9,7 @@ import pytest
 from configured import estimate_config
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import estimated_on
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.cuda_process import besides
 from axonlaunch.planning.memory.estimate import estimate, estimate_fitting
@@ -39,6 +40,27 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def run(*overrides: str) -> RunConfig:
     return estimate_config([*TINY, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on"),
+    [
+        ([], "gpu"),  # left to the node
+        (["launch.backend=mock"], "mock"),
+        (["launch.backend=gloo"], "gloo"),
+        (["launch.device=cpu"], "gloo"),
+        (["launch.backend=mock", "launch.device=cuda"], "gpu"),
+        (["launch.backend=gloo", "hardware=h100_80gb"], "gpu"),  # as it is named
+        (["hardware=cpu"], "gloo"),
+    ],
+)
+def test_an_estimate_is_of_what_the_run_computes_on(overrides: list[str], on: str) -> None:
+    small = [word for word in TINY if not word.startswith("hardware")]
+    chosen = estimate_config([*small, "strategy=single", "launch.nproc=1", *overrides])
+    assert estimated_on(chosen) == on
+    if on == "mock":
+        reported = estimate(chosen)
+        assert reported.process_bytes == reported.reserved_bytes == reported.peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,8 @@ class On(Command):
 
     def start(self, *overrides: str) -> served.Forked:
         """Start it without waiting."""
-        command = partial(served.command, self.server, *overrides, namespace=self.namespace)
+        there = partial(served.placed, self.namespace)
+        command = partial(served.command, self.server, *overrides, around=there)
         return served.Forked(
             served.placed,
             self.namespace,

@@ -28,7 +28,11 @@ from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.memory.live_peak import WATCHED, CpuPeakMemory
-from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule
+from axonlaunch.planning.tracing import (
+    extrapolate_depth,
+    extrapolate_schedule,
+    gloo_buffers,
+)
 from axonlaunch.planning.tracing.stage_trace import host_categories, measure_stage, step
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
 from axonlaunch.system import forked_call
@@ -161,7 +165,7 @@ def _engine(
 
 def _held(overrides: tuple[str, ...], world: World) -> Held:
     config = chosen(overrides, ranks=world.world_size)
-    trace = StorageTrace(on_host=host_categories(config))
+    trace = StorageTrace(on_host=host_categories(config), workspaces=gloo_buffers.unseen)
     engine, batch = _engine(overrides, world, storing=lambda: trace)
     with trace:
         engine.backward(batch)

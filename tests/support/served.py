@@ -47,31 +47,31 @@ def serve() -> Iterator[Server]:
 
 @contextmanager
 def reached(
-    server: Server, *, preload: Sequence[str] = (), namespace: str | None = None
+    server: Server, *, preload: Sequence[str] = (), around: Callable[..., None] | None = None
 ) -> Iterator[ForkServerContext]:
     """Stand in for ``warm``: use the server that is there, and leave it running.
 
     Args:
         server: How it is reached.
         preload: Not imported there: what asks for it imports it later.
-        namespace: Of the network, in which what it forks runs.
+        around: Calls what it forks, with its arguments, in its place.
     """
     del preload
     vars(SERVER).update(server)
     SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # others keep it alive
     SERVER.ensure_running = lambda: None
-    yield get_context("forkserver") if namespace is None else _Placed(namespace)
+    yield get_context("forkserver") if around is None else _Around(around)
 
 
-class _Placed(ForkServerContext):
-    """Forks into a namespace of the network."""
+class _Around(ForkServerContext):
+    """Forks what a function calls."""
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, around: Callable[..., None]) -> None:
         super().__init__()
-        self._namespace = namespace
+        self._around = around
 
     def Process(self, *, target: Any, args: tuple[Any, ...], daemon: bool) -> Any:  # type: ignore[override]  # noqa: N802
-        there = partial(placed, self._namespace, target)
+        there = partial(self._around, target)
         return get_context("forkserver").Process(target=there, args=args, daemon=daemon)
 
 
@@ -162,11 +162,11 @@ def _run(
     program(*arguments)
 
 
-def command(server: Server, *overrides: str, namespace: str | None = None) -> None:
+def command(server: Server, *overrides: str, around: Callable[..., None] | None = None) -> None:
     """Be the ``axonlaunch`` command."""
     from axonlaunch.cli import app, train
 
-    ours.warm = partial(reached, server, namespace=namespace)
+    ours.warm = partial(reached, server, around=around)
     train.STARTED = time.time()
     sys.argv = ["axonlaunch", *overrides]
     app.run_command()

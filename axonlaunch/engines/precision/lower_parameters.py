@@ -66,6 +66,11 @@ def lower_blocks(
     return arithmetic.computing
 
 
+def has_statistics(module: nn.Module) -> bool:
+    """Say whether a module has running statistics, in whose type torch takes its parameters."""
+    return isinstance(module, _NormBase) and module.running_mean is not None
+
+
 def reading_lower(module: nn.Module) -> AbstractContextManager[None]:
     """Let a module's parameters be read inside as its forward reads them."""
     return module._arithmetic.reading() if isinstance(module, _Lower) else nullcontext()
@@ -182,7 +187,7 @@ class _Lower(nn.Module):
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's own floating-point parameters that its forward may read in a lower type."""
-    if isinstance(module, _NormBase) and module.running_mean is not None:
-        return {}  # torch takes them in the type of the statistics alone, whatever the input's
+    if has_statistics(module):
+        return {}  # whatever the input's type
     named = module._parameters.items()
     return {name: p for name, p in named if p is not None and p.is_floating_point()}

@@ -142,9 +142,11 @@ def join_world(config: RunConfig, place: RankSpec) -> World:
     # A user's code, and libraries, look for them there; nothing of ours does.
     os.environ.update(environment.variables())
     if config.train.deterministic:
-        # NCCL reads it once. A switch that adds up what passes through it is the one algorithm that
-        # Megatron-LM's deterministic mode refuses (megatron/training/arguments.py).
+        # NCCL reads them once. A ring adds up in the order of its ranks; a switch that adds up what
+        # passes through it does not, and which of the two is faster NCCL's tuner decides anew.
+        # Source: NVIDIA, Megatron Core, "Deterministic Training", NCCL_ALGO.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
     waits_s = config.launch.timeout_s + _GRACE_S
     return World.join(
         environment,

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 from axonlaunch.config import RunConfig, with_values
-from axonlaunch.config.layout import Layout, num_ranks, of_ranks
+from axonlaunch.config.layout import Layout, estimated_on, num_ranks, of_ranks
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models import fake_tensor_cache
@@ -97,9 +97,9 @@ class Formulas:
             layers=layers,
             shares=self.shares,
         )
-        if config.hardware is not None and config.hardware.is_cpu:
+        if estimated_on(config) != "gpu":
             return tensors
-        rest = cuda_process.besides(cuda_process.communicator_sizes(layout))
+        rest = cuda_process.besides(cuda_process.communicator_sizes(layout), config.hardware)
         return _CACHED * tensors + rest
 
 

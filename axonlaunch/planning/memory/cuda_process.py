@@ -74,6 +74,7 @@ def held(
     *,
     peak_bytes: int,
     groups: Iterable[int],
+    hardware: HardwareConfig | None = None,
     capacity: int | None = None,
     settings: AllocatorSettings | None = None,
     workspaces: Sequence[int] = (),
@@ -85,6 +86,7 @@ def held(
         peak_bytes: What its tensors and ``workspaces`` hold at most. What is missing of that in
             its ``changes``, as of buckets that an extended recording can't place, is held besides.
         groups: Sizes of the groups that the rank talks to.
+        hardware: The device's figures; None: what was measured on others.
         capacity: Bytes of the device; None: without end.
         settings: The allocator's; None: torch's own.
         workspaces: As ``cublas_workspaces`` returns them.
@@ -94,8 +96,8 @@ def held(
     allocator.replay(changes)
     return DeviceMemory(
         allocator=allocator.peak_reserved + max(0, peak_bytes - _most(changes)),
-        context=CUDA_CONTEXT,
-        communicators=communicators(groups),
+        context=context_bytes(hardware),
+        communicators=communicators(groups, hardware),
         symmetric=recorded.symmetric,
     )
 
@@ -106,14 +108,24 @@ def cublas_workspaces(config: RunConfig) -> list[int]:
     return [DETERMINISTIC_WORKSPACE if config.train.deterministic else size] * CUBLAS_THREADS
 
 
-def besides(groups: Iterable[int]) -> int:
+def besides(groups: Iterable[int], hardware: HardwareConfig | None = None) -> int:
     """Return bytes of a device that no allocator of torch's has: the context and NCCL's."""
-    return CUDA_CONTEXT + communicators(groups)
+    return context_bytes(hardware) + communicators(groups, hardware)
 
 
-def communicators(groups: Iterable[int]) -> int:
+def context_bytes(hardware: HardwareConfig | None = None) -> int:
+    """Return bytes that the driver holds for a process, its kernels included."""
+    if hardware is None or hardware.context_mib is None:
+        return CUDA_CONTEXT
+    return int(hardware.context_mib * MIB)
+
+
+def communicators(groups: Iterable[int], hardware: HardwareConfig | None = None) -> int:
     """Return bytes that NCCL holds for groups of these sizes."""
-    return sum(NCCL_PAIR if size == 2 else NCCL_RING for size in groups if size > 1)
+    sizes = [size for size in groups if size > 1]
+    if hardware is None or hardware.communicator_mib is None:
+        return sum(NCCL_PAIR if size == 2 else NCCL_RING for size in sizes)
+    return len(sizes) * int(hardware.communicator_mib * MIB)
 
 
 def communicator_sizes(layout: Layout) -> list[int]:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.records import Estimate, RankEstimate
@@ -76,7 +77,7 @@ def estimate_fitting(
     places = [StageTrace.of(reduced, place, exact=False) for place in where]
     run = _Run(reduced, places, until=until)
     run.trace(run.first)
-    rest = cuda_process.besides(run.groups) if run.on_gpu else 0
+    rest = cuda_process.besides(run.groups, config.hardware) if run.on_gpu else 0
     if run.highest(run.first).peak_bytes + rest > memory:
         return None
     return run.estimate()
@@ -150,8 +151,8 @@ class _Run:
         self.trace(self.places, recorded=likely if self.on_gpu else None)
         highest = self.highest(self.places)
         hardware = self.reduced.config.hardware
-        memory = hardware.memory_bytes if hardware else None
         reserved = process_bytes = highest.peak_bytes
+        context = communicators = 0
         if self.on_gpu:
             place = highest.coords["pp"]
             self.trace([], recorded=place)
@@ -159,10 +160,11 @@ class _Run:
                 highest.peak_bytes,
                 self.done["process", place],
                 groups=self.groups,
-                memory=memory,
+                hardware=hardware,
                 workspaces=self.workspaces,
             )
             reserved, process_bytes = device.allocator, device.process
+            context, communicators = device.context, device.communicators
         return Estimate(
             world_size=self.reduced.world_size,
             mesh=self.reduced.layout.axes,
@@ -170,6 +172,8 @@ class _Run:
             peak_bytes=highest.peak_bytes,
             reserved_bytes=reserved,
             process_bytes=process_bytes,
+            context_bytes=context,
+            communicator_bytes=communicators,
             ranks=[self.rank(place) for place in self.places],
         )
 
@@ -195,18 +199,21 @@ def _process(
     recorded: cuda_process.DeviceRequests,
     *,
     groups: list[int],
-    memory: int | None,
+    hardware: HardwareConfig | None,
     workspaces: list[int],
 ) -> cuda_process.DeviceMemory:
-    """Return what the process of the highest rank holds of a GPU with so many bytes.
+    """Return what the process of the highest rank holds of a GPU.
 
     What the allocator keeps beside tensors is that of the shorter step.
     """
+    memory = hardware.memory_bytes if hardware else None
+    rest = cuda_process.besides(groups, hardware)
     return cuda_process.held(
         recorded,
         peak_bytes=peak_bytes,
         groups=groups,
-        capacity=None if memory is None else max(0, memory - cuda_process.besides(groups)),
+        hardware=hardware,
+        capacity=None if memory is None else max(0, memory - rest),
         settings=allocator_settings.settings_of_ranks(),
         workspaces=workspaces,
     )

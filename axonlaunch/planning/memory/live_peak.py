@@ -12,7 +12,7 @@ from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.engines.base import Engine
-from axonlaunch.planning.tracing import extrapolate_depth
+from axonlaunch.planning.tracing import extrapolate_depth, gloo_buffers
 from axonlaunch.planning.tracing.stage_trace import follow, host_categories
 from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
 
@@ -31,7 +31,11 @@ class CpuPeakMemory:
         Args:
             config: The run's; what it offloads is not on the device.
         """
-        self._trace: StorageTrace | None = StorageTrace(on_host=host_categories(config))
+        on_gloo = config.launch.backend == "gloo"
+        self._trace: StorageTrace | None = StorageTrace(
+            on_host=host_categories(config),
+            workspaces=gloo_buffers.unseen if on_gloo else lambda func, arguments: (),
+        )
         self._steps = 0
         self._peak: int | None = None
 

@@ -64,6 +64,7 @@ def conclusions(forecast: Forecast) -> Iterator[tuple[str, str, str]]:
     if known.process_bytes > known.peak_bytes:
         text = f"{size(known.reserved_bytes)} reserved by torch's allocator, "
         yield "on a GPU", text + f"{size(known.process_bytes)} by the process", ""
+        yield "of these", _beside_allocator(forecast), ""
     if read := max(rank.read_bytes for rank in known.ranks):
         yield "weights", f"read with at most {size(read)} of host memory at once per rank", ""
     if forecast.host_memory is not None:
@@ -85,6 +86,24 @@ def conclusions(forecast: Forecast) -> Iterator[tuple[str, str, str]]:
         yield "does not fit", f"{device}{size(-room)} too little", "red"
     else:
         yield "does not fit", "a node has too little host memory for what is offloaded", "red"
+
+
+def _beside_allocator(forecast: Forecast) -> str:
+    """Say what a process holds beside torch's allocator, and where these figures are from."""
+    estimate, measured = forecast.estimate, forecast.measured
+    parts = {
+        "context_mib": ("the driver's context", estimate.context_bytes),
+        "communicator_mib": ("NCCL", estimate.communicator_bytes),
+    }
+    held = {key: f"{size(held)} {of}" for key, (of, held) in parts.items() if held}
+    others = [key for key in held if key not in measured]
+    own = [f"{text}, as hardware says" for key, text in held.items() if key in measured]
+    if not others:
+        return "; ".join(own)
+    elsewhere = " and ".join(held[key] for key in others)
+    keys = ", ".join(f"hardware.{key}" for key in others)
+    doubt = f"as on other GPUs: half or twice as much is possible (your own: {keys})"
+    return "; ".join([*own, f"{elsewhere}, {doubt}"])
 
 
 def of_host(memory: HostMemory) -> str:

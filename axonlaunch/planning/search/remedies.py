@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig, to_tree, typed, with_values
 from axonlaunch.config.errors import plain
-from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.layout import Layout, estimated_on, num_ranks
 from axonlaunch.planning.records import Estimate, Remedy
 from axonlaunch.planning.search.candidates import takes_sequences
 from axonlaunch.planning.search.workload import host_memory
@@ -269,7 +269,7 @@ def _pipeline(config: RunConfig, layout: Layout) -> Lever:
 
 def _offload(config: RunConfig, layout: Layout) -> Lever:
     """What crosses the link to the host: Ren et al., "ZeRO-Offload", 2021, section 4."""
-    if config.hardware is not None and config.hardware.is_cpu:
+    if estimated_on(config) != "gpu":
         return []  # host and device are one memory
     key, now = "strategy.fsdp.cpu_offload", config.strategy.fsdp.cpu_offload
     costs = {

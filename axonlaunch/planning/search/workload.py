@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.layout import Layout, estimated_on, num_ranks
 from axonlaunch.planning.records import Estimate, HostMemory, Workload
 
 
@@ -44,7 +44,7 @@ def host_memory(config: RunConfig, estimate: Estimate) -> HostMemory | None:
     bytes_per_rank = estimate.host_bytes
     if config.checkpoint.every and config.checkpoint.async_save:
         bytes_per_rank += estimate.saved_bytes
-    if not bytes_per_rank or (hardware is not None and hardware.is_cpu):
+    if not bytes_per_rank or estimated_on(config) != "gpu":
         return None
     assert nproc != "auto"
     in_node = nproc

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import estimated_on
 from axonlaunch.models import attention
 
 Workspaces: TypeAlias = Callable[[Any, Sequence[Any]], list[int]]
@@ -25,8 +26,8 @@ _ROWS = 128
 
 
 def runs_on_gpu(config: RunConfig) -> bool:
-    """Return whether a run is estimated for a GPU; so it is where no hardware is named."""
-    return config.hardware is None or not config.hardware.is_cpu
+    """Return whether a run is estimated for a GPU."""
+    return estimated_on(config) == "gpu"
 
 
 def repeat_heads_as_on_cuda() -> None:

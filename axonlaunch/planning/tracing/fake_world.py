@@ -18,6 +18,7 @@ An example of the last, only inside of ``assume_true``: ``bool(fake > 0)`` is Tr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,7 @@ def join_fake_world(*, rank: int, world_size: int) -> World:
             "this process has a world already, and an estimate makes its own: close() it, or "
             "estimate in another process"
         )
+    hide_gpus()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     patch_ddp_reducer()
     let_pipelines_run_alone()
@@ -58,6 +60,15 @@ def join_fake_world(*, rank: int, world_size: int) -> World:
         device=torch.device("cpu"),
         backend=Backend.MOCK,
     )
+
+
+def hide_gpus() -> None:
+    """Let torch see no GPU in this process, in which CUDA is not initialised.
+
+    Adam asks whether the device's stream is being captured into a graph, which would initialise
+    CUDA, and take a context's memory of a device on which a run may be training.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 _VALUE = 0.5

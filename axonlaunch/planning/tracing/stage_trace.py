@@ -16,7 +16,7 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import data_parallel_facts
+from axonlaunch.config.layout import data_parallel_facts, estimated_on
 from axonlaunch.data.dataset import AnyBatch, MicroBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
@@ -196,7 +196,7 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
 
 
 def _workspaces(config: RunConfig) -> cuda_attention.Workspaces:
-    is_gloo = config.launch.backend != "mock" and not cuda_attention.runs_on_gpu(config)
+    is_gloo = estimated_on(config) == "gloo"
     return gloo_buffers.of_collective if is_gloo else cuda_attention.workspaces(config)
 
 

@@ -93,7 +93,7 @@ class StorageTrace(UncompiledDispatchMode):
             on_host: Categories that live in host memory; on a CPU, where host and device are one,
                 this alone distinguishes them.
             workspaces: As ``cuda_attention.workspaces`` and ``gloo_buffers.of_collective`` give
-                them; none where kernels run here.
+                them; where kernels run here, ``gloo_buffers.unseen``.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
@@ -101,7 +101,7 @@ class StorageTrace(UncompiledDispatchMode):
         self.events = [TraceEvent(("start",), [self._point()])]
         self._live: dict[int, _Held] = {}
         self._parameters: list[Tensor] = []
-        self._in_flight: dict[int, Tensor] = {}
+        self._in_flight: dict[int, list[Tensor]] = {}
         self._grown = False
         self._top: int | None = 0
         self._highest = 0
@@ -139,9 +139,11 @@ class StorageTrace(UncompiledDispatchMode):
                 self._add(_plain(tensor), category)
         if namespace == "c10d" and self.host:
             self._tag_gradients()
-        held = [torch.empty(size, dtype=torch.uint8) for size in self._workspaces(func, args)]
-        for buffer in held:
-            self._add(buffer, self._phase or _category())
+        held = self._held_besides(func, args)
+        if func is _WAIT:
+            self._in_flight.pop(id(args[0].untyped_storage()), None)
+        elif held and namespace == "_c10d_functional":
+            self._in_flight[id(out.untyped_storage())] = held
         self._note()
         return out
 
@@ -208,10 +210,18 @@ class StorageTrace(UncompiledDispatchMode):
             return args[0]
         out = func(*args, **(kwargs or {}))
         self._add(out, self._phase or _category())
+        held = self._held_besides(func, args)
         if func is not _ALL_REDUCE:
-            self._in_flight[id(out.untyped_storage())] = args[0]
+            self._in_flight[id(out.untyped_storage())] = [args[0], *held]
         self._note()
         return out
+
+    def _held_besides(self, func: Any, args: Any) -> list[Tensor]:
+        """Count what an operation holds beside its tensors, for as long as the result lives."""
+        held = [torch.empty(size, dtype=torch.uint8) for size in self._workspaces(func, args)]
+        for buffer in held:
+            self._add(buffer, self._phase or _category())
+        return held
 
     def _add(self, tensor: Tensor, category: Category) -> None:
         storage = tensor.untyped_storage()

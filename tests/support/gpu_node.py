@@ -1,0 +1,111 @@
+"""Commands on a node with eight GPUs, none of which is there: what reaches for CUDA is noted.
+
+Every process of a command, whatever forks it, has the same devices and the same notes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import served
+import torch
+import torch.distributed as dist
+from served import Server
+
+DEVICES = 8
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, uuid="uuid", major=9, minor=0
+)
+ASKED = "a process forked to ask for the devices"
+"""The one that may initialise CUDA."""
+_ASKING = ["devices_of_rank", "_outcome", "_fork", "map_forked"]
+_INITIALISE: dict[Any, dict[str, object]] = {
+    torch.cuda: {
+        "_lazy_init": None,
+        "init": None,
+        "set_device": None,
+        "current_device": 0,
+        "synchronize": None,
+        "get_device_name": H100.name,
+        "get_device_properties": H100,
+        "get_device_capability": (9, 0),
+        "mem_get_info": (H100.total_memory, H100.total_memory),
+    },
+    torch._C: {"_cuda_getDeviceCount": DEVICES},
+    torch.accelerator: {"device_count": DEVICES, "current_stream": None},
+}
+"""What initialises CUDA in its process, and what it returns here."""
+_notes: Path | None = None
+_initialised_in = 0
+
+
+def become(notes: str) -> None:
+    """Let this process, and what it forks, see the devices; notes go to a file."""
+    global _notes
+    if _notes is None:
+        os.register_at_fork(before=_before_fork)
+    _notes = Path(notes)
+    for module, functions in _INITIALISE.items():
+        for name, result in functions.items():
+            setattr(module, name, _spy(f"{module.__name__}.{name}", result))
+    torch.cuda.device_count = lambda: DEVICES
+    ask = _spy("torch.cuda.is_available", True)
+    # Where none is visible CUDA is not initialised, which is why a trace has none.
+    is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != "" and ask()  # noqa: E731
+    torch.cuda.is_available = torch.accelerator.is_available = is_available
+    torch.cuda.is_initialized = lambda: _initialised_in == os.getpid()
+    torch.cuda.nccl.version = lambda: (2, 27, 5)  # type: ignore[assignment]
+    torch.accelerator.current_accelerator = lambda check_available=False: (
+        None if check_available and not is_available() else torch.device("cuda")
+    )
+    dist.is_nccl_available = lambda: True
+
+
+def _spy(name: str, result: object) -> Callable[..., Any]:
+    def called(*args: object, **kwargs: object) -> object:
+        global _initialised_in
+        del args, kwargs
+        frame: Any = sys._getframe(1)
+        callers = []
+        while frame is not None:
+            callers.append(frame.f_code.co_name)
+            frame = frame.f_back
+        while callers and callers[0] != _ASKING[0] and _ASKING[0] in callers:
+            del callers[0]
+        asks = callers[: len(_ASKING)] == _ASKING
+        _note(f"{name} in {ASKED if asks else ' < '.join(callers[:8])}")
+        if _initialised_in not in (0, os.getpid()):
+            _note(f"{name} in a fork of a process that initialised CUDA")
+        _initialised_in = os.getpid()
+        return result
+
+    return called
+
+
+def _before_fork() -> None:
+    if _initialised_in == os.getpid():
+        _note("a process that initialised CUDA forks")
+
+
+def _note(text: str) -> None:
+    assert _notes is not None
+    with _notes.open("a") as stream:  # a line at once, of whichever process
+        stream.write(f"{text}\n")
+
+
+def here(notes: str, function: Callable[..., None], *args: Any) -> None:
+    """Run a function on such a node."""
+    become(notes)
+    function(*args)
+
+
+def command(server: Server, notes: str, *overrides: str) -> None:
+    """Be the ``axonlaunch`` command there."""
+    become(notes)
+    served.command(server, *overrides, around=partial(here, notes))
