@@ -1,7 +1,7 @@
 """Config-driven launcher for distributed PyTorch training.
 
-Every public name is listed in ``__all__`` and imported when it is first used, so that importing
-the package imports no torch.
+Every public name is listed here by the module that it comes from, and imported when it is first
+used, so that importing the package imports no torch.
 """
 
 from __future__ import annotations
@@ -180,75 +180,46 @@ if TYPE_CHECKING:
     from axonlaunch.training.loggers.registry import register_logger as register_logger
     from axonlaunch.training.module_trace.script import trace as trace
 
-__all__ = [
-    "Backend",
-    "CPUOffload",
-    "ColumnParallelLinear",
-    "CommError",
-    "ConfigError",
-    "DDP",
-    "DeadlockError",
-    "DistributedSampler",
-    "FSDP",
-    "FSDPMemoryEstimate",
-    "FSDPMemoryStats",
-    "GradSyncStrategy",
-    "GradientBucket",
-    "GradientSynchronizer",
-    "Logger",
-    "MismatchError",
-    "ModelSpec",
-    "NcclError",
-    "OptimizerState",
-    "PeerFailedError",
-    "Pipeline",
-    "PipelineMemoryStats",
-    "PipelineSchedule",
-    "PipelineStage",
-    "ProcessGroup",
-    "RankFailedError",
-    "ReduceOp",
-    "Replicas",
-    "RowParallelLinear",
-    "RunConfig",
-    "ShardingStrategy",
-    "TensorParallelAttention",
-    "VocabParallelEmbedding",
-    "World",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_max",
-    "all_reduce_mean",
-    "all_reduce_min",
-    "all_reduce_product",
-    "all_reduce_sum",
-    "barrier",
-    "broadcast",
-    "broadcast_from",
-    "gather_tensor",
-    "is_main_process",
-    "nccl",
-    "rank",
-    "recv",
-    "reduce_scatter_mean",
-    "reduce_scatter_sum",
-    "register_data_parallel",
-    "register_dataset",
-    "register_launcher",
-    "register_logger",
-    "register_loss",
-    "register_model",
-    "register_optimizer",
-    "scatter_tensor",
-    "send",
-    "sync_gradient",
-    "sync_gradients",
-    "trace",
-    "vocab_parallel_cross_entropy_sum",
-    "world_size",
-]
-
 _ROOMS = {
+    "axonlaunch.comm": (
+        # The world and its parts
+        "World",
+        "ProcessGroup",
+        "Backend",
+        "rank",
+        "world_size",
+        "is_main_process",
+        "nccl",
+        # Collectives and messages
+        "ReduceOp",
+        "all_reduce",
+        "all_reduce_sum",
+        "all_reduce_mean",
+        "all_reduce_min",
+        "all_reduce_max",
+        "all_reduce_product",
+        "all_gather",
+        "gather_tensor",
+        "scatter_tensor",
+        "reduce_scatter_sum",
+        "reduce_scatter_mean",
+        "broadcast",
+        "broadcast_from",
+        "send",
+        "recv",
+        "barrier",
+        # Gradients
+        "GradientBucket",
+        "sync_gradient",
+        "sync_gradients",
+        # Errors
+        "CommError",
+        "DeadlockError",
+        "MismatchError",
+        "NcclError",
+        "PeerFailedError",
+        "RankFailedError",
+    ),
     "axonlaunch.config": ("ConfigError", "RunConfig"),
     "axonlaunch.config.optimizer_states": ("OptimizerState",),
     "axonlaunch.data.registry": ("register_dataset",),
@@ -282,11 +253,13 @@ _ROOMS = {
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 
+__all__ = sorted(_HOMES)
+
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'axonlaunch' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES.get(name, "axonlaunch.comm")), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

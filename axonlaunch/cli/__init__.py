@@ -21,9 +21,12 @@ def main() -> None:
     streams.open_missing()
     atexit.register(leave)  # registered first, so called last, after threads were joined
     try:
-        from axonlaunch.cli.app import run_command
+        from axonlaunch.cli.early_server import early_server
 
-        run_command()
+        with early_server(sys.argv[1:]):
+            from axonlaunch.cli.app import run_command
+
+            run_command()
     except KeyboardInterrupt:  # while modules were imported
         status = 130
     except SystemExit as end:

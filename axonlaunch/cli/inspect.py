@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, preloads, print_json
+from axonlaunch.cli.early_server import preloads
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, print_json
 from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:

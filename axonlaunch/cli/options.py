@@ -40,12 +40,6 @@ Trust = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def preloads(overrides: Sequence[str] | None) -> list[str]:
-    """Return modules that the fork server is to import, as far as overrides say."""
-    of_hf = ("model=hf", "+model=hf", "model.name=hf")
-    return ["axonlaunch.models.hf.preload"] if {*of_hf} & {*(overrides or ())} else []
-
-
 def show_help(context: typer.Context) -> None:
     """Show what a command with commands of its own has, where none of them is given."""
     if context.invoked_subcommand is None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, preloads, print_json
+from axonlaunch.cli.early_server import preloads
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
 from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from axonlaunch.cli.early_server import preloads
 from axonlaunch.cli.estimate import (
     estimate_to_json,
     print_estimate,
@@ -26,7 +27,6 @@ from axonlaunch.cli.options import (
     ConfigName,
     Json,
     Overrides,
-    preloads,
     print_json,
     problems_as_objects,
 )

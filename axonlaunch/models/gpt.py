@@ -76,6 +76,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.config = config
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.embed_positions = nn.Embedding(config.max_position_embeddings, size)
@@ -94,14 +95,14 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.config = config
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Map tokens [B, T] (a later stage: hidden states) to logits [B, T, vocab].
+        """Map tokens, or in a later stage hidden states, to logits [B, T, vocab_size].
 
         Args:
-            x: Tokens, or hidden states.
-            positions: Of each token in its document [B, T], for rows that hold several.
+            x: Tokens [B, T] int64, or hidden states [B, T, hidden].
+            positions: Of each token in its document [B, T] int64, for rows that hold several: the
+                rows of its table that are added. None: 0 to T - 1.
         """
         packing = self.find_documents(positions)
         if self.embed_tokens is not None and self.embed_positions is not None:

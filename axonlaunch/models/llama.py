@@ -70,6 +70,7 @@ class Llama(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        self.config = config
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.rotary = RotaryTable(
@@ -82,14 +83,14 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.config = config
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map tokens [B, T] (a later stage: hidden states) to logits [B, T, vocab].
 
         Args:
-            x: Tokens, or hidden states.
-            positions: Of each token in its document [B, T], for rows that hold several.
+            x: Tokens [B, T] int64, or hidden states [B, T, hidden].
+            positions: Of each token in its document [B, T] int64, for rows that hold several: the
+                angles by which it is rotated. None: 0 to T - 1.
         """
         packing = self.find_documents(positions)
         if self.embed_tokens is not None:

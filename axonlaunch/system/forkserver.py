@@ -45,12 +45,15 @@ class ForkServerError(RuntimeError):
 
 @contextmanager
 def warm(*, preload: Sequence[str] = ()) -> Iterator[ForkServerContext]:
-    """Start the server in the background, and end it on leaving.
+    """Start the server in the background, and end it on leaving; one that runs is left running.
 
     Args:
         preload: Modules to import beside the usual ones.
     """
     context = multiprocessing.get_context("forkserver")
+    if _server()._forkserver_pid is not None:
+        yield context
+        return
     context.set_forkserver_preload([*PRELOADED, *preload])
     with private_files():
         _run_server()

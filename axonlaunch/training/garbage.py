@@ -8,7 +8,6 @@ Source: pytorch/torchtitan, ``torchtitan/tools/utils.py``, ``GarbageCollection``
 from __future__ import annotations
 
 import gc
-from types import TracebackType
 
 _YOUNG = 1
 """Generation up to which is looked: what a step leaves behind is young, and to go through all that
@@ -40,12 +39,7 @@ class GarbageCollection:
             gc.collect(_YOUNG)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Let Python look again, if it did before."""
         if self._was_enabled:
             gc.enable()

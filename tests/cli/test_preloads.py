@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
-from axonlaunch.cli.options import preloads
+from axonlaunch.cli.early_server import early_server, preloads
+from axonlaunch.system import forkserver
 
 MODULE = "axonlaunch.models.hf.preload"
 
@@ -27,3 +29,27 @@ def test_what_is_imported_for_all_ranks_has_transformers_models_imported() -> No
 @pytest.mark.parametrize("overrides", [None, [], ["model=gpt", "data=text"]])
 def test_other_models_import_no_more_than_before(overrides: list[str] | None) -> None:
     assert preloads(overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "variables", "starts"),
+    [
+        ("train strategy=fsdp", {}, True),
+        ("plan", {}, True),
+        ("train strategy=ddp", {"LOCAL_RANK": "1"}, False),
+        ("train --help", {}, False),
+        ("ls models", {}, False),
+        ("", {}, False),
+    ],
+)
+def test_the_server_is_started_first_where_the_command_needs_it(
+    line: str, variables: dict[str, str], starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(
+        forkserver, "warm", lambda *, preload: started.append(preload) or nullcontext()
+    )
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with early_server(line.split()):
+        assert bool(started) is starts

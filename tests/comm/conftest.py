@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import collective_checks
 import pytest
 import served
 from served import Server
 
-HERE = Path(__file__).parent
 MASTER = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME")
 
 
@@ -66,33 +64,16 @@ def run_ranks(tmp_path: Path, server: Server) -> Callable[..., list[tuple[int | 
 
 
 @pytest.fixture(scope="session")
-def checks() -> ModuleType:
-    """The checks that every backend must pass."""
-    return load_checks()
-
-
-@pytest.fixture(scope="session")
 def gloo_outcomes(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[dict[str, Any]]:
     """How every check went on each rank of one gloo world of processes."""
     folder = tmp_path_factory.mktemp("gloo")
-    script = Path(shutil.copy(HERE / "collective_checks.py", folder))
-    size = load_checks().WORLD_SIZE
+    script = Path(shutil.copy(collective_checks.__file__, folder))
+    size = collective_checks.WORLD_SIZE
     for status, text in run_script(script, world_size=size, MASTER_ADDR="127.0.0.1"):
         assert status == 0, text
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def load_checks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "axonlaunch_comm_checks", HERE / "collective_checks.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "check_name" in metafunc.fixturenames:
-        metafunc.parametrize("check_name", list(load_checks().CHECKS))
+        metafunc.parametrize("check_name", list(collective_checks.CHECKS))

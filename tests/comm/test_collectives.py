@@ -1,17 +1,17 @@
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from collective_checks import CHECKS, WORLD_SIZE
 
 from axonlaunch import comm
 from axonlaunch.comm import World
 
 
-def test_on_mock(check_name: str, checks: ModuleType) -> None:
-    World.mock(checks.WORLD_SIZE, timeout_s=20).run(checks.CHECKS[check_name])
+def test_on_mock(check_name: str) -> None:
+    World.mock(WORLD_SIZE, timeout_s=20).run(CHECKS[check_name])
 
 
 def test_on_gloo(check_name: str, gloo_outcomes: list[dict[str, Any]]) -> None:
@@ -26,8 +26,8 @@ def test_gloo_leaves_no_environment_and_no_group(gloo_outcomes: list[dict[str, A
     ] * len(gloo_outcomes)
 
 
-def test_gloo_and_mock_agree(checks: ModuleType, gloo_outcomes: list[dict[str, Any]]) -> None:
-    on_mock = World.mock(checks.WORLD_SIZE).run(checks.CHECKS["random_values"])
+def test_gloo_and_mock_agree(gloo_outcomes: list[dict[str, Any]]) -> None:
+    on_mock = World.mock(WORLD_SIZE).run(CHECKS["random_values"])
     for mock, gloo in zip(on_mock, gloo_outcomes, strict=True):
         for index, (ours, theirs) in enumerate(
             zip(mock, gloo["checks"]["random_values"]["value"], strict=True)

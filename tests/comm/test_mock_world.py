@@ -8,31 +8,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from mock_failure import failure_of
 
 from axonlaunch import comm
 from axonlaunch.comm import (
     CommError,
-    DeadlockError,
-    MismatchError,
-    PeerFailedError,
-    RankFailedError,
     World,
 )
 from axonlaunch.comm.mock.process_group import MockProcessGroup
 from axonlaunch.comm.mock.torch_internals import threads_are_isolated
-
-
-def fails(fn: Callable[[World], Any], *, size: int = 3, timeout_s: float = 20) -> RankFailedError:
-    with pytest.raises(RankFailedError) as caught:
-        World.mock(size, timeout_s=timeout_s).run(fn)
-    return caught.value
-
 
 # What run does.
 
@@ -159,179 +149,6 @@ def test_sums_are_the_same_to_the_bit_in_rank_order() -> None:
         assert all(torch.equal(seen, expected) for seen in World.mock(5).run(reduce))
 
 
-# Ranks that fail.
-
-
-def test_a_rank_that_raises_is_named_to_the_others_and_to_the_caller() -> None:
-    seen: dict[int, BaseException] = {}
-
-    def step(world: World) -> None:
-        if world.rank == 1:
-            raise ZeroDivisionError("boom")
-        try:
-            comm.all_reduce_sum(torch.ones(2))
-        except CommError as error:
-            seen[world.rank] = error
-            raise
-
-    failure = fails(step)
-    assert failure.rank == 1
-    assert isinstance(failure.__cause__, ZeroDivisionError)
-    assert str(failure) == "rank 1 failed: ZeroDivisionError: boom"
-    assert sorted(seen) == [0, 2]
-    assert str(seen[0]) == (
-        "rank 1 failed while rank 0 was waiting: all_reduce_sum of float32 [2] in group "
-        "[0, 1, 2], waits for ranks 1, 2: ZeroDivisionError: boom"
-    )
-    assert "rank 1 failed while rank 2 was communicating" in str(seen[2])
-    assert all(isinstance(error, PeerFailedError) for error in seen.values())
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_a_rank_that_exits_is_named(kind: type[BaseException]) -> None:
-    def step(world: World) -> None:
-        if world.rank == 2:
-            raise kind(3)
-        comm.barrier()
-
-    failure = fails(step)
-    assert failure.rank == 2
-    assert isinstance(failure.__cause__, kind)
-
-
-def test_a_rank_that_dies_in_the_backward_pass_of_others_is_named() -> None:
-    def step(world: World) -> None:
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-        loss = model(torch.ones(1, 2)).sum()
-        if world.rank == 0:
-            raise MemoryError("no more")
-        loss.backward()
-
-    failure = fails(step)
-    assert failure.rank == 0
-    assert isinstance(failure.__cause__, MemoryError)
-
-
-def test_a_deadlock_is_reported_with_what_each_rank_waits_for() -> None:
-    def wait_in_a_ring(world: World) -> None:
-        comm.recv(torch.zeros(4), src=(world.rank + 1) % 3)
-
-    failure = fails(wait_in_a_ring)
-    assert isinstance(failure.__cause__, DeadlockError)
-    for rank in range(3):
-        assert f"rank {rank}: recv from rank {(rank + 1) % 3} of float32 [4]" in str(failure)
-
-
-def test_two_ranks_that_both_send_first_are_in_deadlock_as_on_real_backends() -> None:
-    def send_first(world: World) -> None:
-        dist.send(torch.zeros(2), 1 - world.rank)
-        dist.recv(torch.zeros(2), 1 - world.rank)
-
-    failure = fails(send_first, size=2)
-    assert "rank 0: send to rank 1 of float32 [2]; rank 1: send to rank 0" in str(failure)
-
-
-def test_a_rank_that_finished_without_arriving_is_named() -> None:
-    def leave_early(world: World) -> None:
-        if world.rank != 1:
-            comm.all_gather(torch.zeros(2))
-
-    failure = fails(leave_early)
-    assert isinstance(failure.__cause__, DeadlockError)
-    assert (
-        "rank 0: all_gather of float32 [2] in group [0, 1, 2], waits for rank 1 "
-        "(rank 1 finished without arriving)"
-    ) in str(failure)
-
-
-def test_a_message_nobody_will_send_names_who_has_finished() -> None:
-    def expect(world: World) -> None:
-        if world.rank == 0:
-            dist.recv(torch.zeros(2), 1)
-
-    failure = fails(expect, size=2)
-    assert "rank 0: recv from rank 1 (it has finished) of float32 [2]" in str(failure)
-
-
-def test_a_rank_that_sleeps_too_long_is_named_with_where_it_is() -> None:
-    def sleep_on(world: World) -> None:
-        if world.rank == 1:
-            time.sleep(0.7)
-        comm.barrier()
-
-    failure = fails(sleep_on, timeout_s=0.2)
-    assert failure.rank == 1
-    assert isinstance(failure.__cause__, TimeoutError)
-    assert "rank 1 has not communicated for 0.2 s; it is in sleep_on at test_mock_world" in str(
-        failure
-    )
-    assert "rank 0: barrier in group [0, 1, 2], waits for ranks 1, 2" in str(failure)
-
-
-def test_a_rank_that_computes_for_ever_is_named_and_stopped() -> None:
-    stopped = threading.Event()
-
-    def compute(world: World) -> None:
-        try:
-            while world.rank == 0:
-                pass
-        except SystemExit:
-            stopped.set()
-            raise
-
-    failure = fails(compute, timeout_s=0.2)
-    assert failure.rank == 0
-    assert stopped.wait(5)
-
-
-def test_a_rank_that_only_communicates_for_long_is_not_late() -> None:
-    def keep_going(world: World) -> int:
-        deadline, rounds = time.monotonic() + 0.8, 0
-        going = torch.ones(1)
-        while going.item():
-            time.sleep(0.02)
-            going.fill_(time.monotonic() < deadline)
-            comm.broadcast(going)
-            rounds += 1
-        return rounds
-
-    rounds = World.mock(2, timeout_s=0.4).run(keep_going)
-    assert rounds[0] == rounds[1] > 1
-
-
-def test_ranks_that_poll_each_other_for_ever_are_late() -> None:
-    def poll(world: World) -> None:
-        work = dist.irecv(torch.zeros(1), 1 - world.rank)
-        assert work is not None
-        while not work.is_completed():
-            pass
-
-    failure = fails(poll, size=2, timeout_s=0.3)
-    assert isinstance(failure.__cause__, TimeoutError)
-
-
-def test_a_mismatch_leaves_the_world_usable() -> None:
-    def recover(world: World) -> list[float]:
-        with pytest.raises(MismatchError):
-            dist.all_reduce(torch.ones(2 if world.rank else 3))
-        return comm.all_reduce_sum(torch.ones(2)).tolist()
-
-    assert World.mock(3).run(recover) == [[3.0, 3.0]] * 3
-
-
-def test_a_mismatch_reaches_ranks_that_come_later_at_once() -> None:
-    arrived: list[int] = []
-
-    def differ(world: World) -> None:
-        if world.rank == 2:
-            assert arrived == [0, 1]
-        arrived.append(world.rank)
-        with pytest.raises(MismatchError, match=r"rank 0: all_reduce SUM of float32 \[3\]; rank 1"):
-            dist.all_reduce(torch.ones(2 if world.rank else 3))
-
-    World.mock(3).run(differ)
-
-
 # What it leaves behind.
 
 
@@ -353,7 +170,7 @@ def test_nothing_is_left_after_a_run_or_a_failed_one() -> None:
 
     for fail in (False, True):
         if fail:
-            fails(lambda world: use(world, fail=True))
+            failure_of(lambda world: use(world, fail=True))
         else:
             World.mock(3).run(use, fail)
         assert not dist.is_initialized()
@@ -381,7 +198,7 @@ def test_worlds_run_one_after_another_never_at_once() -> None:
     def nest(world: World) -> None:
         World.mock(2).run(lambda _: None)
 
-    failure = fails(nest, size=1)
+    failure = failure_of(nest, size=1)
     assert "a mock world is running in this process already" in str(failure)
 
 
@@ -439,7 +256,7 @@ def test_a_system_without_threads_for_all_ranks_fails_cleanly(
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", start_two)
-    failure = fails(lambda _: comm.barrier())
+    failure = failure_of(lambda _: comm.barrier())
     assert str(failure) == "rank 2 failed: RuntimeError: can't start new thread"
     assert threading.active_count() == threads
 
@@ -480,5 +297,5 @@ def test_a_rank_may_close_its_world() -> None:
 
 
 def test_world_init_inside_a_mock_rank_is_refused() -> None:
-    failure = fails(lambda _: World.init(), size=1)
+    failure = failure_of(lambda _: World.init(), size=1)
     assert "this process has a world (or a torch default group) already" in str(failure)

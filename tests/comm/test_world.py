@@ -1,28 +1,23 @@
-"""``World.init`` on real processes and from the environment."""
+"""``World.init`` from the environment."""
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import axonlaunch.comm
 from axonlaunch import comm
 from axonlaunch.comm import Backend, World, world
 from axonlaunch.comm.rendezvous import RankEnvironment, find_place, is_loopback, local_place
 from axonlaunch.comm.world import choose_backend
 from axonlaunch.system import gpus
 
-Run = Callable[..., list[tuple[int, str]]]
 SET = {
     "RANK": "1",
     "WORLD_SIZE": "4",
@@ -30,12 +25,6 @@ SET = {
     "MASTER_ADDR": "node-7",
     "MASTER_PORT": "29500",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # The environment.
@@ -305,108 +294,3 @@ def test_a_group_of_another_backend_says_what_to_do(monkeypatch: pytest.MonkeyPa
             comm.barrier()
     finally:
         dist.destroy_process_group()
-
-
-# Worlds of processes.
-
-LISTENING = """
-import os
-from pathlib import Path
-
-def listening():
-    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    opened = [os.readlink(link) for link in links if link.exists()]
-    inodes = {name[8:-1] for name in opened if name.startswith("socket:[")}
-    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
-    rows = [row.split() for table in tables if table.exists()
-            for row in table.read_text().splitlines()[1:]]
-    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
-"""
-
-JOIN = f"""
-{LISTENING}
-import torch
-from axonlaunch import comm
-
-with comm.World.init(timeout_s=30) as world:
-    group = world.new_group([0, 1])
-    total = comm.all_reduce_sum(torch.ones(1), group=group).item()
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
-    print(world.rank, world.backend, interface, int(total), *sorted(listening()))
-    comm.barrier()
-print(*listening())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_on_loopback_nothing_listens_to_the_network(run_ranks: Run, host: str) -> None:
-    outcomes = run_ranks(JOIN, MASTER_ADDR=host, MASTER_PORT=str(free_port()))
-    for rank, (status, text) in enumerate(outcomes):
-        assert status == 0, text
-        # Rank 0 listens for the store alone: gloo's ports are closed once the ranks have connected.
-        expected = "0 gloo lo 2 0100007F" if rank == 0 else "1 gloo lo 2"
-        assert text.splitlines() == [expected, ""]
-
-
-def test_closing_lets_go_of_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    for _ in range(3):
-        world = World.init()
-        group = world.new_group([0])
-        assert comm.all_reduce_sum(torch.ones(1), group=group).item() == 1
-        world.close()
-
-
-@pytest.mark.slow
-def test_torchrun_starts_a_world(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, torch\n"
-        "from axonlaunch import comm\n"
-        "with comm.World.init(timeout_s=30) as world:\n"
-        "    total = comm.all_reduce_sum(torch.ones(1)).item()\n"
-        "    line = f'rank {world.rank} of {world.world_size}: {total}'\n"
-        "    os.write(1, (line + chr(10)).encode())  # in one piece: both ranks write here\n"
-    )
-    package = str(Path(axonlaunch.comm.__file__).parents[2])
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
-            *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(script)),
-        ],
-        env={**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 2.0", "rank 1 of 2: 2.0"]
-
-
-def test_a_process_that_dies_is_an_error_for_the_others(run_ranks: Run) -> None:
-    text = (
-        "import os, torch\n"
-        "from axonlaunch import comm\n"
-        "world = comm.World.init(timeout_s=30)\n"
-        "if world.rank == 1:\n"
-        "    os._exit(7)\n"
-        "try:\n"
-        "    comm.all_reduce_sum(torch.ones(2))\n"
-        "except RuntimeError as error:\n"
-        "    print('error:', error)\n"
-        "os._exit(0)\n"
-    )
-    first, second = run_ranks(text, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    assert second[0] == 7
-    assert first[0] == 0
-    assert "onnection" in first[1]

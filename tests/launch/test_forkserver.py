@@ -52,6 +52,16 @@ def _pid() -> int:
     return pid
 
 
+def test_a_server_that_runs_is_used_and_left_running(
+    bare: forkserver.ForkServerContext,
+) -> None:
+    first = _pid()
+    with forkserver.warm() as context:
+        assert forked_call.call(context, "operator:add", 1, 2) == 3
+    assert _pid() == first
+    assert forked_call.call(bare, "operator:add", 1, 2) == 3
+
+
 @pytest.fixture
 def sleeping(bare: forkserver.ForkServerContext) -> Iterator[ForkedProcess]:
     process = forkserver.fork(bare, "time:sleep", 600)

@@ -40,12 +40,20 @@ def record(name):
     ]
     file = Path(name)
     if not file.exists():
-        file.write_text(json.dumps({{"calls": calls, "has_torch": "torch" in sys.modules}}))
+        imported = [module for module in ("torch", "typer") if module in sys.modules]
+        file.write_text(json.dumps({{"calls": calls, "imported": imported}}))
 """
 PARENT = """
 from multiprocessing.process import BaseProcess
 from recording import record
 from axonlaunch.cli import main
+from axonlaunch.system import forkserver
+
+run_server = forkserver._run_server
+def recorded_server():
+    record("server.json")
+    run_server()
+forkserver._run_server = recorded_server
 
 start = BaseProcess.start
 def recorded(process):
@@ -78,8 +86,10 @@ Recorded = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Recorded]:
-    """What the parent had called when it forked a rank, and a rank in its first backward."""
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Recorded, Recorded]:
+    """What the parent had called when it forked a rank, a rank in its first backward, and what the
+    parent had when it started the fork server.
+    """
     command = Command(tmp_path_factory.mktemp("trunk"))
     for name, text in (("recording", RECORDING), ("recorded", MODEL), ("parent", PARENT)):
         (command.folder / f"{name}.py").write_text(text)
@@ -93,16 +103,16 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Record
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    files = ("started_rank_process.json", "backward.json")
-    parent, rank = (json.loads((command.folder / file).read_text()) for file in files)
-    return parent, rank
+    files = ("started_rank_process.json", "backward.json", "server.json")
+    parent, rank, before = (json.loads((command.folder / file).read_text()) for file in files)
+    return parent, rank, before
 
 
 @pytest.mark.costly
 def test_the_way_from_main_to_the_loop_is_the_one_that_architecture_draws(
-    recorded: tuple[Recorded, Recorded],
+    recorded: tuple[Recorded, Recorded, Recorded],
 ) -> None:
-    parent, rank = (part["calls"] for part in recorded)
+    parent, rank, _ = (part["calls"] for part in recorded)
     calls = parent + rank[: rank.index("training/trainer.py: fit") + 1]
     assert len(calls) <= MOST_CALLS, "\n".join(calls)
     text = (PACKAGE / "docs/architecture.md").read_text()
@@ -110,9 +120,17 @@ def test_the_way_from_main_to_the_loop_is_the_one_that_architecture_draws(
 
 
 @pytest.mark.costly
-def test_the_parent_of_ranks_has_no_torch(recorded: tuple[Recorded, Recorded]) -> None:
-    parent, rank = recorded
-    assert (parent["has_torch"], rank["has_torch"]) == (False, True)
+def test_the_parent_of_ranks_has_no_torch(recorded: tuple[Recorded, Recorded, Recorded]) -> None:
+    parent, rank, _ = (part["imported"] for part in recorded)
+    assert parent == ["typer"]
+    assert "torch" in rank
+
+
+@pytest.mark.costly
+def test_torch_is_imported_for_ranks_before_what_parses_the_command_line(
+    recorded: tuple[Recorded, Recorded, Recorded],
+) -> None:
+    assert recorded[2]["imported"] == []
 
 
 def test_ranks_get_the_configuration_of_their_attempt(

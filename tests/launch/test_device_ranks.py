@@ -1,0 +1,206 @@
+"""A rank with an accelerator: how it joins, how it fails, and what is seen of its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import pickle
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from configured import run_config
+
+from axonlaunch.comm import World
+from axonlaunch.diagnostics.flight_recorder import Record
+from axonlaunch.launch.failures import hang
+from axonlaunch.launch.failures.hints import hint
+from axonlaunch.launch.failures.report import Report
+from axonlaunch.launch.local import rank_process
+from axonlaunch.launch.local.heartbeat import HeartbeatTable
+from axonlaunch.launch.local.messages import RankSpec
+from axonlaunch.system.authentication import Credentials
+from axonlaunch.training.peak_memory import DevicePeak
+
+
+class _DeafWorld:
+    """A world whose peers wait in a collective: to close it takes the time limit of NCCL."""
+
+    def __enter__(self) -> _DeafWorld:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise AssertionError("it would wait for peers that wait for this rank")
+
+
+def test_a_rank_reports_before_any_communicator_is_destroyed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def train(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(rank_process, "join_world", lambda config, place: _DeafWorld())
+    monkeypatch.setattr(rank_process.worker, "run", train)
+    [report] = _reports_of_a_rank(tmp_path)
+    assert (report.kind, report.cause) == ("error", "memory")
+    assert report.reason.startswith("OutOfMemoryError: CUDA out of memory.")
+
+
+@pytest.mark.parametrize(("stages", "at_once"), [(1, True), (2, False)])
+def test_ranks_of_a_pipeline_connect_pair_by_pair(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stages: int, at_once: bool
+) -> None:
+    monkeypatch.setattr(rank_process, "_store", lambda place, waits_s: None)
+    monkeypatch.setattr(rank_process.os, "environ", {})
+    joined: list[dict[str, Any]] = []
+    monkeypatch.setattr(World, "join", lambda place, **options: joined.append(options))
+    config = run_config([f"strategy.pipeline.degree={stages}", "launch.nproc=2"])
+    rank_process.join_world(config, _place(tmp_path))
+    assert [options["connects_at_once"] for options in joined] == [at_once]
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "own", "expected"),
+    [
+        (False, {}, {}),
+        (True, {}, {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"}),
+        (True, {"NCCL_ALGO": "Tree"}, {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Tree"}),
+        (False, {"NCCL_PROTO": "Simple"}, {"NCCL_PROTO": "Simple"}),
+    ],
+    ids=["not asked for", "asked for", "the user's own algorithm", "what else NCCL reads"],
+)
+def test_where_runs_are_to_repeat_nccl_adds_up_in_rings_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    deterministic: bool,
+    own: dict[str, str],
+    expected: dict[str, str],
+) -> None:
+    environ = dict(own)
+    monkeypatch.setattr(rank_process, "_store", lambda place, waits_s: None)
+    monkeypatch.setattr(rank_process.os, "environ", environ)
+    seen: list[dict[str, str]] = []  # when NCCL reads it
+    read = lambda: {k: v for k, v in environ.items() if k.startswith("NCCL_")}  # noqa: E731
+    monkeypatch.setattr(World, "join", lambda place, **options: seen.append(read()))
+    config = run_config([f"train.deterministic={deterministic}", "launch.nproc=2"])
+    rank_process.join_world(config, _place(tmp_path))
+    assert seen == [expected]
+
+
+def _place(folder: Path) -> RankSpec:
+    return RankSpec(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        master_addr="127.0.0.1",
+        port=0,
+        credentials=Credentials.random(sender="rank 0"),
+        listener=None,
+        log=folder / "rank0.log",
+        heartbeats=HeartbeatTable.of(1),
+        threads=1,
+        cores=None,
+    )
+
+
+def _reports_of_a_rank(folder: Path) -> list[Report]:
+    config, place = run_config(["launch.nproc=1"]), _place(folder)
+    ours, theirs = Pipe(duplex=False)
+    arguments = (pickle.dumps(config), place, theirs)
+    rank = multiprocessing.get_context("fork").Process(target=rank_process.main, args=arguments)
+    rank.start()
+    theirs.close()
+    sent = []
+    with contextlib.suppress(EOFError):
+        while True:
+            sent.append(ours.recv())
+    rank.join()
+    assert rank.exitcode == 1
+    return sent
+
+
+TYPES, OTHER = ("error", "types"), ("error", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "cause"),
+    [
+        (dist.DistBackendError("ncclInvalidUsage: Duplicate GPU detected : rank 1"), "error", ""),
+        (
+            dist.DistBackendError("NCCL error: unhandled cuda error, out of memory"),
+            "error",
+            "memory",
+        ),
+        (dist.DistBackendError("ncclRemoteError: remote process exited"), "connection", ""),
+        (dist.DistBackendError("Connection closed by remote peer node-3"), "connection", ""),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), "connection", ""),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "error", "memory"),
+        (RuntimeError("CUDA error: out of memory"), "error", "memory"),
+        (ValueError("the text says out of memory"), "error", ""),
+        (
+            RuntimeError("mat1 and mat2 must have the same dtype, but got Float and BFloat16"),
+            *TYPES,
+        ),
+        (RuntimeError("expected scalar type Float but found BFloat16"), *TYPES),
+        (RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Double"), *OTHER),
+    ],
+)
+def test_a_failure_is_of_this_rank_or_of_a_peer_by_its_text(
+    error: Exception, kind: str, cause: str
+) -> None:
+    assert ("connection" if rank_process._is_connection(error) else "error") == kind
+    assert rank_process._cause(error) == cause
+
+
+def test_a_model_that_mixes_types_is_told_what_bf16_means() -> None:
+    report = Report(rank=0, kind="error", reason="", cause="types")
+    assert "table.to(x.dtype)" in hint(report, run_config(["train.precision=bf16"]))
+    assert hint(report, run_config(["train.precision=fp16"])) == ""  # under autocast
+
+
+# Its memory.
+
+
+def test_the_peak_is_that_of_the_second_step_and_those_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, log = torch.device("cuda", 0), []
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", log.append)
+    peak = DevicePeak(cuda)
+    for _ in range(3):
+        with peak.step(cast("Any", None)):
+            log.append("step")
+    assert log == ["step", cuda, "step", "step"]
+
+
+def test_the_record_of_a_rank_whose_stack_has_come_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's recorder asks the device what is done, for longer than a stack takes."""
+    log = tmp_path / "rank_0.log"
+    log.write_text("")
+    stack = (
+        "Current thread 0x1 (most recent call first):\n"
+        '  File "/x/axonlaunch/launch/local/rank_process.py", line 1 in main\n'
+    )
+    written = iter([stack, *[""] * 5, f"{hang._PREFIX}{Record(begun={}, open=()).to_json()}\n"])
+
+    def sleep(seconds: float) -> None:
+        with log.open("a") as stream:
+            stream.write(next(written, ""))
+
+    monkeypatch.setattr(hang, "_ANSWER_S", 2.0)
+    clock = SimpleNamespace(sleep=sleep, monotonic=itertools.count().__next__)
+    monkeypatch.setattr(hang, "time", clock)
+    monkeypatch.setattr(hang.os, "kill", lambda pid, number: None)
+    assert hang.ask({0: os.getpid()}, {0: log})[0].record is not None

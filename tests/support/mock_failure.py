@@ -1,0 +1,19 @@
+"""How a run of the mock world fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from axonlaunch.comm import RankFailedError, World
+
+
+def failure_of(
+    fn: Callable[[World], Any], *, size: int = 3, timeout_s: float = 20
+) -> RankFailedError:
+    """Run what fails on every rank; return what the caller is told."""
+    with pytest.raises(RankFailedError) as caught:
+        World.mock(size, timeout_s=timeout_s).run(fn)
+    return caught.value
