@@ -109,10 +109,8 @@ class GradientBucket:
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Begin to average ``data`` over a group, all of whose ranks call this with equal sizes."""
-        operation = dist.ReduceOp.AVG  # which saves a pass over them
-        if self._narrows:
-            self.data.div_(dist.get_world_size(group))  # before the sum, which could overflow
-            operation = dist.ReduceOp.SUM
+        source = self._source or self.data.dtype
+        operation = begin_mean(self.data, source=source, group=group)
         self._work = dist.all_reduce(self.data, operation, group=group, async_op=True)
 
     def finish(self) -> None:
@@ -120,12 +118,6 @@ class GradientBucket:
         assert self._work is not None, "nothing was started"
         self._work.wait()
         self._work = None
-
-    @property
-    def _narrows(self) -> bool:
-        """Whether the sum's type is smaller than that of what is summed."""
-        dtype, source = self._dtype, self._source
-        return dtype is not None and source is not None and dtype.itemsize < source.itemsize
 
     def _refuse_another_kind(self, gradients: Sequence[Tensor]) -> None:
         if self._storage is None:
@@ -139,6 +131,22 @@ class GradientBucket:
                     f"a tensor of {dtype} on {device} can't join those of {first[0]} on "
                     f"{first[1]}: use a bucket for each dtype and device"
                 )
+
+
+def begin_mean(
+    data: Tensor, *, source: torch.dtype, group: dist.ProcessGroup
+) -> dist.ReduceOp.RedOpType:
+    """Return the reduction that makes a mean of what ranks send, and prepare it in place.
+
+    Args:
+        data: What this rank sends.
+        source: The type that it had. Of a smaller one the sum could overflow.
+        group: The ranks.
+    """
+    if data.dtype.itemsize >= source.itemsize:
+        return dist.ReduceOp.AVG  # which saves a pass over them
+    data.div_(dist.get_world_size(group))
+    return dist.ReduceOp.SUM
 
 
 def buckets(tensors: Iterable[AnyTensor], *, limit: int) -> Iterator[list[AnyTensor]]:

@@ -38,13 +38,19 @@ class DataParallelFacts:
     period: Callable[[Any], int] | None = None
 
     @property
-    def sums_gradients(self) -> bool:
-        """Whether each rank ends a step's backward with the whole sum of gradients."""
+    def keeps_gradients(self) -> bool:
+        """Whether ranks add up whole gradients through a step, and average them once, in buckets.
+
+        They get the whole mean, or where they divide the update, that of their own part.
+        """
         return self.averages == "gradients" and not self.shards_gradients
 
     @property
-    def gathers_updates(self) -> bool:
-        """Whether ranks update a part each, and then give each other the parameters."""
+    def divides_update(self) -> bool:
+        """Whether ranks of whole parameters update a part each, and then give each other theirs.
+
+        Each is given the gradients of its own part alone.
+        """
         return self.shards_optimizer and not self.shards_parameters
 
     @property

@@ -79,8 +79,13 @@ class Layout:
 
     @property
     def gradient_shards(self) -> int:
-        """The same of each gradient."""
-        return self._shards() if self.facts.shards_gradients else 1
+        """The same of each gradient, once a step's last backward has passed it.
+
+        Before that whole ones add up, where a step has several backwards.
+        """
+        has_one_backward = self.micro_batches == 1 and self.pipeline == 1
+        leaves_parts = self.facts.divides_update and has_one_backward
+        return self._shards() if self.facts.shards_gradients or leaves_parts else 1
 
     @property
     def optimizer_shards(self) -> int:

@@ -49,9 +49,9 @@ class DDPConfig:
     """How replicas agree on gradients."""
 
     sync: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
-    """overlapped: buckets are reduced during backward (torch's DDP); synchronous: buckets are
-    reduced at the end of every backward; no_sync: backward sends nothing, gradients are reduced
-    once, right before the update
+    """overlapped: buckets are reduced during backward (under ddp by torch's DDP); synchronous:
+    buckets are reduced at the end of every backward; no_sync: backward sends nothing, gradients are
+    reduced once, right before the update
     """
     bucket_size_mb: float = field(default=25.0, metadata={"above": 0})
     """MiB of gradients that are reduced together"""
@@ -60,7 +60,9 @@ class DDPConfig:
     buffers that are not saved, as tables of positions, are the same without
     """
     gradient_as_bucket_view: bool = True
-    """let gradients be views into the buckets, which saves one copy of them (overlapped only)"""
+    """let gradients be views into the buckets, which saves one copy of them (overlapped ddp only:
+    zero1 frees what it has sent)
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

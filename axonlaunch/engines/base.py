@@ -64,6 +64,13 @@ class Engine(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what this rank holds by its name in the whole model, divided ones as DTensors."""
 
+    def named_updated(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the update changes here, by those names, with gradients after ``backward``.
+
+        They are parameters, or DTensors of rows of them: of a parameter that is whole on each rank
+        the gradient may be this rank's rows alone.
+        """
+
     def optimizer_states(self) -> Iterator[Tensor]:
         """Yield the optimizer's states on this rank, made if they are not there yet."""
 

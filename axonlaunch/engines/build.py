@@ -176,21 +176,23 @@ def build_engine(
         n: parameter for module in passes.modules for n, parameter in module.named_parameters()
     }
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    update = choose_update(
+        config,
+        trained,
+        facts={n: facts[crossing.get(n, n)] for n in trained},
+        world=world,
+        mesh=mesh,
+        replicas=replicas,
+        modules=passes.modules,
+        units=[unit for module in passes.modules for unit in _units(plan, module)],
+    )
     tied = None
-    if crossing.keys() & trained.keys() or set(crossing.values()) & trained.keys():
-        tied = TiedGradients(trained, ties=crossing, owners=plan.owners, group=mesh.group("pp"))
-    train = config.train
+    if {*crossing, *crossing.values()} & update.tensors.keys():
+        stages = mesh.group("pp")
+        tied = TiedGradients(update.tensors, ties=crossing, owners=plan.owners, group=stages)
     return MeshEngine(
         passes,
-        update=choose_update(
-            config,
-            trained,
-            facts={n: facts[crossing.get(n, n)] for n in trained},
-            world=world,
-            mesh=mesh,
-            modules=passes.modules,
-            units=[unit for module in passes.modules for unit in _units(plan, module)],
-        ),
+        update=update,
         replicas=replicas,
         sharded=plan.sharded,
         tied=tied,
@@ -204,12 +206,12 @@ def build_engine(
         world=world,
         mesh=mesh,
         layout=layout,
-        loss_scale=LossScale(world.device) if train.precision == "fp16" else None,
+        loss_scale=LossScale(world.device) if config.train.precision == "fp16" else None,
         saves_frozen=config.saves_frozen,
         rule=StepRule(
             seed=config.seed,
-            grad_clip=train.grad_clip,
-            rate=partial(learning_rate, config.scheduler, steps=train.num_steps),
+            grad_clip=config.train.grad_clip,
+            rate=partial(learning_rate, config.scheduler, steps=config.train.num_steps),
             peak_rate=config.optimizer.lr,
         ),
     )

@@ -198,13 +198,20 @@ class MeshEngine:
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield this rank's parameters by their name in the whole model, divided ones as DTensors.
 
-        Their gradients stand until ``update``. Both ends of a weight that two pipeline stages
-        share come under the one name.
+        Both ends of a weight that two pipeline stages share come under the one name.
         """
         self._update.finish()
         for module in self.modules:
             for name, parameter in module.named_parameters():
                 yield self._aliases.get(name, name), parameter
+
+    def named_updated(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the update changes, by those names: parameters, or this rank's rows of them.
+
+        Rows are DTensors. After ``backward`` they have the gradients, which stand until ``update``.
+        """
+        for name, tensor in self._update.tensors.items():
+            yield self._aliases.get(name, name), tensor
 
     def optimizer_states(self) -> Iterator[Tensor]:
         """Yield the optimizer's states, made if not there yet; of both ends of a tied weight."""
@@ -308,7 +315,6 @@ class MeshEngine:
 
     def update(self) -> tuple[Tensor | None, Tensor | None]:
         """Clip gradients and update; return their norm, and whether fp16 left the update out."""
-        self._update.collect_gradients()
         self.step += 1
         norm = None
         if self._rule.grad_clip is not None or self._scale is not None:
@@ -333,6 +339,7 @@ class MeshEngine:
         """Finish synchronising gradients: average replicas, sum tied weights."""
         if self._replicas is not None:
             self._replicas.after_backward()
+        self._update.collect_gradients()
         if self._tied is not None:
             self._tied.sync()
 

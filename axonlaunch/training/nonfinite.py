@@ -52,10 +52,10 @@ def _first(engine: Engine, rank: int) -> tuple[int, int, int, str] | None:
 
     A parameter comes before a gradient; lower ranks have earlier stages of a pipeline.
     """
-    named = list(engine.named_parameters())
+    named, updated = list(engine.named_parameters()), engine.named_updated()
     kinds = (
         ("that is not finite", [(name, parameter.detach()) for name, parameter in named]),
-        ("whose gradient is not finite", [(n, p.grad) for n, p in named if p.grad is not None]),
+        ("whose gradient is not finite", [(n, t.grad) for n, t in updated if t.grad is not None]),
     )
     for kind, (description, tensors) in enumerate(kinds):
         wrong = [(i, name) for i, (name, tensor) in enumerate(tensors) if not _is_finite(tensor)]

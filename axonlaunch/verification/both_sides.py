@@ -238,9 +238,9 @@ def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
         first = layout.data_shard(world.rank) * len(batch)
         engine.backward(inputs.uneven(batch, first_row=first, step=number))
         step = _Step(recorder.record)
-        for name, parameter in engine.named_parameters():
-            if parameter.grad is not None:
-                step.gradients.setdefault(name, []).extend(_boxes(parameter.grad))
+        for name, updated in engine.named_updated():
+            if updated.grad is not None:
+                step.gradients.setdefault(name, []).extend(_boxes(updated.grad))
         engine.update()
         for name, parameter in engine.named_parameters():
             step.parameters.setdefault(name, []).extend(_boxes(parameter))

@@ -199,14 +199,14 @@ class _LayoutRun:
     def _gradients(self, number: int) -> Iterator[Difference]:
         gradients = self._reference.steps[number].gradients
         floor = floors(self._reference, number)
-        for name, parameter in self._engine.named_parameters():
-            gradient = parameter.grad
-            if gradient is not None and parameter.requires_grad:
+        for name, updated in self._engine.named_updated():
+            if updated.grad is not None:
                 where = (number, "gradient", name)
                 expected = gradients.get(name)
                 # What one process has no gradient of may have one of zero elsewhere.
-                nothing = torch.zeros(parameter.shape) if expected is None else expected
-                yield of_tensor(where, gradient, nothing, floor=floor)
+                nothing = torch.zeros(updated.shape) if expected is None else expected
+                yield of_tensor(where, updated.grad, nothing, floor=floor)
+        for name, parameter in self._engine.named_parameters():
             if parameter.requires_grad == (name in self._reference.frozen):
                 yield Difference(number + 1, "gradient", name, math.inf)
 

@@ -158,8 +158,12 @@ def test_replicas_sum_every_gradient_once() -> None:
 
 @pytest.mark.slow
 def test_what_zero1_has_updated_travels_while_the_next_step_computes() -> None:
-    """Beside replicas' step only the ends' rows are waited for, and the first block's."""
-    kinds = [run(f"strategy={kind}", "launch.nproc=8") for kind in ("ddp", "zero1")]
+    """Beside replicas' step only the ends' rows are waited for, and the first block's.
+
+    Under a backward of so many samples either's gradients are reduced.
+    """
+    samples = ("train.micro_batch_size=4", "train.global_batch_size=32", "launch.nproc=8")
+    kinds = [run(f"strategy={kind}", *samples) for kind in ("ddp", "zero1")]
     works = [step_work(config, world_size=8) for config in kinds]
     ddp, zero1 = map(reported, kinds, works)
     waited = zero1.breakdown["communication dp"] - ddp.breakdown["communication dp"]
@@ -167,6 +171,22 @@ def test_what_zero1_has_updated_travels_while_the_next_step_computes() -> None:
     of_first_block = (works[1].parameters - ends) / 4
     gathered = 7 / 8 * 4 * (ends + of_first_block) / (450e9 * 0.824)
     assert waited == pytest.approx(gathered, rel=0.1)
+
+
+@pytest.mark.slow
+def test_gradients_of_zero1_take_half_the_time_of_replicas_gradients() -> None:
+    """All of it is waited for where buckets go at the end of the backward, whatever a step has."""
+    of_kinds: list[list[float]] = []
+    for kind in ("ddp", "zero1"):
+        seconds = []
+        for sync in ("synchronous", "overlapped"):
+            # So many samples that a backward hides what it may.
+            samples = ("train.micro_batch_size=4", "train.global_batch_size=32", "launch.nproc=8")
+            config = run(f"strategy={kind}", *samples, f"strategy.ddp.sync={sync}")
+            seconds.append(reported(config).breakdown["communication dp"])
+        of_kinds.append(seconds)
+    whole, rows = (after - during for after, during in of_kinds)
+    assert rows == pytest.approx(whole / 2, rel=0.1)
 
 
 def test_tensor_parallel_replicas_are_not_summed_twice() -> None:

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from axonlaunch import comm
 from axonlaunch.comm import ProcessGroup, ReduceOp, World
+from axonlaunch.comm.row_bucket import RowBucket
 
 
 def reduces_in_place(world: World, op: ReduceOp, named: Callable[..., Tensor], dtype: Any) -> None:
@@ -143,6 +144,25 @@ def reduce_scatter_sum_divides_the_sum(world: World, dtype: torch.dtype) -> None
 @by_dtype(*FLOATS)
 def reduce_scatter_mean_divides_the_mean(world: World, dtype: torch.dtype) -> None:
     reduces_and_scatters(world, ReduceOp.Average, comm.reduce_scatter_mean, dtype)
+
+
+ROWS = [torch.Size(shape) for shape in ((5, 2), (3,), (), (1, 4), (8, 3), (0, 2))]
+
+
+@by_dtype(*FLOATS)
+def a_bucket_of_rows_gives_each_rank_the_mean_of_its_own(world: World, dtype: torch.dtype) -> None:
+    for group in groups(world):
+        ranks = members(group)
+        bucket = RowBucket(ROWS, group=group or world.default_group)
+        for step in range(2):  # a second step needs no other preparation
+            bucket.start([values(world.rank + step, shape, dtype) for shape in ROWS])
+            for shape, rows in zip(ROWS, bucket.finish(), strict=True):
+                of_ranks = [values(rank + step, shape, dtype).double() for rank in ranks]
+                mean = torch.stack(of_ranks).mean(0)
+                parts = [*mean.chunk(len(ranks))] if mean.ndim else [mean] * len(ranks)
+                own = ranks.index(world.rank)
+                expected = parts[own] if own < len(parts) else mean[:0]
+                torch.testing.assert_close(rows, expected.to(dtype))
 
 
 def reduces_and_scatters(world: World, op: ReduceOp, call: Any, dtype: Any) -> None:

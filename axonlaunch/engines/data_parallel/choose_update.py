@@ -12,6 +12,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
+from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer.offload import HOST, StreamedUpdate
 from axonlaunch.engines.optimizer.step import Update
@@ -24,6 +25,7 @@ def choose_update(
     facts: Mapping[str, ParameterFacts],
     world: World,
     mesh: Mesh,
+    replicas: Replicas | None,
     modules: Sequence[nn.Module],
     units: Sequence[nn.Module],
 ) -> Update:
@@ -35,15 +37,17 @@ def choose_update(
         facts: What else is known of them, by the same names.
         world: Where this rank computes.
         mesh: Its place.
+        replicas: Who averages gradients, if they are whole.
         modules: This rank's parts of the model, in order.
         units: Parts of them whose parameters nothing else uses, in the order of their forwards.
     """
     layout, device = Layout.of(config, world_size=world.world_size), world.device
-    if layout.facts.gathers_updates:
+    if layout.facts.divides_update:
         return ShardedUpdate(
             config.optimizer,
             trained,
             mesh=mesh.device_mesh,
+            gradients=None if replicas is None else replicas.rows,
             facts=facts,
             modules=modules,
             units=units,

@@ -76,6 +76,7 @@ class DDP(nn.Module):
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        scatters_rows: bool = False,
     ) -> None:
         """Copy the first rank's parameters and buffers to every rank, and set up synchronisation.
 
@@ -91,6 +92,8 @@ class DDP(nn.Module):
                 forward left out, for which torch goes through the graph of each output. A rank's
                 own left-out parameter counts as zero. The other strategies never wait.
             reduce_dtype: Type in which gradients are summed; None: their own.
+            scatters_rows: Give each rank the mean gradient of its own rows alone, in
+                ``synchronizer.rows``, for an update that is divided so.
         """
         super().__init__()
         self.module = module
@@ -111,12 +114,14 @@ class DDP(nn.Module):
             strategy=self.sync,
             bucket_size_mb=bucket_size_mb,
             reduce_dtype=reduce_dtype,
+            scatters_rows=scatters_rows,
         )
         if self.group.size == 1 or self.sync is GradSyncStrategy.NO_SYNC:
             return
-        # torch's reducer knows neither DTensors nor another type of the sum.
+        # torch's reducer knows neither DTensors nor another type of the sum, nor rows.
         plain = not any(isinstance(p, DTensor) for p in module.parameters())
-        if self.sync is GradSyncStrategy.OVERLAPPED and plain and reduce_dtype is None:
+        is_torchs = plain and reduce_dtype is None and not scatters_rows
+        if self.sync is GradSyncStrategy.OVERLAPPED and is_torchs:
             options: dict[str, Any] = {
                 "bucket_cap_mb": bucket_size_mb,
                 "gradient_as_bucket_view": gradient_as_bucket_view,

@@ -9,12 +9,17 @@ from collections.abc import Iterable
 from enum import StrEnum
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.gradient_bucket import GradientBucket, buckets
 from axonlaunch.comm.process_group import default_group
-from axonlaunch.engines.optimizer.step import local_part
+from axonlaunch.comm.row_bucket import RowBucket
+from axonlaunch.engines.data_parallel.gradient_shares import (
+    GradientShare,
+    RowGradients,
+    WholeGradients,
+)
 
 
 class GradSyncStrategy(StrEnum):
@@ -28,52 +33,8 @@ class GradSyncStrategy(StrEnum):
     """backward sends nothing; call ``sync_gradients`` before the update"""
 
 
-class _Share:
-    """Parameters whose gradients travel in one bucket, and which of them are not complete yet."""
-
-    def __init__(self, parameters: list[nn.Parameter], *, dtype: torch.dtype | None) -> None:
-        self.parameters = parameters
-        elements = sum(local_part(parameter.detach()).numel() for parameter in parameters)
-        # Behind the gradients, for each: whether there was one.
-        self.bucket = GradientBucket(elements + len(parameters), dtype=dtype)
-        self.missing = set(parameters)
-        self._absent: list[int] = []
-
-    def start(self, group: ProcessGroup) -> None:
-        """Fill the bucket and send it.
-
-        A missing gradient counts as zero, so that ranks which used different parts agree.
-        """
-        self._absent = [n for n, parameter in enumerate(self.parameters) if parameter.grad is None]
-        for number in self._absent:
-            self.parameters[number].grad = torch.zeros_like(self.parameters[number])
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        present = local_part(gradients[0]).new_ones(len(gradients))
-        if self._absent:  # an index from the host, for which it waits until the device has it
-            present[self._absent] = 0.0
-        has_room = self.bucket.add_all([*gradients, present])
-        assert has_room
-        self.bucket.start(group.torch_group)
-
-    def finish(self) -> None:
-        """Wait for the mean and give each parameter its own.
-
-        What no rank had a gradient of has none, as in one process: weight decay leaves it alone.
-        """
-        self.bucket.finish()
-        gradients = [local_part(p.grad) for p in self.parameters if p.grad is not None]
-        *means, present = self.bucket.extract()
-        torch._foreach_copy_(gradients, means)
-        # Looked at where one was missing, for it makes the host wait for the device.
-        for number in self._absent:
-            if not present[number]:
-                self.parameters[number].grad = None
-        self.clear()
-
-    def clear(self) -> None:
-        """Reset to the state before a backward."""
-        self.bucket.clear()
-        self.missing = set(self.parameters)
+_TRAVELLING = 2
+"""Buckets that are on their way at once: those before have arrived, and what they took is free."""
 
 
 class GradientSynchronizer:
@@ -85,6 +46,8 @@ class GradientSynchronizer:
         group: The replicas.
         strategy: When a bucket goes: under ``overlapped`` once the gradients in it, and in those
             before it, are complete; otherwise with ``sync_all``.
+        rows: With ``scatters_rows``, the mean gradient of this rank's rows by parameter, until
+            somebody clears it; otherwise empty.
     """
 
     def __init__(
@@ -95,6 +58,7 @@ class GradientSynchronizer:
         strategy: GradSyncStrategy | str = GradSyncStrategy.SYNCHRONOUS,
         bucket_size_mb: float = 25.0,
         reduce_dtype: torch.dtype | None = None,
+        scatters_rows: bool = False,
     ) -> None:
         """Divide parameters among buckets.
 
@@ -104,18 +68,22 @@ class GradientSynchronizer:
             strategy: When a bucket goes.
             bucket_size_mb: MiB of gradients reduced together.
             reduce_dtype: Type in which gradients are summed; None: their own.
+            scatters_rows: Give each rank, of several, the mean of its own rows alone, in ``rows``,
+                and free the whole gradients: half the bytes.
         """
         self.group = group or default_group()
         self.strategy = GradSyncStrategy(strategy)
         self._limit = int(bucket_size_mb * 2**20)
         self._dtype = reduce_dtype
-        self._shares: list[_Share] = []
-        self._share_of: dict[nn.Parameter, _Share] = {}
-        self._started = 0
+        self._scatters_rows = scatters_rows
+        self.rows: dict[Tensor, Tensor] = {}
+        self._shares: list[GradientShare] = []
+        self._share_of: dict[nn.Parameter, GradientShare] = {}
+        self._started = self._finished = 0
         self.prepare(parameters)
 
     @property
-    def buckets(self) -> list[GradientBucket]:
+    def buckets(self) -> list[GradientBucket | RowBucket]:
         """The buckets in the order in which they go; each ends with a number for each gradient."""
         return [share.bucket for share in self._shares]
 
@@ -126,9 +94,7 @@ class GradientSynchronizer:
         """
         self.clear()
         trained = reversed([p for p in parameters if p.requires_grad])
-        self._shares = [
-            _Share(together, dtype=self._dtype) for together in buckets(trained, limit=self._limit)
-        ]
+        self._shares = [self._share(together) for together in buckets(trained, limit=self._limit)]
         self._share_of = {p: share for share in self._shares for p in share.parameters}
 
     def add_gradient(self, parameter: nn.Parameter) -> None:
@@ -156,16 +122,27 @@ class GradientSynchronizer:
             return
         while self._started < len(self._shares):
             self._start_next()
-        for share in self._shares:
-            share.finish()
-        self._started = 0
+        self._finish(self._started)
+        self._started = self._finished = 0
 
     def clear(self) -> None:
         """Forget which gradients are complete, once what was sent has arrived."""
         for share in self._shares:
             share.clear()
-        self._started = 0
+        self._started = self._finished = 0
+
+    def _share(self, parameters: list[nn.Parameter]) -> GradientShare:
+        if self._scatters_rows:
+            return RowGradients(parameters, group=self.group, dtype=self._dtype, rows=self.rows)
+        return WholeGradients(parameters, group=self.group, dtype=self._dtype)
 
     def _start_next(self) -> None:
-        self._shares[self._started].start(self.group)
+        self._shares[self._started].start()
         self._started += 1
+        self._finish(self._started - _TRAVELLING)
+
+    def _finish(self, count: int) -> None:
+        """Finish the first so many buckets."""
+        while self._finished < count:
+            self._shares[self._finished].finish()
+            self._finished += 1

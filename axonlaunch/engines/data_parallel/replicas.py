@@ -5,7 +5,7 @@ It wraps no forward but DDP's; what shards parameters is ``fsdp``'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,11 @@ class Replicas:
         module: This rank's part of the model, whole along the data ranks.
         group: The data ranks, of which each trains on samples of its own.
         options: ``strategy.options``.
+        rows: The gradients of this rank's rows, by parameter, where it is given no others: the
+            update takes them from here. None: gradients are whole, in the parameters.
     """
+
+    rows: MutableMapping[Tensor, Tensor] | None = None
 
     def __init__(self, module: nn.Module, *, group: ProcessGroup, options: Any) -> None:
         self.module = module
@@ -51,10 +55,12 @@ class Replicas:
 class AveragedGradients(Replicas):
     """Replicas by DDP: gradients are averaged in every step, so that all ranks stay the same."""
 
-    def __init__(self, replicas: DDP, *, group: ProcessGroup) -> None:
+    def __init__(self, replicas: DDP, *, group: ProcessGroup, scatters_rows: bool = False) -> None:
         super().__init__(replicas, group=group, options=None)
         self._replicas = replicas
         self._has_stepped = False
+        if scatters_rows and group.size > 1:
+            self.rows = replicas.synchronizer.rows
 
     def after_backward(self) -> None:
         """Average what backward left apart.
@@ -100,6 +106,7 @@ def make_replicas(
     if DATA_PARALLEL.facts(kind).averages == "nothing":
         return None
     ddp, reduce = strategy.ddp, strategy.reduce_dtype
+    scatters_rows = DATA_PARALLEL.facts(kind).divides_update
     own = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
     averaged = DDP(
         module,
@@ -109,5 +116,6 @@ def make_replicas(
         broadcast_buffers=ddp.broadcast_buffers,
         gradient_as_bucket_view=ddp.gradient_as_bucket_view,
         reduce_dtype=None if own == {DTYPES[reduce]} else DTYPES[reduce],
+        scatters_rows=scatters_rows,
     )
-    return AveragedGradients(averaged, group=group)
+    return AveragedGradients(averaged, group=group, scatters_rows=scatters_rows)

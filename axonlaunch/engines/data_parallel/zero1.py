@@ -1,6 +1,6 @@
-"""ZeRO-1: parameters and gradients whole on every rank, optimizer states divided among them.
+"""ZeRO-1: parameters whole on every rank, optimizer states and the update divided among them.
 
-It divides the update; the gradients come averaged, from ``DDP``.
+Gradients are whole while they add up. Their mean is a rank's own rows, which come from ``DDP``.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", 2020, stage 1.
@@ -8,7 +8,7 @@ Models", 2020, stage 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from axonlaunch.comm.gradient_bucket import buckets
+from axonlaunch.comm.row_bucket import rows_of
 from axonlaunch.comm.torch_compat import all_gather_single
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
@@ -46,6 +47,7 @@ class ShardedUpdate(Update):
         *,
         mesh: DeviceMesh,
         axis: str = "dp_replicate",
+        gradients: MutableMapping[Tensor, Tensor] | None = None,
         facts: Mapping[str, ParameterFacts] | None = None,
         modules: Sequence[nn.Module] = (),
         units: Sequence[nn.Module] = (),
@@ -58,6 +60,8 @@ class ShardedUpdate(Update):
                 DTensors on ``mesh["tp"]``.
             mesh: The run's.
             axis: The ranks that divide the states.
+            gradients: Where those of this rank's rows arrive, by parameter, and are freed from;
+                None: every rank has whole ones, in the parameters.
             facts: What else is known of the parameters, by the same names; None: nothing.
             modules: What computes with the parameters, in the order of their forwards. A forward
                 waits for the rows that it needs, which travel meanwhile; without modules each
@@ -68,6 +72,7 @@ class ShardedUpdate(Update):
         self._parameters = dict(parameters)
         self._root = mesh
         self._mesh = mesh[axis]
+        self._gradients = gradients
         rows = {name: nn.Parameter(self._rows(p)) for name, p in parameters.items()}
         super().__init__(config, rows, parameters=facts)
         self._under_way: dict[Tensor, _Message] = {}
@@ -82,6 +87,12 @@ class ShardedUpdate(Update):
     def _rows(self, parameter: Tensor) -> DTensor:
         """Return a DTensor whose local part is a view of this rank's rows of a parameter."""
         local = local_part(parameter.detach())
+        if local.ndim:
+            local = local[self._own(local)]
+        return self._dtensor(local, parameter)
+
+    def _dtensor(self, rows: Tensor, parameter: Tensor) -> DTensor:
+        """Return a DTensor of this rank's rows of what has a parameter's shape."""
         mesh, placements = self._mesh, [self._placement(parameter)]
         if isinstance(parameter, DTensor):
             names = (
@@ -89,11 +100,8 @@ class ShardedUpdate(Update):
                 *(parameter.device_mesh.mesh_dim_names or ()),
             )
             mesh, placements = self._root[names], [*placements, *parameter.placements]
-        if local.ndim:
-            start, stop = self._range(local, self._mesh.get_local_rank())
-            local = local[start:stop]
         return DTensor.from_local(
-            local,
+            rows,
             mesh,
             placements,
             run_check=False,
@@ -109,17 +117,20 @@ class ShardedUpdate(Update):
             return _StridedShard(0, split_factor=parameter.device_mesh.size())
         return Shard(0)
 
-    def _range(self, local: Tensor, rank: int) -> tuple[int, int]:
-        """Return first and last row of a rank: torch.chunk's, which is Shard(0)'s, division."""
-        rows = local.shape[0]
-        step = -(-rows // self._mesh.size())
-        return min(rank * step, rows), min((rank + 1) * step, rows)
+    def _own(self, local: Tensor) -> slice:
+        """Return this rank's rows of a parameter's local part."""
+        return rows_of(local.shape[0], rank=self._mesh.get_local_rank(), ranks=self._mesh.size())
 
     def collect_gradients(self) -> None:
-        """Give each shard its rows of the parameter's whole gradient."""
-        for name, whole in self._parameters.items():
+        """Give each shard the gradient of its rows."""
+        for name, parameter in self._parameters.items():
             shard = self.tensors[name]
-            shard.grad = None if whole.grad is None else self._rows(whole.grad)
+            if self._gradients is None:
+                whole = parameter.grad
+                shard.grad = None if whole is None else self._rows(whole)
+            else:
+                rows = self._gradients.get(parameter)
+                shard.grad = None if rows is None else self._dtensor(rows, parameter)
 
     def apply(self, *, rate: Callable[[float], float], unless: Tensor | None = None) -> None:
         """Update this rank's rows and begin to gather everyone's."""
@@ -150,13 +161,14 @@ class ShardedUpdate(Update):
     def forget_gradients(self) -> None:
         """Free every gradient, of shards and of whole parameters."""
         super().forget_gradients()
+        if self._gradients is not None:
+            self._gradients.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
     def _gather(self) -> None:
         group, size = self._mesh.get_group(), self._mesh.size()
-        rank = self._mesh.get_local_rank()
         alone: dict[Tensor, Tensor] = {}
         small: dict[Tensor, Tensor] = {}
         for parameter in self._in_order:
@@ -168,12 +180,12 @@ class ShardedUpdate(Update):
         # The first forward may need any of the small ones, and they are soon there.
         for wholes in buckets(small, limit=_FULL):
             bucket = _Bucket(wholes, ranks=size)
-            mine = bucket.pack([whole[slice(*self._range(whole, rank))] for whole in bucket.wholes])
+            mine = bucket.pack([whole[self._own(whole)] for whole in bucket.wholes])
             work = all_gather_single(bucket.gathered, mine, group=group, async_op=True)
             self._note(_Message(work, [small[whole] for whole in wholes], bucket))
         for whole, parameter in alone.items():
             # To where they are to be already: nothing is copied, as fully_shard gathers.
-            mine = whole[slice(*self._range(whole, rank))]
+            mine = whole[self._own(whole)]
             work = all_gather_single(whole, mine, group=group, async_op=True)
             self._note(_Message(work, [parameter]))
 

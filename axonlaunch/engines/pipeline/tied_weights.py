@@ -42,7 +42,7 @@ class TiedGradients:
         """Find the ends that this rank holds.
 
         Args:
-            parameters: This rank's, by name.
+            parameters: What this rank updates, by name: parameters, or rows of them.
             ties: ``{other name: first name}`` over all stages.
             owners: The global rank of ``group`` that holds each tied name.
             group: The pipeline's ranks.

@@ -223,7 +223,7 @@ def states(
         moments /= layout.optimizer_shards
         return {
             "parameters": whole,
-            "gradients": gradients,
+            "gradients": gradients / layout.gradient_shards,
             "optimizer": moments,
             "temporary": cast,
         }

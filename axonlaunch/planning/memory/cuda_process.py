@@ -28,6 +28,7 @@ from axonlaunch.planning.memory.extend_trace import FEWEST, extended
 from axonlaunch.planning.tracing import cuda_attention, extrapolate_depth, fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.stage_trace import follow_gradients
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 from axonlaunch.system.allocator_settings import AllocatorSettings
@@ -214,7 +215,7 @@ def _steps(
             with trace.during("temporary"), fake_world.assume_true():
                 dry.engine.update()
             trace.tag(dry.engine.optimizer_states(), "optimizer")
-            trace.follow(parameter for _, parameter in dry.engine.named_parameters())
+            follow_gradients(dry.engine, trace)
         recording = trace.recording(dry.engine, blocks)
     return recording, {stage: len(members) for stage, members in blocks.items()}
 

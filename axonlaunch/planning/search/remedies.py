@@ -195,15 +195,14 @@ def _recomputing(config: RunConfig) -> Lever:
 def _sharding(config: RunConfig, layout: Layout) -> Lever:
     """Traffic beside that of replicas: Rajbhandari et al., "ZeRO", 2020, section 7.
 
-    ZeRO-1 is not theirs: here its gradients are all-reduced, as replicas' are. Shards are summed
-    in every micro-batch, replicas once a step.
+    Shards are summed in every micro-batch, replicas and ZeRO-1's gradients once a step.
     """
     if layout.data_ranks == 1:
         return []
     kind, sharding = "strategy.data_parallel", _SHARDING
     count = layout.micro_batches
     options = [
-        Option({kind: "zero1"}, f"gathers updated parameters: {_traffic(1.5)}"),
+        Option({kind: "zero1"}, f"gathers updated parameters: {_traffic(1)}"),
         Option(
             {kind: "fsdp", sharding: "shard_grad_op"},
             f"gathers parameters for every micro-batch: {_traffic(count)}",

@@ -20,6 +20,7 @@ from axonlaunch.planning.throughput.operations import (
     Amount,
     AttentionOp,
     CollectiveOp,
+    ExchangeKind,
     Kernel,
     Operation,
     Phase,
@@ -139,7 +140,7 @@ class _Scaled:
         }
         num_bytes = part * share.gradient_bytes / layout.tensor
         share_bytes = part * share.parameter_bytes / layout.tensor
-        if facts.gathers_updates:
+        if facts.divides_update:
             _put(
                 work,
                 CollectiveOp("update", "all_gather", ("dp_replicate",)),
@@ -155,8 +156,9 @@ class _Scaled:
         elif facts.shards_parameters and layout.dp_replicate > 1:
             summed = CollectiveOp("backward", "all_reduce", ("dp_replicate",))
             _put(work, summed, Amount(1, num_bytes / layout.dp_shard))
-        elif facts.sums_gradients and layout.gradient_ranks > 1:
-            _put(work, CollectiveOp("backward", "all_reduce", self._axes), Amount(1, num_bytes))
+        elif facts.keeps_gradients and layout.gradient_ranks > 1:
+            kind: ExchangeKind = "reduce_scatter" if facts.divides_update else "all_reduce"
+            _put(work, CollectiveOp("backward", kind, self._axes), Amount(1, num_bytes))
         return Share(work, num_bytes, share_bytes)
 
     @property

@@ -130,7 +130,7 @@ class StepTime:
         total = self._once(stage, layers)
         for part in (forward, backward):
             total.put_all(part, times=self._layout.micro_batches)
-        if self._layout.facts.sums_gradients:
+        if self._layout.facts.keeps_gradients:
             total.put("communication dp", self._reduced_in_backward(stage, layers, backward))
         return total
 
@@ -231,7 +231,7 @@ class StepTime:
     def _is_awaited_by_blocks(self, key: CollectiveOp) -> bool:
         """Say whether an exchange is of what ZeRO-1 has updated."""
         is_gather = (key.phase, key.kind) == ("update", "all_gather")
-        return self._layout.facts.gathers_updates and is_gather
+        return self._layout.facts.divides_update and is_gather
 
     def _left_of(self, seconds: float, stage: StageWork, layers: int) -> float:
         """Return what is waited for of blocks that travel while the next step computes.
@@ -261,7 +261,7 @@ class StepTime:
         """Return the time of exchanges that hold up what follows them."""
         total = Parts()
         for key, amount in work.items():
-            if isinstance(key, CollectiveOp) and not self._is_gathered(key):
+            if isinstance(key, CollectiveOp) and not self._is_gathered_or_bucket(key):
                 beside = () if self._links.takes_cores else key.under
                 under = sum(
                     self._roofline.seconds(operation, Amount(amount.count)) for operation in beside
@@ -283,8 +283,12 @@ class StepTime:
         sharded = self._layout.facts.shards_parameters
         return sharded and bool(key.axes) and _DATA_AXES.issuperset(key.axes) and not small
 
+    def _is_gathered_or_bucket(self, key: CollectiveOp) -> bool:
+        # Of a step of one micro-batch its trace does not tell what comes once.
+        return self._is_gathered(key) or (self._layout.micro_batches == 1 and self._is_bucket(key))
+
     def _reduced_in_backward(self, stage: StageWork, layers: int, backward: Parts) -> float:
-        """Return what is left of the gradients' all-reduce after the last backward.
+        """Return what is left of the gradients' reduction after the last backward.
 
         What is not done when backward is, and the last bucket in any case, is waited for.
         """
@@ -302,28 +306,32 @@ class StepTime:
         """Return the exchanges of gradients that a backward starts.
 
         The trace has seen our own buckets. torch's DDP, which takes plain parameters summed in
-        their own type, reduces from C++; its buckets are counted by their size: one of 1 MiB, then
-        of ``strategy.ddp.bucket_size_mb``, over all gradients.
+        their own type where each rank needs them whole, reduces from C++; its buckets are counted
+        by their size: one of 1 MiB, then of ``strategy.ddp.bucket_size_mb``, over all gradients.
         """
         strategy = self._config.strategy
         if self._layout.gradient_ranks == 1:
             return []
         torchs = strategy.ddp.sync == "overlapped" and strategy.reduce_dtype == "fp32"
-        if torchs and self._layout.tensor == 1:
+        if torchs and self._layout.tensor == 1 and not self._layout.facts.divides_update:
             num_bytes = stage.step_ends.gradient_bytes + layers * stage.step_layer.gradient_bytes
             count = 1 + max(0.0, num_bytes - 2**20) / (strategy.ddp.bucket_size_mb * 2**20)
             key = CollectiveOp("backward", "all_reduce", ("dp_replicate", "cp"))
             return [(key, Amount(count, num_bytes))]
+        shares = [(stage.step_ends, 1), (stage.step_layer, layers)]
+        if self._layout.micro_batches == 1:
+            shares += [(stage.micro_ends, 1), (stage.micro_layer, layers)]
         return [
             (key, amount * times)
-            for share, times in ((stage.step_ends, 1), (stage.step_layer, layers))
+            for share, times in shares
             for key, amount in _during(share, _BACKWARD).items()
             if isinstance(key, CollectiveOp) and self._is_bucket(key)
         ]
 
     def _is_bucket(self, key: CollectiveOp) -> bool:
-        replicated = self._layout.facts.sums_gradients
-        alone = self._layout.pipeline == 1 and key.phase == "backward"
+        replicated = self._layout.facts.keeps_gradients
+        kind = "reduce_scatter" if self._layout.facts.divides_update else "all_reduce"
+        alone = self._layout.pipeline == 1 and (key.phase, key.kind) == ("backward", kind)
         return replicated and alone and bool(key.axes) and _DATA_AXES.issuperset(key.axes)
 
 

@@ -111,9 +111,9 @@ class FakeRank:
             self.engine.backward(self.batch(1))
         else:
             self._gather_once()
-        for _, parameter in self.engine.named_parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
+        for _, updated in self.engine.named_updated():
+            if updated.grad is None:
+                updated.grad = torch.empty_like(updated)
         phase = nullcontext() if self._trace is None else self._trace.during("temporary")
         with phase, fake_world.assume_true():
             self.engine.update()

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeAlias
 
 import torch
 
+from axonlaunch.comm.backend import Backend
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import data_parallel_facts, estimated_on
 from axonlaunch.data.dataset import AnyBatch, MicroBatch
@@ -180,6 +181,8 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
     )
     extrapolate_schedule.watch_actions(trace)
     world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
+    if _is_on_gloo(reduced.config):
+        fake_world.pass_for(Backend.GLOO)
     with refusing_untraceable(reduced.config):
         dry = FakeRank(reduced, world, trace=trace)
         batch, spec = dry.batch(), spec_for(reduced.config)
@@ -196,8 +199,11 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
 
 
 def _workspaces(config: RunConfig) -> cuda_attention.Workspaces:
-    is_gloo = estimated_on(config) == "gloo"
-    return gloo_buffers.of_collective if is_gloo else cuda_attention.workspaces(config)
+    return gloo_buffers.of_collective if _is_on_gloo(config) else cuda_attention.workspaces(config)
+
+
+def _is_on_gloo(config: RunConfig) -> bool:
+    return estimated_on(config) == "gloo"
 
 
 def _most_read_at_once(engine: Engine) -> int:
@@ -250,7 +256,13 @@ def follow(engine: Engine, trace: StorageTrace) -> None:
     for module in engine.modules:
         trace.tag([*module.parameters(), *module.buffers()], "parameters")
     trace.tag(engine.optimizer_states(), "optimizer")
-    trace.follow(parameter for _, parameter in engine.named_parameters())
+    follow_gradients(engine, trace)
+
+
+def follow_gradients(engine: Engine, trace: StorageTrace) -> None:
+    """Count an engine's gradients as such: those that add up, and those that are updated by."""
+    own, updated = engine.named_parameters(), engine.named_updated()
+    trace.follow(tensor for _, tensor in (*own, *updated))
 
 
 def step(

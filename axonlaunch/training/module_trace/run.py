@@ -135,11 +135,11 @@ class RunTracer:
         finally:
             hooks.close()
         statistics.add(("loss", ""), loss)
-        for name, parameter in engine.named_parameters():
-            if parameter.grad is not None:
-                statistics.add(("gradient", name), parameter.grad)
+        for name, updated in engine.named_updated():
+            if updated.grad is not None:
+                statistics.add(("gradient", name), updated.grad)
                 if whole is not None:
-                    whole.add_parameter(("gradient", name), parameter.grad)
+                    whole.add_parameter(("gradient", name), updated.grad)
         elements = None if whole is None else whole.gathered(self._factors)
         self._write(statistics.sums(), hooks.order, elements)
         return loss, tokens

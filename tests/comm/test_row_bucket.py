@@ -1,0 +1,46 @@
+"""A bucket of rows is laid out as shards are, and sums what it sends without overflow.
+
+That each rank gets the mean of its own rows is among the checks of every backend.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from axonlaunch.comm import World
+from axonlaunch.comm.row_bucket import RowBucket, rows_of
+
+SHAPES = [torch.Size(shape) for shape in ((5, 2), (3,), (), (1, 4), (8, 3), (0, 2))]
+
+
+def test_the_padding_is_the_least_that_equal_messages_need() -> None:
+    def run(world: World) -> int:
+        return RowBucket(SHAPES, group=world.default_group).capacity
+
+    # Of 5 rows 2 each, of 3 one, the scalar, of one row one, of 8 rows 3 each.
+    assert World.mock(3).run(run) == [3 * (2 * 2 + 1 + 1 + 4 + 3 * 3)] * 3
+
+
+def test_a_sum_of_a_smaller_type_does_not_overflow_where_the_mean_does_not() -> None:
+    """Half of fp16's largest number from each of four ranks."""
+
+    def run(world: World) -> Tensor:
+        bucket = RowBucket([torch.Size((4,))], group=world.default_group, dtype=torch.float16)
+        bucket.start([torch.full((4,), 30_000.0)])
+        return bucket.finish()[0]
+
+    for rows in World.mock(4).run(run):
+        assert rows.dtype == torch.float16
+        assert rows.tolist() == [30_000.0]
+
+
+def test_rows_are_divided_as_torch_divides_them() -> None:
+    for count in range(9):
+        for ranks in range(1, 5):
+            whole = torch.arange(count)
+            chunks = [chunk.tolist() for chunk in whole.chunk(ranks)] if count else []
+            chunks += [[]] * (ranks - len(chunks))
+            assert chunks == [
+                whole[rows_of(count, rank=rank, ranks=ranks)].tolist() for rank in range(ranks)
+            ]

@@ -1,0 +1,138 @@
+"""Under ZeRO-1 each rank gets the mean gradient of its own rows, while the backward still runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from configured import run_config
+from parity_table import MODELS
+from rank_engine import rank_engine
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from axonlaunch.comm import World, row_bucket
+from axonlaunch.config.layout import Layout
+from axonlaunch.engines.base import Engine
+from axonlaunch.engines.data_parallel import zero1
+from axonlaunch.models.dtensor_regions import whole
+
+RANKS = 2
+RUN = [
+    *MODELS["llama"],
+    *("strategy=zero1", f"launch.nproc={RANKS}", "launch.backend=mock"),
+    *("train.global_batch_size=8", "train.micro_batch_size=2", "model.num_hidden_layers=2"),
+    "strategy.ddp.bucket_size_mb=0.01",
+]
+
+
+def engine_of(world: World, *overrides: str) -> tuple[Engine, Any]:
+    return rank_engine(run_config([*RUN, *overrides]), world)
+
+
+@pytest.mark.parametrize("sync", ["overlapped", "synchronous", "no_sync"])
+def test_a_step_of_several_micro_batches_sends_twice_the_parameters(
+    sync: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each gradient once, reduced to rows, and each updated row once; none of them whole."""
+    sent: dict[str, list[int]] = {"reduced": [], "gathered": [], "whole": []}
+    scatter, gather = row_bucket.reduce_scatter_single, zero1.all_gather_single
+    reduce = dist.all_reduce
+
+    def scattering(rows: Tensor, every: Tensor, **kwargs: Any) -> Any:
+        if dist.get_rank() == 0:
+            sent["reduced"].append(every.numel())
+        return scatter(rows, every, **kwargs)
+
+    def gathering(every: Tensor, rows: Tensor, **kwargs: Any) -> Any:
+        if dist.get_rank() == 0:
+            sent["gathered"].append(every.numel())
+        return gather(every, rows, **kwargs)
+
+    def reducing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 0:
+            sent["whole"].append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    def run(world: World) -> tuple[int, int]:
+        engine, loader = engine_of(world, f"strategy.ddp.sync={sync}")
+        engine.train_step(loader.batch(0))
+        parameters = [parameter for _, parameter in engine.named_parameters()]
+        monkeypatch.setattr(row_bucket, "reduce_scatter_single", scattering)
+        monkeypatch.setattr(zero1, "all_gather_single", gathering)
+        monkeypatch.setattr(dist, "all_reduce", reducing)
+        engine.train_step(loader.batch(1))
+        return sum(p.numel() for p in parameters), len(parameters)
+
+    elements, count = World.mock(RANKS).run(run)[0]
+    # Of the parameters every first dimension is even. Whether there was a gradient goes along.
+    assert sum(sent["reduced"]) == elements + RANKS * count
+    assert sum(sent["gathered"]) == elements
+    assert len(sent["reduced"]) > 4
+    assert set(sent["whole"]) == {1}  # of losses, targets and the norm
+
+
+def test_gradients_are_freed_as_they_go_while_the_backward_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[tuple[int, int]] = []
+    scatter = row_bucket.reduce_scatter_single
+
+    def run(world: World) -> None:
+        engine, loader = engine_of(world)
+        parameters = [parameter for _, parameter in engine.named_parameters()]
+        rows = [tensor for _, tensor in engine.named_updated()]
+
+        def scattering(*args: Any, **kwargs: Any) -> Any:
+            if dist.get_rank() == 0:
+                whole_ones = sum(p.grad is not None for p in parameters)
+                held.append((whole_ones, torch._C._current_graph_task_id()))
+            return scatter(*args, **kwargs)
+
+        if world.is_main:
+            monkeypatch.setattr(row_bucket, "reduce_scatter_single", scattering)
+        engine.backward(loader.batch(0))
+        assert all(parameter.grad is None for parameter in parameters)
+        assert all(isinstance(tensor.grad, DTensor) for tensor in rows)
+        assert sum(t.grad.to_local().numel() for t in rows) * RANKS == sum(  # type: ignore[union-attr]
+            p.numel() for p in parameters
+        )
+        engine.update()
+        assert all(tensor.grad is None for tensor in rows)
+
+    World.mock(RANKS).run(run)
+    left = [whole_ones for whole_ones, _ in held]
+    assert left == sorted(left, reverse=True)
+    assert left[0] > left[-1]
+    assert all(task != -1 for _, task in held[:-1])  # in the backward
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_rows_of_all_ranks_are_the_gradients_of_replicas(ranks: int) -> None:
+    """Of three ranks rows are padded: no first dimension is a multiple of 3."""
+
+    def run(world: World, strategy: str) -> dict[str, Tensor]:
+        batch = f"train.global_batch_size={4 * ranks}"
+        own = [f"strategy={strategy}", f"launch.nproc={ranks}", batch]
+        engine, loader = engine_of(world, *own)
+        for step in range(2):  # adds up what two backwards give, as gradients of replicas do
+            engine.backward(loader.batch(step))
+        return {name: whole(t.grad) for name, t in engine.named_updated() if t.grad is not None}
+
+    rows = World.mock(ranks).run(run, "zero1")[0]
+    replicas = World.mock(ranks).run(run, "ddp")[0]
+    assert rows.keys() == replicas.keys()
+    for name, gradient in replicas.items():
+        torch.testing.assert_close(rows[name], gradient, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_gradients_are_counted_as_parts_where_a_step_has_one_backward() -> None:
+    def shards(*overrides: str) -> int:
+        chosen = run_config([*RUN, "train.global_batch_size=8", *overrides])
+        return Layout.of(chosen, world_size=RANKS).gradient_shards
+
+    assert shards("train.micro_batch_size=4") == RANKS
+    assert shards("train.micro_batch_size=2") == 1
+    assert shards("train.micro_batch_size=4", "strategy.data_parallel=ddp") == 1
