@@ -243,6 +243,8 @@ def stopped(name: str, number: signal.Signals, folder: Path, *, on_cuda: bool) -
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()  # its ranks end with it, and write nothing into a folder that goes
+        if not table.seconds_left():
+            raise  # it is the part's time that is over
         return table.Row(name, problem=f"it did not end after {number.name}")
     stopped_at = last_step(metrics)
     cells = {"contexts": str(len(contexts)), "stopped at": str(stopped_at)}

@@ -68,8 +68,9 @@ def test_a_command_that_starts_no_rank_leaves_cuda_alone(
 
 
 def test_nor_does_an_estimate_beside_a_run(
-    server: Server, notes: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, notes: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # in which nothing is known yet
     device = gpus.Device(gpu_node.H100.name, gpu_node.H100.total_memory, gpu_node.H100.uuid)
     monkeypatch.setattr(gpus, "devices", lambda: [device] * 8)
     config = run_config([*FSDP, ON_H100, *ONE_BLOCK])
@@ -77,6 +78,7 @@ def test_nor_does_an_estimate_beside_a_run(
     there = partial(gpu_node.here, str(notes))
     with served.reached(server, around=there) as context:
         estimate = BackgroundEstimate(context, config)
+        estimate.begin()
         estimate.wait()
         estimate.close()
     assert estimate.memory.result is not None, estimate.memory.reason
