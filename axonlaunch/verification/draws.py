@@ -66,7 +66,14 @@ class DrawProbe:
         def record(module: nn.Module, inputs: Any) -> None:
             del inputs
             if module.training and torch.is_grad_enabled():
-                self.draws.append(Draw(self.step, name, repr(float(torch.rand((), dtype=torch.float64))), self._rank))
+                self.draws.append(
+                    Draw(
+                        self.step,
+                        name,
+                        repr(float(torch.rand((), dtype=torch.float64))),
+                        self._rank,
+                    )
+                )
 
         return record
 
