@@ -47,7 +47,8 @@ def uneven(batch: AnyBatch, *, first_row: int, step: int) -> AnyBatch:
     """Leave targets out, as many as a row's place in the global batch and the step say.
 
     Of sequences [B, T] up to five eighths of each, of classes [B] every fourth row; of samples of
-    any structure, whose targets nobody knows, three of eleven samples, side by side.
+    any structure, whose targets nobody knows, three of eleven samples, side by side. One document
+    of a packed row becomes two, elsewhere in each row.
 
     Args:
         batch: Some rows of a global batch.
@@ -64,7 +65,16 @@ def uneven(batch: AnyBatch, *, first_row: int, step: int) -> AnyBatch:
             targets[row, : (place * 7 + step * 3) % 11 * length // 16] = IGNORE_INDEX
         elif place % 4 == 3:
             targets[row] = IGNORE_INDEX
-    return replace(batch, targets=targets)
+    if batch.positions is None or batch.positions.shape[1] < 2:
+        return replace(batch, targets=targets)
+    # Rows of one division would not show whose positions somebody computes with.
+    positions = batch.positions.clone()
+    for row, place in zip(positions, places, strict=True):
+        begins = 1 + (place * 5 + step * 3) % (len(row) - 1)
+        rest = row[begins:]
+        ends = int((torch.cat((rest[1:], rest.new_zeros(1))) == 0).long().argmax()) + 1
+        rest[:ends] -= rest[0].clone()
+    return replace(batch, targets=targets, positions=positions)
 
 
 def data_problem(config: Any, loader: Loader, batch: AnyBatch, *, step: int) -> str:

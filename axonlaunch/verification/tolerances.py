@@ -71,6 +71,7 @@ class Tolerances:
         self.base = tolerance_of(config)
         self._is_low = self.base > 1e-4
         self._times = TIMES[self._is_low]
+        self._sizes = {name: start.numel() for name, start in reference.start.items()}
         self._has_same_operations = _has_same_operations(config, reference)
         self._noise: dict[tuple[int, str, str], float] = {}
         usual: dict[tuple[int, str], list[float]] = {}
@@ -141,8 +142,10 @@ class Tolerances:
         rounding = self._times * self._rounding(step, _LENGTH, name)
         base = FACTOR_BASE
         if difference.count < _FEW:
-            # A unit of ReLU that is on in one of two roundings makes a difference in one direction.
-            rounding = max(rounding, self._rounding(step, "gradient", name))
+            # A unit of ReLU that is on in one of two roundings makes a difference in one direction,
+            # which in a rank's part weighs more than in the whole.
+            share = difference.count / self._sizes.get(name, difference.count)
+            rounding = max(rounding, self._rounding(step, "gradient", name) / math.sqrt(share))
             base = _FACTOR_OF_FEW if step > 1 else base
         return abs(difference.ratio - 1) <= max(base, rounding)
 

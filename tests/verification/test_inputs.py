@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
+from axonlaunch.data.dataset import Batch
 from axonlaunch.data.samples import Samples
-from axonlaunch.verification.inputs import uneven
+from axonlaunch.verification.inputs import overflow, uneven
+from axonlaunch.verification.plan import ComparisonPlan
 
 
 def counted(samples: Samples, *, size: int) -> list[list[int]]:
@@ -27,3 +32,27 @@ def test_of_samples_of_any_structure_the_same_ones_count_however_they_are_divide
 def test_samples_that_were_not_counted_stay_so() -> None:
     left = Samples(range(24), collate=list).uncounted(2)
     assert counted(uneven(left, first_row=0, step=0), size=12) == [[0, 1], []]
+
+
+def test_rows_of_several_documents_are_divided_at_different_places() -> None:
+    tokens, positions = torch.arange(32).reshape(4, 8), (torch.arange(8) % 5).repeat(4, 1)
+    fed = uneven(Batch(tokens, tokens, positions), first_row=0, step=0).positions
+    assert fed is not None
+    assert fed.tolist() == [
+        [0, 0, 1, 2, 3, 0, 1, 2],
+        [0, 1, 2, 3, 4, 0, 0, 1],
+        [0, 1, 2, 3, 0, 0, 1, 2],
+        [0, 1, 0, 1, 2, 0, 1, 2],
+    ]
+    last = uneven(Batch(tokens[3:], tokens[3:], positions[3:]), first_row=3, step=0).positions
+    assert last is not None
+    assert last.tolist() == fed[3:].tolist()
+
+
+def test_fp16_is_made_to_overflow_where_enough_steps_follow() -> None:
+    overflowing = [ComparisonPlan(steps=steps, beyond=True).overflow for steps in (2, 4, 6, 40)]
+    assert overflowing == [None, None, 1, 1]
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    overflow(parameter)
+    assert parameter.grad.tolist() == [[float("inf"), 1], [1, 1]]
