@@ -34,7 +34,7 @@ import served
 from command import Served
 
 if __name__ == "__main__":
-    with served.serve() as server:
+    with served.serve(others=()) as server:
         for line in sys.stdin:
             process = Served(Path.cwd(), server).start(*json.loads(line))
             output, errors = process.communicate(timeout=90)

@@ -41,11 +41,12 @@ LISTS = {
 """Each list, to the group that it lists."""
 ALIASES = {group: name for name, group in LISTS.items()} | {
     "datasets": "data",
+    "launcher": "launchers",
     "launches": "launchers",
     "logger": "loggers",
     "schedules": "schedulers",
 }
-"""Other names of a list: its group as overrides write it, and other plurals."""
+"""Other names of a list: its group as overrides write it, other plurals and singulars."""
 
 
 def command(

@@ -132,34 +132,17 @@ def fit(
             vote=StopVote(world),
             progress=_progress(resumed),
         )
-        stopped = loop.is_exhausted
-        is_over = stopped or engine.step >= num_steps
-        interrupted = False
+        is_over = loop.is_exhausted or engine.step >= num_steps
         if config.eval_at_start and config.eval_batches and not engine.step:
             loop.evaluate()
-        while engine.step < num_steps and not interrupted and not stopped:
-            step = engine.step + 1
-            last = step == num_steps
-            is_saved = saver is not None and _due(step, saver.every, last=last)
-            is_logged = _due(step, config.log_every, last=last) or not loop.progress.started
-            interrupted = loop.step(step, is_logged=is_logged, is_saved=is_saved)
-            if _due(step, config.eval_every, last=last) and config.eval_batches:
-                loop.evaluate()
-                if loop.is_exhausted and not last:
-                    stopped = True
-                    monitor.report(_stopped(loop.progress.evaluations, config))
-            if saver is not None:
-                is_early = interrupted or stopped
-                loop.save(saver, is_early=is_early, is_due=is_saved, ends=is_early or last)
-            loop.loss = None  # the next step's peak is its own
-            collection.step_done(step)
+        interrupted = not is_over and _do_steps(loop, saver, collection)
         profiler.finish()
         if is_over and config.eval_batches:  # it was stopped after its last save
             loop.evaluate()
     progress = loop.progress
     done = Finished(
         step=engine.step,
-        interrupted=interrupted and not stopped and engine.step < num_steps,
+        interrupted=interrupted,
         loss=progress.loss,
         eval_loss=progress.eval_loss,
         tokens_per_s=progress.tokens / progress.seconds if progress.seconds else None,
@@ -168,6 +151,33 @@ def fit(
     monitor.report(done)
     monitor.report_phase("done", step=engine.step)
     return done
+
+
+def _do_steps(loop: _Loop, saver: Saver | None, collection: GarbageCollection) -> bool:
+    """Do steps until the last, and what is due after each.
+
+    Returns:
+        Whether a rank's wish to stop ended them: before the last, and no evaluation did.
+    """
+    config, engine, num_steps = loop.config, loop.engine, loop.config.num_steps
+    interrupted = stopped = False
+    while engine.step < num_steps and not interrupted and not stopped:
+        step = engine.step + 1
+        last = step == num_steps
+        is_saved = saver is not None and _due(step, saver.every, last=last)
+        is_logged = _due(step, config.log_every, last=last) or not loop.progress.started
+        interrupted = loop.step(step, is_logged=is_logged, is_saved=is_saved)
+        if _due(step, config.eval_every, last=last) and config.eval_batches:
+            loop.evaluate()
+            if loop.is_exhausted and not last:
+                stopped = True
+                loop.monitor.report(_stopped(loop.progress.evaluations, config))
+        if saver is not None:
+            is_early = interrupted or stopped
+            loop.save(saver, is_early=is_early, is_due=is_saved, ends=is_early or last)
+        loop.loss = None  # the next step's peak is its own
+        collection.step_done(step)
+    return interrupted and not stopped and engine.step < num_steps
 
 
 @dataclass(kw_only=True)

@@ -165,7 +165,7 @@ def test_ls_lists_every_kind_with_a_line_of_what_it_is(run: Served) -> None:
     [
         (["strategy", "strategies"], "hsdp"),
         (["scheduler", "schedulers", "schedules"], "cosine"),
-        (["launch", "launchers", "launches"], "slurm"),
+        (["launch", "launcher", "launchers", "launches"], "slurm"),
         (["model", "models"], "gpt"),
         (["data", "datasets"], "digits"),
     ],

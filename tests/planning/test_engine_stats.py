@@ -14,9 +14,13 @@ from axonlaunch.planning.tracing.reduced_run import ReducedRun
 
 pytestmark = pytest.mark.usefixtures("server")
 
-SHARDED = ["strategy=fsdp", "strategy=zero2", "strategy=fsdp strategy.tensor.degree=2"]
+SHARDED = [
+    "strategy=fsdp",
+    pytest.param("strategy=zero2", marks=pytest.mark.slow),
+    "strategy=fsdp strategy.tensor.degree=2",
+]
 PIPELINES = [
-    "strategy=pipeline strategy.pipeline.schedule=gpipe",
+    pytest.param("strategy=pipeline strategy.pipeline.schedule=gpipe", marks=pytest.mark.slow),
     "strategy=pipeline strategy.pipeline.schedule=1f1b model.num_hidden_layers=12",
     "strategy=pipeline strategy.pipeline.schedule=interleaved_1f1b strategy.data_parallel=fsdp",
 ]

@@ -32,18 +32,20 @@ DESCRIBED = {**FAMILIES, "phi3, longrope": LONG}
 ROUTED = 0.05
 """Share of its estimate by which a rank of a mixture of experts may differ from it."""
 CASES = {
-    "llama": "strategy=fsdp",
     "gemma2": "strategy=fsdp train.activation_checkpointing=full train.precision=bf16",
     "bloom": "strategy=zero1 train.micro_batch_size=2",
     "mixtral": "strategy=fsdp train.micro_batch_size=2",
 }
 SLOW_CASES = {
+    "llama": "strategy=fsdp",
     "gpt2": "strategy=ddp train.activation_checkpointing=selective",
     "phi3": "strategy=fsdp strategy.fsdp.cpu_offload=full",
     "qwen3_moe": "strategy=ddp",
     "opt": "strategy=zero2",
     "phi3, longrope": "strategy=fsdp",
 }
+STAGES = "strategy=pipeline strategy.pipeline.degree=2 train.micro_batch_size=2"
+RING = "strategy=ddp strategy.context.degree=2 train.micro_batch_size=2"
 EVERY = product(
     ("gpt2", "llama", "qwen3", "gemma2", "phi3", "gpt_neox", "olmo2", "mistral"),
     ("strategy=ddp", "strategy=zero1", "strategy=fsdp", "strategy=tensor"),
@@ -98,13 +100,19 @@ def test_blocks_of_several_kinds_are_all_traced(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_each_stage_and_each_part_of_sequences_holds_what_was_estimated(tmp_path: Path) -> None:
-    pipeline = "strategy=pipeline strategy.pipeline.degree=2 train.micro_batch_size=2"
-    layouts = {
-        "llama": pipeline,
-        "gpt2": f"{pipeline} strategy.pipeline.schedule=zbv_zero_bubble",
-        "mistral": "strategy=ddp strategy.context.degree=2 train.micro_batch_size=2",
-    }
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(
+            {"gpt2": f"{STAGES} strategy.pipeline.schedule=zbv_zero_bubble", "mistral": RING},
+            id="some",
+        ),
+        pytest.param({"llama": STAGES}, id="more", marks=pytest.mark.slow),
+    ],
+)
+def test_each_stage_and_each_part_of_sequences_holds_what_was_estimated(
+    layouts: dict[str, str], tmp_path: Path
+) -> None:
     cases = []
     for kind, layout in layouts.items():
         (tmp_path / kind).mkdir()

@@ -20,7 +20,6 @@ FSDP = "strategy=fsdp strategy.fsdp"
 BF16 = "train.precision=bf16 train.param_dtype=bf16"
 CASES: dict[int, list[str]] = {
     2: [
-        "strategy=ddp",
         "strategy=ddp strategy.ddp.sync=synchronous train.precision=fp16 model=llama_debug",
         "strategy=ddp strategy.ddp.sync=no_sync train.micro_batch_size=2",
         f"strategy=zero1 train.micro_batch_size=2 {BF16}",
@@ -40,13 +39,13 @@ CASES: dict[int, list[str]] = {
         "strategy=hsdp strategy.fsdp.replicate=2",
         "strategy=hybrid strategy.pipeline.degree=1 train.activation_checkpointing=selective",
         "strategy=fsdp strategy.context.degree=2",
-        f"{PIPELINE}=1f1b strategy.data_parallel=fsdp",
         f"{PIPELINE}=zbv_zero_bubble strategy.data_parallel=fsdp train.freeze=[layers.*.mlp.*]",
         "strategy=zero1 strategy.tensor.degree=2 optimizer=sgd",
     ],
 }
 SLOW_CASES: dict[int, list[str]] = {
     2: [
+        "strategy=ddp",
         f"strategy=fsdp {BF16}",
         f"strategy=fsdp adapter=lora {BF16}",
         f"strategy=ddp {BF16} optimizer.state_dtype=fp32",

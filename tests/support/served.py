@@ -32,15 +32,20 @@ SERVER: Any = forkserver._forkserver
 NEEDED = ("_forkserver_address", "_forkserver_authkey")
 WARMED = "warmed"
 """What the server imports beside what ranks do, and before it: a module beside this one."""
+TRANSFORMERS = "axonlaunch.models.hf.preload"
 
 Server = dict[str, Any]
 
 
 @contextmanager
-def serve() -> Iterator[Server]:
-    """Keep a server; yield how it is reached."""
+def serve(*, others: Sequence[str] = (TRANSFORMERS,)) -> Iterator[Server]:
+    """Keep a server; yield how it is reached.
+
+    Args:
+        others: Modules that it imports too: what not every command needs.
+    """
     path = {"PYTHONPATH": str(Path(__file__).parent)}
-    preloaded = mock.patch.object(ours, "PRELOADED", [WARMED, *ours.PRELOADED])
+    preloaded = mock.patch.object(ours, "PRELOADED", [WARMED, *others, *ours.PRELOADED])
     with mock.patch.dict(os.environ, path), preloaded, ours.warm():
         yield {name: getattr(SERVER, name) for name in NEEDED if hasattr(SERVER, name)}
 

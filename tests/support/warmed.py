@@ -20,6 +20,6 @@ for room in ROOMS:
     ):
         importlib.import_module(module.name)
 of_rich = ("rich.panel", "rich.progress", "rich.status", "rich.table")
-for name in ("pydantic.types", "typer._adapters", *of_rich, "axonlaunch.models.hf.preload"):
+for name in ("pydantic.types", "typer._adapters", *of_rich):
     importlib.import_module(name)
 config.load(["strategy=fsdp", "train.steps=1", "data=text", "data.files=[a]"])

@@ -151,43 +151,26 @@ def _run(
     started: float,
     as_json: bool,
 ) -> tuple[int, dict[str, Any] | None]:
-    assert environment.local_rank is not None
-    assert config.launch.nproc != "auto"
-    assert environment.master_addr is not None
-    assert environment.master_port is not None
+    """Be the rank from the frozen configuration on; return as ``main`` does."""
     output, errors = os.dup(1), os.dup(2)
-    log = log_of(config, environment.rank)
-    rank_process.redirect(log)
+    place = _place(config, environment, peers)
+    rank_process.redirect(place.log)
     stream = tolerant(os.fdopen(errors if as_json else output, "w", buffering=1))
     console = RunConsole(stream=stream, is_plain=True)
     record = RunRecorder(started, console, proof=proof)
     # Not forked from this process, which has threads and a device.
     record.prediction = BackgroundEstimate(multiprocessing.get_context("spawn"), config)
-    place = RankSpec(
-        rank=environment.rank,
-        world_size=environment.world_size,
-        local_rank=environment.local_rank,
-        local_world_size=config.launch.nproc,
-        master_addr=environment.master_addr,
-        port=environment.master_port,
-        credentials=peers.channel.credentials.of(f"rank {environment.rank}"),
-        listener=None,
-        log=log,
-        heartbeats=HeartbeatTable.of(config.launch.nproc),
-        threads=frozen_threads(config),
-        cores=None,  # who started this process placed it
-    )
     stop_request = _StopRequest()
     peers.watch()
     error_stream = tolerant(os.fdopen(errors, "w", buffering=1)) if not as_json else stream
     watch = JobWatch(config, place, peers, launcher, record, console, error_stream)
     watch.start()
+    monitor = rank_process.monitor(
+        place, report=record if environment.rank == 0 else _unshown, stop=stop_request.is_set
+    )
     try:
         fetch_for_node(config, environment)
         rank_process.claim_cores(place)
-        monitor = rank_process.monitor(
-            place, report=record if environment.rank == 0 else _unshown, stop=stop_request.is_set
-        )
         # Not in a with statement: an error is reported before anything waits for the peers.
         world = rank_process.join_world(config, place)
         finished = worker.run(config, world, monitor=monitor, cpu_peak=CpuPeakMemory)
@@ -211,6 +194,28 @@ def _run(
 
     with closing(record.prediction):
         return finish_run(config, Outcome(finished=merge_finished(everyone)), record, console)
+
+
+def _place(config: RunConfig, environment: ClusterEnvironment, peers: Coordinator) -> RankSpec:
+    """Return which rank this process is, as its launcher's environment says."""
+    assert environment.local_rank is not None
+    assert config.launch.nproc != "auto"
+    assert environment.master_addr is not None
+    assert environment.master_port is not None
+    return RankSpec(
+        rank=environment.rank,
+        world_size=environment.world_size,
+        local_rank=environment.local_rank,
+        local_world_size=config.launch.nproc,
+        master_addr=environment.master_addr,
+        port=environment.master_port,
+        credentials=peers.channel.credentials.of(f"rank {environment.rank}"),
+        listener=None,
+        log=log_of(config, environment.rank),
+        heartbeats=HeartbeatTable.of(config.launch.nproc),
+        threads=frozen_threads(config),
+        cores=None,  # who started this process placed it
+    )
 
 
 def _sharing(config: RunConfig) -> int:
