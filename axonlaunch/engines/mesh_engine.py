@@ -256,8 +256,7 @@ class MeshEngine:
         """Return parameters, buffers, optimizer states and counters; divided ones as DTensors."""
         self._agree_on_buffers()
         # Without fp16 there is no scale, saved as 0: a run may resume in another precision.
-        zero = torch.zeros(())
-        scale, good = (self._scale.value, self._scale.good_steps) if self._scale else (zero, zero)
+        scale, good = torch.zeros(2) if (s := self._scale) is None else (s.value, s.good_steps)
         counters = {
             "step": torch.tensor(self.step),
             "loss_scale": scale.to("cpu", torch.float64, copy=True),
@@ -326,8 +325,7 @@ class MeshEngine:
             )
         overflowed = None
         if self._scale is not None and norm is not None:
-            overflowed = unwaited((~torch.isfinite(norm)).float(), self._world.device)
-            self._scale.update(overflowed)
+            overflowed = self._scale.update(unwaited(~torch.isfinite(norm), self._world.device))
         self._update.apply(
             rate=lambda peak: self._rule.rate(self.step - 1, peak=peak), unless=overflowed
         )

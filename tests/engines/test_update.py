@@ -73,10 +73,10 @@ def test_warm_up_is_a_fifteenth_of_the_run_unless_set() -> None:
 
 def test_the_loss_scale_halves_on_overflow_and_doubles_after_its_interval() -> None:
     scale = LossScale(torch.device("cpu"), value=8.0, growth_interval=3)
-    scale.update(torch.tensor(1.0))
+    scale.update(torch.tensor(True))
     assert scale.value == 4.0
     for _ in range(3):
-        scale.update(torch.tensor(0.0))
+        scale.update(torch.tensor(False))
     assert scale.value == 8.0
     assert scale.good_steps == 0
 

@@ -114,12 +114,17 @@ class LossScale:
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._growth_interval = growth_interval or _GROWTH_INTERVAL
 
-    def update(self, overflowed: Tensor) -> None:
+    def update(self, has_overflowed: Tensor) -> Tensor:
         """Halve after an overflow, double after ``growth_interval`` steps without one.
 
         Args:
-            overflowed: 1 or 0, 0-dim fp32 on the scale's device.
+            has_overflowed: 0-dim bool on the scale's device.
+
+        Returns:
+            1 after an overflow, else 0, fp32, as optimizers take it.
         """
+        overflowed = has_overflowed.float()
         torch._amp_update_scale_(
             self.value, self.good_steps, overflowed, 2.0, 0.5, self._growth_interval
         )
+        return overflowed
