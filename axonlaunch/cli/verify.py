@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,15 +84,22 @@ def command(
     with forkserver.warm(preload=preloads(overrides)) as context:
         from rich.console import Console
 
+        from axonlaunch.config import compose
+        from axonlaunch.planning.auto_strategy import load_auto_strategy
         from axonlaunch.system.strict_json import finite
         from axonlaunch.verification.runner import verify
 
+        folders = config_dir or []
         with spinner("running the layout and a single process"):
+            config = load_auto_strategy(
+                overrides or [],
+                compose=partial(compose, config_name=config_name, config_dirs=folders),
+                server=lambda: context,
+                config_dirs=folders,
+            )
             verdict = verify(
                 context,
-                overrides or [],
-                config_name=config_name,
-                config_dirs=config_dir or [],
+                config,
                 steps=steps,
                 fp64=reference is ReferencePrecision.FP64,
                 dump=dump,

@@ -30,12 +30,9 @@ from axonlaunch.verification.judge import judge
 from axonlaunch.verification.layout_run import RankReport
 from axonlaunch.verification.plain_model import threads_for
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import (
-    NoReferenceError,
-    Reference,
-    ReferenceStep,
-)
+from axonlaunch.verification.reference import NoReferenceError
 from axonlaunch.verification.reference_runs import run_references
+from axonlaunch.verification.reference_values import Reference, ReferenceStep
 from axonlaunch.verification.result import ParityResult, failed
 
 _SAVED = "reference.pt"

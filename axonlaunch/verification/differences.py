@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 from axonlaunch.models.dtensor_regions import local_boxes, whole
 
 ORDER = (
-    *("rate", "loss", "counted", "gradient", "skip", "scale", "norm"),
+    *("steps", "rate", "loss", "counted", "gradient", "skip", "scale", "norm"),
     *("evaluation", "prediction", "arithmetic"),
     *("parameter", "buffer", "state", "checkpoint"),
 )
 """Kinds of quantities, in the order in which a step computes them."""
 _NAMES = {
+    "steps": "number of steps that training does",
     "rate": "learning rate",
     "counted": "number of counted targets",
     "scale": "loss scale",

@@ -10,7 +10,7 @@ import math
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import Reference
+from axonlaunch.verification.reference_values import Reference
 
 NOT = "not exercised"
 
@@ -55,7 +55,10 @@ def features(
         "dropout": f"the model has none; {masks} random draws were compared"
         if not reference.dropout
         else f"up to {reference.dropout:g}: {masks} masks were compared; off for all else",
-        "evaluation": "halfway" if reference.evaluation is not None else NOT,
+        "evaluation": _evaluations(reference),
+        "training loop": f"the last {plan.steps - plan.saved} steps"
+        if plan.trains_on
+        else f"{NOT}; axonlaunch verify has it do the last steps",
         "resume": f"after {plan.saved} steps, in the same layout; weights also read in other parts"
         if plan.beyond
         else f"{NOT}; axonlaunch verify does",
@@ -74,6 +77,12 @@ def _accumulation(layout: Layout) -> str:
     if layout.micro_batches == 1:
         return f"{NOT}; use a smaller train.micro_batch_size"
     return f"{layout.micro_batches} micro-batches of {layout.micro_batch_size}"
+
+
+def _evaluations(reference: Reference) -> str:
+    if reference.evaluation is None:
+        return NOT
+    return "halfway" if reference.end_evaluation is None else "halfway, and at the end of training"
 
 
 def _number(decay: float | None) -> str:

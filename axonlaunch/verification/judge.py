@@ -16,7 +16,7 @@ from axonlaunch.verification.draws import draw_problems
 from axonlaunch.verification.features import features
 from axonlaunch.verification.layout_run import STEPS_OF_MASKS, RankReport
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import Reference
+from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.result import ParityResult, layout_of
 from axonlaunch.verification.tolerances import Tolerances
 

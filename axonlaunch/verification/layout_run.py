@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,19 +25,27 @@ from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
-from axonlaunch.data.dataset import AnyBatch, Batch, sample_inputs
+from axonlaunch.config.recording import ProfileConfig
+from axonlaunch.data.dataset import Batch, sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader, whole_loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
-from axonlaunch.models.build import spec_for
+from axonlaunch.events import Evaluated, Event, Monitor, StepLogged
 from axonlaunch.models.dtensor_regions import dtensor_of, packed
+from axonlaunch.training.device_use import DeviceUse
+from axonlaunch.training.nonfinite import NotFiniteError
+from axonlaunch.training.peak_memory import DevicePeak
+from axonlaunch.training.profiling import StepProfiler
+from axonlaunch.training.trainer import fit
 from axonlaunch.verification import inputs
+from axonlaunch.verification.compared_engine import ComparedEngine
 from axonlaunch.verification.differences import Difference, as_number, of_number, of_tensor
-from axonlaunch.verification.draws import Draw, DrawProbe, MaskRecorder
-from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import PREDICTED, Reference
-from axonlaunch.verification.tolerances import PARAMETER_FLOOR, floors, state_floors
+from axonlaunch.verification.draws import Draw, MaskRecorder
+from axonlaunch.verification.plan import EVALUATED_BATCHES, ComparisonPlan
+from axonlaunch.verification.reference import PREDICTED
+from axonlaunch.verification.reference_values import Reference
+from axonlaunch.verification.tolerances import PARAMETER_FLOOR, state_floors
 
 _PIECES = 2
 """Parts of a parameter that a rank reads, in place of the one that it would hold."""
@@ -126,89 +134,98 @@ class _LayoutRun:
         self._config, self._world = config, world
         self._reference, self._plan = reference, plan
         self.draws: list[Draw] = []
-        self._begin()
+        self._begin(0)
 
-    def _begin(self) -> None:
-        """Build an engine that knows nothing of what was before."""
-        config, rank = self._config, self._world.rank
-        self._engine, self._loader = prepared_engine(config, self._world, drops=True)
-        self._dropout = inputs.Dropout(self._engine.modules)
-        self._probe: DrawProbe | None = None
-        # What is compiled draws otherwise; a model with dropout draws by itself, with it on.
-        if not config.train.compile and not self._reference.dropout:
-            self._probe = DrawProbe(spec_for(config), self._engine.modules, rank=rank)
+    def _begin(self, done: int) -> None:
+        """Build an engine that knows nothing of what was before.
+
+        Args:
+            done: Steps of the run so far.
+        """
+        config, world = self._config, self._world
+        engine, self._loader = prepared_engine(config, world, drops=True)
+        self._engine = ComparedEngine(
+            engine,
+            config,
+            self._reference,
+            self._plan,
+            rank=world.rank,
+            world_size=world.world_size,
+            done=done,
+        )
 
     def differences(self, folder: Path) -> Iterator[Difference]:
         """Yield what differs, in the order of what is done."""
         plan = self._plan
-        yield from self._steps(range(plan.saved))
+        yield from self._steps()
         last = plan.saved - 1
         yield from self._states(last)
         if not plan.beyond:
             yield from self._parameters(last, self._reference.parameters)
             return
         yield from self._checkpoint(folder)
-        yield from self._steps(range(plan.saved, plan.steps))
-        if plan.saved < plan.steps:
+        if plan.trains_on:
+            yield from self._trained(folder)
             yield from self._parameters(plan.steps - 1, self._reference.end)
 
-    def _uneven(self, batch: AnyBatch, step: int) -> AnyBatch:
-        """Return this rank's rows of a global batch with targets left out."""
-        layout = Layout.of(self._config, world_size=self._world.world_size)
-        first = layout.data_shard(self._world.rank) * len(batch)
-        return inputs.uneven(batch, first_row=first, step=step)
-
-    def _steps(self, numbers: range) -> Iterator[Difference]:
-        """Compare steps, whose data is read ahead as a run's is."""
-        with closing(self._loader.iterate(numbers.start)) as batches:
-            for number in numbers:
-                if self._plan.beyond and number == self._plan.halfway:
+    def _steps(self) -> Iterator[Difference]:
+        """Compare steps until the checkpoint, whose data is read ahead as a run's is."""
+        engine = self._engine
+        with closing(self._loader.iterate()) as batches:
+            while engine.done < self._plan.saved:
+                if self._plan.beyond and engine.done == self._plan.halfway:
                     yield from self._evaluation()
-                yield from self._step(number, next(batches))
+                batch = next(batches)
+                with naming_unknown_tokens(batch, self._loader, step=engine.done):
+                    engine.backward(batch)
+                engine.update()
+                yield from engine.take()
+        self.draws += engine.draws
 
-    def _step(self, number: int, batch: AnyBatch) -> Iterator[Difference]:
-        engine, expected = self._engine, self._reference.steps[number]
-        yield of_number(number, "rate", engine.learning_rate(), expected.rate)
-        batch = self._uneven(batch, number)
-        if self._probe is not None:
-            self._probe.step = number + 1
-        with naming_unknown_tokens(batch, self._loader, step=number):
-            loss, counted = engine.backward(batch)
-        if self._probe is not None:
-            self.draws += self._probe.draws
-            self._probe.draws = []
-        yield of_number(number, "loss", float(loss), expected.loss)
-        yield of_number(number, "counted", float(counted), expected.counted)
-        gradients = list(self._gradients(number))
-        if number == self._plan.overflow and self._config.train.precision == "fp16":
-            self._overflow(next(iter(expected.gradients)))
-        norm, skipped = engine.update()
-        yield of_number(number, "skip", float(skipped or 0), float(expected.skipped))
-        yield of_number(number, "scale", engine.loss_scale, expected.scale)
-        if skipped and expected.skipped:
-            return
-        yield from gradients
-        if norm is not None:
-            yield of_number(number, "norm", float(norm), expected.norm)
+    def _trained(self, folder: Path) -> Iterator[Difference]:
+        """Let the training loop do the steps after the checkpoint, and compare what it reports."""
+        plan, reference, device = self._plan, self._reference, self._world.device
+        events: list[Event] = []
+        train = replace(
+            self._config.train,
+            steps=plan.steps,
+            log_every=1,
+            eval_every=0,  # after the last step alone
+            eval_batches=0 if reference.end_evaluation is None else EVALUATED_BATCHES,
+            early_stop=None,
+        )
+        # What is no number is compared like any other.
+        with suppress(NotFiniteError):
+            fit(
+                cast("Engine", self._engine),
+                self._loader,
+                train,
+                world=self._world,
+                monitor=Monitor(report=events.append),
+                watch=DevicePeak(device),
+                profiler=StepProfiler(ProfileConfig(), world=self._world, run_dir=folder),
+                use=DeviceUse(device),
+            )
+        self.draws += self._engine.draws
+        yield from self._engine.take()
+        yield of_number(plan.steps - 1, "steps", float(self._engine.done), float(plan.steps))
+        for event in events:
+            yield from self._reported(event)
 
-    def _overflow(self, name: str) -> None:
-        for known, parameter in self._engine.named_parameters():
-            if known == name and parameter.grad is not None:
-                inputs.overflow(parameter)
-
-    def _gradients(self, number: int) -> Iterator[Difference]:
-        gradients = self._reference.steps[number].gradients
-        floor = floors(self._reference, number)
-        for name, updated in self._engine.named_updated():
-            if updated.grad is not None:
-                where = (number, "gradient", name)
-                expected = gradients.get(name)
-                # What one process has no gradient of may have one of zero elsewhere.
-                nothing = torch.zeros(updated.shape) if expected is None else expected
-                yield of_tensor(where, updated.grad, nothing, floor=floor)
-        for name, parameter in self._engine.named_parameters():
-            if parameter.requires_grad == (name in self._reference.frozen):
-                yield Difference(number + 1, "gradient", name, math.inf)
+    def _reported(self, event: Event) -> Iterator[Difference]:
+        """Compare the numbers that a run shows."""
+        if isinstance(event, StepLogged) and event.step <= self._plan.steps:
+            number = event.step - 1
+            expected = self._reference.steps[number]
+            yield of_number(number, "rate", event.lr, expected.rate)
+            yield of_number(number, "loss", event.loss, expected.loss)
+            yield of_number(number, "counted", event.tokens, expected.counted)
+            if event.grad_norm is not None and not expected.skipped:
+                yield of_number(number, "norm", event.grad_norm, expected.norm)
+        if isinstance(event, Evaluated) and self._reference.end_evaluation is not None:
+            last, (loss, counted) = self._plan.steps - 1, self._reference.end_evaluation
+            yield of_number(last, "evaluation", event.eval_loss, loss)
+            yield of_number(last, "evaluation", event.eval_tokens, counted)
 
     def _parameters(self, number: int, expected: dict[str, Tensor]) -> Iterator[Difference]:
         for name, parameter in self._engine.named_parameters():
@@ -241,9 +258,8 @@ class _LayoutRun:
             return
         part = inputs.evaluated(self._loader)
         sums = torch.zeros(2, dtype=torch.float64, device=self._world.device)
-        with self._dropout.on():
-            for number, held_out in enumerate(self._loader.eval_batches(part=part)):
-                sums += self._engine.evaluate(self._uneven(held_out, number))
+        for number, held_out in enumerate(self._loader.eval_batches(part=part)):
+            sums += self._engine.evaluate(self._engine.uneven(held_out, step=number))
         if self._world.world_size > 1:
             dist.all_reduce(sums)
         loss, counted = self._reference.evaluation
@@ -254,8 +270,7 @@ class _LayoutRun:
             whole = whole_loader(self._config, self._loader.dataset)
             whole_batch = next(whole.eval_batches(1, part=part))
             assert isinstance(whole_batch, Batch)
-            with self._dropout.on():
-                outputs = self._engine.predict(whole_batch.inputs[:PREDICTED])
+            outputs = self._engine.predict(whole_batch.inputs[:PREDICTED])
             where, expected = (half, "prediction", ""), self._reference.prediction
             yield of_tensor(where, outputs, expected, floor=0.0)
             if outputs.dtype != expected.dtype and not self._plan.fp64:
@@ -282,7 +297,7 @@ class _LayoutRun:
         if self._world.world_size > 1:
             dist.barrier()
         yield from self._read_in_parts(saved)
-        self._begin()
+        self._begin(step)
         state = self._engine.state_dict()
         self._engine.load_state_dict(checkpoint.load_checkpoint(saved, state, world=self._world))
         # No later step of training would show that these were not read.

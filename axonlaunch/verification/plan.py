@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 AFTER_CHECKPOINT = 2
 """Steps of a run that is resumed."""
+EVALUATED_BATCHES = 2
+"""Of held-out samples that the training loop evaluates after the last step."""
 FIRST_SCALE = 2.0**15
 """Of fp16's loss, in place of 2**16: it grows once in what is compared, to no more than that."""
 
@@ -17,7 +19,7 @@ class ComparisonPlan:
     Attributes:
         steps: Optimizer steps.
         beyond: Whether an evaluation, a prediction and a checkpoint are compared too; the last two
-            steps are then those of a run that is resumed.
+            steps are then those of a run that is resumed, and done by the training loop.
         fp64: Whether the reference computes in float64.
     """
 
@@ -29,6 +31,11 @@ class ComparisonPlan:
     def saved(self) -> int:
         """Steps before the checkpoint, or before the last comparison of states."""
         return max(1, self.steps - AFTER_CHECKPOINT) if self.beyond else self.steps
+
+    @property
+    def trains_on(self) -> bool:
+        """Whether a run is resumed from the checkpoint."""
+        return self.beyond and self.saved < self.steps
 
     @property
     def growth_interval(self) -> int:

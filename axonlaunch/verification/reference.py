@@ -8,8 +8,7 @@ be wrong on both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +39,8 @@ from axonlaunch.verification.plain_model import (
     reference_device,
 )
 from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plain_rate
-from axonlaunch.verification.plan import FIRST_SCALE, ComparisonPlan
+from axonlaunch.verification.plan import EVALUATED_BATCHES, FIRST_SCALE, ComparisonPlan
+from axonlaunch.verification.reference_values import Reference, ReferenceStep
 
 REFERENCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PREDICTED = 2
@@ -49,62 +49,6 @@ PREDICTED = 2
 
 class NoReferenceError(Exception):
     """One process gives nothing to compare with."""
-
-
-@dataclass(frozen=True)
-class ReferenceStep:
-    """One step of the reference.
-
-    Attributes:
-        loss: Mean over the counted targets.
-        counted: How many they are.
-        rate: The learning rate.
-        norm: Of the whole gradient before clipping.
-        skipped: fp16: the update was left out.
-        scale: fp16: what the next step's loss is multiplied by; 1 in others.
-        gradients: By parameter's name, before clipping; fp16's are multiplied by the loss scale.
-    """
-
-    loss: float
-    counted: float
-    rate: float
-    norm: float
-    skipped: bool
-    scale: float
-    gradients: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What one process computes.
-
-    Attributes:
-        steps: One after another.
-        start: Parameters before the first step, by name.
-        parameters: After the step that is saved, by name.
-        buffers: Persistent ones, then.
-        states: Of the optimizers then, ``<parameter>.<state>``.
-        end: Parameters after the last step.
-        evaluation: Mean loss and counted targets of ``inputs.evaluated``, halfway.
-        prediction: Outputs for ``PREDICTED`` samples of it, then.
-        frozen: Names of parameters that are not trained.
-        dropout: Largest rate of dropout in the model, which is off here.
-        saved_step: Steps before the state that is saved.
-        halfway: Steps before the evaluation.
-    """
-
-    steps: list[ReferenceStep]
-    start: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    states: dict[str, Tensor]
-    end: dict[str, Tensor]
-    evaluation: tuple[float, float] | None = None
-    prediction: Tensor | None = None
-    frozen: tuple[str, ...] = ()
-    dropout: float = 0.0
-    saved_step: int = 0
-    halfway: int = 0
 
 
 class PlainRun:
@@ -187,12 +131,14 @@ class PlainRun:
             steps.append(self.step(number))
             if number + 1 == self._plan.saved:
                 saved = self._state()
+        end = _copies(self._parameters)
         return Reference(
             steps,
             self._start,
             *saved,
-            _copies(self._parameters),
+            end,
             *(evaluation, prediction),
+            self._end_evaluation(),
             tuple(name for name in self._parameters if name not in self._trained),
             self._dropout,
             self._plan.saved,
@@ -356,20 +302,35 @@ class PlainRun:
             return None, None
         if problem := inputs.held_out_problem(self._config.data, self._loader, batches):
             raise NoReferenceError(problem)
-        total, counted, logits = 0.0, 0.0, None
+        uneven = [inputs.uneven(b, first_row=0, step=number) for number, b in enumerate(batches)]
         with evaluating([self.model]):
-            for number, batch in enumerate(batches):
-                batch = inputs.uneven(batch, first_row=0, step=number)
-                counted += self._count(batch)
-                # Micro-batches are as large as the layout's, for models that mix samples.
-                pieces = plain_model.micro_batches_of(batch, self._layout.micro_batch_size)
-                total += sum(float(self._loss_sum(piece)) for piece in pieces)
+            evaluation, logits = self._mean_loss(uneven), None
             if self._own is None:
                 first = batches[0]
                 assert isinstance(first, Batch)
                 outputs = self._outputs(Batch(first.inputs[:PREDICTED], first.targets[:PREDICTED]))
                 logits = _copy(outputs if isinstance(outputs, Tensor) else outputs.logits)
-        return (total / max(1.0, counted), counted), logits
+        return evaluation, logits
+
+    @torch.no_grad()
+    def _end_evaluation(self) -> tuple[float, float] | None:
+        """Return mean loss and counted targets of held-out samples, as the training loop reads."""
+        if not self._plan.trains_on or not self._loader.dataset.num_eval_samples:
+            return None
+        parts = [*getattr(self._loader.dataset, "eval_parts", {}).values()] or [None]
+        each = (self._loader.eval_batches(EVALUATED_BATCHES, part=part) for part in parts)
+        with evaluating([self.model]):
+            return self._mean_loss(batch for batches in each for batch in batches)
+
+    def _mean_loss(self, batches: Iterable[AnyBatch]) -> tuple[float, float]:
+        """Return the mean loss over the counted targets of batches, and how many those are."""
+        total, counted = 0.0, 0.0
+        for batch in batches:
+            counted += self._count(batch)
+            # Micro-batches are as large as the layout's, for models that mix samples.
+            pieces = plain_model.micro_batches_of(batch, self._layout.micro_batch_size)
+            total += sum(float(self._loss_sum(piece)) for piece in pieces)
+        return total / max(1.0, counted), counted
 
     def _buffers(self) -> dict[str, Tensor]:
         saved = self.model.state_dict()

@@ -17,12 +17,8 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.optimizer import MuonConfig
 from axonlaunch.verification.plain_model import leaving_no_trace
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import (
-    REFERENCE_DTYPES,
-    NoReferenceError,
-    PlainRun,
-    Reference,
-)
+from axonlaunch.verification.reference import REFERENCE_DTYPES, NoReferenceError, PlainRun
+from axonlaunch.verification.reference_values import Reference
 
 _DRAWS = 3
 """Of roundings in low precision, where there are few numbers: a unit of ReLU that is on in one

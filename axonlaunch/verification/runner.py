@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import cast
@@ -14,7 +13,6 @@ from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.planning import auto_strategy
 from axonlaunch.system import forked_call
 from axonlaunch.system.forkserver import Starter
 from axonlaunch.system.temporary_folders import temporary_folder
@@ -28,10 +26,8 @@ _PROOF_S = 120.0
 
 def verify(
     context: ForkServerContext,
-    overrides: Sequence[str],
+    config: RunConfig,
     *,
-    config_name: str,
-    config_dirs: Sequence[Path],
     steps: int,
     fp64: bool = False,
     dump: Path | None = None,
@@ -43,9 +39,7 @@ def verify(
 
     Args:
         context: Starts the processes.
-        overrides: Of the configuration.
-        config_name: Its file.
-        config_dirs: Where files are looked for first.
+        config: As it was loaded, ``strategy.auto`` decided.
         steps: Optimizer steps.
         fp64: Whether the one process computes in float64.
         dump: Where both sides of the first steps are kept; None: nowhere.
@@ -53,10 +47,6 @@ def verify(
     Raises:
         ConfigError: The configuration can't be run.
     """
-    compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
-    config = auto_strategy.load_auto_strategy(
-        overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
-    )
     if dump is not None and config.train.compile:
         message = "train.compile=true: compiled blocks can't be recorded; use false, or no --dump"
         raise ConfigError([ConfigIssue("train.compile", message)])

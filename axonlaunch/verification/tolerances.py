@@ -17,7 +17,7 @@ from torch import Tensor
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.verification.differences import Difference, of_number, of_tensor
-from axonlaunch.verification.reference import Reference
+from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.result import GRADIENT_FLOOR as GRADIENT_FLOOR
 from axonlaunch.verification.result import PARAMETER_FLOOR as PARAMETER_FLOOR
 from axonlaunch.verification.result import norm_tolerance, tolerance_of
@@ -117,7 +117,7 @@ class Tolerances:
     def of(self, difference: Difference) -> float:
         """Return what the quantity of a difference may be off by."""
         kind = difference.kind
-        if kind in ("rate", "skip", "counted", "scale"):
+        if kind in ("steps", "rate", "skip", "counted", "scale"):
             return 1e-9
         if self._has_same_operations and (difference.step, kind) == (1, "gradient"):
             return _OF_SAME_OPERATIONS
@@ -253,6 +253,8 @@ def _noise(one: Reference, other: Reference) -> Iterable[Difference]:
             continue
         floor = floors_of.get(name.rpartition(".")[2], 0.0)
         yield of_tensor((saved, "state", name), value, one.states[name], floor=floor)
+    if one.end_evaluation is not None and other.end_evaluation is not None:
+        yield of_number(end, "evaluation", other.end_evaluation[0], one.end_evaluation[0])
     half = one.halfway - 1
     if one.evaluation is not None and other.evaluation is not None:
         yield of_number(half, "evaluation", other.evaluation[0], one.evaluation[0])

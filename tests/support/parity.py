@@ -15,8 +15,8 @@ from axonlaunch.config import RunConfig, to_tree, with_values
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.verification import compare
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import Reference
 from axonlaunch.verification.reference_runs import run_references
+from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.result import ParityResult
 
 STEPS = 2

@@ -15,7 +15,8 @@ from torch import Tensor
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.verification import plain_model, reference, runner
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import PlainRun, Reference
+from axonlaunch.verification.reference import PlainRun
+from axonlaunch.verification.reference_values import Reference
 
 
 def tensors_of(result: Reference) -> list[Tensor]:
