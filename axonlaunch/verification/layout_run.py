@@ -192,9 +192,9 @@ class _LayoutRun:
             yield of_number(number, "norm", float(norm), expected.norm)
 
     def _overflow(self, name: str) -> None:
-        for known, parameter in self._engine.named_parameters():
-            if known == name and parameter.grad is not None:
-                inputs.overflow(parameter)
+        for known, updated in self._engine.named_updated():
+            if known == name and updated.grad is not None:
+                inputs.overflow(updated)
 
     def _gradients(self, number: int) -> Iterator[Difference]:
         gradients = self._reference.steps[number].gradients
