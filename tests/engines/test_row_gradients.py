@@ -12,6 +12,7 @@ from parity_table import MODELS
 from rank_engine import rank_engine
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from axonlaunch.comm import World, row_bucket
 from axonlaunch.config.layout import Layout
@@ -109,6 +110,23 @@ def test_gradients_are_freed_as_they_go_while_the_backward_runs(
     assert all(task != -1 for _, task in held[:-1])  # in the backward
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_misses_a_gradient_holds_no_backward_up_that_it_waits_for(ranks: int) -> None:
+    """Ranks of a sequence, whose first bucket one of them sends after its backward alone."""
+
+    def run(world: World) -> bool:
+        own = [f"strategy.context.degree={RANKS}", f"launch.nproc={RANKS}"]
+        engine, loader = engine_of(world, *own, "train.global_batch_size=2")
+        [model] = engine.modules
+        if world.rank < ranks:
+            head: Any = model.lm_head
+            head.forward = lambda x: functional.linear(x, head.weight.detach())
+        engine.backward(loader.batch(0))
+        return "lm_head.weight" in {n for n, t in engine.named_updated() if t.grad is not None}
+
+    assert World.mock(RANKS).run(run) == [ranks < RANKS] * RANKS
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_rows_of_all_ranks_are_the_gradients_of_replicas(ranks: int) -> None:
     """Of three ranks rows are padded: no first dimension is a multiple of 3."""
@@ -174,3 +192,5 @@ def test_gradients_are_counted_as_parts_where_a_step_has_one_backward() -> None:
     assert shards("train.micro_batch_size=4") == RANKS
     assert shards("train.micro_batch_size=2") == 1
     assert shards("train.micro_batch_size=4", "strategy.data_parallel=ddp") == 1
+    of_sequences = ("strategy.context.degree=2", "train.micro_batch_size=8")
+    assert shards(*of_sequences) == 1

@@ -117,5 +117,6 @@ def make_replicas(
         gradient_as_bucket_view=ddp.gradient_as_bucket_view,
         reduce_dtype=None if own == {DTYPES[reduce]} else DTYPES[reduce],
         scatters_rows=scatters_rows,
+        waits_in_backward=strategy.context.degree == 1,
     )
     return AveragedGradients(averaged, group=group, scatters_rows=scatters_rows)
