@@ -26,8 +26,8 @@ class Replicas:
         module: This rank's part of the model, whole along the data ranks.
         group: The data ranks, of which each trains on samples of its own.
         options: ``strategy.options``.
-        rows: The gradients of this rank's rows, by parameter, where it is given no others: the
-            update takes them from here. None: gradients are whole, in the parameters.
+        rows: Of a variant that gives each rank the gradients of its own rows alone: those, by
+            parameter, after ``after_backward``. None: gradients are whole, in the parameters.
     """
 
     rows: MutableMapping[Tensor, Tensor] | None = None
