@@ -81,10 +81,11 @@ class Layout:
     def gradient_shards(self) -> int:
         """The same of each gradient, once a step's last backward has passed it.
 
-        Before that whole ones add up, where a step has several backwards.
+        Before that whole ones add up, where a step has several backwards, or travel, where ranks
+        that share a sequence wait for none in a backward.
         """
         has_one_backward = self.micro_batches == 1 and self.pipeline == 1
-        leaves_parts = self.facts.divides_update and has_one_backward
+        leaves_parts = self.facts.divides_update and has_one_backward and self.context == 1
         return self._shards() if self.facts.shards_gradients or leaves_parts else 1
 
     @property

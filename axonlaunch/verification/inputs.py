@@ -199,10 +199,10 @@ def roughen(parameters: Mapping[str, Tensor], *, relative: float, draw: int = 0)
 
 
 @torch.no_grad()
-def overflow(parameter: Tensor) -> None:
+def overflow(updated: Tensor) -> None:
     """Put infinity where the first element of a parameter's gradient is, if this rank holds it."""
-    assert parameter.grad is not None
-    gradient: Any = parameter.grad
+    assert updated.grad is not None
+    gradient: Any = updated.grad
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     for box in local_boxes(gradient):
         if not any(start for start, _ in box.region) and box.of(local).numel():

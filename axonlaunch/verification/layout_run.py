@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,19 +25,13 @@ from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
-from axonlaunch.config.recording import ProfileConfig
 from axonlaunch.data.dataset import Batch, sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader, whole_loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
-from axonlaunch.events import Evaluated, Event, Monitor, StepLogged
 from axonlaunch.models.dtensor_regions import dtensor_of, packed
-from axonlaunch.training.device_use import DeviceUse
-from axonlaunch.training.nonfinite import NotFiniteError
-from axonlaunch.training.peak_memory import DevicePeak
-from axonlaunch.training.profiling import StepProfiler
-from axonlaunch.training.trainer import fit
+from axonlaunch.training.bare_fit import bare_fit
 from axonlaunch.verification import inputs
 from axonlaunch.verification.compared_engine import ComparedEngine
 from axonlaunch.verification.differences import Difference, as_number, of_number, of_tensor
@@ -184,48 +178,32 @@ class _LayoutRun:
 
     def _trained(self, folder: Path) -> Iterator[Difference]:
         """Let the training loop do the steps after the checkpoint, and compare what it reports."""
-        plan, reference, device = self._plan, self._reference, self._world.device
-        events: list[Event] = []
+        plan, reference = self._plan, self._reference
+        end = reference.end_evaluation
         train = replace(
             self._config.train,
             steps=plan.steps,
             log_every=1,
             eval_every=0,  # after the last step alone
-            eval_batches=0 if reference.end_evaluation is None else EVALUATED_BATCHES,
+            eval_batches=0 if end is None else EVALUATED_BATCHES,
             early_stop=None,
         )
-        # What is no number is compared like any other.
-        with suppress(NotFiniteError):
-            fit(
-                cast("Engine", self._engine),
-                self._loader,
-                train,
-                world=self._world,
-                monitor=Monitor(report=events.append),
-                watch=DevicePeak(device),
-                profiler=StepProfiler(ProfileConfig(), world=self._world, run_dir=folder),
-                use=DeviceUse(device),
-            )
+        engine = cast("Engine", self._engine)
+        logged, evaluated = bare_fit(engine, self._loader, train, world=self._world, run_dir=folder)
         self.draws += self._engine.draws
         yield from self._engine.take()
         yield of_number(plan.steps - 1, "steps", float(self._engine.done), float(plan.steps))
-        for event in events:
-            yield from self._reported(event)
-
-    def _reported(self, event: Event) -> Iterator[Difference]:
-        """Compare the numbers that a run shows."""
-        if isinstance(event, StepLogged) and event.step <= self._plan.steps:
-            number = event.step - 1
-            expected = self._reference.steps[number]
-            yield of_number(number, "rate", event.lr, expected.rate)
-            yield of_number(number, "loss", event.loss, expected.loss)
-            yield of_number(number, "counted", event.tokens, expected.counted)
-            if event.grad_norm is not None and not expected.skipped:
-                yield of_number(number, "norm", event.grad_norm, expected.norm)
-        if isinstance(event, Evaluated) and self._reference.end_evaluation is not None:
-            last, (loss, counted) = self._plan.steps - 1, self._reference.end_evaluation
-            yield of_number(last, "evaluation", event.eval_loss, loss)
-            yield of_number(last, "evaluation", event.eval_tokens, counted)
+        for shown in logged[: plan.steps - plan.saved]:
+            number = shown.step - 1
+            expected = reference.steps[number]
+            yield of_number(number, "rate", shown.lr, expected.rate)
+            yield of_number(number, "loss", shown.loss, expected.loss)
+            yield of_number(number, "counted", shown.tokens, expected.counted)
+            if shown.grad_norm is not None and not expected.skipped:
+                yield of_number(number, "norm", shown.grad_norm, expected.norm)
+        for found in evaluated if end is not None else ():
+            yield of_number(plan.steps - 1, "evaluation", found.eval_loss, end[0])
+            yield of_number(plan.steps - 1, "evaluation", found.eval_tokens, end[1])
 
     def _parameters(self, number: int, expected: dict[str, Tensor]) -> Iterator[Difference]:
         for name, parameter in self._engine.named_parameters():

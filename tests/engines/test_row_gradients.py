@@ -10,8 +10,9 @@ import torch.distributed as dist
 from configured import run_config
 from parity_table import MODELS
 from rank_engine import rank_engine
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from axonlaunch.comm import World, row_bucket
 from axonlaunch.config.layout import Layout
@@ -109,6 +110,23 @@ def test_gradients_are_freed_as_they_go_while_the_backward_runs(
     assert all(task != -1 for _, task in held[:-1])  # in the backward
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_misses_a_gradient_holds_no_backward_up_that_it_waits_for(ranks: int) -> None:
+    """Ranks of a sequence, whose first bucket one of them sends after its backward alone."""
+
+    def run(world: World) -> bool:
+        own = [f"strategy.context.degree={RANKS}", f"launch.nproc={RANKS}"]
+        engine, loader = engine_of(world, *own, "train.global_batch_size=2")
+        [model] = engine.modules
+        if world.rank < ranks:
+            head: Any = model.lm_head
+            head.forward = lambda x: functional.linear(x, head.weight.detach())
+        engine.backward(loader.batch(0))
+        return "lm_head.weight" in {n for n, t in engine.named_updated() if t.grad is not None}
+
+    assert World.mock(RANKS).run(run) == [ranks < RANKS] * RANKS
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_rows_of_all_ranks_are_the_gradients_of_replicas(ranks: int) -> None:
     """Of three ranks rows are padded: no first dimension is a multiple of 3."""
@@ -128,6 +146,44 @@ def test_the_rows_of_all_ranks_are_the_gradients_of_replicas(ranks: int) -> None
         torch.testing.assert_close(rows[name], gradient, rtol=1e-6, atol=1e-7, msg=name)
 
 
+class Strided(nn.Module):
+    """Of a convolution's weight channels come last in memory, of the head's its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3).to(memory_format=torch.channels_last)
+        self.mixed = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(5 * 4 * 4, 10)
+        self.head.weight = nn.Parameter(self.head.weight.detach().t().contiguous().t())
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.mixed(self.conv(images)).relu().flatten(1))
+        return outputs
+
+
+def strided() -> nn.Module:
+    return Strided()
+
+
+def test_parameters_that_are_not_contiguous_are_updated_as_those_of_replicas() -> None:
+    """Torch's fused kernels go through parameter, gradient and states as they lie in memory."""
+
+    def run(world: World, strategy: str) -> dict[str, Tensor]:
+        model = ["model=custom", f"model.target={__name__}:strided", f"strategy={strategy}"]
+        data = ["data=digits", "data.image_size=8", "train.global_batch_size=8"]
+        chosen = [*model, *data, f"launch.nproc={RANKS}", "launch.backend=mock"]
+        engine, loader = rank_engine(run_config(chosen), world)
+        for step in range(3):
+            engine.train_step(loader.batch(step))
+        state = engine.state_dict()
+        return {name: whole(t) for name, t in {**state["model"], **state["optimizer"]}.items()}
+
+    rows = World.mock(RANKS).run(run, "zero1")[0]
+    replicas = World.mock(RANKS).run(run, "ddp")[0]
+    for name, expected in replicas.items():
+        torch.testing.assert_close(rows[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_gradients_are_counted_as_parts_where_a_step_has_one_backward() -> None:
     def shards(*overrides: str) -> int:
         chosen = run_config([*RUN, "train.global_batch_size=8", *overrides])
@@ -136,3 +192,5 @@ def test_gradients_are_counted_as_parts_where_a_step_has_one_backward() -> None:
     assert shards("train.micro_batch_size=4") == RANKS
     assert shards("train.micro_batch_size=2") == 1
     assert shards("train.micro_batch_size=4", "strategy.data_parallel=ddp") == 1
+    of_sequences = ("strategy.context.degree=2", "train.micro_batch_size=8")
+    assert shards(*of_sequences) == 1

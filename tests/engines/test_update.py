@@ -17,6 +17,7 @@ from axonlaunch.config.optimizer import (
     AdamWConfig,
     ConstantConfig,
     CosineConfig,
+    CustomOptimizerConfig,
     LinearConfig,
     LionConfig,
     NAdamConfig,
@@ -247,6 +248,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
         SGDConfig(lr=0.1, momentum=0.9, weight_decay=0.1),
         AdamWConfig(lr=0.1, weight_decay=0.1),
         NAdamConfig(lr=0.1),  # is not fused, so that the host waits
+        CustomOptimizerConfig(
+            target="torch.optim:SGD", lr=0.1, arguments={"momentum": 0.9, "fused": True}
+        ),
     ],
     ids=lambda config: str(config.name),
 )

@@ -130,6 +130,12 @@ def test_steps_that_fp16_skips_are_equal_skips() -> None:
     assert verdict.passed, (verdict.reason, verdict.differences)
 
 
+def test_the_step_that_is_made_to_overflow_does_so_where_a_rank_has_gradients_of_rows() -> None:
+    verdict = verify([*MODELS["mlp"], "strategy=zero1", "launch.nproc=2", "train.precision=fp16"])
+    assert verdict.features["skipped steps"] == "1 of 6"
+    assert verdict.passed, (verdict.reason, verdict.differences)
+
+
 def test_a_mask_too_small_to_compare_was_drawn_all_the_same() -> None:
     model = [*OWN, f"model.target={__name__}:dropping"]
     rows = ["train.global_batch_size=4", "train.micro_batch_size=2"]  # 12.8 are dropped on average

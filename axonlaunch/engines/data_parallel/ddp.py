@@ -77,6 +77,7 @@ class DDP(nn.Module):
         find_unused_parameters: bool = False,
         reduce_dtype: torch.dtype | None = None,
         scatters_rows: bool = False,
+        waits_in_backward: bool = False,
     ) -> None:
         """Copy the first rank's parameters and buffers to every rank, and set up synchronisation.
 
@@ -94,6 +95,7 @@ class DDP(nn.Module):
             reduce_dtype: Type in which gradients are summed; None: their own.
             scatters_rows: Give each rank the mean gradient of its own rows alone, in
                 ``synchronizer.rows``, for an update that is divided so.
+            waits_in_backward: As ``GradientSynchronizer`` takes it (overlapped only).
         """
         super().__init__()
         self.module = module
@@ -115,6 +117,7 @@ class DDP(nn.Module):
             bucket_size_mb=bucket_size_mb,
             reduce_dtype=reduce_dtype,
             scatters_rows=scatters_rows,
+            waits_in_backward=waits_in_backward,
         )
         if self.group.size == 1 or self.sync is GradSyncStrategy.NO_SYNC:
             return

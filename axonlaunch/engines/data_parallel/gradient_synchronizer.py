@@ -59,6 +59,7 @@ class GradientSynchronizer:
         bucket_size_mb: float = 25.0,
         reduce_dtype: torch.dtype | None = None,
         scatters_rows: bool = False,
+        waits_in_backward: bool = False,
     ) -> None:
         """Divide parameters among buckets.
 
@@ -70,12 +71,17 @@ class GradientSynchronizer:
             reduce_dtype: Type in which gradients are summed; None: their own.
             scatters_rows: Give each rank, of several, the mean of its own rows alone, in ``rows``,
                 and free the whole gradients: half the bytes.
+            waits_in_backward: Let a backward wait for all buckets but the last ones, so that what
+                they took is free. Not where backwards of the group wait for each other, as those of
+                ranks that share a sequence do: one that misses a gradient sends its bucket last,
+                and would wait for ranks that wait for this bucket.
         """
         self.group = group or default_group()
         self.strategy = GradSyncStrategy(strategy)
         self._limit = int(bucket_size_mb * 2**20)
         self._dtype = reduce_dtype
         self._scatters_rows = scatters_rows
+        self._waits_in_backward = waits_in_backward
         self.rows: dict[Tensor, Tensor] = {}
         self._shares: list[GradientShare] = []
         self._share_of: dict[nn.Parameter, GradientShare] = {}
@@ -115,6 +121,8 @@ class GradientSynchronizer:
             return
         while self._started < len(self._shares) and not self._shares[self._started].missing:
             self._start_next()
+            if self._waits_in_backward:
+                self._finish(self._started - _TRAVELLING)
 
     def sync_all(self) -> None:
         """Replace every gradient by its mean over the group; all its ranks call this."""
@@ -122,6 +130,7 @@ class GradientSynchronizer:
             return
         while self._started < len(self._shares):
             self._start_next()
+            self._finish(self._started - _TRAVELLING)
         self._finish(self._started)
         self._started = self._finished = 0
 
@@ -139,7 +148,6 @@ class GradientSynchronizer:
     def _start_next(self) -> None:
         self._shares[self._started].start()
         self._started += 1
-        self._finish(self._started - _TRAVELLING)
 
     def _finish(self, count: int) -> None:
         """Finish the first so many buckets."""

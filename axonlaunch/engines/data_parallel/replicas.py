@@ -26,8 +26,8 @@ class Replicas:
         module: This rank's part of the model, whole along the data ranks.
         group: The data ranks, of which each trains on samples of its own.
         options: ``strategy.options``.
-        rows: The gradients of this rank's rows, by parameter, where it is given no others: the
-            update takes them from here. None: gradients are whole, in the parameters.
+        rows: Of a variant that gives each rank the gradients of its own rows alone: those, by
+            parameter, after ``after_backward``. None: gradients are whole, in the parameters.
     """
 
     rows: MutableMapping[Tensor, Tensor] | None = None
@@ -117,5 +117,6 @@ def make_replicas(
         gradient_as_bucket_view=ddp.gradient_as_bucket_view,
         reduce_dtype=None if own == {DTYPES[reduce]} else DTYPES[reduce],
         scatters_rows=scatters_rows,
+        waits_in_backward=strategy.context.degree == 1,
     )
     return AveragedGradients(averaged, group=group, scatters_rows=scatters_rows)

@@ -73,6 +73,10 @@ class ShardedUpdate(Update):
         self._root = mesh
         self._mesh = mesh[axis]
         self._gradients = gradients
+        for parameter in parameters.values():
+            _lay_out_by_rows(parameter)
+        parts = {parameter: local_part(parameter.detach()) for parameter in parameters.values()}
+        self._strides = {p: part.stride() for p, part in parts.items() if not part.is_contiguous()}
         rows = {name: nn.Parameter(self._rows(p)) for name, p in parameters.items()}
         super().__init__(config, rows, parameters=facts)
         self._under_way: dict[Tensor, _Message] = {}
@@ -130,7 +134,13 @@ class ShardedUpdate(Update):
                 shard.grad = None if whole is None else self._rows(whole)
             else:
                 rows = self._gradients.get(parameter)
-                shard.grad = None if rows is None else self._dtensor(rows, parameter)
+                shard.grad = None if rows is None else self._gradient(rows, parameter)
+
+    def _gradient(self, rows: Tensor, parameter: Tensor) -> DTensor:
+        """Return a gradient of rows, in memory as they are: fused kernels read both as they lie."""
+        if (strides := self._strides.get(parameter)) is not None:
+            rows = rows.new_empty_strided(rows.shape, strides).copy_(rows)
+        return self._dtensor(rows, parameter)
 
     def apply(self, *, rate: Callable[[float], float], unless: Tensor | None = None) -> None:
         """Update this rank's rows and begin to gather everyone's."""
@@ -206,6 +216,16 @@ class _Message:
         self.work.wait()
         if self.bucket is not None:
             self.bucket.unpack()
+
+
+def _lay_out_by_rows(parameter: Tensor) -> None:
+    """Put a plain parameter's rows one after another in memory, as those of a transposed are not.
+
+    Parts of such rows would have gaps, over which torch's fused kernels read and write.
+    """
+    strides = parameter.stride()
+    if not isinstance(parameter, DTensor) and strides and strides[0] < max(strides):
+        parameter.data = parameter.data.contiguous()
 
 
 def _first_readers(

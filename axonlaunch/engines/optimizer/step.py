@@ -138,20 +138,31 @@ class Update:
 
         Torch's fused kernels look at the flag themselves; for others the host waits for it.
         """
-        if not all(_leaves_out_steps(optimizer) for optimizer in self.optimizers):
+        are_fused = all(_leaves_out_steps(optimizer) for optimizer in self.optimizers)
+        if not (are_fused and self._has_states()):
             if bool(overflowed == 0):
                 self._step()
             return
-        # A momentum that torch's fused SGD made in a step left out would hold what memory held.
-        for name, parameter in self._updated.items():
-            if not self._states(parameter):
-                self._made_states(name)
         for optimizer in self.optimizers:
             place = optimizer.param_groups[0]["params"][0].device
             optimizer.found_inf = overflowed.to(place)  # type: ignore[attr-defined]
         self._step()
         for optimizer in self.optimizers:
             del optimizer.found_inf  # type: ignore[attr-defined]
+
+    def _has_states(self) -> bool:
+        """Make the states that are missing; say whether all are there.
+
+        A momentum that torch's fused SGD made in a step left out would hold what memory held, so
+        states that only an optimizer itself can make are left to a step that is not.
+        """
+        for name, parameter in self._updated.items():
+            if self._states(parameter):
+                continue
+            if any(kind.initial is None for kind in self._kinds(name).values()):
+                return False
+            self._made_states(name)
+        return True
 
     def forget_gradients(self) -> None:
         """Free every gradient."""

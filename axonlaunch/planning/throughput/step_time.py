@@ -284,7 +284,8 @@ class StepTime:
         return sharded and bool(key.axes) and _DATA_AXES.issuperset(key.axes) and not small
 
     def _is_gathered_or_bucket(self, key: CollectiveOp) -> bool:
-        # Of a step of one micro-batch its trace does not tell what comes once.
+        """Say whether an exchange is counted as one that others hide, not where it stands."""
+        # In the trace of a step of one micro-batch, buckets are among what each micro-batch sends.
         return self._is_gathered(key) or (self._layout.micro_batches == 1 and self._is_bucket(key))
 
     def _reduced_in_backward(self, stage: StageWork, layers: int, backward: Parts) -> float:
