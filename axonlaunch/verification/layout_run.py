@@ -201,9 +201,10 @@ class _LayoutRun:
             yield of_number(number, "counted", shown.tokens, expected.counted)
             if shown.grad_norm is not None and not expected.skipped:
                 yield of_number(number, "norm", shown.grad_norm, expected.norm)
-        for found in evaluated if end is not None else ():
-            yield of_number(plan.steps - 1, "evaluation", found.eval_loss, end[0])
-            yield of_number(plan.steps - 1, "evaluation", found.eval_tokens, end[1])
+        if end is not None:
+            for found in evaluated:
+                yield of_number(plan.steps - 1, "evaluation", found.eval_loss, end[0])
+                yield of_number(plan.steps - 1, "evaluation", found.eval_tokens, end[1])
 
     def _parameters(self, number: int, expected: dict[str, Tensor]) -> Iterator[Difference]:
         for name, parameter in self._engine.named_parameters():
