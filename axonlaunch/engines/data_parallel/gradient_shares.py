@@ -130,7 +130,7 @@ class RowGradients(GradientShare):
     def start(self) -> None:
         """Fill the bucket, free the gradients and send it."""
         gradients, present = self._gradients()
-        everyones = present.expand(self._group.size, -1)
+        everyones = present.repeat(self._group.size, 1)  # CUDA packs contiguous tensors at once
         self._bucket.start([*gradients, everyones])
         for parameter in self.parameters:
             parameter.grad = None
