@@ -67,7 +67,7 @@ SLOW_CASES: dict[int, list[str]] = {
     ],
     4: [
         "strategy=hsdp strategy.fsdp.replicate=2 train.micro_batch_size=2",
-        f"{PIPELINE}=1f1b strategy.pipeline.degree=4 train.micro_batch_size=4",
+        f"{PIPELINE}=1f1b strategy.pipeline.degree=4 train.micro_batch_size=2",
         *(f"{PIPELINE}={name} strategy.data_parallel=fsdp" for name in SCHEDULES),
         "strategy=tensor strategy.tensor.degree=2 strategy.pipeline.degree=2",
         "strategy=hybrid strategy.tensor.degree=2 strategy.pipeline.degree=2",

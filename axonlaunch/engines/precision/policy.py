@@ -7,6 +7,7 @@ Parameters, gradients that are reduced, and optimizer states stay fp32 in every 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -89,11 +90,8 @@ class LossScale:
 
     The decision to skip is taken on the whole model's gradient norm, which every rank knows, so
     ranks that hold different shards never disagree. All of it stays on the device, so that the host
-    does not wait for a step to be computed.
-
-    Attributes:
-        value: What the loss is multiplied by, 0-dim fp32.
-        good_steps: Steps since the last overflow, or since it grew, 0-dim int32.
+    does not wait for a step to be computed; tensors are made when the first loss is there, as
+    ``GradScaler`` makes them, so that an estimate counts them as a run does.
     """
 
     def __init__(
@@ -110,9 +108,19 @@ class LossScale:
             value: The first scale; None: torch's.
             growth_interval: Steps without an overflow until it doubles; None: torch's.
         """
-        self.value = torch.tensor(value or _FIRST_SCALE, device=device)
-        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._device = device
+        self._first = value or _FIRST_SCALE
         self._growth_interval = growth_interval or _GROWTH_INTERVAL
+
+    @cached_property
+    def value(self) -> Tensor:
+        """What the loss is multiplied by, 0-dim fp32."""
+        return torch.full((), self._first, device=self._device)
+
+    @cached_property
+    def good_steps(self) -> Tensor:
+        """Steps since the last overflow, or since it grew, 0-dim int32."""
+        return torch.zeros((), dtype=torch.int32, device=self._device)
 
     def update(self, has_overflowed: Tensor) -> Tensor:
         """Halve after an overflow, double after ``growth_interval`` steps without one.
