@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -117,17 +118,21 @@ def run_command() -> None:
             sys.exit(1)
         if problems is None:
             raise
-        _show_traceback(error)
+        _show_tracebacks(error, problems)
         print_problems(problems, as_json="--json" in sys.argv)
         sys.exit(2)
     sys.exit(status or 0)
 
 
-def _show_traceback(error: Exception) -> None:
-    """Print where a mistake was found, under ``--debug``."""
+def _show_tracebacks(error: Exception, problems: Sequence[ConfigIssue]) -> None:
+    """Print where mistakes were found and where a user's code failed, under ``--debug``."""
     import logging
 
-    logging.getLogger(__name__).debug("what led to the errors below", exc_info=error)
+    logger = logging.getLogger(__name__)
+    logger.debug("what led to the errors below", exc_info=error)
+    for problem in problems:
+        if problem.traceback:
+            logger.debug("%s: the code that failed\n%s", problem.key, problem.traceback)
 
 
 def _refusal(error: Exception) -> str:

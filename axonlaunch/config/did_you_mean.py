@@ -33,4 +33,4 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = nearest(name, known)
     meant = f"did you mean {close}? " if close else ""
-    return f"there is no {kind} {name!r}; {meant}known: {', '.join(known)}"
+    return f"there is no {kind} {name!r}; {meant}known: {', '.join(known) or 'none'}"
