@@ -155,6 +155,7 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
     """Return a user's mistakes; None for a bug of ours."""
     from axonlaunch.checkpoint import CorruptCheckpointError
     from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.config.other_names import RENAMED_OPTIONS
 
     if isinstance(error, ConfigError):
         return error.problems
@@ -165,6 +166,9 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
     if format_message is None:
         return None
     message = " ".join(format_message().split())
-    if getattr(error, "option_name", None) and not getattr(error, "possibilities", None):
+    option = getattr(error, "option_name", None)
+    if option in RENAMED_OPTIONS:
+        message = f"{option} was renamed; write {RENAMED_OPTIONS[option]} instead"
+    elif option and not getattr(error, "possibilities", None):
         message += "; options are in --help, and settings are written key=value, without dashes"
     return [ConfigIssue("", message)]

@@ -87,7 +87,7 @@ def test_a_result_from_memory_is_the_one_that_torch_makes(name: str) -> None:
         remembered = dict(fake_tensor_cache.recipes)
         again = reported(run())
     assert first == again == expected
-    assert remembered == fake_tensor_cache.recipes  # nothing was worked out anew
+    assert remembered == fake_tensor_cache.recipes  # nothing was worked out again
     assert all(recipe is not None for recipe in remembered.values())
 
 
