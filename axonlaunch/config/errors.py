@@ -1,6 +1,6 @@
 """What is wrong with a configuration, in the form in which a user reads it.
 
-It holds the form alone; each room finds its own problems.
+It holds the form alone; each package finds its own problems.
 """
 
 from __future__ import annotations

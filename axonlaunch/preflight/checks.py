@@ -1,6 +1,6 @@
 """Every check of a configuration that needs torch, the model or the data, but no rank.
 
-It gathers problems; each room knows its own. It runs in a process of its own, before any rank.
+It gathers problems; each package knows its own. It runs in a process of its own, before any rank.
 """
 
 from __future__ import annotations

@@ -37,6 +37,13 @@ def test_a_page_is_rendered_for_the_terminal(axonlaunch: Served) -> None:
     assert "```" not in shown
 
 
+@pytest.mark.parametrize("page", ["extending", "security"])
+def test_tables_of_a_narrow_terminal_break_long_words_and_cut_none(
+    page: str, axonlaunch: Served
+) -> None:
+    assert "…" not in axonlaunch("help", page).stdout
+
+
 def test_json_has_the_text_of_a_page(axonlaunch: Served) -> None:
     page = json.loads(axonlaunch("help", "estimate-and-plan", "--json").stdout)
     text = (DOCS / "estimate-and-plan.md").read_text()
