@@ -266,7 +266,16 @@ def sweep_partial(run_dir: Path) -> list[str]:
 
 
 def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) -> None:
-    """Describe files that are written and synced, and give their folder its name."""
+    """Describe files that are written and synced, and give their folder its name.
+
+    A reader finds either no checkpoint or all of it: the manifest is written last, and the folder
+    is renamed in one step.
+
+    Args:
+        partial: The folder that was written to.
+        checkpoint: What it becomes; one of the same step is replaced.
+        written: Size and checksum of each file, by name.
+    """
     text = manifest.manifest_to_json(checkpoint, written)
     if is_remote(partial):
         (partial / MANIFEST).write_text(text)

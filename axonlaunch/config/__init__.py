@@ -75,6 +75,14 @@ def compose(
 ) -> Composed:
     """Compose a configuration without typing it, for who asks where its values come from.
 
+    Args:
+        overrides: As ``load`` takes them.
+        config_name: The primary config.
+        config_dirs: Folders of a user's own YAML, searched before ours.
+
+    Returns:
+        The tree with what set each value; what is wrong with single overrides is in ``problems``.
+
     Raises:
         ConfigError: The files themselves can't be composed.
     """

@@ -119,7 +119,15 @@ class Registry(Generic[_T, F]):
         facts: F | None = None,
         arguments: tuple[str, ...] | None = None,
     ) -> None:
-        """List a thing under a name; the rest is as ``Entry`` has it.
+        """List a thing under a name.
+
+        Args:
+            name: As configurations choose it.
+            target: The thing, or ``"module:attribute"``, imported on first use.
+            summary: One line for ``axonlaunch ls``.
+            config: Dataclass that types its group; None: ``free_config``.
+            facts: What others must know of it.
+            arguments: Keywords that ``arguments`` of a ``free_config`` may have; None: any.
 
         Raises:
             ValueError: The name is taken by something else.
