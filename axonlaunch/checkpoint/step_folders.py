@@ -93,11 +93,11 @@ def find_checkpoint(path: Path) -> Checkpoint | None:
     Raises:
         OSError: It can't be listed or read.
     """
-    path = named(path)
+    path = follow_link(path)
     return read_checkpoint(path) if MANIFEST in sizes(path) else latest(path)
 
 
-def named(path: Path) -> Path:
+def follow_link(path: Path) -> Path:
     """Return where a path that a user wrote leads."""
     return path.resolve() if not is_remote(path) and path.is_symlink() else path
 
@@ -178,7 +178,7 @@ def corrupt_checkpoints(path: Path, *, after: Checkpoint | None = None) -> dict[
         after: Leave out what is older.
     """
     since = -1 if after is None else after.step
-    path = named(path)
+    path = follow_link(path)
     is_one = path.name.startswith(_NAME) and CHECKPOINTS not in sizes(path)
     folders = [path] if is_one else sorted(_folders(path), key=_step)
     folders = [
