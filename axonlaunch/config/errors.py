@@ -5,11 +5,8 @@ It holds the form alone; each package finds its own problems.
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass, field
 from typing import Any
-
-from axonlaunch.system.frame_origin import place_in_user_code
 
 _SHOWN = 200
 """Characters of a value that a message shows."""
@@ -46,6 +43,8 @@ class ConfigIssue:
             value: Of the key.
             then: What to write instead, where that is known.
         """
+        import traceback  # here, as below: what is right needs neither
+
         message = f"{what} failed with {failure_text(error)}" + (f"; {then}" if then else "")
         return cls(key, message, value, "".join(traceback.format_exception(error)))
 
@@ -69,6 +68,8 @@ class ConfigError(ValueError):
 
 def failure_text(error: BaseException) -> str:
     """Return what a user's code raised and where: ``KeyError: 'width' (models.py:7)``."""
+    from axonlaunch.system.frame_origin import place_in_user_code
+
     return f"{type(error).__name__}: {error}{place_in_user_code(error)}"
 
 

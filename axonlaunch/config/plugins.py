@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.system.frame_origin import place_in_user_code
 from axonlaunch.system.targets import load_target
 
 
@@ -70,6 +69,8 @@ def import_callable(
     try:
         builder = import_target(target)
     except Exception as error:  # a user's module may fail in any way
+        from axonlaunch.system.frame_origin import place_in_user_code
+
         then = "write package.module:name, importable from where you start"
         issue = ConfigIssue(key, f"{error}; {then}", target)
         if place_in_user_code(error):  # the module was found, and fails
