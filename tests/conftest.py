@@ -20,7 +20,7 @@ from axonlaunch.config.schema import REGISTRIES
 # for each other. By default they spin, and a rank of two threads took five times what one of one
 # did.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Whatever PYTHONDONTWRITEBYTECODE says: to write these files' assertions anew takes as long as all
+# Whatever PYTHONDONTWRITEBYTECODE says: to write these files' assertions again takes as long as all
 # else of collecting them, in every worker.
 sys.dont_write_bytecode = False
 

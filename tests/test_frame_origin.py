@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import axonlaunch
-from axonlaunch.system.frame_origin import Owner, frame_owner
+from axonlaunch.system.frame_origin import Owner, frame_owner, place_in_user_code
 
 STDLIB = sysconfig.get_path("stdlib")
 
@@ -30,3 +31,21 @@ STDLIB = sysconfig.get_path("stdlib")
 )
 def test_a_frame_is_reported_by_its_file(file: str, whose: Owner) -> None:
     assert frame_owner(str(Path(file))) == whose
+
+
+def test_an_error_is_placed_in_the_users_own_file_rather_than_in_a_package(tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "library.py"
+    scope: dict[str, Any] = {}
+    exec(compile("def load():\n    raise OSError", str(package), "exec"), scope)
+    exec(compile("def build():\n    load()", f"{tmp_path}/models.py", "exec"), scope)
+    for call, place in (("build", f"{tmp_path}/models.py:2"), ("load", f"{package}:2")):
+        with pytest.raises(OSError) as caught:  # noqa: PT011 - it has no message
+            scope[call]()
+        traceback = caught.value.__traceback__
+        assert traceback is not None
+        error = caught.value.with_traceback(traceback.tb_next)  # below this file, a user's too
+        assert place_in_user_code(error) == f" ({place})"
+
+
+def test_an_error_outside_of_a_users_code_has_no_place() -> None:
+    assert place_in_user_code(OSError()) == ""

@@ -219,8 +219,8 @@ def test_every_page_is_reached_from_the_readme() -> None:
 def test_the_page_about_architecture_has_the_layers_that_the_linter_keeps() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contract, *_ = project["tool"]["importlinter"]["contracts"]
-    picture = blocks(DOCS / "architecture.md", "text")[0].splitlines()
-    assert [re.split(r"\s{2,}", line)[0] for line in picture] == contract["layers"]
+    drawing = blocks(DOCS / "architecture.md", "text")[0].splitlines()
+    assert [re.split(r"\s{2,}", line)[0] for line in drawing] == contract["layers"]
 
 
 def test_the_trunk_of_the_page_about_architecture_is_that_of_the_code() -> None:

@@ -22,8 +22,8 @@ from axonlaunch.engines.build import build_engine
 
 PACKAGE = Path(__file__).parent / "plugin_package"
 CHOSEN = ["model=tiny", "data=squares", "optimizer=signum", "loggers=[table]", "launch=noted"]
-WORDS = [*CHOSEN, "launch.nproc=2", "train.global_batch_size=8", "train.log_every=1"]
-WORDS += ["train.steps=4", "train.eval_batches=1"]
+OVERRIDES = [*CHOSEN, "launch.nproc=2", "train.global_batch_size=8", "train.log_every=1"]
+OVERRIDES += ["train.steps=4", "train.eval_batches=1"]
 
 
 DRIVER = """
@@ -108,35 +108,36 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
     ):
         assert listed[group][name] == "from axonlaunch-example"
 
-    described = command("config", *WORDS, "--describe").stdout
+    described = command("config", *OVERRIDES, "--describe").stdout
     assert "steps between" in described
     assert "file that the names of runs are appended to" in " ".join(described.split())
     loss = ["train.loss=smoothed", "train.loss_options.bye=0.5"]
     misspelt = ["optimizer.momentun=0.5", "data.sequence_lenght=4", *loss]
-    wrong = command("train", *WORDS, *misspelt, status=2)
+    wrong = command("train", *OVERRIDES, *misspelt, status=2)
     assert "did you mean train.loss_options.by?" in wrong.stderr
     assert "did you mean optimizer.momentum?" in wrong.stderr
     assert "did you mean data.sequence_length?" in wrong.stderr
-    broken = command("train", *WORDS, "loggers=[table,broken]", status=2)
-    assert broken.stderr == (
+    broken = command("train", *OVERRIDES, "loggers=[table,broken]", status=2)
+    assert broken.stderr.startswith(
         "error: loggers[1].name=broken: it is offered by axonlaunch-example (entry point broken = "
-        "axonlaunch_example.broken); importing it failed with RuntimeError: no licence\n"
+        "axonlaunch_example.broken); importing it failed with RuntimeError: no licence ("
     )
+    assert broken.stderr.endswith("axonlaunch_example/broken.py:3)\n")
 
-    estimate = json.loads(command("estimate", *WORDS, "--json").stdout)
+    estimate = json.loads(command("estimate", *OVERRIDES, "--json").stdout)
     parameters = 64 * 16 + 2 * (16 * 16 + 16) + 16 * 64 + 64
     assert estimate["parameters"] == parameters
     assert estimate["ranks"][0]["breakdown"]["optimizer"] == 4 * parameters  # one momentum
     plan = json.loads(
-        command("plan", *WORDS, "hardware=h100_80gb", "--devices", "2", "--json").stdout
+        command("plan", *OVERRIDES, "hardware=h100_80gb", "--devices", "2", "--json").stdout
     )
     assert plan["candidates"]
     verified = json.loads(
-        command("verify", *WORDS, "train.loss=smoothed", "strategy=fsdp", "--json").stdout
+        command("verify", *OVERRIDES, "train.loss=smoothed", "strategy=fsdp", "--json").stdout
     )
     assert verified["passed"]
 
-    overrides = [*WORDS, "strategy=fsdp", "name=run", "checkpoint.every=4"]
+    overrides = [*OVERRIDES, "strategy=fsdp", "name=run", "checkpoint.every=4"]
     command("train", *overrides)
     command("train", *overrides, "train.steps=6")
     run = command.folder / "runs/run"
@@ -148,12 +149,12 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
 
 @pytest.mark.timeout(300)
 def test_a_variant_of_data_parallelism_trains_and_is_estimated(command: Environment) -> None:
-    overrides = [*WORDS, "strategy.data_parallel=local_sgd", "strategy.options.period=2"]
+    overrides = [*OVERRIDES, "strategy.data_parallel=local_sgd", "strategy.options.period=2"]
     assert "steps between two averages" in command("config", *overrides, "--describe").stdout
     wrong = command("estimate", *overrides, "strategy.options.perod=2", status=2)
     assert "did you mean strategy.options.period?" in wrong.stderr
     estimate = json.loads(command("estimate", *overrides, "--json").stdout)
-    replicas = json.loads(command("estimate", *WORDS, "strategy=ddp", "--json").stdout)
+    replicas = json.loads(command("estimate", *OVERRIDES, "strategy=ddp", "--json").stdout)
     for part in ("parameters", "gradients", "optimizer"):
         mine, ddps = (e["ranks"][0]["breakdown"][part] for e in (estimate, replicas))
         assert mine == ddps

@@ -50,7 +50,11 @@ _BYTES = 4
 
 
 def bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """Return the memory of a tensor on the host, whose elements lie one behind the other."""
+    """Return a tensor's memory on the host as [nbytes] uint8, which shares it.
+
+    Args:
+        tensor: Contiguous, of any dtype.
+    """
     memory: npt.NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
     return memory
 

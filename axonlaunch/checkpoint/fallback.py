@@ -61,7 +61,7 @@ def newest_good(where: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     wrong: dict[Path, str] = {}
     before = (
         []
-        if newest.path == step_folders.named(where)
+        if newest.path == step_folders.follow_link(where)
         else step_folders.list_checkpoints(where)[:-1]
     )
     for checkpoint in [newest, *reversed(before)]:

@@ -33,6 +33,14 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Read a checkpoint into a state of this layout, in place; every rank calls this.
 
+    Args:
+        checkpoint: As ``step_folders`` found it; its layout may be another.
+        state: Nested; tensors, also DTensors, are filled, and say which parts are read.
+        world: Whose ranks verify the checksums of a part of the files each.
+
+    Returns:
+        The state itself.
+
     Raises:
         CorruptCheckpointError: A file is not what was written; raised on every rank.
     """
@@ -84,6 +92,10 @@ def sum_of_ranks(number: int, *, world: World) -> int:
 
 def load_model(checkpoint: Checkpoint, model: dict[str, Tensor]) -> None:
     """Read parameters and buffers alone, in one process, in place.
+
+    Args:
+        checkpoint: Every file of it is verified first.
+        model: Whole tensors by name in the model, which are filled.
 
     Raises:
         CorruptCheckpointError: A file is not what was written.

@@ -121,7 +121,20 @@ class Saver:
         evaluations_since: int = 0,
         data: dict[str, Any] | None = None,
     ) -> list[Completed]:
-        """Save a state, as ``Engine.state_dict`` gives it.
+        """Save a state, as ``Engine.state_dict`` gives it; every rank calls this.
+
+        The other arguments are what the manifest says of it: see ``manifest.Checkpoint``.
+
+        Args:
+            state: Nested, of tensors; they may be overwritten once this returns.
+            step: Optimizer steps done.
+            samples: Samples seen.
+            loss: Training loss of the last step.
+            eval_loss: Loss of the last evaluation.
+            tokens: Targets that counted, of all steps.
+            best_eval_loss: Lowest loss of an evaluation.
+            evaluations_since: Evaluations after that one.
+            data: Where the data is that can only be read in turn.
 
         Returns:
             What is complete: this checkpoint, or one that was still being written.

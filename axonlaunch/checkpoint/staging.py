@@ -72,6 +72,9 @@ def page_locked(tensor: Tensor) -> Tensor:
     """Return page-locked host memory for a GPU's tensor, of its size to the byte.
 
     torch's own allocator of such memory rounds up to powers of two, which may double it.
+
+    Args:
+        tensor: Whose shape and dtype it gets; its values are not copied.
     """
     made = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
     if made.nbytes:

@@ -93,11 +93,11 @@ def find_checkpoint(path: Path) -> Checkpoint | None:
     Raises:
         OSError: It can't be listed or read.
     """
-    path = named(path)
+    path = follow_link(path)
     return read_checkpoint(path) if MANIFEST in sizes(path) else latest(path)
 
 
-def named(path: Path) -> Path:
+def follow_link(path: Path) -> Path:
     """Return where a path that a user wrote leads."""
     return path.resolve() if not is_remote(path) and path.is_symlink() else path
 
@@ -178,7 +178,7 @@ def corrupt_checkpoints(path: Path, *, after: Checkpoint | None = None) -> dict[
         after: Leave out what is older.
     """
     since = -1 if after is None else after.step
-    path = named(path)
+    path = follow_link(path)
     is_one = path.name.startswith(_NAME) and CHECKPOINTS not in sizes(path)
     folders = [path] if is_one else sorted(_folders(path), key=_step)
     folders = [
@@ -266,7 +266,16 @@ def sweep_partial(run_dir: Path) -> list[str]:
 
 
 def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) -> None:
-    """Describe files that are written and synced, and give their folder its name."""
+    """Describe files that are written and synced, and give their folder its name.
+
+    A reader finds either no checkpoint or all of it: the manifest is written last, and the folder
+    is renamed in one step.
+
+    Args:
+        partial: The folder that was written to.
+        checkpoint: What it becomes; one of the same step is replaced.
+        written: Size and checksum of each file, by name.
+    """
     text = manifest.manifest_to_json(checkpoint, written)
     if is_remote(partial):
         (partial / MANIFEST).write_text(text)

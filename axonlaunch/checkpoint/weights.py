@@ -93,9 +93,17 @@ def _load_named(read: dict[str, Tensor], path: str, config: Any, *, world: World
 
 
 def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
-    """Compare saved weights with the names and shapes of a model's parameters; [] if equal.
+    """Compare saved weights with the names and shapes of a model's parameters.
 
     What an adapter adds to the model is not among the weights that it starts from.
+
+    Args:
+        path: A run, a checkpoint or a folder of safetensors.
+        config: Of the run, or of its model alone.
+        model: On ``meta`` or not.
+
+    Returns:
+        A line for each parameter that is missing, unknown, or of another shape; [] if equal.
 
     Raises:
         ConfigError: The path holds no weights.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -117,17 +118,21 @@ def run_command() -> None:
             sys.exit(1)
         if problems is None:
             raise
-        _show_traceback(error)
+        _show_tracebacks(error, problems)
         print_problems(problems, as_json="--json" in sys.argv)
         sys.exit(2)
     sys.exit(status or 0)
 
 
-def _show_traceback(error: Exception) -> None:
-    """Print where a mistake was found, under ``--debug``."""
+def _show_tracebacks(error: Exception, problems: Sequence[ConfigIssue]) -> None:
+    """Print where mistakes were found and where a user's code failed, under ``--debug``."""
     import logging
 
-    logging.getLogger(__name__).debug("what led to the errors below", exc_info=error)
+    logger = logging.getLogger(__name__)
+    logger.debug("what led to the errors below", exc_info=error)
+    for problem in problems:
+        if problem.traceback:
+            logger.debug("%s: the code that failed\n%s", problem.key, problem.traceback)
 
 
 def _refusal(error: Exception) -> str:
@@ -150,6 +155,7 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
     """Return a user's mistakes; None for a bug of ours."""
     from axonlaunch.checkpoint import CorruptCheckpointError
     from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.config.other_names import RENAMED_OPTIONS
 
     if isinstance(error, ConfigError):
         return error.problems
@@ -160,6 +166,9 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
     if format_message is None:
         return None
     message = " ".join(format_message().split())
-    if getattr(error, "option_name", None) and not getattr(error, "possibilities", None):
+    option = getattr(error, "option_name", None)
+    if option in RENAMED_OPTIONS:
+        message = f"{option} was renamed; write {RENAMED_OPTIONS[option]} instead"
+    elif option and not getattr(error, "possibilities", None):
         message += "; options are in --help, and settings are written key=value, without dashes"
     return [ConfigIssue("", message)]

@@ -268,7 +268,7 @@ def _all(path: Path) -> list[Checkpoint]:
     """Return the checkpoint that a path is, or those of the run that it is."""
     from axonlaunch.checkpoint import list_checkpoints, step_folders
 
-    checkpoint = step_folders.read_checkpoint(step_folders.named(path))
+    checkpoint = step_folders.read_checkpoint(step_folders.follow_link(path))
     return [checkpoint] if checkpoint else list_checkpoints(path)
 
 

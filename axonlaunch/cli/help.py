@@ -41,10 +41,27 @@ def command(
     if as_json:
         print_json({"topic": name, "text": text})
         return
-    from rich.console import Console
-    from rich.markdown import Markdown
+    _show(text)
 
-    Console().print(Markdown(text))
+
+def _show(text: str) -> None:
+    """Render a page; words that are longer than a column of a table are broken and not cut."""
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.markdown import Markdown, TableElement
+    from rich.table import Table
+
+    class WholeTable(TableElement):
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            for table in super().__rich_console__(console, options):
+                assert isinstance(table, Table)
+                for column in table.columns:
+                    column.overflow = "fold"
+                yield table
+
+    class WholeMarkdown(Markdown):
+        elements = {**Markdown.elements, "table_open": WholeTable}
+
+    Console().print(WholeMarkdown(text))
 
 
 def summary(text: str) -> str:

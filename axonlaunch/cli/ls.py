@@ -19,6 +19,7 @@ EXAMPLES = """Examples:
   axonlaunch ls strategy
   axonlaunch ls models --json
   axonlaunch ls hf --like llama
+  axonlaunch ls models --plugin my_models
 """
 HF = "hf"
 SHOWS_REASONS = 12
@@ -40,10 +41,12 @@ LISTS = {
 }
 """Each list, to the group that it lists."""
 ALIASES = {group: name for name, group in LISTS.items()} | {
+    "dataset": "data",
     "datasets": "data",
     "launcher": "launchers",
     "launches": "launchers",
     "logger": "loggers",
+    "loss": "losses",
     "schedules": "schedulers",
 }
 """Other names of a list: its group as overrides write it, other plurals and singulars."""
@@ -58,13 +61,19 @@ def command(
         ),
     ] = None,
     like: Annotated[str | None, typer.Option(help="Only names that contain this.")] = None,
+    plugin: Annotated[
+        list[str] | None, typer.Option(help="Also list what this module registers.")
+    ] = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
     """List options of each group; hf: proved Hugging Face layouts."""
     from axonlaunch.config import ConfigError, ConfigIssue, composer_of
     from axonlaunch.config.did_you_mean import unknown
+    from axonlaunch.config.plugins import import_plugins
 
+    if problems := import_plugins(plugin or []):
+        raise ConfigError(problems)
     if group == HF:
         _list_proved(like, as_json=as_json)
         return

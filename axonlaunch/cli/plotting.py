@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_plot(path: Path) -> None:
-    """Say before any work whether a picture can be drawn there.
+    """Say before any work whether a plot can be written there.
 
     Raises:
         ConfigError: The ending is neither .png nor .svg, there is no such folder, the path is a

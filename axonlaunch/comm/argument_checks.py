@@ -46,7 +46,17 @@ def device_of(group: ProcessGroup) -> torch.device:
 def tensor_error(
     tensor: object, group: ProcessGroup, *, written: bool = False
 ) -> TypeError | ValueError | None:
-    """Say what keeps a tensor from this group's backend."""
+    """Say what keeps a tensor from this group's backend.
+
+    Args:
+        tensor: What a user passed.
+        group: Whose backend moves it.
+        written: Whether the call writes to it.
+
+    Returns:
+        The error to raise on every rank: a TypeError for what is no dense tensor, a ValueError
+        for a wrong device or an expanded tensor that is written; None: nothing does.
+    """
     if not isinstance(tensor, Tensor):
         return TypeError(f"expected a tensor, got {type(tensor).__name__}")
     if hasattr(tensor, "to_local"):
@@ -68,7 +78,11 @@ def tensor_error(
 
 
 def reduce_op_error(tensor: Tensor, op: ReduceOp) -> TypeError | None:
-    """Say why an operation has no meaning for a dtype."""
+    """Say why an operation has no meaning for a tensor's dtype.
+
+    Returns:
+        The TypeError to raise, with the dtype to convert to; None: it has one.
+    """
     dtype = str(tensor.dtype)[6:]
     if tensor.dtype not in REDUCED_AS:
         return TypeError(f"{dtype} can't be reduced: convert it with .to(torch.float32) first")
@@ -90,7 +104,17 @@ def reduce_op_error(tensor: Tensor, op: ReduceOp) -> TypeError | None:
 def peer_error(
     key: str, peer: int, group: ProcessGroup, *, other: bool = False
 ) -> ValueError | None:
-    """Say why a rank can't be the source or the destination."""
+    """Say why a rank can't be the source or the destination.
+
+    Args:
+        key: The argument's name, ``src`` or ``dst``.
+        peer: Its value, a global rank.
+        group: The ranks that may be.
+        other: Whether this rank itself may not.
+
+    Returns:
+        The ValueError to raise; None: it can.
+    """
     if not group.contains(peer):
         return ValueError(f"{key}={peer} is not in the group {list(group.ranks)} (global ranks)")
     if other and is_me(peer, group):
@@ -99,7 +123,11 @@ def peer_error(
 
 
 def divisibility_error(tensor: Tensor | None, group: ProcessGroup) -> ValueError | None:
-    """Say why dim 0 can't be divided among the ranks."""
+    """Say why dim 0 of a tensor can't be divided evenly among the ranks of a group.
+
+    Returns:
+        The ValueError to raise; None: it can.
+    """
     assert tensor is not None
     if tensor.dim() == 0 or tensor.shape[0] % group.size:
         return ValueError(

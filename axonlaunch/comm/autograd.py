@@ -40,7 +40,10 @@ def make_fusible(group: ProcessGroup) -> None:
 
 
 def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Enter a region where each rank computes a part: identity forward, sum backward."""
+    """Enter a region where each rank computes a part: identity forward, sum backward.
+
+    Megatron's f. ``x`` is [...], the same on every rank, and so is its gradient.
+    """
     if group.size == 1:
         return x
     result: Tensor = _copy(x, group.torch_group.group_name)
@@ -48,7 +51,10 @@ def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Leave such a region: sum over ranks forward, identity backward."""
+    """Leave such a region: sum over ranks forward, identity backward.
+
+    Megatron's g. ``x`` is [...], each rank's summand; the sum [...] is the same on every rank.
+    """
     if group.size == 1:
         return x
     result: Tensor = _reduce(x, group.torch_group.group_name)
@@ -56,7 +62,10 @@ def all_reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_gather_from_group(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Enter such a region from parts along ``dim``: all-gather forward, reduce-scatter backward."""
+    """Enter such a region from parts along ``dim``: all-gather forward, reduce-scatter backward.
+
+    ``x`` is a rank's part [..., n, ...]; the result is the whole [..., size * n, ...], by rank.
+    """
     if group.size == 1:
         return x
     result: Tensor = _gather_parts(x, *_exchange(x, group, dim))
@@ -65,6 +74,9 @@ def all_gather_from_group(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 def reduce_scatter_to(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Leave such a region to parts along ``dim``: reduce-scatter forward, all-gather backward.
+
+    ``x`` is a rank's summand of the whole [..., size * n, ...]; the result is its part of the sum
+    [..., n, ...].
 
     Raises:
         ValueError: The group's size does not divide the dim.
@@ -79,6 +91,8 @@ def reduce_scatter_to(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 def scatter_to_group(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Take this rank's equal part along ``dim`` forward; all-gather backward.
 
+    ``x`` is [..., size * n, ...], the same on every rank; the result is a part [..., n, ...].
+
     Raises:
         ValueError: The group's size does not divide the dim.
     """
@@ -92,7 +106,8 @@ def scatter_to_group(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 def collect_from(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Join the ranks' parts along ``dim`` forward; this rank's part backward.
 
-    For a whole that every rank then uses alike.
+    For a whole that every rank then uses alike: its gradient is whole on each, and is not summed.
+    ``x`` is a part [..., n, ...]; the result is [..., size * n, ...].
     """
     if group.size == 1:
         return x
@@ -101,19 +116,22 @@ def collect_from(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over ranks; a step that autograd does not follow."""
+    """Sum [...] over ranks, to new memory; a step that autograd does not follow."""
     return x if group.size == 1 else _sum(x, group.torch_group.group_name)
 
 
 def max_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Take the maximum over ranks; a step that autograd does not follow."""
+    """Take the maximum of [...] over ranks, to new memory; autograd does not follow it."""
     if group.size == 1:
         return x
     return finish(_all_reduce(x, "max", group.torch_group.group_name))
 
 
 def start_sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Begin to sum over ranks; the result may be read after ``finish``."""
+    """Begin to sum [...] over ranks, and return the sum's memory.
+
+    It may be read, or given to anything but ``finish``, only once ``finish`` has returned.
+    """
     if group.size == 1:
         return x
     begun: Tensor = _all_reduce(x, "sum", group.torch_group.group_name)
@@ -121,12 +139,19 @@ def start_sum(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Begin to sum over ranks to parts along ``dim``; readable after ``finish``."""
+    """Begin to sum [..., size * n, ...] over ranks to parts [..., n, ...] along ``dim``.
+
+    Returns:
+        The part's memory, readable after ``finish``.
+    """
     return x if group.size == 1 else _start_scatter_sum(x, *_exchange(x, group, dim))
 
 
 def finish(begun: Tensor) -> Tensor:
-    """Wait for what was begun and return it."""
+    """Wait for what ``start_sum`` or ``start_reduce_scatter`` began, and return it.
+
+    On a GPU the current stream waits, and not the host.
+    """
     done: Tensor = _wait(begun)
     return done
 

@@ -62,6 +62,11 @@ def all_reduce(
     The average of float16 and bfloat16 is summed in float32 (by NCCL itself on NCCL). Booleans
     have a maximum (any), a minimum and a product (all).
 
+    Args:
+        tensor: Of any shape, the same on every rank; it is overwritten.
+        op: How elements are combined.
+        group: The ranks, all of which call this; None: the world.
+
     Raises:
         TypeError: The operation has no meaning for the dtype, such as the mean of integers.
         ValueError: This rank is not in the group, or the tensor is on a device that it lacks.
@@ -79,32 +84,32 @@ def all_reduce(
 
 
 def all_reduce_sum(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """Sum over ranks, in place; see ``all_reduce``."""
+    """Sum over ranks, in place, and return the tensor; errors are those of ``all_reduce``."""
     return all_reduce(tensor, op=ReduceOp.Sum, group=group)
 
 
 def all_reduce_mean(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """Average over ranks, in place; floating-point only; see ``all_reduce``."""
+    """Average over ranks, in place, and return the tensor; not of integers; see ``all_reduce``."""
     return all_reduce(tensor, op=ReduceOp.Average, group=group)
 
 
 def all_reduce_min(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """Take the smallest over ranks, elementwise, in place; see ``all_reduce``."""
+    """Take the smallest over ranks, elementwise, in place: of booleans, whether all are true."""
     return all_reduce(tensor, op=ReduceOp.Min, group=group)
 
 
 def all_reduce_max(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """Take the largest over ranks, elementwise, in place; see ``all_reduce``."""
+    """Take the largest over ranks, elementwise, in place: of booleans, whether any is true."""
     return all_reduce(tensor, op=ReduceOp.Max, group=group)
 
 
 def all_reduce_product(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """Multiply over ranks, elementwise, in place; see ``all_reduce``."""
+    """Multiply over ranks, elementwise, in place, and return the tensor; see ``all_reduce``."""
     return all_reduce(tensor, op=ReduceOp.Product, group=group)
 
 
 def broadcast(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """Copy the tensor of the group's first rank to all, in place, and return it."""
+    """Copy the tensor of the group's first rank to all, in place; as ``broadcast_from``."""
     group = group_or_default(group)
     return broadcast_from(tensor, src=group.ranks[0], group=group)
 
@@ -154,7 +159,11 @@ def reduce_scatter_sum(tensor: Tensor, *, group: ProcessGroup | None = None) -> 
 
 
 def reduce_scatter_mean(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """Average over ranks and return this rank's part of dim 0; see ``reduce_scatter_sum``."""
+    """Average over ranks; return this rank's part of dim 0, as ``reduce_scatter_sum``.
+
+    Raises:
+        TypeError: The dtype is an integer's or bool, whose mean is none.
+    """
     return _reduce_scatter("reduce_scatter_mean", tensor, ReduceOp.Average, group)
 
 
@@ -259,7 +268,12 @@ def barrier(group: ProcessGroup | None = None) -> None:
 
 
 def group_or_default(group: ProcessGroup | None) -> ProcessGroup:
-    """Return the group meant, of which this rank must be a member."""
+    """Return the group meant, of which this rank must be a member; None is the world.
+
+    Raises:
+        TypeError: It is torch's group, or anything else.
+        ValueError: This rank is not in it.
+    """
     if group is None:
         return default_group()
     if not isinstance(group, ProcessGroup):
@@ -306,7 +320,10 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def reduce_values(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Tensor:
-    """All-reduce without any check; the result is in the tensor's own memory where that serves."""
+    """All-reduce without any check; the result is in the tensor's own memory where that serves.
+
+    That is where it is contiguous and of a dtype that the backend reduces.
+    """
     buffer = _to_buffer(tensor, op, group)
     if buffer.numel() and group.size > 1:
         dist.all_reduce(_real(buffer), op=_torch_op(op, group), group=group.torch_group)

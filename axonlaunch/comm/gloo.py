@@ -113,7 +113,7 @@ def connect(
 
     Raises:
         UnreachableRankError: A rank could not be connected with, or a stranger is in its place.
-        torch.distributed.DistStoreError: A rank never came.
+        torch.distributed.DistStoreError: A rank never joined.
     """
     challenge = _gather(store, rank, size, world_rank, timeout)
     deadline = time.monotonic() + DEADLINE_S
@@ -144,7 +144,7 @@ def _gather(store: dist.Store, rank: int, size: int, world_rank: int, timeout: t
 
     Raises:
         UnreachableRankError: Somebody does.
-        torch.distributed.DistStoreError: A rank never came.
+        torch.distributed.DistStoreError: A rank never joined.
     """
     own, places = _place(rank), [_place(other) for other in range(size)]
     store.set(own, f"{world_rank} {secrets.token_hex(16)}")

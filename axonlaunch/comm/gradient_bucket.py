@@ -76,6 +76,12 @@ class GradientBucket:
     def add_all(self, tensors: Sequence[Tensor]) -> bool:
         """Copy tensors behind what is there, all of them or, without room for all, none.
 
+        Args:
+            tensors: Of any shapes; of a DTensor this rank's part is copied.
+
+        Returns:
+            Whether there was room.
+
         Raises:
             ValueError: Their dtypes or devices are not one, or not those of the tensors before.
         """
@@ -150,7 +156,15 @@ def begin_mean(
 
 
 def buckets(tensors: Iterable[AnyTensor], *, limit: int) -> Iterator[list[AnyTensor]]:
-    """Yield tensors of one type and device that reach so many bytes together, then what is left."""
+    """Yield tensors of one type and device that reach so many bytes together, then what is left.
+
+    Args:
+        tensors: In the order in which they are taken.
+        limit: Bytes from which a bucket is full; its last tensor may take it above.
+
+    Yields:
+        A bucket of at least ``limit`` bytes as soon as it is full; at the end the others.
+    """
     filling: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
     for tensor in tensors:
         bucket = filling.setdefault((tensor.dtype, tensor.device), [])

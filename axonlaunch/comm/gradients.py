@@ -25,7 +25,10 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def sync_gradient(tensor: Tensor, *, group: ProcessGroup | None = None) -> None:
-    """Average ``tensor.grad`` over ranks, in place; see ``sync_gradients``."""
+    """Average ``tensor.grad`` [*tensor.shape] over ranks, in place.
+
+    A rank without a gradient counts as zeros; errors are those of ``sync_gradients``.
+    """
     sync_gradients([tensor], group=group)
 
 

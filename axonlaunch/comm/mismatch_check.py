@@ -87,7 +87,15 @@ def check_p2p(
 
 
 def check_same(ranks: tuple[int, ...], lines: list[str]) -> None:
-    """Raise unless all ranks say the same, and no rank a problem."""
+    """Raise unless all ranks say the same, and no rank a problem.
+
+    Args:
+        ranks: Global ranks of the group.
+        lines: What each said, by its place in the group; what follows a ``|`` may differ.
+
+    Raises:
+        MismatchError: It says which ranks differ, and by what, or which refused its call.
+    """
     for rank, said in zip(ranks, lines, strict=True):
         if said.startswith(_REFUSED):
             raise MismatchError(f"rank {rank} refused its call: {said.removeprefix(_REFUSED)}")

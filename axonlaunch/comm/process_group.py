@@ -77,7 +77,11 @@ class ProcessGroup:
 
     @functools.cached_property
     def backend(self) -> Backend:
-        """What carries this group's bytes."""
+        """What carries this group's bytes.
+
+        Raises:
+            ValueError: It is a backend of torch's that is not supported, or this rank is no member.
+        """
         name = str(dist.get_backend(self.torch_group))
         try:
             return Backend.of_torch(name)

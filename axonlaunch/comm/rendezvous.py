@@ -162,6 +162,12 @@ def meet_at(host: str, port: int, *, listens: bool, timeout: timedelta) -> dist.
 
     torch's own listens to the whole network; this one to the given address alone.
 
+    Args:
+        host: A name or an address of the node that listens.
+        port: Of it.
+        listens: Whether this process is the one that opens it.
+        timeout: How long joining, and each later wait for a key, may take.
+
     Raises:
         ValueError: This process can't listen there.
         torch.distributed.DistNetworkError: Nobody listens there for ``timeout``.

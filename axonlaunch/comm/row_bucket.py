@@ -18,7 +18,15 @@ from axonlaunch.comm.torch_compat import reduce_scatter_single
 
 
 def rows_of(count: int, *, rank: int, ranks: int) -> slice:
-    """Return which of so many rows are a rank's: torch.chunk's, which is Shard(0)'s, division."""
+    """Return which of so many rows are a rank's: torch.chunk's, which is Shard(0)'s, division.
+
+    Of 5 rows 2 ranks have 3 and 2; of 4 rows 3 ranks have 2, 2 and none.
+
+    Args:
+        count: Rows of the whole.
+        rank: Which rank, from 0.
+        ranks: How many divide them.
+    """
     step = -(-count // ranks)
     return slice(min(rank * step, count), min((rank + 1) * step, count))
 

@@ -75,13 +75,30 @@ def compose(
 ) -> Composed:
     """Compose a configuration without typing it, for who asks where its values come from.
 
+    Args:
+        overrides: As ``load`` takes them.
+        config_name: The primary config.
+        config_dirs: Folders of a user's own YAML, searched before ours.
+
+    Returns:
+        The tree with what set each value; what is wrong with single overrides is in ``problems``.
+
     Raises:
         ConfigError: The files themselves can't be composed.
     """
     composer = composer_of(config_dirs) if config_dirs else _of_ours()
     composed = composer.compose(overrides, config_name=config_name)
-    problems = _import_plugins(composed.tree) + composed.problems
+    issues = _import_plugins(composed.tree)
+    if composed.tree.get("plugins") and any(map(_names_nothing, composed.problems)):
+        # Again, so that what the plugins registered is among what may have been meant.
+        composed = composer.compose(overrides, config_name=config_name)
+    problems = issues + composed.problems
     return _replaced(_with_registered(dataclasses.replace(composed, problems=problems)))
+
+
+def _names_nothing(problem: ConfigIssue) -> bool:
+    """Say whether a problem is a name that nothing is registered under."""
+    return problem.key in REGISTRIES and str(problem.value) not in REGISTRIES[problem.key]
 
 
 def _replaced(composed: Composed) -> Composed:

@@ -127,7 +127,14 @@ class Composer:
         return Composed(named, asked.origins, in_files, problems)
 
     def sweep(self, overrides: Sequence[str]) -> list[list[str]]:
-        """Expand Hydra's sweep syntax (``a=1,2``, ``range``, ``glob``) into runs, in order."""
+        """Expand Hydra's sweep syntax (``a=1,2``, ``range``, ``glob``) into runs, in order.
+
+        Returns:
+            The overrides of each run: ``a=1,2 b=3`` gives ``[["a=1", "b=3"], ["a=2", "b=3"]]``.
+
+        Raises:
+            ConfigError: An override is none.
+        """
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
         parsed, problems = self._parse(overrides)

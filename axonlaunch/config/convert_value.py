@@ -114,6 +114,11 @@ def _tuple(value: Any, hints: tuple[Any, ...]) -> tuple[Any, ...]:
 def check_range(value: Any, limits: Mapping[str, Any], *, or_null: bool) -> None:
     """Refuse a number, or one of a list, beyond the limits of its field.
 
+    Args:
+        value: Converted; what is no number is left alone.
+        limits: The field's metadata: ``min``, ``max``, and ``above``, ``below``, which exclude.
+        or_null: Whether the message offers null too.
+
     Raises:
         Rejected: It says which limit.
     """

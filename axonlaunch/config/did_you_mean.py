@@ -29,8 +29,14 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Say that a name is not known, which ones are, and which was probably meant."""
+    """Say that a name is not known, which ones are, and which was probably meant.
+
+    Args:
+        kind: What it would be the name of, ``optimizer``.
+        name: As a user wrote it.
+        known: What there is, in the order in which it is listed.
+    """
     known = list(known)
     close = nearest(name, known)
     meant = f"did you mean {close}? " if close else ""
-    return f"there is no {kind} {name!r}; {meant}known: {', '.join(known)}"
+    return f"there is no {kind} {name!r}; {meant}known: {', '.join(known) or 'none'}"

@@ -1,11 +1,11 @@
 """What is wrong with a configuration, in the form in which a user reads it.
 
-It holds the form alone; each room finds its own problems.
+It holds the form alone; each package finds its own problems.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _SHOWN = 200
@@ -20,11 +20,33 @@ class ConfigIssue:
         key: The dotted key at fault, ``strategy.fsdp.sharding``; empty where no key is.
         message: What was seen and what to write instead.
         value: The value as the user gave it; ``...`` where none is to be shown.
+        traceback: Of a user's code that failed, for ``--debug``; empty for a mistake.
     """
 
     key: str
     message: str
     value: Any = ...
+    traceback: str = field(default="", compare=False, repr=False)
+
+    @classmethod
+    def of_failure(
+        cls, key: str, what: str, error: BaseException, value: Any = ..., *, then: str = ""
+    ) -> ConfigIssue:
+        """Return the issue of a user's code that failed, with its file and line.
+
+        ``model=custom: building it failed with KeyError: 'width' (models.py:7)``.
+
+        Args:
+            key: The dotted key that chose the code.
+            what: What was done with it, ``"building it"``.
+            error: What it raised, which has its traceback.
+            value: Of the key.
+            then: What to write instead, where that is known.
+        """
+        import traceback  # here, as below: what is right needs neither
+
+        message = f"{what} failed with {failure_text(error)}" + (f"; {then}" if then else "")
+        return cls(key, message, value, "".join(traceback.format_exception(error)))
 
     def __str__(self) -> str:
         if not self.key:
@@ -42,6 +64,13 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
+
+
+def failure_text(error: BaseException) -> str:
+    """Return what a user's code raised and where: ``KeyError: 'width' (models.py:7)``."""
+    from axonlaunch.system.frame_origin import place_in_user_code
+
+    return f"{type(error).__name__}: {error}{place_in_user_code(error)}"
 
 
 def plain(value: Any) -> str:

@@ -68,6 +68,8 @@ UNSUPPORTED = {
 }
 """What other tools have and this one lacks, an option or a key: why, and what to write instead."""
 
+RENAMED_OPTIONS = {"--formula": "--analytic", "--picture": "--plot"}
+"""Options of commands that had another name."""
 RENAMED_KEYS = {
     "checkpoint.keep": "checkpoint.keep_last",
     "checkpoint.keep_every": "checkpoint.keep_every_n_steps",

@@ -28,7 +28,7 @@ def import_plugins(modules: Sequence[str]) -> list[ConfigIssue]:
             with contextlib.redirect_stdout(sys.stderr):
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:  # a user's module may fail in any way
-            problems.append(ConfigIssue("plugins", _reason(name, error), name))
+            problems.append(_import_failure(name, error))
     return problems
 
 
@@ -69,9 +69,13 @@ def import_callable(
     try:
         builder = import_target(target)
     except Exception as error:  # a user's module may fail in any way
-        what = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
-        message = f"{what}{error}; write package.module:name, importable from where you start"
-        raise ConfigError([ConfigIssue(key, message, target)]) from error
+        from axonlaunch.system.frame_origin import place_in_user_code
+
+        then = "write package.module:name, importable from where you start"
+        issue = ConfigIssue(key, f"{error}; {then}", target)
+        if place_in_user_code(error):  # the module was found, and fails
+            issue = ConfigIssue.of_failure(key, "importing it", error, target)
+        raise ConfigError([issue]) from error
     if not callable(builder):
         message = f"is {type(builder).__name__}, not a class or function"
         raise ConfigError([ConfigIssue(key, message, target)])
@@ -101,7 +105,8 @@ def _check_arguments(
         raise ConfigError([ConfigIssue(key, message, target)]) from error
 
 
-def _reason(name: str, error: BaseException) -> str:
+def _import_failure(name: str, error: BaseException) -> ConfigIssue:
     if isinstance(error, ModuleNotFoundError) and error.name == name.partition(":")[0]:
-        return f"there is no module {name}; looked in {Path.cwd()} and the installed packages"
-    return f"importing {name} failed with {type(error).__name__}: {error}"
+        message = f"there is no module {name}; looked in {Path.cwd()} and the installed packages"
+        return ConfigIssue("plugins", message, name)
+    return ConfigIssue.of_failure("plugins", f"importing {name}", error, name)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from axonlaunch.config.did_you_mean import unknown
+from axonlaunch.config.errors import failure_text
 from axonlaunch.system.targets import load_target
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Entry(Generic[F]):
         config: Dataclass with a field ``name`` that types its group of the configuration.
         facts: What others must know of it and can't ask the target.
         needs: What has to be installed for it.
+        arguments: Keywords that ``arguments`` of the group may have; None: any.
     """
 
     target: Any
@@ -75,6 +77,7 @@ class Entry(Generic[F]):
     config: type | None = None
     facts: F | None = None
     needs: Needs | None = None
+    arguments: tuple[str, ...] | None = None
 
 
 class Registry(Generic[_T, F]):
@@ -114,8 +117,17 @@ class Registry(Generic[_T, F]):
         summary: str,
         config: type | None = None,
         facts: F | None = None,
+        arguments: tuple[str, ...] | None = None,
     ) -> None:
         """List a thing under a name.
+
+        Args:
+            name: As configurations choose it.
+            target: The thing, or ``"module:attribute"``, imported on first use.
+            summary: One line for ``axonlaunch ls``.
+            config: Dataclass that types its group; None: ``free_config``.
+            facts: What others must know of it.
+            arguments: Keywords that ``arguments`` of a ``free_config`` may have; None: any.
 
         Raises:
             ValueError: The name is taken by something else.
@@ -123,7 +135,9 @@ class Registry(Generic[_T, F]):
         known = self._entries.get(name)
         if known is not None and known.target != target:
             raise ValueError(f"{self.kind} {name!r} is registered already ({known.summary})")
-        self._entries[name] = Entry(target, summary, config or self.free_config, facts)
+        self._entries[name] = Entry(
+            target, summary, config or self.free_config, facts, arguments=arguments
+        )
 
     def register(
         self,
@@ -133,6 +147,7 @@ class Registry(Generic[_T, F]):
         facts: F | None = None,
         summary: str | None = None,
         make_target: Callable[[Callable[..., Any]], Any] | None = None,
+        passed: int = 0,
     ) -> Callable[[B], B]:
         """Return the decorator that lists a class or a function under a name.
 
@@ -145,6 +160,7 @@ class Registry(Generic[_T, F]):
             facts: What others must know of it.
             summary: One line for ``axonlaunch ls``; None: the docstring's first.
             make_target: From what takes a configuration to what is listed; None: itself.
+            passed: How many parameters of what is decorated come first and are no arguments.
 
         Raises:
             ValueError: The configuration is no dataclass with a name; when decorating, that the
@@ -157,7 +173,9 @@ class Registry(Generic[_T, F]):
             target: Any = make_target(takes_config) if make_target else takes_config
             described = summary or inspect.getdoc(builder) or f"from {builder.__module__}"
             line = described.splitlines()[0]
-            self.add(name, target, summary=line, config=config, facts=facts)
+            is_free = config in (None, self.free_config)
+            arguments = keywords_of(builder, passed=passed) if is_free else None
+            self.add(name, target, summary=line, config=config, facts=facts, arguments=arguments)
             return builder
 
         return register
@@ -284,13 +302,25 @@ class Registry(Generic[_T, F]):
             with contextlib.redirect_stdout(sys.stderr):
                 points[0].load()
         except (Exception, SystemExit) as error:  # someone else's package may fail in any way
-            reason = f"importing it failed with {type(error).__name__}: {error}"
+            reason = f"importing it failed with {failure_text(error)}"
             raise EntryPointError(f"it is offered by {offered}; {reason}") from error
         if name not in self._entries:
             raise EntryPointError(
                 f"it is offered by {offered}, which registers no {self.kind} {name!r}; "
                 f'decorate it with @register_{self.kind}("{name}")'
             )
+
+
+def keywords_of(builder: Callable[..., Any], *, passed: int = 0) -> tuple[str, ...] | None:
+    """Return the keywords that a function or class takes, but for the first ones; None: any."""
+    try:
+        parameters = [*inspect.signature(builder).parameters.values()]
+    except (ValueError, TypeError):
+        return None  # some of what is written in C has no signature
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return None
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(p.name for p in parameters[passed:] if p.kind in named)
 
 
 def _with_arguments(builder: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -38,7 +38,13 @@ class ScheduleRule:
         return degree * stages_per_rank if self.two_way else degree
 
     def fits(self, microbatches: int, *, degree: int, stages_per_rank: int) -> bool:
-        """Say whether the schedule can order so many micro-batches."""
+        """Say whether the schedule can order so many micro-batches.
+
+        Args:
+            microbatches: Of one round.
+            degree: Ranks of the pipeline.
+            stages_per_rank: That each holds.
+        """
         if microbatches < self.least_microbatches(degree=degree, stages_per_rank=stages_per_rank):
             return False
         return not self.in_rounds or microbatches % max(1, microbatches // degree) == 0

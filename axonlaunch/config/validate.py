@@ -144,6 +144,7 @@ class _Walk:
         except EntryPointError as error:
             self._add(f"{key}.name", str(error), name)
             return _default(spec)
+        self._check_arguments(tree, variants, name, key)
         return self.dataclass(tree, schema, key)
 
     def _options(self, tree: Any, variants: Registry[Any, Any], name: str | None, key: str) -> Any:
@@ -151,10 +152,24 @@ class _Walk:
         schema = None if name is None else variants.entry(name).config
         if schema is not None:
             named = {"name": name, **(tree or {})} if isinstance(tree, dict | None) else tree
+            self._check_arguments(named, variants, name, key)
             return self.dataclass(named, schema, key)
         if tree:
             self._add(key, f"{plain(name)} has no options; remove this setting", tree)
         return None
+
+    def _check_arguments(
+        self, tree: Any, variants: Registry[Any, Any], name: str | None, key: str
+    ) -> None:
+        """Refuse arguments that what is registered without a dataclass does not take."""
+        known = None if name is None else variants.entry(name).arguments
+        arguments = tree.get("arguments") if isinstance(tree, dict) else None
+        if known is None or not isinstance(arguments, dict):
+            return
+        for argument, value in arguments.items():
+            if argument not in known:
+                message = unknown("argument", str(argument), known)
+                self._add(f"{key}.arguments.{argument}", message, value)
 
     def _each(self, tree: Any, variants: Registry[Any, Any], key: str) -> list[Any]:
         """Type a list of which each item is a name, a group with one, or a group with a target."""
@@ -197,6 +212,11 @@ def _check_name(value: Any, registry: Registry[Any, Any] | None) -> None:
     if registry is None or value is None:
         return
     if value not in registry:
+        if not registry.names():
+            raise Rejected(
+                f"no {registry.kind} is registered; register yours and name its module in "
+                "plugins, or use null"
+            )
         close = nearest(value, registry.names())
         meant = f"did you mean {close}? " if close else ""
         raise Rejected(f"{meant}use {one_of(registry.names())}; or null")

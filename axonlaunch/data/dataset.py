@@ -45,7 +45,13 @@ class Batch:
         targets: npt.NDArray[Any],
         positions: npt.NDArray[np.int64] | None = None,
     ) -> Batch:
-        """Wrap arrays without a copy where their type allows it."""
+        """Wrap arrays without a copy where their type allows it.
+
+        Args:
+            inputs: Tokens [B, T] int64, or images [B, C, H, W] float32.
+            targets: [B, T] or [B], of any type of integers; those of others are copied to int64.
+            positions: [B, T], of each token in its document; None: a row is one sequence.
+        """
         import torch  # here, so that datasets can be made and checked without torch
 
         return cls(
@@ -55,7 +61,7 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        """Copy to page-locked memory, from which copies to an accelerator overlap with work."""
+        """Return a copy in page-locked memory, from which copies to a GPU overlap with work."""
         return self.map(lambda tensor: tensor.pin_memory())
 
     def __len__(self) -> int:
@@ -69,7 +75,7 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """How many there are."""
+        """How many samples there are, B."""
         return len(self)
 
     @property
@@ -79,7 +85,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of all its tensors together."""
         return sum(tensor.nbytes for tensor in self.whole.values())
 
     def forward_arguments(self, forward: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -88,7 +94,7 @@ class Batch:
         return [self.inputs], {} if self.positions is None else {"positions": self.positions}
 
     def micro_batches(self, size: int) -> Iterator[Batch]:
-        """Yield so many samples at a time."""
+        """Yield ``size`` samples at a time, as views; the last may have fewer."""
         for start in range(0, len(self), size):
             yield self.rows(start, start + size)
 
@@ -98,17 +104,22 @@ class Batch:
         return self
 
     def uncounted(self, first: int) -> Batch:
-        """Return the same with nothing to count from a row on."""
+        """Return the same, whose targets from row ``first`` on are ``IGNORE_INDEX``."""
         targets = self.targets.clone()
         targets[first:] = IGNORE_INDEX
         return replace(self, targets=targets)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Return some of the samples."""
+        """Return the samples ``start`` to ``stop - 1``, as views."""
         return self.map(lambda tensor: tensor[start:stop])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Return a batch of what a function makes of each tensor."""
+        """Return a batch of what a function makes of each tensor.
+
+        Args:
+            function: Called with inputs, targets and, where there are some, positions; what it
+                returns has the same first dim, B.
+        """
         positions = None if self.positions is None else function(self.positions)
         return Batch(function(self.inputs), function(self.targets), positions)
 
@@ -182,9 +193,17 @@ class NoText:
     is_text = False
 
     def encode(self, text: str) -> list[int]:
-        """Refuse."""
+        """Refuse.
+
+        Raises:
+            NotImplementedError: Always; ``is_text`` says so before.
+        """
         raise NotImplementedError(f"{type(self).__name__} knows no text")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Refuse."""
+        """Refuse.
+
+        Raises:
+            NotImplementedError: Always; ``is_text`` says so before.
+        """
         raise NotImplementedError(f"{type(self).__name__} knows no text")

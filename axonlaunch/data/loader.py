@@ -219,7 +219,16 @@ class StreamLoader(Loader):
 def order_of(
     dataset: Dataset, positions: npt.NDArray[np.int64], *, seed: int
 ) -> npt.NDArray[np.int64]:
-    """Return which of a dataset's samples stands at each global sample index."""
+    """Return which of a dataset's samples stands at each global sample index.
+
+    Args:
+        dataset: A dataset by index.
+        positions: [n] int64, counted from the run's first sample, through all epochs.
+        seed: Of the shuffle.
+
+    Returns:
+        [n] int64, each in [0, ``num_samples``).
+    """
     own = getattr(dataset, "order", None)  # of one that is not known to its end
     if own is not None:
         ordered: npt.NDArray[np.int64] = own(positions, seed=seed)

@@ -24,7 +24,7 @@ from axonlaunch.data.text_rows import TextRows
 from axonlaunch.data.tokenizer import Tokenizer
 
 _PASS_KEY = 2
-"""Tells the order of rows in a pass over a source apart from other orders."""
+"""Distinguishes the order of rows in a pass over a source from other orders."""
 
 
 def build_text(config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> AnyText:

@@ -37,7 +37,7 @@ from axonlaunch.system.files import replace_text
 from axonlaunch.system.formatting import size
 
 _SHARDS_KEY, _ROWS_KEY = 3, 4
-"""Tell the order of shards, and of the rows in them, apart from other orders."""
+"""Distinguish the order of shards, and of the rows in them, from other orders."""
 _OPEN = 4
 """Shards whose rows are at hand; others are mapped again when they are needed."""
 

@@ -26,7 +26,7 @@ def dataset_indices(positions: Indices, *, num_samples: int, seed: int, split: i
             of the second epoch, which is shuffled again.
         num_samples: Size of the dataset.
         seed: The run's seed.
-        split: Tells apart the orders of several sets of samples under one seed.
+        split: Distinguishes the orders of several sets of samples under one seed.
     """
     epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), num_samples)
     indices = np.empty_like(places)

@@ -310,6 +310,12 @@ def corpus(
 ) -> Corpus:
     """Return the shards of files, made when they are asked for.
 
+    Args:
+        config: How rows become documents, and where the cache is.
+        sources: The files, in order.
+        tokenizer: Of the run; its identity is part of the cache's key.
+        report: Is called now and then while text is tokenised.
+
     Raises:
         ConfigError: The tokenizer can't make documents of their rows.
     """

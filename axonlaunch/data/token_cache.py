@@ -141,7 +141,11 @@ class Corpus:
             yield shard
 
     def shard(self, number: int) -> Shard | None:
-        """Return a shard by its place, None behind the last one; it raises what iterating does."""
+        """Return a shard by its place, made now if it is not in the cache; None behind the last.
+
+        Raises:
+            BadRowsError: Rows of it can't be read, and the configuration does not skip those.
+        """
         while len(self._shards) <= number and self._group < len(self._groups):
             shard = self._next()
             if shard.progress.bad and not self._skip_bad:

@@ -36,7 +36,7 @@ def run_mesh(world: World, layout: Layout, *, cpu_offload: str) -> Mesh:
         keep = ("dp_shard",)
     elif layout.facts.shards_optimizer:
         keep = ("dp_replicate",)
-    # Stages tell each other the shapes of what they pass in an evaluation. A variant of somebody
+    # Stages send each other the shapes of what they pass in an evaluation. A variant of somebody
     # else's may average states that its optimizer keeps on the host.
     with_host = ["pp"]
     if layout.facts.shards_parameters and cpu_offload != "none":

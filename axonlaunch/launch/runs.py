@@ -318,7 +318,10 @@ def _all(runs: Sequence[tuple[list[str], Callable[[], RunConfig]]]) -> list[RunC
             if len(runs) == 1:
                 raise
             where = sweep.written(overrides)
-            problems += [ConfigIssue("", f"{where}: {problem}") for problem in error.problems]
+            problems += [
+                dataclasses.replace(problem, key="", message=f"{where}: {problem}")
+                for problem in error.problems
+            ]
     if problems:
         raise ConfigError(problems)
     return made

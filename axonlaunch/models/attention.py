@@ -201,7 +201,17 @@ class Attention(nn.Module):
         return output
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Mix values [B, heads, T, head_dim] by queries and keys; engines may put another here."""
+        """Mix values by queries and keys; engines may put another function here.
+
+        Args:
+            q: Queries [B, heads, T, head_dim].
+            k: Keys [B, key_value_heads, T, head_dim]; their number divides that of ``q``.
+            v: Values, as ``k``.
+            mask: [B, 1, T, T] bool, where a query may see a key; None: causal, if the model is.
+
+        Returns:
+            [B, heads, T, head_dim].
+        """
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and refuses_groups(q, mask):
             k, v = (heads.repeat_interleave(groups, dim=1) for heads in (k, v))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
+from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.spec import BlockFlow, Dim, ModelOutputs
 
@@ -104,7 +104,7 @@ class _Run:
         Raises:
             _ImpassableError: More than hidden states passes from block to block.
         """
-        with tensors_without_bytes():
+        with fake_tensor_mode():
             materialize(self._model, device="cpu")
             for name, parameter in self._model.named_parameters(remove_duplicate=False):
                 self._watch.parameters.setdefault(_storage(parameter), []).append(name)

@@ -112,7 +112,16 @@ def _fill_adapters(module: nn.Module, *, seed: int) -> None:
 def initialize_weights(
     module: nn.Module, config: Any, *, seed: int, device: torch.device | str
 ) -> None:
-    """Move what ``construct`` built, sharded by now or not, to its device with initial weights."""
+    """Move what ``construct`` built, sharded by now or not, to its device with initial weights.
+
+    A module that starts itself has its weights and is only moved.
+
+    Args:
+        module: The whole one, or what an engine made of it; parameters may be DTensors on meta.
+        config: Of the run, or of its model alone.
+        seed: From which any layout draws the same weights.
+        device: Where parameters and buffers are afterwards.
+    """
     spec = spec_for(config)
     if spec.initializers is None:
         module.to(device)

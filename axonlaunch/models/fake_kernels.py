@@ -1,4 +1,4 @@
-"""Operations whose kernel for tensors without bytes refuses what their kernel for a device takes.
+"""Operations whose kernel for fake tensors refuses what their kernel for a device takes.
 
 What is private to torch is here alone; ``tests/planning/test_fake_tensor_cache.py`` holds it.
 """

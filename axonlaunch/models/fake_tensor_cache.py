@@ -1,4 +1,4 @@
-"""torch's tensors without bytes, and a memory of which operation makes which of them.
+"""torch's fake tensors, and a memory of which operation makes which of them.
 
 A step does in each block and micro-batch what it did in the one before. torch's own cache of that
 spends most of its time on keys; this one asks for what decides the result and nothing else. What is
@@ -57,7 +57,7 @@ _repeatable: dict[Any, bool] = {}
 
 
 def with_tensor_values() -> AbstractContextManager[Any]:
-    """Return a context in which tensors have bytes again, inside that of ``tensors_without_bytes``.
+    """Return a context in which tensors have bytes again, inside that of ``fake_tensor_mode``.
 
     No other mode follows what is done in it either.
     """
@@ -65,7 +65,7 @@ def with_tensor_values() -> AbstractContextManager[Any]:
     return modes
 
 
-def tensors_without_bytes() -> FakeTensorMode:
+def fake_tensor_mode() -> FakeTensorMode:
     """Return torch's fake mode, which takes tensors with values too, with a memory.
 
     It is of torch's very type, by which operators that run others find their rules.

@@ -126,7 +126,17 @@ def initialize(module: nn.Module, *, seed: int, initializers: Mapping[str, Initi
 
 @torch.no_grad()
 def fill(parameter: Tensor, initializer: Initializer, *, seed: int, name: str) -> None:
-    """Fill what this rank holds of one parameter, in place."""
+    """Fill what this rank holds of one parameter, in place.
+
+    The values are those that any layout would give it: they follow from the seed, the name and the
+    place in the whole parameter alone.
+
+    Args:
+        parameter: Whole, or a DTensor, whose local part is filled.
+        initializer: How it starts.
+        seed: The run's.
+        name: Of the parameter in the whole model.
+    """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() == 0:
         return

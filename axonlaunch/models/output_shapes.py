@@ -1,4 +1,4 @@
-"""Shapes of what each module of a whole model returns, found on tensors without bytes."""
+"""Shapes of what each module of a whole model returns, found on fake tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
+from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.output_regions import first_floating
 
@@ -58,7 +58,7 @@ def output_shapes(model: nn.Module, sample: Tensor) -> dict[str, OutputShape]:
 
     silence_fake_tensors()
     try:
-        with torch.no_grad(), tensors_without_bytes():
+        with torch.no_grad(), fake_tensor_mode():
             materialize(model, device="cpu")
             for name, module in model.named_modules():
                 module.register_forward_hook(noting(name))

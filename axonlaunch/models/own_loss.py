@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from axonlaunch.config.losses import LOSSES
+from axonlaunch.config.registry import keywords_of
 from axonlaunch.config.schema import TrainConfig
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def register_loss(
             return OwnLoss(total, count)
 
         described = summary or (loss.__doc__ or f"from {loss.__module__}").splitlines()[0]
-        LOSSES.add(name, with_options, summary=described, config=config)
+        arguments = None if config else keywords_of(loss, passed=2)
+        LOSSES.add(name, with_options, summary=described, config=config, arguments=arguments)
         return loss
 
     return register

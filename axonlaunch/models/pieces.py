@@ -97,7 +97,14 @@ class Laid:
     def read(
         self, read: Read, offsets: Sequence[int], lengths: Sequence[int], into: Tensor
     ) -> None:
-        """Fill a tensor with a region of this one, a piece at a time."""
+        """Fill a tensor with a region of this one, a piece at a time.
+
+        Args:
+            read: Reads a region of a source, by its name.
+            offsets: First index of the region in each dim.
+            lengths: How many it has of each.
+            into: [*lengths]; written in place.
+        """
         for piece in self.pieces:
             if (inside := piece.within(offsets, lengths)) is not None:
                 spot = tuple(slice(a, a + n) for a, n in zip(inside.at, inside.shape, strict=True))

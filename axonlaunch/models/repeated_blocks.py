@@ -48,7 +48,7 @@ def representative(
 
 
 def looks(block: nn.Module, index_names: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return what tells a block from others without running it: modules, shapes, settings."""
+    """Return what distinguishes a block without running it: modules, shapes, settings."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     settings = [
         (name, key, value)

@@ -251,13 +251,13 @@ def remedied(config: RunConfig, estimate: Estimate) -> Generator[Remedy, None, S
     import_plugins(config.plugins)
     assert config.hardware is not None
     assert config.hardware.memory_bytes is not None
-    room = config.hardware.memory_bytes / (1 + config.estimate.margin)
+    limit = config.hardware.memory_bytes / (1 + config.estimate.margin)
 
     def estimated(changed: RunConfig) -> Estimate | None:
         cached = estimate_cache.read_estimate(changed)
         if cached is None:
             cached = memory_estimate.estimate_fitting(
-                resolve_anywhere(changed), memory=room, until=began + SEARCH_S
+                resolve_anywhere(changed), memory=limit, until=began + SEARCH_S
             )
             if cached is not None:
                 estimate_cache.write_estimate(changed, cached)
@@ -266,7 +266,7 @@ def remedied(config: RunConfig, estimate: Estimate) -> Generator[Remedy, None, S
     untried = yield from remedies.search_changes(
         config,
         estimate,
-        memory=room,
+        memory=limit,
         formula=Formulas.of(config).process_bytes,
         estimate=estimated,
         is_over=lambda: time.monotonic() >= began + SEARCH_S,

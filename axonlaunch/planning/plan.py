@@ -99,18 +99,27 @@ def search(config: RunConfig, devices: int, overridden: Sequence[str], wanted: i
     """Search, in a process forked from the server.
 
     Raises:
-        ConfigError: No layout fits, or it can't be estimated.
+        ConfigError: No layout fits, it can't be estimated, or its model or data can't be made.
     """
+    from axonlaunch.models.build import spec_for
     from axonlaunch.planning.search import candidates, search
-    from axonlaunch.preflight.checks import resolve_anywhere
+    from axonlaunch.preflight.checks import build_on_meta, resolve_anywhere
+    from axonlaunch.preflight.dataset import described_dataset
 
     forkserver.lead_group()  # it forks a process for each trace
     import_plugins(config.plugins)
     values = configuration.flatten(config)
     fixed = {key: values[key] for key in candidates.SEARCHED if key in overridden}
-    return search.search_layouts(
-        config, devices=devices, fixed=fixed, check=resolve_anywhere, wanted=wanted
-    )
+    try:
+        return search.search_layouts(
+            config, devices=devices, fixed=fixed, check=resolve_anywhere, wanted=wanted
+        )
+    except Exception as error:
+        # Where a model or data can't be made, say so, rather than what became of it in a trace.
+        build_on_meta(config, spec_for(config))
+        if issues := described_dataset(config)[1]:
+            raise ConfigError(issues) from error
+        raise
 
 
 def experiment(overrides: Sequence[str], layout: Sequence[str]) -> str:
@@ -124,8 +133,8 @@ def experiment(overrides: Sequence[str], layout: Sequence[str]) -> str:
 
     groups: list[dict[str, str]] = []
     values: dict[str, Any] = {}
-    for word in [*overrides, *layout]:
-        key, _, text = word.lstrip("+").partition("=")
+    for override in [*overrides, *layout]:
+        key, _, text = override.lstrip("+").partition("=")
         if key in GROUPS:
             groups.append({f"override /{key}": text})
             continue

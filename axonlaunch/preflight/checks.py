@@ -1,6 +1,6 @@
 """Every check of a configuration that needs torch, the model or the data, but no rank.
 
-It gathers problems; each room knows its own. It runs in a process of its own, before any rank.
+It gathers problems; each package knows its own. It runs in a process of its own, before any rank.
 """
 
 from __future__ import annotations
@@ -221,6 +221,23 @@ def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("model.attention", message, "flex")
 
 
+def build_on_meta(config: RunConfig, spec: ModelSpec) -> nn.Module:
+    """Build a run's model without storage.
+
+    Raises:
+        ConfigError: Its builder fails, or what it built has not the blocks that ``spec`` names.
+    """
+    try:
+        model = on_meta(config, seed=config.seed)
+        spec.blocks(model)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's own builder may fail in any way
+        issue = ConfigIssue.of_failure("model", "building it", error, config.model.name)
+        raise ConfigError([issue]) from error
+    return model
+
+
 def _model(
     config: RunConfig,
 ) -> tuple[ModelSpec | None, nn.Module | None, list[ConfigIssue]]:
@@ -228,13 +245,9 @@ def _model(
     spec = None
     try:
         spec = spec_for(config)
-        model = on_meta(config, seed=config.seed)
-        spec.blocks(model)
+        model = build_on_meta(config, spec)
     except ConfigError as error:
         return spec, None, error.problems
-    except (Exception, SystemExit) as error:  # a user's own builder may fail in any way
-        message = f"building it failed with {type(error).__name__}: {error}"
-        return spec, None, [ConfigIssue("model", message, config.model.name)]
     issues = list(find_adapter_problems(config, spec, model))
     if issues := [*issues, *frozen_problems(model, config.train)]:
         return spec, None, issues

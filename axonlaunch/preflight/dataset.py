@@ -39,8 +39,13 @@ def make_dataset(config: RunConfig, report: OnProgress) -> tuple[Dataset | None,
         return data.build_dataset(config.data, config.tokenizer, report=report), []
     except ConfigError as error:
         return None, error.problems
-    except (ValueError, OSError, ImportError) as error:
-        return None, [ConfigIssue("data", str(error), config.data.name)]
+    except Exception as error:
+        name = config.data.name
+        if name == "custom" or not DATASETS.is_included(name):  # it may fail in any way
+            return None, [ConfigIssue.of_failure("data", "making it", error, name)]
+        if not isinstance(error, ValueError | OSError | ImportError):
+            raise
+        return None, [ConfigIssue("data", str(error), name)]
 
 
 def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:

@@ -18,9 +18,9 @@ from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.engines.pipeline.split import ends_of
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.tensor.plan_checks import plan_issues
-from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
-from axonlaunch.preflight.checks import fetch_model
+from axonlaunch.preflight.checks import build_on_meta, fetch_model
 from axonlaunch.preflight.parallelism import (
     context_problems,
     pipeline_problems,
@@ -89,7 +89,7 @@ def inspect(config: RunConfig) -> Inspection:
     if problems := fetch_model(config, here=False):
         raise ConfigError(problems)
     spec = spec_for(config)
-    model = on_meta(config, seed=config.seed)
+    model = build_on_meta(config, spec)
     blocks = spec.blocks(model)
     kinds = [type(block).__name__ for block in blocks.values()]
     first, last = ends_of(spec)

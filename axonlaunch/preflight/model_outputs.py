@@ -1,4 +1,4 @@
-"""What a model makes of one micro-batch, found on tensors without bytes, before there is a rank.
+"""What a model makes of one micro-batch, found on fake tensors, before there is a rank.
 
 It is for models of others: what ours return follows from their configuration. What can't be run so
 is not judged; an estimate or the rank itself reports it, with its place in the code.
@@ -24,7 +24,7 @@ from axonlaunch.config import ConfigIssue
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.engines.tensor.after_head import LogitsUsedError
 from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
-from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
+from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelOutputs, ModelSpec, not_a_tensor
@@ -116,7 +116,7 @@ def _forward(model: nn.Module, sample: Tensor, *, head: str | None = None) -> _F
     silence_fake_tensors()
     try:
         model = copy.deepcopy(model)
-        with _unheard(), torch.no_grad(), tensors_without_bytes():
+        with _unheard(), torch.no_grad(), fake_tensor_mode():
             materialize(model, device="cpu")
             inputs = torch.empty((_SAMPLES, *sample.shape), dtype=sample.dtype)
             if head is not None:

@@ -58,16 +58,16 @@ def first_batch(dataset: Dataset, *, size: int) -> CollatedSamples:
     try:
         samples = _first(dataset, size)
     except Exception as error:  # somebody's own code may fail in any way
-        message = f"reading its first sample failed with {type(error).__name__}: {error}"
-        raise ConfigError([ConfigIssue("data", message)]) from error
+        issue = ConfigIssue.of_failure("data", "reading its first sample", error)
+        raise ConfigError([issue]) from error
     if not len(samples):
         raise ConfigError([ConfigIssue("data", "the dataset is empty: it gives no sample")])
     try:
         [batch] = samples.micro_batches(size)
     except Exception as error:
-        message = f"making a batch of its samples failed with {type(error).__name__}: {error}; "
-        message += "give it a collate function that takes a list of them"
-        raise ConfigError([ConfigIssue("data", message)]) from error
+        then = "give it a collate function that takes a list of them"
+        issue = ConfigIssue.of_failure("data", "making a batch of its samples", error, then=then)
+        raise ConfigError([issue]) from error
     return batch
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sysconfig
+import traceback
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -33,3 +34,21 @@ def frame_owner(file: str) -> Owner:
     if made or (file.startswith(_PYTHONS) and not _PACKAGES.search(file)):
         return "python"
     return "user"
+
+
+def place_in_user_code(error: BaseException) -> str:
+    """Return where a user's code raised an error, or called what did: `` (FILE:LINE)``.
+
+    The innermost frame of a user's own file goes before one of an installed package: where
+    ``build`` of ``models.py`` calls a library that fails, the line in ``models.py`` is shown.
+
+    Returns:
+        Text to append to a message; empty where the stack has no frame of a user's.
+    """
+    files = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    users = [(file, line) for file, line in files if frame_owner(file) == "user"]
+    own = [(file, line) for file, line in users if not _PACKAGES.search(file)]
+    if not users:
+        return ""
+    file, line = (own or users)[-1]
+    return f" ({file}:{line})"

@@ -38,7 +38,7 @@ class Draw:
     Attributes:
         step: From 1.
         module: Inside of which.
-        value: Equal for what is equal; empty for a mask too small to tell.
+        value: Equal for what is equal; empty for a mask too small to compare.
         rank: Whose.
         is_again: Whether it was drawn outside of a forward, in backward: recomputing.
     """

@@ -111,15 +111,15 @@ def judge_resuming(peer: Peer, python: Path, *, patience_s: float) -> dict[str, 
         saved, copies = folder / "saved", {}
         saved.mkdir()
         whole, _ = run("whole", Job())[2], run("first", Job(steps=4, save=saved))
-        for number, kind in enumerate(("fewer", "damaged")):  # no name may be taken for a report
+        for number, kind in enumerate(("fewer", "corrupt")):  # no name may be taken for a report
             copies[kind] = shutil.copytree(saved, folder / f"copy-{number}")
-        _flip(copies["damaged"])
+        _flip(copies["corrupt"])
         status, output, loss = run("again", Job(ranks=1, load=copies["fewer"]))
         is_same = loss is not None and whole is not None and abs(loss - whole) < 1e-3 * whole
         fewer = "works" if is_same else "silently wrong"
         if status != 0:
             fewer = outcome(status, output, ("rank|world",))
-        status, text, loss = run("flipped", Job(load=copies["damaged"]))
+        status, text, loss = run("flipped", Job(load=copies["corrupt"]))
         names = (r"corrupt|damaged|checksum|crc|hash",)
         return {
             "resuming on 1 rank what 2 saved": (fewer, output),

@@ -82,7 +82,7 @@ def express(row: dict[str, Any]) -> Row:
     """Return a row as a run.
 
     Raises:
-        NotExpressedError: It is none of ours, or it does not say enough.
+        NotExpressedError: It is not in the catalog, or it does not say enough.
     """
     measured = _measured(row)
     hardware, option = _hardware(row)

@@ -1,5 +1,6 @@
-"""What a run writes for its report: microseconds of a logged step, bytes a step and rank, and what
-watching the ranks takes, in CPU time; beside a step of the small workload.
+"""What a run writes for its report: microseconds of a logged step, bytes per step and rank.
+
+And what watching the ranks takes, in CPU time; beside a step of the small workload.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def main() -> None:
     step, share = step_s(), watching()
     print(f"a step {step * 1e3:.1f} ms, sampling {share:.2%} of a core")
     columns = f"{'ranks':>6}{'a logged step':>16}{'of a step':>12}{'with sampling':>15}"
-    print(f"{columns}{'bytes a rank':>14}")
+    print(f"{columns}{'bytes per rank':>14}")
     for ranks in args.ranks:
         seconds, size = writing(ranks)
         of_step = seconds / args.log_every / step

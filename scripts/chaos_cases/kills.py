@@ -181,7 +181,7 @@ def _is(pid: int, victim: str) -> bool:
         arguments = Path(f"/proc/{pid}/cmdline").read_text()
         parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
         module = {"fork server": "forkserver", "resource tracker": "resource_tracker"}[victim]
-        # What the server forked has its words, and not its parent.
+        # What the server forked has its arguments, and not its parent.
         above = Path(f"/proc/{parent}/cmdline").read_text()
     except OSError:
         return False

@@ -31,7 +31,7 @@ from launchers import NodeNamespaces, node_namespaces
 
 STRATEGY = "fsdp"
 # A node whose messages are overwritten is waited for so long, and named meanwhile.
-WORDS = [*COMMON, *STRATEGIES[STRATEGY], "launch.timeout_s=60"]
+OVERRIDES = [*COMMON, *STRATEGIES[STRATEGY], "launch.timeout_s=60"]
 KINDS = [(deed, nodes) for deed in ("noise", "rob", "deface") for nodes in (1, 2)]
 """What the stranger does x over how many nodes the run is."""
 
@@ -56,13 +56,13 @@ def run(lab: Lab, seed: int, log: Log) -> None:
         check_complete(command, expected)
     else:
         log("it ended and said why")
-        complete(lab.quick(folder), WORDS, expected)
+        complete(lab.quick(folder), OVERRIDES, expected)
 
 
 def _train(made: NodeNamespaces, nodes: int) -> list[Ended]:
     if nodes == 1:
-        return [end(made.command(0).start("train", *WORDS))]
-    overrides = [word for word in WORDS if not word.startswith("launch.nproc")]
+        return [end(made.command(0).start("train", *OVERRIDES))]
+    overrides = [word for word in OVERRIDES if not word.startswith("launch.nproc")]
     return [end(process) for process in made.start(*overrides, nproc=1)]
 
 

@@ -28,7 +28,7 @@ from lab import (
 from launchers import logged, needs
 
 STRATEGY = "fsdp"
-WORDS = [*COMMON, *STRATEGIES[STRATEGY]]
+OVERRIDES = [*COMMON, *STRATEGIES[STRATEGY]]
 
 
 def full_at_the_start(lab: Lab, chance: random.Random, log: Log) -> None:
@@ -36,14 +36,16 @@ def full_at_the_start(lab: Lab, chance: random.Random, log: Log) -> None:
     with _disk(lab) as command:
         leave = chance.choice([0, 0, 1, 4]) * 4096
         _fill(command, log, leave=leave)
-        _judge(command, end(command.start("train", *WORDS)), "No space left on device", "MiB free")
+        _judge(
+            command, end(command.start("train", *OVERRIDES)), "No space left on device", "MiB free"
+        )
         _empty_again(lab, command)
 
 
 def full_while_running(lab: Lab, chance: random.Random, log: Log) -> None:
     """The disk fills while a run logs and saves."""
     with _disk(lab) as command:
-        process = command.start("train", *WORDS)
+        process = command.start("train", *OVERRIDES)
         logged(command.folder / "runs/run/metrics.jsonl", chance.randint(1, 12), seconds=90)
         _fill(command, log, leave=chance.choice([0, 0, 1, 4, 16, 64]) * 4096)
         _judge(command, end(process), "No space left on device", "MiB free")
@@ -57,8 +59,8 @@ def files_too_large(lab: Lab, chance: random.Random, log: Log) -> None:
     log(f"ulimit -f {size} bytes", fault=True)
     folder = lab.new("fsize")
     limited = plain(folder, "prlimit", f"--fsize={size}:{size}")
-    _judge(limited, end(limited.start("train", *WORDS)), "File too large")
-    complete(plain(folder), WORDS, lab.losses(STRATEGY))
+    _judge(limited, end(limited.start("train", *OVERRIDES)), "File too large")
+    complete(plain(folder), OVERRIDES, lab.losses(STRATEGY))
 
 
 def too_few_files(lab: Lab, chance: random.Random, log: Log) -> None:
@@ -68,15 +70,15 @@ def too_few_files(lab: Lab, chance: random.Random, log: Log) -> None:
     log(f"ulimit -n {files}", fault=True)
     folder = lab.new("nofile")
     limited = plain(folder, "prlimit", f"--nofile={files}:{files}")
-    _judge(limited, end(limited.start("train", *WORDS)), "oo many open files")
-    complete(plain(folder), WORDS, lab.losses(STRATEGY))
+    _judge(limited, end(limited.start("train", *OVERRIDES)), "oo many open files")
+    complete(plain(folder), OVERRIDES, lab.losses(STRATEGY))
 
 
 def run_folder_is_gone(lab: Lab, chance: random.Random, log: Log) -> None:
     """The run folder, or a part of it, is deleted under the run."""
     part = chance.choice(["", "checkpoints", "logs"])
     command = plain(lab.new("gone"))
-    process = command.start("train", *WORDS)
+    process = command.start("train", *OVERRIDES)
     logged(command.folder / "runs/run/metrics.jsonl", chance.randint(1, 12), seconds=90)
     log(f"removed runs/run/{part}", fault=True)
     shutil.rmtree(command.folder / "runs/run" / part, ignore_errors=True)
@@ -99,7 +101,7 @@ def checkpoints_are_denied(lab: Lab, _: random.Random, log: Log) -> None:
     # Root that may not pass over rights any more: another user might not reach this interpreter.
     rights = "--bounding-set=-dac_override,-dac_read_search"
     denied = plain(command.folder, "setpriv", rights)
-    ended = end(denied.start("train", *WORDS))
+    ended = end(denied.start("train", *OVERRIDES))
     _judge(denied, ended, "Permission denied")
     assert ended.status == 2, f"exit status {ended.status}: {ended.text[-1500:]}"
     assert steps_logged(command) == before, "metrics.jsonl was changed"
@@ -149,7 +151,7 @@ def _empty_again(lab: Lab, command: Command) -> None:
 
 
 def _complete(lab: Lab, command: Command) -> None:
-    complete(lab.quick(command.folder), WORDS, lab.losses(STRATEGY))
+    complete(lab.quick(command.folder), OVERRIDES, lab.losses(STRATEGY))
 
 
 def _judge(command: Command, ended: Ended, *reasons: str) -> None:

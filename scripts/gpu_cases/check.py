@@ -308,7 +308,7 @@ def losses_of(
 
 
 def verified(name: str, layout: list[str], device: str, folder: Path) -> table.Row:
-    """Hold a layout, its ranks threads that share the device, beside one process on the CPU."""
+    """Hold a layout, its ranks threads that share the device, vs. a single process on the CPU."""
     asked = ["verify", *layout, f"launch.device={device}", "--json"]
     ran = axonlaunch(asked, folder, dict(os.environ))
     try:

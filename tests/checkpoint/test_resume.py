@@ -17,7 +17,7 @@ from axonlaunch.config import with_values
 from axonlaunch.engines.precision.policy import LossScale
 from axonlaunch.training import worker
 
-WORDS = [
+OVERRIDES = [
     *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
     *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"),
     *("train.eval_batches=0", "train.precision=fp16", "checkpoint.keep_last=9", "launch.nproc=2"),
@@ -36,7 +36,7 @@ def _grows_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(folder: Path, strategy: str, *, steps: int) -> dict[str, Tensor]:
     """Train to a step, from where the folder's run stopped; return all that it then saves."""
     folder.mkdir(exist_ok=True)
-    chosen = run_config([*WORDS, f"strategy={strategy}", f"checkpoint.every={steps}"])
+    chosen = run_config([*OVERRIDES, f"strategy={strategy}", f"checkpoint.every={steps}"])
     there = {"run_dir": str(folder), "train.steps": steps}
     config = with_values(chosen, there)
     World.mock(2).run(lambda world: worker.run(config, world))

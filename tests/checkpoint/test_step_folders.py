@@ -222,5 +222,5 @@ def test_ranks_share_the_reading_of_checksums(three: Path) -> None:
     assert newest is not None
     for name in step_folders.files(newest):
         os.truncate(newest.path / name, 1)
-    damaged = [step_folders.damage(newest, part=part, parts=3) for part in range(3)]
-    assert sorted(name for part in damaged for name in part) == sorted(step_folders.files(newest))
+    corrupted = [step_folders.damage(newest, part=part, parts=3) for part in range(3)]
+    assert sorted(name for part in corrupted for name in part) == sorted(step_folders.files(newest))

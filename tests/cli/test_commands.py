@@ -10,6 +10,7 @@ from command import Served
 from served import Server
 
 from axonlaunch.cli.doctor import _figures
+from axonlaunch.cli.ls import ALIASES, LISTS
 
 COMMANDS = [
     "train",
@@ -49,6 +50,7 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
         (["trian"], "error: No such command 'trian'"),
         (["train", "--fast"], "error: No such option: --fast; options are in --help, and settings"),
         (["ls", "modles"], "error: there is no group 'modles'; did you mean model?"),
+        (["estimate", "--formula"], "error: --formula was renamed; write --analytic instead"),
         (["sample"], "error: Missing argument"),
         (["sample", "nowhere"], "error: nowhere: no run folder"),
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
@@ -79,6 +81,43 @@ def test_programs_get_a_mistake_as_an_object_too(run: Served) -> None:
     usage = run("config", "--fast", "--json", status=2)
     [error] = json.loads(usage.stdout)["errors"]
     assert error["key"] is None
+
+
+@pytest.mark.parametrize(
+    ("singular", "plural"),
+    [
+        ("model", "models"),
+        ("adapter", "adapters"),
+        ("dataset", "datasets"),
+        ("tokenizer", "tokenizers"),
+        ("strategy", "strategies"),
+        ("optimizer", "optimizers"),
+        ("scheduler", "schedulers"),
+        ("launcher", "launchers"),
+        ("logger", "loggers"),
+        ("loss", "losses"),
+        ("experiment", "experiments"),
+    ],
+)
+def test_ls_takes_a_group_in_the_singular_and_in_the_plural(singular: str, plural: str) -> None:
+    assert ALIASES.get(singular) == ALIASES.get(plural, plural) in LISTS
+
+
+def test_ls_takes_a_group_as_overrides_name_it() -> None:
+    assert {ALIASES.get(group, group) for group in LISTS.values()} == {*LISTS}
+
+
+def test_ls_lists_what_a_plugin_registers(run: Served, tmp_path: Path) -> None:
+    (tmp_path / "listed_plugin.py").write_text(
+        "import axonlaunch as ax\n"
+        "@ax.register_logger('lines_of_text')\n"
+        "class Lines(ax.Logger):\n"
+        "    'A line a step.'\n"
+    )
+    listed = json.loads(run("ls", "logger", "--plugin", "listed_plugin", "--json").stdout)
+    assert listed["loggers"]["lines_of_text"] == "A line a step."
+    assert "lines_of_text" not in run("ls", "loggers").stdout
+    assert "no module nowhere" in run("ls", "--plugin", "nowhere", status=2).stderr
 
 
 def test_config_prints_yaml_that_is_the_configuration(run: Served, tmp_path: Path) -> None:

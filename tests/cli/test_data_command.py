@@ -12,7 +12,12 @@ from served import Server
 
 pytest.importorskip("transformers")
 
-WORDS = ["data=chat", "data.files=[train.jsonl]", "data.cache_dir=cache", "data.sequence_length=96"]
+OVERRIDES = [
+    "data=chat",
+    "data.files=[train.jsonl]",
+    "data.cache_dir=cache",
+    "data.sequence_length=96",
+]
 TOKENIZER = "tokenizer.path=tokenizer"
 
 
@@ -30,7 +35,9 @@ def command(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
 
 
 def test_what_counts_is_shown_between_brackets_where_there_is_no_colour(command: Served) -> None:
-    shown = command("data", "show", *WORDS, TOKENIZER, "data.packing=none", "--samples", "1").stdout
+    shown = command(
+        "data", "show", *OVERRIDES, TOKENIZER, "data.packing=none", "--samples", "1"
+    ).stdout
     row, source, *lines = shown.splitlines()
     number = int(row.removeprefix("row "))
     assert source.startswith(f"{command.folder}/train.jsonl, row ")
@@ -48,7 +55,7 @@ def test_what_counts_is_shown_between_brackets_where_there_is_no_colour(command:
 
 
 def test_rows_are_shown_to_programs_token_by_token(command: Served) -> None:
-    overrides = [*WORDS, TOKENIZER, "data.packing=best_fit", "--samples", "2", "--json"]
+    overrides = [*OVERRIDES, TOKENIZER, "data.packing=best_fit", "--samples", "2", "--json"]
     shown = json.loads(command("data", "show", *overrides).stdout)
     assert (shown["documents"], shown["held_out_rows"], len(shown["samples"])) == (50, 1, 2)
     for row in shown["samples"]:
@@ -61,7 +68,7 @@ def test_rows_are_shown_to_programs_token_by_token(command: Served) -> None:
 
 
 def test_what_is_prepared_is_tokenised_once_and_reported(command: Served) -> None:
-    overrides = [*WORDS, TOKENIZER, "data.train_on=all"]
+    overrides = [*OVERRIDES, TOKENIZER, "data.train_on=all"]
     first, again = (
         json.loads(command("data", "prepare", *overrides, "--json").stdout) for _ in range(2)
     )
@@ -79,13 +86,13 @@ def test_what_is_prepared_is_tokenised_once_and_reported(command: Served) -> Non
             ["data=python_source"],
             "data.name=python_source: its rows are not tokenised; use data=documents or chat",
         ),
-        (WORDS, "tokenizer.path: null stands for bytes, which have no chat template; use a "),
+        (OVERRIDES, "tokenizer.path: null stands for bytes, which have no chat template; use a "),
         (
-            [*WORDS, "model.path=nowhere"],
+            [*OVERRIDES, "model.path=nowhere"],
             "tokenizer.path=nowhere: there is no such folder, seen from ",
         ),
         (
-            [*WORDS, TOKENIZER, "data.messages_field=dialog"],
+            [*OVERRIDES, TOKENIZER, "data.messages_field=dialog"],
             "data.files: {folder}/train.jsonl, line 1: has no field dialog; it has prompt, compl",
         ),
     ],

@@ -38,7 +38,7 @@ class Model(nn.Module):
 def build():
     return Model()
 """
-WORDS = {
+OVERRIDES = {
     "check": ["checkpoint", "check", "foreign"],
     "export": ["checkpoint", "export", "foreign", "out"],
     "sample": ["sample", "foreign", "--tokens", "3"],
@@ -88,13 +88,13 @@ def freeze(foreign: Served, **changed: Any) -> Path:
 
 
 @pytest.mark.parametrize("named", NAMED)
-@pytest.mark.parametrize("overrides", WORDS)
+@pytest.mark.parametrize("overrides", OVERRIDES)
 def test_a_foreign_configuration_s_code_does_not_run(
     overrides: str, named: str, foreign: Served
 ) -> None:
     changed, reported = NAMED[named]
     text = freeze(foreign, **changed).read_text()
-    ran = foreign(*WORDS[overrides], status=2)
+    ran = foreign(*OVERRIDES[overrides], status=2)
     [error] = ran.stderr.splitlines()
     key = reported.partition("=")[0].rpartition(".")[2]
     [line] = [n for n, row in enumerate(text.splitlines(), 1) if row.strip().startswith(f"{key}:")]
@@ -105,10 +105,10 @@ def test_a_foreign_configuration_s_code_does_not_run(
     assert not (foreign.folder / "out").exists()
 
 
-@pytest.mark.parametrize("overrides", WORDS)
+@pytest.mark.parametrize("overrides", OVERRIDES)
 def test_it_runs_for_who_trusts_it(overrides: str, foreign: Served) -> None:
     freeze(foreign, plugins=["evil"], model=NAMED["a target"][0]["model"])
-    foreign(*WORDS[overrides], "--trust")
+    foreign(*OVERRIDES[overrides], "--trust")
     assert (foreign.folder / "victim").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -35,6 +36,20 @@ def test_a_page_is_rendered_for_the_terminal(axonlaunch: Served) -> None:
     assert "Corrupt checkpoints" in shown
     assert "## Corrupt" not in shown
     assert "```" not in shown
+
+
+@pytest.mark.parametrize("page", ["extending", "security"])
+def test_tables_of_a_narrow_terminal_break_long_words_and_cut_none(
+    page: str, axonlaunch: Served
+) -> None:
+    assert "…" not in axonlaunch("help", page).stdout
+
+
+def test_drawings_fit_a_terminal_of_80_columns() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    drawings = re.findall(r"^```text\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(drawings) == 2
+    assert max(len(line) for drawing in drawings for line in drawing.splitlines()) <= 78
 
 
 def test_json_has_the_text_of_a_page(axonlaunch: Served) -> None:

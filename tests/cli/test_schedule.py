@@ -1,4 +1,4 @@
-"""``axonlaunch schedule``: the pipeline's schedule as text, as JSON and as a picture."""
+"""``axonlaunch schedule``: the pipeline's schedule as text, as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_pictures_name_what_they_show(name: str, schedule: Schedule, tmp_path: P
     assert output.splitlines()[-1].split() == ["plot", "b.svg"]
     drawing = (tmp_path / "b.svg").read_text()
     assert ElementTree.fromstring(drawing).tag.endswith("svg")
-    # matplotlib leaves the words of its paths as comments.
+    # matplotlib leaves the text of its paths as comments.
     written = re.findall(r"<!-- (.*?) -->", drawing)
     assert any(line.startswith(f"{name}: 2 ranks") and "bubble" in line for line in written)
     assert {"rank 0", "rank 1", "forward", "waits"} <= set(written)

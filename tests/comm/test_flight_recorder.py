@@ -1,4 +1,4 @@
-"""What torch's flight recorder tells of a rank.
+"""What torch's flight recorder reports of a rank.
 
 Its names are private to torch. Where this fails after an update,
 ``axonlaunch/diagnostics/flight_recorder.py`` is the one place to change: look for

@@ -348,7 +348,7 @@ def test_writes_leave_no_trace_in_autograd() -> None:
         weight = torch.ones(2, requires_grad=True)
         value = weight * 2
         loss = (value * value).sum()
-        dist.broadcast(value.detach(), 0)  # as on gloo: no new version, so backward goes on
+        dist.broadcast(value.detach(), 0)  # as on gloo: no new version, so backward continues
         with torch.inference_mode():
             inference = torch.ones(2)
         dist.all_reduce(inference)

@@ -170,7 +170,7 @@ def test_a_backend_that_is_none_is_refused() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a device")
 def test_nccl_where_there_is_none_says_why() -> None:
     with pytest.raises(ValueError, match=r"backend=nccl: this torch .*NCCL"):
         World.init(backend="nccl")

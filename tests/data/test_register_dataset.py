@@ -157,7 +157,8 @@ def test_a_broken_package_is_named_with_its_error_and_stops_no_other_run(package
         config.load(["data=offered"])
     assert str(error.value) == (
         "data.name=offered: it is offered by offered_package (entry point offered = "
-        "offered_broken:It); importing it failed with RuntimeError: no licence"
+        "offered_broken:It); importing it failed with RuntimeError: no licence "
+        f"({packages}/offered_broken.py:1)"
     )
 
 

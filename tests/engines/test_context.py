@@ -121,7 +121,7 @@ def test_a_length_that_can_t_be_divided_is_refused() -> None:
 
 
 def test_every_layer_gets_the_same_positions_of_a_part() -> None:
-    # Made anew on the host, they would have to wait for the device in each layer.
+    # Made again on the host, they would have to wait for the device in each layer.
     def run(world: World) -> None:
         axis = ContextAxis(world.default_group)
         assert axis._of_part(4) is axis._of_part(4)

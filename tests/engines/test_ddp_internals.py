@@ -3,7 +3,7 @@
 A failure here means that torch has moved one. The fix belongs in ``_FixedBuckets`` of
 ``engines/data_parallel/ddp.py``: look in ``torch/nn/parallel/distributed.py`` for what builds the
 reducer's parameters and in ``torch/csrc/distributed/c10d/reducer.cpp`` for what lays buckets out
-anew after the first backward. Where torch no longer does that, delete ``_FixedBuckets`` and use
+again after the first backward. Where torch no longer does that, delete ``_FixedBuckets`` and use
 ``DistributedDataParallel`` itself; then raise the upper bound on torch in ``pyproject.toml``.
 """
 

@@ -172,7 +172,7 @@ SMALL = [
     *("train.grad_clip=1.0", "scheduler=constant", "scheduler.warmup_steps=0"),
 ]
 # eps keeps a gradient of rounding alone, as the key's bias has, from moving it by whole steps.
-WORDS = {
+OVERRIDES = {
     "adam": ["optimizer=adam", "optimizer.eps=1e-4"],
     "nadam": ["optimizer=nadam", "optimizer.eps=1e-4"],
     "lion": ["optimizer=lion", "optimizer.eps=1e-4"],
@@ -216,7 +216,7 @@ _EXCHANGING = [
 
 @functools.cache
 def alone(kind: str, *overrides: str, steps: int = 3) -> dict[str, Tensor]:
-    return run([*WORDS[kind], "strategy=single", *overrides], 1, steps=steps)
+    return run([*OVERRIDES[kind], "strategy=single", *overrides], 1, steps=steps)
 
 
 @pytest.mark.parametrize(("layout", "kind"), [*_ELEMENTWISE, *_EXCHANGING])
@@ -225,7 +225,7 @@ def test_a_layout_trains_as_one_process_does(layout: str, kind: str) -> None:
     overrides = strategy.split()
     size = [word for word in overrides if "global_batch" in word]
     start, expected = alone(kind, *size, steps=0), alone(kind, *size)
-    got = run([*WORDS[kind], *overrides], ranks)
+    got = run([*OVERRIDES[kind], *overrides], ranks)
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         moved = float((tensor - start[name]).norm())
@@ -343,7 +343,7 @@ def test_each_matrix_is_iterated_on_one_rank_and_the_work_is_shared_out(
         return iterate(matrix, **iteration)
 
     monkeypatch.setattr(muon, "orthogonalized", counted)
-    chosen = run_config([*SMALL, *WORDS["muon"], "strategy=fsdp", "launch.nproc=4"])
+    chosen = run_config([*SMALL, *OVERRIDES["muon"], "strategy=fsdp", "launch.nproc=4"])
 
     def on_rank(world: World) -> None:
         engine, loader = rank_engine(chosen, world)

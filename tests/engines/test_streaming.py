@@ -69,7 +69,7 @@ def test_a_parameter_of_the_host_is_written_to_in_place(monkeypatch: pytest.Monk
 class _Stream:
     """A stream of a GPU that does nothing, and knows what comes before what it does.
 
-    Its clock has, for each stream, how much of what that one does is done before this one goes on.
+    Its clock has, for each stream, how much of what that does is done before this one continues.
     """
 
     current: _Stream

@@ -76,7 +76,7 @@ def test_the_first_element_that_differs_is_named_where_both_runs_wrote_all(
         "different": 8,
         "total": 12,
     }
-    (served.folder / "b/module_trace/step_0.safetensors").write_bytes(b"damaged")
+    (served.folder / "b/module_trace/step_0.safetensors").write_bytes(b"corrupt")
     assert served("diff", "a", "b", status=2).stderr.startswith(
         "error: b/module_trace/step_0.safetensors: holds no elements ("
     )

@@ -335,7 +335,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_first_parameter(
     assert "Traceback" not in reported
     assert (
         "or train.grad_clip; train.log_every=1 finds" in reported
-    )  # there is nothing to go on from
+    )  # there is nothing to resume from
     assert served.summary("run")["status"] == "failed"
     assert len(served.losses("run")) == 1
 

@@ -260,7 +260,7 @@ def test_what_a_terminal_or_a_scheduler_reports_the_whole_group_is_the_parents_t
     process = By(axonlaunch.folder, ["setsid"]).start("train", *overrides, "name=run")
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2)
     os.killpg(process.pid, getattr(signal, name))
-    if name == "SIGHUP":  # the shell tells its jobs too
+    if name == "SIGHUP":  # the shell signals its jobs too
         time.sleep(0.05)
         os.killpg(process.pid, signal.SIGHUP)
     process.communicate(timeout=30)

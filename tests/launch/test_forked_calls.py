@@ -80,3 +80,18 @@ def test_debug_shows_where_a_mistake_was_found(served: Command) -> None:
     shown = served("--debug", *overrides, status=2).stderr
     assert "Traceback (most recent call last)" in shown
     assert shown.endswith(served(*overrides, status=2).stderr)
+
+
+def test_debug_shows_where_a_users_builder_failed(served: Command) -> None:
+    (served.folder / "failing_model.py").write_text("def build():\n    return {}['width']\n")
+    failing = ["model=custom", "model.target=failing_model:build"]
+    message = (
+        "error: model=custom: building it failed with KeyError: 'width' "
+        f"({served.folder}/failing_model.py:2)\n"
+    )
+    for command in (["train"], ["inspect"], ["plan", "--devices", "2", "hardware=h100_80gb"]):
+        assert served(*command, *failing, status=2).stderr == message
+    shown = served("--debug", "estimate", *failing, status=2).stderr
+    assert "return {}['width']" in shown
+    assert "in build_on_meta" in shown
+    assert shown.endswith(message)

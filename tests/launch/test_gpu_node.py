@@ -59,8 +59,10 @@ def test_a_command_that_starts_no_rank_leaves_cuda_alone(
     noted: set[str],
 ) -> None:
     environment = Command(tmp_path).environment()
-    words = [str(notes), *arguments, *ONE_BLOCK]
-    ran = served.Forked(gpu_node.command, server, *words, folder=tmp_path, environment=environment)
+    command_line = [str(notes), *arguments, *ONE_BLOCK]
+    ran = served.Forked(
+        gpu_node.command, server, *command_line, folder=tmp_path, environment=environment
+    )
     output, errors = ran.communicate(timeout=90)
     assert ran.returncode == 0, errors
     assert printed in output

@@ -270,7 +270,7 @@ def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(served: Command) -> No
 def test_a_job_that_is_queued_again_saves_and_continues_in_its_folder(
     axonlaunch: Command, cluster: dict[str, str], faulty: list[str], reported: list[str]
 ) -> None:
-    """By hand or pre-emption, and shortly before its time is up, when SLURM tells it by USR1."""
+    """By hand or pre-emption, and shortly before its time is up, when SLURM signals it by USR1."""
     overrides = ["train", *faulty, "checkpoint.every=100", "train.steps=30", "strategy=fsdp"]
     axonlaunch(*overrides, "name=whole")
     job = [*overrides[:1], *(word for word in overrides[1:] if not word.startswith("launch."))]

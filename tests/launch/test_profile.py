@@ -224,7 +224,7 @@ def test_what_can_not_be_profiled_is_refused(overrides: list[str], message: str)
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no step was profiled"), (b"damaged", "can't be read"), (b"{}", "can't be read")],
+    [(None, "no step was profiled"), (b"corrupt", "can't be read"), (b"{}", "can't be read")],
 )
 def test_a_run_without_a_trace_is_refused(
     served: Served, content: bytes | None, message: str

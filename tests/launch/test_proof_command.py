@@ -13,14 +13,14 @@ layers.leave = lambda x, group, *, sequence_parallel: x
 """
 
 
-WORDS = [
+OVERRIDES = [
     *without_folder("llama"),
     *("strategy=tensor", "train.steps=2", "train.eval_batches=0", "launch.backend=mock"),
 ]
 
 
 def test_train_proves_the_layout_and_keeps_what_is_known_of_it(served: Command) -> None:
-    done = served("train", *WORDS, "train.prove=always", "name=right")
+    done = served("train", *OVERRIDES, "train.prove=always", "name=right")
     assert "proved: tensor 2 gives one process's losses and gradients (" in done.stdout
     summary = served.summary("right")["proof"]
     assert (summary["outcome"], summary["layout"]) == ("proved", "tensor 2")
@@ -29,7 +29,7 @@ def test_train_proves_the_layout_and_keeps_what_is_known_of_it(served: Command) 
 
 def test_a_layout_that_differs_starts_nothing(served: Command) -> None:
     (served.folder / "unsummed.py").write_text(UNSUMMED)
-    refused = served("train", *WORDS, "plugins=[unsummed]", "name=wrong", status=2)
+    refused = served("train", *OVERRIDES, "plugins=[unsummed]", "name=wrong", status=2)
     assert refused.stderr.startswith("error: strategy: tensor 2 does not compute what one process")
     assert "the first module that differs is model.embed_tokens;" in refused.stderr
     assert not (served.folder / "runs/wrong").exists()
@@ -37,5 +37,5 @@ def test_a_layout_that_differs_starts_nothing(served: Command) -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_says_what_would_be_proved(served: Command) -> None:
-    dry = served("train", *WORDS, "train.prove=always", "--dry-run").stdout
+    dry = served("train", *OVERRIDES, "train.prove=always", "--dry-run").stdout
     assert "before the first step to be proved: tensor 2 gives one process's losses" in dry

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command import Command
 
-WORDS = ["strategy=ddp", "launch.nproc=2", "name=run", "checkpoint.every=2"]
+OVERRIDES = ["strategy=ddp", "launch.nproc=2", "name=run", "checkpoint.every=2"]
 
 
 def fifo(file: Path) -> None:
@@ -32,11 +32,11 @@ def test_a_run_whose_configuration_is_damaged_resumes_and_says_so(
     name: str, served: Command
 ) -> None:
     change, reason = CHANGES[name]
-    served.train(*WORDS, "train.steps=2")
+    served.train(*OVERRIDES, "train.steps=2")
     file = served.folder / "runs/run/config.yaml"
     before = file.read_text()
     change(file)
-    said = " ".join(served.train(*WORDS, "train.steps=4").stdout.split())
+    said = " ".join(served.train(*OVERRIDES, "train.steps=4").stdout.split())
     assert f"config.yaml: can't be read ({reason}" in said
     assert "whether this run resumes with its settings is not known" in said
     assert len(served.losses("run")) == 4
@@ -48,8 +48,8 @@ def test_steps_are_not_logged_through_what_is_no_regular_file(
     change: object, served: Command
 ) -> None:
     assert callable(change)
-    served.train(*WORDS, "train.steps=2")
+    served.train(*OVERRIDES, "train.steps=2")
     change(served.folder / "runs/run/metrics.jsonl")
-    errors = served.train(*WORDS, "train.steps=4", status=2).stderr
+    errors = served.train(*OVERRIDES, "train.steps=4", status=2).stderr
     assert errors.startswith("error: run_dir: ")
     assert "run/metrics.jsonl is not a regular file; remove it, or use another run folder" in errors

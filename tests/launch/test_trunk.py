@@ -79,8 +79,8 @@ class Recorded(nn.Module):
             hidden.register_hook(lambda gradient: record("backward.json"))
         return self.head(hidden)
 """
-WORDS = ["train", "model=custom", "model.target=recorded:Recorded", "data=synthetic_tokens"]
-WORDS += ["launch.nproc=2", "train.steps=1", "train.eval_batches=0", "name=run"]
+OVERRIDES = ["train", "model=custom", "model.target=recorded:Recorded", "data=synthetic_tokens"]
+OVERRIDES += ["launch.nproc=2", "train.steps=1", "train.eval_batches=0", "name=run"]
 ELASTIC = ["launch.nproc=2", "launch.nnodes='2:4'", "train.global_batch_size=24"]
 Recorded = dict[str, Any]
 
@@ -94,7 +94,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Record
     for name, text in (("recording", RECORDING), ("recorded", MODEL), ("parent", PARENT)):
         (command.folder / f"{name}.py").write_text(text)
     ran = subprocess.run(
-        [sys.executable, "parent.py", *WORDS],
+        [sys.executable, "parent.py", *OVERRIDES],
         cwd=command.folder,
         env=command.environment(),
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A short step in a short pipeline tells what a long one holds."""
+"""A short step in a short pipeline shows what a long one holds."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from torch._inductor import async_compile
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _triton
 
-from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing import fake_inductor, fake_world
 from axonlaunch.planning.tracing.storage_trace import StorageTrace
@@ -94,7 +94,7 @@ def really(dtype: torch.dtype) -> int:
 def estimated(dtype: torch.dtype) -> int:
     fake_world.join_fake_world(rank=0, world_size=1)
     fake_inductor.install_fake_inductor(for_gpu=False)
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         model, tokens = compiled(dtype)
         step(model, tokens)
         model.zero_grad()
@@ -128,7 +128,7 @@ def writers(*, for_gpu: bool) -> set[str]:
     for name in ("triton", "cpp_pybinding"):
         build = getattr(async_compile.AsyncCompile, name)
         setattr(async_compile.AsyncCompile, name, partial(note, name, build))
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         step(*compiled(torch.bfloat16))
     return written
 

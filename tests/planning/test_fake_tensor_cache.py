@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from axonlaunch.models import fake_tensor_cache
-from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.system import forked_map
 
 
@@ -81,18 +81,18 @@ def test_a_result_from_memory_is_the_one_that_torch_makes(name: str) -> None:
     run = OPERATIONS[name]
     with FakeTensorMode():
         expected = reported(run())
-    mode = tensors_without_bytes()
+    mode = fake_tensor_mode()
     with mode:
         first = reported(run())
         remembered = dict(fake_tensor_cache.recipes)
         again = reported(run())
     assert first == again == expected
-    assert remembered == fake_tensor_cache.recipes  # nothing was worked out anew
+    assert remembered == fake_tensor_cache.recipes  # nothing was worked out again
     assert all(recipe is not None for recipe in remembered.values())
 
 
 def test_a_view_from_memory_stands_in_its_tensor_s_storage() -> None:
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         for _ in range(2):
             x = base()
             assert x.t().untyped_storage() is x.untyped_storage()
@@ -101,7 +101,7 @@ def test_a_view_from_memory_stands_in_its_tensor_s_storage() -> None:
 
 
 def test_what_was_given_twice_reports_nothing_of_what_is_given_apart() -> None:
-    mode, sum_into = tensors_without_bytes(), torch.ops.aten.add.out
+    mode, sum_into = fake_tensor_mode(), torch.ops.aten.add.out
     with mode:
         x, y, z = base(), base(), base()
     assert mode.__torch_dispatch__(sum_into, [], (x, y), {"out": y}) is y
@@ -110,7 +110,7 @@ def test_what_was_given_twice_reports_nothing_of_what_is_given_apart() -> None:
 
 
 def test_tensors_of_one_storage_are_remembered_apart_from_those_of_several() -> None:
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         for _ in range(2):
             x = base()
             left, right = x.chunk(2, dim=1)
@@ -124,7 +124,7 @@ def test_tensors_of_one_storage_are_remembered_apart_from_those_of_several() -> 
 
 
 def test_another_default_type_is_another_result() -> None:
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         assert torch.empty(2).dtype == torch.float32
         torch.set_default_dtype(torch.float64)
         try:
@@ -136,7 +136,7 @@ def test_another_default_type_is_another_result() -> None:
 def test_what_a_forked_process_worked_out_the_next_one_finds() -> None:
     def run() -> int:
         before = len(fake_tensor_cache.recipes)
-        with tensors_without_bytes():
+        with fake_tensor_mode():
             attended()
             normed()
         return len(fake_tensor_cache.recipes) - before
@@ -147,7 +147,7 @@ def test_what_a_forked_process_worked_out_the_next_one_finds() -> None:
 
 
 def test_numbers_that_are_equal_but_of_other_types_are_distinguished() -> None:
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         whole = torch.empty(3, dtype=torch.int64)
         assert (whole + 1).dtype == torch.int64
         assert (whole + 1.0).dtype == torch.float32
@@ -165,7 +165,7 @@ def test_gradients_are_the_shapes_that_torch_makes() -> None:
     def in_both() -> tuple[Any, Any, Any]:
         with FakeTensorMode():
             expected = gradients()
-        with tensors_without_bytes():
+        with fake_tensor_mode():
             return gradients(), gradients(), expected
 
     # Forked: after a backward here, a build for GPUs could do none in other tests' forks.
@@ -174,7 +174,7 @@ def test_gradients_are_the_shapes_that_torch_makes() -> None:
 
 
 def test_what_changes_its_tensor_s_shape_is_done_each_time() -> None:
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         for _ in range(2):
             x = base()
             x.resize_(2, 2)
@@ -184,10 +184,10 @@ def test_what_changes_its_tensor_s_shape_is_done_each_time() -> None:
 
 
 def test_a_mode_remembers_for_the_next() -> None:
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         base()
     before = dict(fake_tensor_cache.recipes)
-    with tensors_without_bytes() as second:
+    with fake_tensor_mode() as second:
         assert isinstance(base(), FakeTensor)
         assert base().fake_mode is second  # type: ignore[attr-defined]
     assert before == fake_tensor_cache.recipes
@@ -195,7 +195,7 @@ def test_a_mode_remembers_for_the_next() -> None:
 
 def test_the_private_names_are_where_they_were() -> None:
     assert callable(torch._C._dispatch_key_set)
-    with tensors_without_bytes() as mode:
+    with fake_tensor_mode() as mode:
         x = base()
     assert isinstance(x, FakeTensor)
     assert (x.fake_mode, x.fake_device, x.constant) == (mode, torch.device("cpu"), None)
@@ -215,7 +215,7 @@ def test_operators_that_run_others_have_torch_s_rules() -> None:
 
     with FakeTensorMode():
         expected = reported(draw()[1])
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         assert reported(draw()[1]) == expected
 
 
@@ -231,5 +231,5 @@ def test_a_product_of_groups_has_the_shapes_of_a_real_one_both_ways(dtype: torch
         return [(t.shape, t.stride(), t.dtype) for t in tensors if t is not None]
 
     expected = shapes()
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         assert shapes() == expected

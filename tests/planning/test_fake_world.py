@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg
 
 from axonlaunch.config import ConfigError
-from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing import fake_world, gloo_buffers
@@ -62,7 +62,7 @@ def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
     def largest() -> int:
         world = fake_world.join_fake_world(rank=0, world_size=2)
         mesh = init_device_mesh("cpu", (world.world_size,))
-        with tensors_without_bytes(), StorageTrace() as trace:
+        with fake_tensor_mode(), StorageTrace() as trace:
             local = torch.ones(1 << 20)
             shards = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             trace.forget()
@@ -79,7 +79,7 @@ def test_gloo_holds_a_copy_of_what_it_scatters_until_that_is_waited_for() -> Non
         fake_world.join_fake_world(rank=0, world_size=2)
         functions = torch.ops._c10d_functional
         workspaces = gloo_buffers.of_collective
-        with tensors_without_bytes(), StorageTrace(workspaces=workspaces) as trace:
+        with fake_tensor_mode(), StorageTrace(workspaces=workspaces) as trace:
             whole = torch.ones(1 << 20)
             name = dist.group.WORLD.group_name
             part = functions.reduce_scatter_tensor(whole, "sum", 2, name)
@@ -104,7 +104,7 @@ def test_a_backward_is_reported_by_its_graph_task() -> None:
 
 
 def test_a_value_that_is_asked_for_is_an_error_of_a_known_kind() -> None:
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         value = torch.ones(2).sum()
         with pytest.raises(UNTRACEABLE):
             bool(value > 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.throughput.operations import (
     Amount,
     AttentionOp,
@@ -24,7 +24,7 @@ def trace() -> OperationTrace:
 
 @pytest.fixture(autouse=True)
 def without_bytes() -> Iterator[None]:
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         yield
 
 

@@ -1,4 +1,4 @@
-"""Calls that don't fit: an error on every rank, and the world goes on; every backend must do so."""
+"""Calls that don't fit are errors on every rank, and the world continues, on every backend."""
 
 from __future__ import annotations
 

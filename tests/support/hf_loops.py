@@ -69,7 +69,7 @@ def _trained_by_transformers(path: Path, *more: str) -> list[float]:
     losses = []
     for batch in batches(chosen):
         optimizer.zero_grad()
-        # Positions that start again are how transformers is told of documents in a row.
+        # Positions that start again are how transformers recognises documents in a row.
         packed: dict[str, Any] = {}
         if batch.positions is not None:
             packed = {"position_ids": batch.positions, "use_cache": False}

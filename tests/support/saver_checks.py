@@ -67,7 +67,7 @@ def changing(world: World, saver: Saver, run_dir: Path) -> Any:
     saver.save(saved, step=1, samples=8)
     saved["model"]["weight"].to_local().zero_()
     for _ in range(50):
-        dist.all_reduce(torch.zeros(1))  # training goes on beside it
+        dist.all_reduce(torch.zeros(1))  # training continues beside it
     done = saver.close()
     read = state()
     newest = checkpoint.latest(run_dir)

@@ -87,8 +87,9 @@ def _probe(call: _Call, ndim: int) -> Probe:
         except ConfigError:
             raise
         except Exception as error:  # a user's own class may fail in any way
-            message = f"trying it on a small parameter failed with {type(error).__name__}: {error}"
-            raise _refused(config, message) from error
+            key, value = _chosen_by(config)
+            what = "trying it on a small parameter"
+            raise ConfigError([ConfigIssue.of_failure(key, what, error, value)]) from error
     (first, optimizer), (second, _) = tried
     states = tuple(_states(config, shapes, first, second))
     sharding: Sharding = "elementwise" if is_elementwise else "whole"
@@ -96,9 +97,15 @@ def _probe(call: _Call, ndim: int) -> Probe:
 
 
 def _refused(config: Any, message: str) -> ConfigError:
+    key, value = _chosen_by(config)
+    return ConfigError([ConfigIssue(key, message, value)])
+
+
+def _chosen_by(config: Any) -> tuple[str, str]:
+    """Return the key that chose the optimizer, and its value."""
     if isinstance(config, CustomOptimizerConfig):
-        return ConfigError([ConfigIssue("optimizer.target", message, config.target)])
-    return ConfigError([ConfigIssue("optimizer.name", message, config.name)])
+        return "optimizer.target", config.target
+    return "optimizer.name", config.name
 
 
 def _tensors(shape: Shape) -> list[Tensor]:

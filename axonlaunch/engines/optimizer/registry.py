@@ -51,7 +51,7 @@ def register_optimizer(
         states=None if states is None else tuple(states), sharding=sharding, fixed=dict(fixed or {})
     )
     return OPTIMIZERS.register(
-        name, config=config or FreeOptimizerConfig, facts=facts, summary=summary
+        name, config=config or FreeOptimizerConfig, facts=facts, summary=summary, passed=1
     )
 
 

@@ -134,7 +134,7 @@ class Update:
             optimizer.step()
 
     def _step_unless(self, overflowed: Tensor) -> None:
-        """Step, or leave it out, as ``torch.amp.GradScaler.step`` does.
+        """Step, or skip the step, as ``torch.amp.GradScaler.step`` does.
 
         Torch's fused kernels look at the flag themselves; for others the host waits for it.
         """

@@ -18,7 +18,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.engines.pipeline import stand_ins
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
+from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.spec import BlockFlow, ModelSpec
 
@@ -254,7 +254,7 @@ def _saved_by_each(
     # Code of others mixes buffers that have values with parameters that have none.
     silence_fake_tensors()
     model = copy.deepcopy(model)
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         materialize(model, device="cpu")
         tokens = torch.zeros(sample.shape, dtype=sample.dtype)
         return _saved_by_few(spec, flow, model, names, tokens)

@@ -26,7 +26,7 @@ MEANINGS: dict[ActionKind, str] = {
     "I": "input gradients",
     "W": "weight gradients",
 }
-MAX_TEXT_COLUMNS = 6  # columns of the shortest action; more would only stretch the picture
+MAX_TEXT_COLUMNS = 6  # columns of the shortest action; more would only stretch the text
 
 
 def text_timeline(timeline: Timeline, *, width: int) -> Text:

@@ -19,7 +19,7 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.engines.tensor.local_parameters import Cut, TensorAxis
 from axonlaunch.engines.tensor.parallelize import divide
 from axonlaunch.engines.tensor.plan_checks import Styled, holders, styled
-from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
+from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.initialization import materialize
 
 _LENGTHS = (13, 17)
@@ -122,7 +122,7 @@ def _run(model: nn.Module, length: int, repeats: Mapping[str, str]) -> tuple[Sha
         module.register_forward_hook(_noting(name, shapes, running))
     silence_fake_tensors()
     try:
-        with torch.no_grad(), tensors_without_bytes():
+        with torch.no_grad(), fake_tensor_mode():
             materialize(model, device="cpu")
             model(torch.zeros((1, length), dtype=torch.int64))
     except Exception as error:  # code of others may fail in any way

@@ -135,7 +135,7 @@ def fetch_for_node(config: RunConfig, environment: ClusterEnvironment) -> None:
 
 
 def _launch_nothing(peers: Coordinator, *, status: int) -> None:
-    """Tell the other ranks to exit with a status before the run begins."""
+    """Make the other ranks exit with a status before the run begins."""
     peers.publish("frozen", {"status": status})
     peers.watch()
     peers.leave()

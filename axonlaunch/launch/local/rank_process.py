@@ -143,7 +143,7 @@ def join_world(config: RunConfig, place: RankSpec) -> World:
     os.environ.update(environment.variables())
     if config.train.deterministic:
         # NCCL reads them once. A ring adds up in the order of its ranks; a switch that adds up what
-        # passes through it does not, and which of the two is faster NCCL's tuner decides anew.
+        # passes through it does not, and which of the two is faster NCCL's tuner decides again.
         # Source: NVIDIA, Megatron Core, "Deterministic Training", NCCL_ALGO.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("NCCL_ALGO", "Ring")

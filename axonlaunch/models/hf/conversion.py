@@ -40,7 +40,14 @@ class Computed:
     def read(
         self, read: Read, offsets: Sequence[int], lengths: Sequence[int], into: Tensor
     ) -> None:
-        """Fill a tensor with a region of the parameter; all of it is in memory meanwhile."""
+        """Fill a tensor with a region of the parameter; all of it is in memory meanwhile.
+
+        Args:
+            read: Reads a source, by its name; an empty region is the whole.
+            offsets: First index of the region in each dim.
+            lengths: How many it has of each.
+            into: [*lengths]; written in place.
+        """
         region = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
         values = self.convert({name: read(name, ()) for name in self.sources})[self.name]
         into.copy_(values[region])

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from axonlaunch.models.attention import SequenceParts
-from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
+from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.hf.divided_attention import divide_attention
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.spec import ModelOutputs
@@ -121,7 +121,7 @@ def _run_on_a_part(model: nn.Module, *, layers: str, needs_mask: bool = False) -
         )
         block.register_forward_hook(lambda *_: watch.leave())
     try:
-        with tensors_without_bytes():
+        with fake_tensor_mode():
             materialize(model, device="cpu")
             tokens = torch.zeros((1, watch.length), dtype=torch.int64)
             with watch:
@@ -139,7 +139,7 @@ def _finds_positions_in_tokens(model: Any, length: int) -> bool:
     """Say whether a model that is given no positions counts those tokens that are no padding."""
     model._part_positions = None
     watch = _CountsTokens()  # type: ignore[no-untyped-call]
-    with tensors_without_bytes(), watch, suppress(Exception):  # it ran before with positions
+    with fake_tensor_mode(), watch, suppress(Exception):  # it ran before with positions
         model(torch.zeros((1, length), dtype=torch.int64))
     return watch.seen
 

@@ -1,7 +1,7 @@
 """How much memory each rank of a run would hold, found by running its engine on nothing.
 
 The real engine is built for one rank of each pipeline stage, in a world without the others and on
-tensors without bytes, and does a step after its optimizer has made its states. What can't be traced
+fake tensors, and does a step after its optimizer has made its states. What can't be traced
 so is refused.
 """
 

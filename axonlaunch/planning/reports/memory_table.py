@@ -72,18 +72,18 @@ def conclusions(forecast: Forecast) -> Iterator[tuple[str, str, str]]:
         yield "host memory", of_host(forecast.host_memory), style
     if forecast.memory_bytes is None:
         return
-    room = forecast.memory_bytes - known.process_bytes
+    spare = forecast.memory_bytes - known.process_bytes
     device = f"{forecast.hardware}, {size(forecast.memory_bytes)}: "
     verdict = forecast.verdict
     if verdict is None:
-        yield "may fit", f"{device}{size(room)} are left for the rest", ""
+        yield "may fit", f"{device}{size(spare)} are left for the rest", ""
     elif verdict == "fits":
-        yield "fits", f"{device}{size(room)} to spare", "green"
+        yield "fits", f"{device}{size(spare)} to spare", "green"
     elif verdict == "tight":
         why = f"less than the {forecast.margin:.0%} by which an estimate may be too low"
-        yield "tight", f"{device}{size(room)} to spare, {why} (estimate.margin)", "yellow"
-    elif room < 0:
-        yield "does not fit", f"{device}{size(-room)} too little", "red"
+        yield "tight", f"{device}{size(spare)} to spare, {why} (estimate.margin)", "yellow"
+    elif spare < 0:
+        yield "does not fit", f"{device}{size(-spare)} too little", "red"
     else:
         yield "does not fit", "a node has too little host memory for what is offloaded", "red"
 
@@ -124,12 +124,12 @@ def bars(estimate: Estimate, *, memory_bytes: int | None, width: int) -> Text:
     """
     names = [stage_name(rank, estimate) for rank in estimate.ranks]
     head = max(map(len, names)) + 2
-    room = max(width - head - 1, 20)
+    columns = max(width - head - 1, 20)
     whole = max(estimate.peak_bytes, memory_bytes or 0)
-    limit = None if memory_bytes is None else round(memory_bytes / whole * room)
+    limit = None if memory_bytes is None else round(memory_bytes / whole * columns)
     lines = []
     for name, rank in zip(names, estimate.ranks, strict=True):
-        lines.append(Text(f"{name:<{head}}") + _bar(rank, whole / room, limit))
+        lines.append(Text(f"{name:<{head}}") + _bar(rank, whole / columns, limit))
     return Text("\n").join([*lines, Text(), *_legend(memory_bytes, width)])
 
 

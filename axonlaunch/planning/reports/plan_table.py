@@ -20,11 +20,11 @@ def build_plan_table(plan: Plan) -> Table:
     for name in ("per device", "tokens/s/device", "step", "MFU"):
         made.add_column(name, justify="right")
     for number, planned in enumerate(plan.candidates, 1):
-        room = size(planned.process_bytes)
+        memory = size(planned.process_bytes)
         made.add_row(
             str(number),
             planned.layout,
-            Text(room) if planned.fits else Text(f"{room} {_unfit(planned)}", style="red"),
+            Text(memory) if planned.fits else Text(f"{memory} {_unfit(planned)}", style="red"),
             f"{planned.tokens_per_s_per_device:,.0f}",
             f"{planned.step_s:.3g} s",
             "" if planned.mfu is None else f"{planned.mfu:.1%}",

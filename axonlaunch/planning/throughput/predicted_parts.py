@@ -19,7 +19,7 @@ _KINDS = {
     "pipeline bubble": "idle",
 }
 _MOST_ACTIONS = 4000
-"""Of a pipeline's round: more than that nobody can tell apart on a page."""
+"""Of a pipeline's round: more than that can't be distinguished on a page."""
 
 
 def predict_step(config: RunConfig) -> StepPrediction:

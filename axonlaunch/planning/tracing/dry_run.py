@@ -1,4 +1,4 @@
-"""One rank's engine and one step's samples, made without bytes: the real ones in a fake world.
+"""One rank's engine and one step's samples, made of fake tensors: the real ones in a fake world.
 
 A dry run belongs in a process that is forked for it. It measures nothing by itself.
 """
@@ -51,7 +51,7 @@ class FakeRank:
         self._reduced = reduced
         self._stages = reduced.stages_of(world.rank * reduced.layout.pipeline // reduced.world_size)
         self.received: Counter[Category] = Counter()
-        self._mode = fake_tensor_cache.tensors_without_bytes()
+        self._mode = fake_tensor_cache.fake_tensor_mode()
         for_gpu = cuda_attention.runs_on_gpu(reduced.config)
         if for_gpu:
             cuda_attention.repeat_heads_as_on_cuda()
@@ -73,7 +73,7 @@ class FakeRank:
         self.engine: Engine = build_engine(config, world, sample=reduced.sample, source=source)
 
     def storing(self) -> AbstractContextManager[Any]:
-        """Return the context in which tensors have no bytes and are followed."""
+        """Return the context in which tensors are fake and are followed."""
         stack = ExitStack()
         stack.enter_context(self._mode)
         if self._trace is not None:

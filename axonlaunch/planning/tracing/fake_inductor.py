@@ -24,7 +24,7 @@ from torch.utils import _triton
 
 
 def install_fake_inductor(*, for_gpu: bool) -> None:
-    """Let what is compiled in this process, in its fake world, be so on tensors without bytes.
+    """Let what is compiled in this process, in its fake world, be so on fake tensors.
 
     Args:
         for_gpu: Whether kernels are those of a GPU, though tensors are said to be on a CPU.

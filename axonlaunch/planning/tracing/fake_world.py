@@ -1,4 +1,4 @@
-"""One rank of a world of any size, alone in its process, on tensors that have no bytes.
+"""One rank of a world of any size, alone in its process, on fake tensors.
 
 Everything private to torch that this takes is here, and ``tests/planning/test_fake_world.py``
 holds it and says what to do when it moves. It never undoes what it does to torch: it belongs in

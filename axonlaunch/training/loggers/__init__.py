@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import json
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
+from axonlaunch.config.errors import failure_text
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.events import (
     Evaluated,
@@ -23,7 +23,6 @@ from axonlaunch.events import (
     perplexity_of,
 )
 from axonlaunch.system.files import read_text, replace_text
-from axonlaunch.system.frame_origin import frame_owner
 from axonlaunch.system.run_files import EVENTS, METRICS
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 from axonlaunch.training.loggers.event_log import EventLog
@@ -121,7 +120,7 @@ class RunLoggers:
         except Exception as error:  # a logger, or the service that it sends to, may fail in any way
             if name not in self._failed:
                 self._failed.add(name)
-                reason = f"{type(error).__name__}: {error}{_place(error)}"
+                reason = failure_text(error)
                 self._report(
                     Noted(f"loggers: {name} failed {when}, and training continues: {reason}")
                 )
@@ -134,13 +133,6 @@ def _numbers(event: StepLogged | Evaluated) -> dict[str, Number]:
     for name, loss in event.sources.items() if isinstance(event, Evaluated) else ():
         numbers |= {f"eval_loss/{name}": loss, f"perplexity/{name}": perplexity_of(loss)}
     return numbers
-
-
-def _place(error: Exception) -> str:
-    """Say in which line of a user's code an error was raised; nothing where in none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f"{f.filename}:{f.lineno}" for f in frames if frame_owner(f.filename) == "user"]
-    return f" ({lines[-1]})" if lines else ""
 
 
 def _earlier(state: Path) -> tuple[int, dict[str, str], tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""A run's folder is read whole, half written, crashed or damaged; what is missing is said."""
+"""A run's folder is read whole, half written, crashed or corrupt; what is missing is said."""
 
 from __future__ import annotations
 

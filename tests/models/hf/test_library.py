@@ -13,7 +13,7 @@ import torch
 from hf_families import FAMILIES
 
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.models.hf import library
 from axonlaunch.models.hf.structure import structure
 
@@ -30,7 +30,7 @@ def test_positions_that_count_up_need_no_mask_with_values_or_without() -> None:
     assert masking_utils.find_packed_sequence_indices(positions) is None
     restarting = torch.cat([positions, positions], dim=1)
     assert masking_utils.find_packed_sequence_indices(restarting) is not None
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         assert masking_utils.find_packed_sequence_indices(torch.empty_like(positions)) is None
 
 
@@ -94,7 +94,7 @@ def test_heads_are_shared_where_a_fused_kernel_takes_them(
     library.transformers()
     from transformers.integrations import sdpa_attention
 
-    with tensors_without_bytes():
+    with fake_tensor_mode():
         key = torch.empty(1, 2, 4, 8, device=device, dtype=dtype)
         values = [key] if "value" in inspect.signature(sdpa_attention.repeat_kv).parameters else []
         assert sdpa_attention.use_gqa_in_sdpa(None, key, *(values or [key])) is shares
