@@ -107,7 +107,7 @@ class Rotary:
         # (first, second) to (first cos - second sin, second cos + first sin): in whole heads, for a
         # GPU that runs op by op is short of launches here rather than of arithmetic.
         swapped = x.roll(x.shape[-1] // 2, dims=-1)
-        turned = torch.addcmul(x * self.cos, swapped, self.sin)
+        turned: Tensor = x * self.cos + swapped * self.sin
         return turned.to(x.dtype)  # the fp32 tables have lifted bf16 to fp32
 
 
