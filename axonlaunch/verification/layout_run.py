@@ -193,9 +193,9 @@ class _LayoutRun:
         self.draws += self._engine.draws
         yield from self._engine.take()
         yield of_number(plan.steps - 1, "steps", float(self._engine.done), float(plan.steps))
-        for shown in logged[: plan.steps - plan.saved]:
-            number = shown.step - 1
+        for number, shown in enumerate(logged[: plan.steps - plan.saved], start=plan.saved):
             expected = reference.steps[number]
+            yield of_number(number, "steps", shown.step, number + 1)
             yield of_number(number, "rate", shown.lr, expected.rate)
             yield of_number(number, "loss", shown.loss, expected.loss)
             yield of_number(number, "counted", shown.tokens, expected.counted)
