@@ -72,26 +72,27 @@ class GradientShare(ABC):
 class WholeGradients(GradientShare):
     """Gradients of which every rank gets the whole mean, in their place."""
 
+    bucket: GradientBucket
+
     def __init__(
         self, parameters: list[nn.Parameter], *, group: ProcessGroup, dtype: torch.dtype | None
     ) -> None:
         super().__init__(parameters)
         self._group = group
         elements = sum(local_part(parameter.detach()).numel() for parameter in parameters)
-        self._bucket = GradientBucket(elements + len(parameters), dtype=dtype)
-        self.bucket = self._bucket
+        self.bucket = GradientBucket(elements + len(parameters), dtype=dtype)
 
     def start(self) -> None:
         """Fill the bucket and send it."""
         gradients, present = self._gradients()
-        has_room = self._bucket.add_all([*gradients, present])
+        has_room = self.bucket.add_all([*gradients, present])
         assert has_room
-        self._bucket.start(self._group.torch_group)
+        self.bucket.start(self._group.torch_group)
 
     def finish(self) -> None:
         """Wait for the mean and copy it to the gradients."""
-        self._bucket.finish()
-        *means, present = self._bucket.extract()
+        self.bucket.finish()
+        *means, present = self.bucket.extract()
         for number in self._absent:
             self.parameters[number].grad = torch.zeros_like(self.parameters[number])
         gradients = [local_part(p.grad) for p in self.parameters if p.grad is not None]
@@ -103,6 +104,8 @@ class WholeGradients(GradientShare):
 
 class RowGradients(GradientShare):
     """Gradients of which every rank gets the mean of its own rows; the whole ones are freed."""
+
+    bucket: RowBucket
 
     def __init__(
         self,
@@ -124,20 +127,19 @@ class RowGradients(GradientShare):
         self._group, self._rows = group, rows
         shapes = [local_part(parameter.detach()).shape for parameter in parameters]
         shapes.append(torch.Size((group.size, len(parameters))))
-        self._bucket = RowBucket(shapes, group=group, dtype=dtype)
-        self.bucket = self._bucket
+        self.bucket = RowBucket(shapes, group=group, dtype=dtype)
 
     def start(self) -> None:
         """Fill the bucket, free the gradients and send it."""
         gradients, present = self._gradients()
         everyones = present.repeat(self._group.size, 1)  # CUDA packs contiguous tensors at once
-        self._bucket.start([*gradients, everyones])
+        self.bucket.start([*gradients, everyones])
         for parameter in self.parameters:
             parameter.grad = None
 
     def finish(self) -> None:
         """Wait for the mean of this rank's rows and add it to ``rows``."""
-        *means, [present] = self._bucket.finish()
+        *means, [present] = self.bucket.finish()
         skipped = set(self._of_no_rank(present))
         for parameter, mean in zip(self.parameters, means, strict=True):
             if parameter not in skipped:
