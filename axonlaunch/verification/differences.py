@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from axonlaunch.models.dtensor_regions import local_boxes, whole
 
 ORDER = (
-    *("steps", "rate", "loss", "counted", "gradient", "skip", "scale", "norm"),
+    *("order", "steps", "rate", "loss", "counted", "seen", "gradient", "skip", "scale", "norm"),
     *("evaluation", "prediction", "arithmetic"),
     *("parameter", "buffer", "state", "checkpoint"),
 )
@@ -25,7 +25,9 @@ ORDER = (
 _NAMES = {
     "steps": "number of steps that training does",
     "rate": "learning rate",
+    "order": "number of samples that this rank reads where epochs end, and are another's,",
     "counted": "number of counted targets",
+    "seen": "number of counted targets of all steps so far",
     "scale": "loss scale",
     "norm": "gradient norm",
     "state": "optimizer state",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import IGNORE_INDEX, AnyBatch, Batch, MicroBatch
+from axonlaunch.data.samples import CollatedSamples, map_tensors
 from axonlaunch.models.build import on_meta
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.own_loss import OwnLoss
@@ -88,19 +90,51 @@ def count_of(own: OwnLoss | None, batch: AnyBatch, *, micro_batch_size: int) -> 
     """Return what the sum of a global batch's losses is divided by, as ``register_loss`` says."""
     if isinstance(batch, Batch) and (own is None or own.count is None):
         return int((batch.targets != IGNORE_INDEX).sum())
-    counted = [part for part in batch.micro_batches(micro_batch_size) if part.is_counted]
+    counted = [part for part in micro_batches_of(batch, micro_batch_size) if part.is_counted]
     if own is None or own.count is None:
         return sum(part.num_samples for part in counted)
-    return sum(int(own.count(part.whole)) for part in counted)
+    return sum(int(own.count(whole_of(part))) for part in counted)
+
+
+def whole_of(batch: MicroBatch) -> Any:
+    """Return what a loss of one's own sees."""
+    if isinstance(batch, CollatedSamples):
+        return batch.whole
+    named = {"inputs": batch.inputs, "targets": batch.targets}
+    return named if batch.positions is None else {**named, "positions": batch.positions}
 
 
 def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
-    """Yield micro-batches, of inputs and targets without the code that the engines cut them by."""
-    if not isinstance(batch, Batch):
-        yield from batch.micro_batches(size)
-        return
-    for start in range(0, len(batch.inputs), size):
-        yield batch.rows(start, start + size)
+    """Yield micro-batches, without the code that the engines cut a batch by."""
+    for part in (slice(start, start + size) for start in range(0, len(batch), size)):
+        if isinstance(batch, Batch):
+            positions = None if batch.positions is None else batch.positions[part]
+            yield Batch(batch.inputs[part], batch.targets[part], positions)
+            continue
+        items = batch.items[part]
+        counted = [True] * len(items) if batch.counted is None else batch.counted[part]
+        # Where none counts, the model sees them all the same.
+        kept = [item for item, counts in zip(items, counted, strict=True) if counts] or [*items]
+        yield CollatedSamples(batch.collate(kept), len(kept), is_counted=any(counted))
+
+
+def mapped(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
+    """Return a micro-batch of what a function makes of each tensor."""
+    if isinstance(batch, CollatedSamples):
+        return replace(batch, whole=map_tensors(function, batch.whole))
+    positions = None if batch.positions is None else function(batch.positions)
+    return Batch(function(batch.inputs), function(batch.targets), positions)
+
+
+def forward_arguments(model: nn.Module, batch: MicroBatch) -> tuple[list[Any], dict[str, Any]]:
+    """Return what a model is called with: inputs, and of a dict what its forward has names for."""
+    if isinstance(batch, Batch):
+        return [batch.inputs], {} if batch.positions is None else {"positions": batch.positions}
+    whole = batch.whole
+    if isinstance(whole, Mapping):
+        names = signature(model.forward).parameters
+        return [], {name: value for name, value in whole.items() if name in names}
+    return [whole[0] if isinstance(whole, tuple | list) else whole], {}
 
 
 @dataclass

@@ -25,12 +25,12 @@ from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.loader import whole_loader
 from axonlaunch.data.samples import map_tensors
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
-from axonlaunch.models.build import build_model, initial_weights, spec_for
+from axonlaunch.models.build import build_model, initial_weights, on_meta, spec_for
 from axonlaunch.models.lora import start_magnitudes
 from axonlaunch.models.module_state import evaluating
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
-from axonlaunch.verification import inputs, plain_model
+from axonlaunch.verification import data_checks, inputs, plain_model
 from axonlaunch.verification.foresight import foresight
 from axonlaunch.verification.plain_model import (
     LoadableWeights,
@@ -43,8 +43,6 @@ from axonlaunch.verification.plan import EVALUATED_BATCHES, FIRST_SCALE, Compari
 from axonlaunch.verification.reference_values import Reference, ReferenceStep
 
 REFERENCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PREDICTED = 2
-"""Samples of a prediction."""
 
 
 class NoReferenceError(Exception):
@@ -115,14 +113,25 @@ class PlainRun:
             return dict(self._trained)
         return {n: p.detach().float().clone() for n, p in self._trained.items()}
 
+    def refuse_problems(self) -> None:
+        """Refuse what every layout would do as wrong as this.
+
+        Raises:
+            NoReferenceError: The order of samples is none, or tied weights have come apart.
+        """
+        seed = self._config.seed
+        if problem := data_checks.order_problem(self._loader, seed=seed):
+            raise NoReferenceError(problem)
+        built = {name for name, _ in on_meta(self._config, seed=seed).named_parameters()}
+        if untied := [name for name in self._parameters if name not in built]:
+            raise NoReferenceError(f"the model: {untied[0]} is no longer the weight it was tied to")
+
     def run(self) -> Reference:
         """Run every step.
 
         Raises:
             NoReferenceError: The data is not what it says, or the model does what none should.
         """
-        if problem := inputs.order_problem(self._loader, seed=self._config.seed):
-            raise NoReferenceError(problem)
         steps: list[ReferenceStep] = []
         evaluation, prediction, saved = None, None, self._state()
         for number in range(self._plan.steps):
@@ -194,7 +203,7 @@ class PlainRun:
             NoReferenceError: The data is not what it says, or the model knows what it should not.
         """
         batch = self._loader.batch(number)
-        problem = inputs.data_problem(self._config.data, self._loader, batch, step=number)
+        problem = data_checks.data_problem(self._config.data, self._loader, batch, step=number)
         if problem := problem or ("" if number else self._foresight(batch)):
             raise NoReferenceError(problem)
         return inputs.uneven(batch, first_row=0, step=number)
@@ -251,12 +260,12 @@ class PlainRun:
                 buffer.copy_(buffers[name])
 
     def _loss_sum(self, batch: MicroBatch) -> Tensor:
-        batch = batch.map(self._here)
+        batch = plain_model.mapped(batch, self._here)
         outputs = self._outputs(batch)
         if self._own is None:
             assert isinstance(batch, Batch)
             return loss_sum(self._spec, outputs, batch.targets)
-        total = self._own.sum(outputs, batch.whole)
+        total = self._own.sum(outputs, plain_model.whole_of(batch))
         return total if batch.is_counted else total * 0
 
     def _count(self, batch: AnyBatch) -> int:
@@ -274,7 +283,8 @@ class PlainRun:
         def in_type(tensor: Tensor) -> Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        taken, positions = batch.map(self._here).forward_arguments(self.model.forward)
+        here = plain_model.mapped(batch, self._here)
+        taken, positions = plain_model.forward_arguments(self.model, here)
         if dtype is torch.float64:
             taken, positions = map_tensors(in_type, (taken, positions))
         if dtype in (torch.float32, torch.float64):
@@ -300,7 +310,7 @@ class PlainRun:
         batches = [*self._loader.eval_batches(part=inputs.evaluated(self._loader))]
         if not batches:
             return None, None
-        if problem := inputs.held_out_problem(self._config.data, self._loader, batches):
+        if problem := data_checks.held_out_problem(self._config.data, self._loader, batches):
             raise NoReferenceError(problem)
         uneven = [inputs.uneven(b, first_row=0, step=number) for number, b in enumerate(batches)]
         with evaluating([self.model]):
@@ -308,7 +318,8 @@ class PlainRun:
             if self._own is None:
                 first = batches[0]
                 assert isinstance(first, Batch)
-                outputs = self._outputs(Batch(first.inputs[:PREDICTED], first.targets[:PREDICTED]))
+                samples = inputs.predicted(self._config, first)
+                outputs = self._outputs(Batch(samples, first.targets[: len(samples)]))
                 logits = _copy(outputs if isinstance(outputs, Tensor) else outputs.logits)
         return evaluation, logits
 
@@ -318,9 +329,14 @@ class PlainRun:
         if not self._plan.trains_on or not self._loader.dataset.num_eval_samples:
             return None
         parts = [*getattr(self._loader.dataset, "eval_parts", {}).values()] or [None]
-        each = (self._loader.eval_batches(EVALUATED_BATCHES, part=part) for part in parts)
+        batches: list[AnyBatch] = []
+        for part in parts:
+            of_part = [*self._loader.eval_batches(EVALUATED_BATCHES, part=part)]
+            if problem := data_checks.part_problem(self._loader, part, of_part):
+                raise NoReferenceError(problem)
+            batches += of_part
         with evaluating([self.model]):
-            return self._mean_loss(batch for batches in each for batch in batches)
+            return self._mean_loss(batches)
 
     def _mean_loss(self, batches: Iterable[AnyBatch]) -> tuple[float, float]:
         """Return the mean loss over the counted targets of batches, and how many those are."""

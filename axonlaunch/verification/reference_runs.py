@@ -48,7 +48,9 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
         NoReferenceError: They fail, or the model is random by itself.
     """
     with _reporting(), leaving_no_trace(config):
-        reference = PlainRun(config, plan).run()
+        plain = PlainRun(config, plan)
+        plain.refuse_problems()
+        reference = plain.run()
         _refuse_random(reference, PlainRun(config, plan))
         if plan.fp64:
             return reference, PlainRun(config, replace(plan, fp64=False)).run()

@@ -42,7 +42,7 @@ class Reference:
         states: Of the optimizers then, ``<parameter>.<state>``.
         end: Parameters after the last step.
         evaluation: Mean loss and counted targets of ``inputs.evaluated``, halfway.
-        prediction: Outputs for ``reference.PREDICTED`` samples of it, then.
+        prediction: Outputs for ``inputs.predicted`` of them, then.
         end_evaluation: Mean loss and counted targets of held-out samples after the last step.
         frozen: Names of parameters that are not trained.
         dropout: Largest rate of dropout in the model, which is off here.

@@ -122,7 +122,7 @@ class Tolerances:
     def of(self, difference: Difference) -> float:
         """Return what the quantity of a difference may be off by."""
         kind = difference.kind
-        if kind in ("steps", "rate", "skip", "counted", "scale"):
+        if kind in ("order", "steps", "rate", "skip", "counted", "seen", "scale"):
             return 1e-9
         if self._has_same_operations and (difference.step, kind) == (1, "gradient"):
             return _OF_SAME_OPERATIONS
