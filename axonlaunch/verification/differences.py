@@ -72,7 +72,7 @@ class Difference:
         where = f"step {self.step}: "
         kind = _NAMES.get(self.kind, self.kind)
         if self.kind == "arithmetic":
-            return f"{where}outputs are {self.name}, which one process's are not"
+            return f"{where}{self.name}, which one process's are not"
         if self.kind == "skip":
             done = {0.0: "makes", 1.0: "skips"}
             return (

@@ -15,11 +15,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from axonlaunch import checkpoint, data
-from axonlaunch.checkpoint.reader import read_whole_tensors, refuse_damage
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
@@ -30,20 +28,18 @@ from axonlaunch.data.loader import Loader, rank_loader, whole_loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
-from axonlaunch.models.dtensor_regions import dtensor_of, packed
 from axonlaunch.training.bare_fit import bare_fit
 from axonlaunch.training.worker import load_run_state
 from axonlaunch.verification import inputs
 from axonlaunch.verification.compared_engine import ComparedEngine
 from axonlaunch.verification.data_checks import other_ranks_samples
-from axonlaunch.verification.differences import Difference, as_number, of_number, of_tensor
+from axonlaunch.verification.differences import Difference, of_number, of_tensor
 from axonlaunch.verification.draws import Draw, MaskRecorder
 from axonlaunch.verification.plan import EVALUATED_BATCHES, ComparisonPlan
 from axonlaunch.verification.reference_values import Reference
+from axonlaunch.verification.saved_state import read_by_one_process, read_in_parts
 from axonlaunch.verification.tolerances import PARAMETER_FLOOR, state_floors
 
-_PIECES = 2
-"""Parts of a parameter that a rank reads, in place of the one that it would hold."""
 STEPS_OF_MASKS = 2
 """Steps whose masks are compared, of models with dropout."""
 
@@ -266,13 +262,20 @@ class _LayoutRun:
         for name, expected in self._reference.parameters.items():
             if name in state["model"]:
                 where = (number, "parameter", name)
-                yield of_tensor(where, state["model"][name], expected, floor=PARAMETER_FLOOR)
+                seen = state["model"][name]
+                yield of_tensor(where, seen, expected, floor=PARAMETER_FLOOR)
+                yield from self._of_type(number, f"values of {name}", seen, expected)
         yield from self._buffers(number, state["model"])
         for key, seen in state["optimizer"].items():
             if key in self._reference.states:
                 where = (number, "state", key)
-                least = floor.get(key.rpartition(".")[2], 0.0)
-                yield of_tensor(where, seen, self._reference.states[key], floor=least)
+                least, expected = (
+                    floor.get(key.rpartition(".")[2], 0.0),
+                    self._reference.states[key],
+                )
+                yield of_tensor(where, seen, expected, floor=least)
+                if seen.ndim:  # numbers of Python's are saved in a type of ours
+                    yield from self._of_type(number, f"values of {key}", seen, expected)
 
     def _evaluation(self) -> Iterator[Difference]:
         """Compare the loss of some held-out samples, and outputs for a few of them."""
@@ -295,9 +298,14 @@ class _LayoutRun:
             outputs = self._engine.predict(inputs.predicted(self._config, whole_batch))
             where, expected = (half, "prediction", ""), self._reference.prediction
             yield of_tensor(where, outputs, expected, floor=0.0)
-            if outputs.dtype != expected.dtype and not self._plan.fp64:
-                # In another arithmetic, though perhaps within what rounding explains.
-                yield Difference(half + 1, "arithmetic", f"{outputs.dtype}", math.inf)
+            yield from self._of_type(half, "outputs", outputs, expected)
+
+    def _of_type(
+        self, number: int, name: str, seen: Tensor, expected: Tensor
+    ) -> Iterator[Difference]:
+        """Yield that something is in another arithmetic, perhaps within what rounding explains."""
+        if seen.dtype != expected.dtype and not self._plan.fp64:
+            yield Difference(number + 1, "arithmetic", f"{name} are {seen.dtype}", math.inf)
 
     def _checkpoint(self, folder: Path) -> Iterator[Difference]:
         """Save, let one process read it, and continue from it with an engine that knows nothing."""
@@ -321,61 +329,13 @@ class _LayoutRun:
         saved = checkpoint.find_checkpoint(folder)
         assert saved is not None
         if self._world.is_main:
-            yield from self._read_back(saved)
+            yield from read_by_one_process(saved, self._reference)
         if self._world.world_size > 1:
             dist.barrier()
-        yield from self._read_in_parts(saved)
+        yield from read_in_parts(saved, self._reference, world=self._world)
         self._resume(folder)
         # No later step of training would show that these were not read.
         yield from self._buffers(step - 1, self._engine.state_dict()["model"])
-
-    def _read_back(self, saved: checkpoint.Checkpoint) -> Iterator[Difference]:
-        """Compare what one process reads with what it would have saved itself."""
-        reference, number = self._reference, self._plan.saved - 1
-        refuse_damage(saved)
-        wanted = {
-            "model": {**reference.parameters, **reference.buffers},
-            "optimizer": reference.states,
-        }
-        read: dict[str, dict[str, Any]] = {
-            section: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-            for section, tensors in wanted.items()
-        }
-        read["counters"] = {"step": torch.tensor(0)}
-        read_whole_tensors(saved, read)
-        floor = state_floors(reference.states)
-        for section, tensors in wanted.items():
-            for name, expected in tensors.items():
-                least = PARAMETER_FLOOR
-                if section == "optimizer":
-                    least = floor.get(name.rpartition(".")[2], 0.0)
-                where = (number, "checkpoint", f"{section}.{name}")
-                yield of_tensor(where, read[section][name], expected, floor=least)
-        steps = as_number(read["counters"]["step"]) or 0.0
-        yield of_number(number, "checkpoint", steps, float(self._plan.saved))
-
-    def _read_in_parts(self, saved: checkpoint.Checkpoint) -> Iterator[Difference]:
-        """Compare parameters that another layout reads: each rank some parts of one of their dims.
-
-        They begin and end elsewhere than what was saved. Those that the ranks do not divide are
-        left out: one process reads them.
-        """
-        size, number = self._world.world_size, self._plan.saved - 1
-        device = self._world.device
-        mesh = DeviceMesh.from_group(self._world.default_group.torch_group, device.type)
-        parts: dict[str, Tensor] = {}
-        for place, (name, expected) in enumerate(self._reference.parameters.items()):
-            dim = place % max(1, expected.ndim)
-            if not expected.ndim or expected.shape[dim] % (_PIECES * size):
-                continue
-            own = torch.zeros_like(expected.chunk(size, dim)[0], device=device)
-            kept = {"shape": expected.shape, "stride": expected.contiguous().stride()}
-            parts[name] = dtensor_of(own, mesh, [packed(dim, pieces=_PIECES)], **kept)
-        state = {"model": parts}
-        checkpoint.load_checkpoint(saved, state, world=self._world)
-        for name, part in parts.items():
-            where = (number, "checkpoint", f"model.{name}")
-            yield of_tensor(where, part, self._reference.parameters[name], floor=PARAMETER_FLOOR)
 
 
 def _forget(state: dict[str, Any]) -> None:

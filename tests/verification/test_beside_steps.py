@@ -18,6 +18,7 @@ from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.data.dataset import Batch
 from axonlaunch.data.loader import Loader
 from axonlaunch.engines import mesh_engine
+from axonlaunch.engines.optimizer import step
 from axonlaunch.engines.precision import policy as precision
 from axonlaunch.models import module_state
 from axonlaunch.models.attention import Attention, Packing
@@ -29,6 +30,7 @@ from axonlaunch.verification.plan import ComparisonPlan
 Patch = pytest.MonkeyPatch
 FSDP = [*MODELS["mlp"], "strategy=fsdp", "launch.nproc=2", "train.global_batch_size=8"]
 FP16 = [*FSDP, "train.precision=fp16"]
+LOWER = [*FSDP, *("train.precision=bf16", "train.param_dtype=bf16", "optimizer.state_dtype=fp32")]
 LLAMA = [*MODELS["llama"], "model.num_hidden_layers=1", "train.global_batch_size=4"]
 PACKED = [*LLAMA, "strategy=ddp", "launch.nproc=2", "data.document_length=5"]
 CONTEXT = ["strategy.context.degree=2", "launch.nproc=2"]
@@ -130,6 +132,14 @@ def a_forward_is_not_told_of_documents(patch: Patch) -> None:
     patch.setattr(Batch, "forward_arguments", lambda self, forward: ([self.inputs], {}))
 
 
+def updates_in_fp32_are_made_in_bf16(patch: Patch) -> None:
+    def build(self: Any) -> Any:
+        self._dtype = None
+        return self._optimizers()
+
+    patch.setattr(step.Update, "_build", build)
+
+
 def a_prediction_is_padded_in_front(patch: Patch) -> None:
     right = torch.nn.functional.pad
     patch.setattr(torch.nn.functional, "pad", lambda x, sizes: right(x, sizes[::-1]))
@@ -152,6 +162,11 @@ def normed() -> nn.Module:
         (a_resumed_run_finds_no_checkpoint, FSDP, "step 2: number of steps that training does"),
         (a_resumed_run_counts_its_targets_anew, FSDP, "step 2: number of counted targets of all"),
         (a_forward_is_not_told_of_documents, PACKED, "step 0: evaluation loss is "),
+        (
+            updates_in_fp32_are_made_in_bf16,
+            LOWER,
+            "step 1: values of layers.0.weight.exp_avg are t",
+        ),
         (a_prediction_is_padded_in_front, [*CONTEXT, *LLAMA], "step 0: prediction is off by "),
     ],
 )
