@@ -56,6 +56,8 @@ def judge(
     drawn = STEPS_OF_MASKS if reference.dropout else plan.steps
     wrong += draw_problems(config, draws, steps=drawn, has_dropout=reference.dropout > 0)
     masks = sum(bool(draw.value) for draw in draws)
+    if reference.masks and not draws and not config.train.compile:
+        wrong.append("no rank drops anything in training, as one process does: it does not train")
     worst = {kind: _worst(d for d in differences if d.kind == kind) for kind in ORDER}
     named = [d for kind in ("gradient", "parameter") if (d := worst[kind]) is not None]
     proved = _proved(reference, differences)

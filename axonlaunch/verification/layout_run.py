@@ -170,6 +170,7 @@ class _LayoutRun:
         """Yield what differs, in the order of what is done."""
         plan = self._plan
         yield self._samples_of_others()
+        yield from self._tables(0)
         yield from self._steps()
         last = plan.saved - 1
         yield from self._states(last)
@@ -219,7 +220,10 @@ class _LayoutRun:
         self.draws += self._engine.draws
         yield from self._engine.take()
         yield of_number(plan.steps - 1, "steps", float(self._engine.done), float(plan.steps))
-        for number, shown in enumerate(logged[: plan.steps - plan.saved], start=plan.saved):
+        of_steps = plan.steps - plan.saved
+        yield of_number(plan.steps - 1, "logged", float(len(logged)), float(of_steps))
+        yield of_number(plan.steps - 1, "evaluated", float(len(evaluated)), float(end is not None))
+        for number, shown in enumerate(logged[:of_steps], start=plan.saved):
             expected = reference.steps[number]
             yield of_number(number, "steps", shown.step, number + 1)
             yield of_number(number, "rate", shown.lr, expected.rate)
@@ -255,6 +259,15 @@ class _LayoutRun:
             if name in model:
                 where = (number, "buffer", name)
                 yield of_tensor(where, model[name], expected, floor=PARAMETER_FLOOR)
+
+    def _tables(self, number: int) -> Iterator[Difference]:
+        """Compare buffers that are not saved, which an engine fills by itself."""
+        for module in self._engine.modules:
+            for name, seen in module.named_buffers():
+                expected = self._reference.tables.get(name)
+                if expected is not None and seen.shape == expected.shape:
+                    yield of_tensor((number, "buffer", name), seen, expected, floor=PARAMETER_FLOOR)
+                    yield from self._of_type(number, f"values of {name}", seen, expected)
 
     def _states(self, number: int) -> Iterator[Difference]:
         """Compare what is saved, before anything else reads it after the update, as in a run."""
@@ -334,6 +347,7 @@ class _LayoutRun:
             dist.barrier()
         yield from read_in_parts(saved, self._reference, world=self._world)
         self._resume(folder)
+        yield from self._tables(step)
         # No later step of training would show that these were not read.
         yield from self._buffers(step - 1, self._engine.state_dict()["model"])
 

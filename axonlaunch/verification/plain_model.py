@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import IGNORE_INDEX, AnyBatch, Batch, MicroBatch
@@ -153,6 +155,64 @@ class LoadableWeights:
         """Take values over."""
         for name, tensor in self.model_state_dict().items():
             tensor.copy_(state[name])
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to a model's state, by name."""
+    saved = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def clone_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of them."""
+    return {name: buffer.clone() for name, buffer in saved_buffers(model).items()}
+
+
+def put_back(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Give a model's buffers the values of copies."""
+    for name, buffer in saved_buffers(model).items():
+        buffer.copy_(buffers[name])
+
+
+def moves_buffers(model: nn.Module) -> bool:
+    """Say whether it may matter to a model how many samples a forward has, and how many are done.
+
+    Batch normalisation without statistics mixes samples all the same.
+    """
+    mixes = any(isinstance(part, _BatchNorm) for part in model.modules())
+    return mixes or bool(saved_buffers(model))
+
+
+@contextmanager
+def counting_calls(model: nn.Module) -> Iterator[Counter[nn.Module]]:
+    """Count inside how often each module of a model, and the model, are called."""
+    calls: Counter[nn.Module] = Counter()
+
+    def count(module: nn.Module, _inputs: Any) -> None:
+        calls[module] += 1
+
+    handles = [module.register_forward_pre_hook(count) for module in model.modules()]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def reads_again(model: nn.Module, calls: Mapping[nn.Module, int]) -> bool:
+    """Say whether a forward may read a parameter, read others, and read it once more.
+
+    Replicas that compute in a lower type then read two copies, whose gradients add up in fp32.
+    """
+    return any(
+        calls.get(module, 0) > calls[model] or next(_of_children(module), None) is not None
+        for module in model.modules()
+        if next(module.parameters(recurse=False), None) is not None
+    )
+
+
+def _of_children(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for child in module.children() for parameter in child.parameters())
 
 
 def cast_parameters(

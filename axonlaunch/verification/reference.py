@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from axonlaunch import data
 from axonlaunch.checkpoint.weights import load_initial_weights
@@ -31,12 +31,17 @@ from axonlaunch.models.module_state import evaluating
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
 from axonlaunch.verification import data_checks, inputs, plain_model
+from axonlaunch.verification.draws import MaskRecorder
 from axonlaunch.verification.foresight import foresight
 from axonlaunch.verification.plain_model import (
     LoadableWeights,
+    clone_buffers,
     has_drawn,
     loss_sum,
+    moves_buffers,
+    put_back,
     reference_device,
+    saved_buffers,
 )
 from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plain_rate
 from axonlaunch.verification.plan import EVALUATED_BATCHES, FIRST_SCALE, ComparisonPlan
@@ -69,10 +74,13 @@ class PlainRun:
         self._device = reference_device(config)
         self.model = self._built().to(self._device)
         inputs.move_vectors(self.model.named_parameters())
-        self._dropout = inputs.Dropout([self.model]).largest
+        self._dropout = inputs.Dropout([self.model])
+        self._masks, self._reads_again = 0, False
         self._parameters = dict(self.model.named_parameters())
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self._start = _copies(self._parameters)
+        saved, buffers = saved_buffers(self.model), dict(self.model.named_buffers())
+        self._tables = _copies({n: b for n, b in buffers.items() if n not in saved})
         if roughness:
             inputs.roughen(self._parameters, relative=roughness, draw=draw)
         self._held = self._masters()
@@ -105,7 +113,7 @@ class PlainRun:
             World.mock(1).run(
                 lambda world: load_initial_weights(LoadableWeights(model), config, world=world)
             )
-        return model.train()
+        return model if model.training else model.train()  # parts that it froze stay so
 
     def _masters(self) -> dict[str, Tensor]:
         """Return what is updated: the parameters, or fp32 copies that each update is made in."""
@@ -149,9 +157,12 @@ class PlainRun:
             *(evaluation, prediction),
             self._end_evaluation(),
             tuple(name for name in self._parameters if name not in self._trained),
-            self._dropout,
+            self._dropout.largest,
             self._plan.saved,
             self._plan.halfway,
+            self._masks,
+            self._tables,
+            self._reads_again,
         )
 
     @torch.no_grad()
@@ -171,13 +182,18 @@ class PlainRun:
         config = self._config
         torch.manual_seed(config.seed + number)
         batch = self._batch(number)
+        if not number and self._dropout.largest:
+            self._masks = self._num_masks(batch)
         counted = self._count(batch)
         total = 0.0
-        with naming_unknown_tokens(batch, self._loader, step=number):
+        watch = nullcontext() if number else plain_model.counting_calls(self.model)
+        with naming_unknown_tokens(batch, self._loader, step=number), watch as calls:
             for piece in self._pieces(batch):
                 loss = self._loss_sum(piece) / max(1, counted)
                 self._scaler.scale(loss * self._ranks).backward()
                 total += float(loss.detach())
+        if calls is not None:
+            self._reads_again = plain_model.reads_again(self.model, calls)
         for parameter in self._trained.values() if self._ranks > 1 else ():
             if parameter.grad is not None:
                 parameter.grad.div_(self._ranks)
@@ -207,6 +223,15 @@ class PlainRun:
         if problem := problem or ("" if number else self._foresight(batch)):
             raise NoReferenceError(problem)
         return inputs.uneven(batch, first_row=0, step=number)
+
+    def _num_masks(self, batch: AnyBatch) -> int:
+        """Return how many masks a forward in training draws with dropout on."""
+        recorder, buffers = MaskRecorder([], rank=0), clone_buffers(self.model)
+        first = next(plain_model.micro_batches_of(batch, self._layout.micro_batch_size))
+        with torch.random.fork_rng(devices=[]), self._dropout.on(), recorder:
+            self._outputs(first)
+        put_back(self.model, buffers)
+        return len(recorder.draws)
 
     def _update(self, number: int) -> tuple[float, bool]:
         """Clip and update; return the gradient's norm, and whether fp16 left the update out."""
@@ -242,22 +267,23 @@ class PlainRun:
     def _pieces(self, batch: AnyBatch) -> Iterator[MicroBatch]:
         """Yield what one forward takes: all, or the layout's micro-batches where that matters.
 
-        Buffers are those that the samples of the first data rank move, as a layout's are.
+        Each data rank's samples move the buffers that a step begins with; those that the first
+        rank's have moved stay, as in a layout.
         """
-        mixes = self._spec.mixes_samples or _has_batch_norm(self.model)
+        mixes = self._spec.mixes_samples or moves_buffers(self.model)
         is_fp32 = self._dtype in (torch.float32, torch.float64)
         if isinstance(batch, Batch) and self._own is None and not mixes and is_fp32:
             yield batch
             return
         size, share = self._layout.micro_batch_size, len(batch) // self._layout.data_ranks
-        buffers: dict[str, Tensor] = {}
+        start, first = clone_buffers(self.model), None
         for number, piece in enumerate(plain_model.micro_batches_of(batch, size)):
-            if number * size == share:
-                buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+            if number and number * size % share == 0:
+                first = first or clone_buffers(self.model)
+                put_back(self.model, start)
             yield piece
-        for name, buffer in self._buffers().items():
-            if buffers:
-                buffer.copy_(buffers[name])
+        if first is not None:
+            put_back(self.model, first)
 
     def _loss_sum(self, batch: MicroBatch) -> Tensor:
         batch = plain_model.mapped(batch, self._here)
@@ -348,10 +374,6 @@ class PlainRun:
             total += sum(float(self._loss_sum(piece)) for piece in pieces)
         return total / max(1.0, counted), counted
 
-    def _buffers(self) -> dict[str, Tensor]:
-        saved = self.model.state_dict()
-        return {name: b for name, b in self.model.named_buffers() if name in saved}
-
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Return copies of parameters, buffers and optimizer states."""
         names = {id(tensor): name for name, tensor in self._held.items()}
@@ -361,11 +383,7 @@ class PlainRun:
             for p, values in optimizer.state.items()
             for key, value in values.items()
         }
-        return _copies(self._parameters), _copies(self._buffers()), states
-
-
-def _has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(part, _BatchNorm) for part in model.modules())
+        return _copies(self._parameters), _copies(saved_buffers(self.model)), states
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -48,6 +48,9 @@ class Reference:
         dropout: Largest rate of dropout in the model, which is off here.
         saved_step: Steps before the state that is saved.
         halfway: Steps before the evaluation.
+        masks: That a forward in training draws with dropout on.
+        tables: Buffers that are not saved, at the start, by name.
+        reads_again: Whether a forward may read a parameter again, after others.
     """
 
     steps: list[ReferenceStep]
@@ -63,3 +66,6 @@ class Reference:
     dropout: float = 0.0
     saved_step: int = 0
     halfway: int = 0
+    masks: int = 0
+    tables: dict[str, Tensor] = field(default_factory=dict)
+    reads_again: bool = False

@@ -55,6 +55,10 @@ rounding, as that of a bias before batch normalisation, which takes every consta
 """
 _LENGTH = "length"
 """The kind of what a gradient as a whole is too large or too small by."""
+_EXACT = {
+    *("order", "steps", "logged", "evaluated", "rate", "skip", "counted", "seen", "scale"),
+}
+"""Kinds of numbers that rounding does not move."""
 _MOST = {False: 1e-2, True: 0.5}
 """What rounding may make of a gradient, in fp32 and in lower precision, for it to be compared."""
 
@@ -122,7 +126,7 @@ class Tolerances:
     def of(self, difference: Difference) -> float:
         """Return what the quantity of a difference may be off by."""
         kind = difference.kind
-        if kind in ("order", "steps", "rate", "skip", "counted", "seen", "scale"):
+        if kind in _EXACT:
             return 1e-9
         if self._has_same_operations and (difference.step, kind) == (1, "gradient"):
             return _OF_SAME_OPERATIONS
@@ -197,7 +201,8 @@ def _has_same_operations(config: RunConfig, reference: Reference) -> bool:
     is_like_plain = not train.compile and not train.loss_chunk and config.launch.backend == "mock"
     is_fp64 = any(p.dtype is torch.float64 for p in reference.start.values())
     is_power = layout.data_ranks & (layout.data_ranks - 1) == 0
-    return is_mixed and divides_samples_alone and is_like_plain and is_power and not is_fp64
+    is_like_plain = is_like_plain and not is_fp64 and not reference.reads_again
+    return is_mixed and divides_samples_alone and is_like_plain and is_power
 
 
 def _relative_noise(
