@@ -179,8 +179,12 @@ def moves_buffers(model: nn.Module) -> bool:
 
     Batch normalisation without statistics mixes samples all the same.
     """
-    mixes = any(isinstance(part, _BatchNorm) for part in model.modules())
-    return mixes or bool(saved_buffers(model))
+    return has_batch_norm(model) or bool(saved_buffers(model))
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Say whether a model normalises over samples."""
+    return any(isinstance(part, _BatchNorm) for part in model.modules())
 
 
 @contextmanager
