@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from axonlaunch.checkpoint import Checkpoint
 from axonlaunch.comm import World
 from axonlaunch.config.recording import ProfileConfig
 from axonlaunch.config.schema import TrainConfig
@@ -19,7 +20,13 @@ from axonlaunch.training.trainer import fit
 
 
 def bare_fit(
-    engine: Engine, data: Loader, config: TrainConfig, *, world: World, run_dir: Path
+    engine: Engine,
+    data: Loader,
+    config: TrainConfig,
+    *,
+    world: World,
+    run_dir: Path,
+    resumed: Checkpoint | None = None,
 ) -> tuple[list[StepLogged], list[Evaluated]]:
     """Train as ``fit`` does; every rank calls this, and a loss that is no number ends it.
 
@@ -29,6 +36,7 @@ def bare_fit(
         config: How long, and how often what.
         world: Who takes part.
         run_dir: A folder, into which nothing is written.
+        resumed: What the engine's state was loaded from; None: it has done no step.
 
     Returns:
         What the loop reports on this rank.
@@ -44,6 +52,7 @@ def bare_fit(
             watch=DevicePeak(world.device),
             profiler=StepProfiler(ProfileConfig(), world=world, run_dir=run_dir),
             use=DeviceUse(world.device),
+            resumed=resumed,
         )
     logged = [event for event in events if isinstance(event, StepLogged)]
     return logged, [event for event in events if isinstance(event, Evaluated)]

@@ -80,7 +80,7 @@ def run(
     source = Source(storing=watch.storing)
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
     monitor.report_phase("loading", step=None)
-    resumed = _load_state(config, engine, world)
+    resumed = load_run_state(config, engine, world)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
     monitor = dataclasses.replace(monitor, report=report)
     if world.is_main:
@@ -123,10 +123,11 @@ def run(
     return finished
 
 
-def _load_state(config: RunConfig, engine: Engine, world: World) -> Resumed:
+def load_run_state(config: RunConfig, engine: Engine, world: World) -> Resumed:
     """Load the checkpoint to resume from; where there is none, initial weights.
 
     Checkpoints that leave frozen weights out (an adapter's) need the initial weights under them.
+    Every rank calls this.
     """
     if not config.saves_frozen:
         load_initial_weights(engine, config, world=world)

@@ -21,6 +21,7 @@ from axonlaunch.engines.data_parallel import fsdp, zero1
 from axonlaunch.engines.precision import policy as precision
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.preflight.checks import find_issues
+from axonlaunch.verification.plain_model import has_batch_norm
 from axonlaunch.verification.plain_optimizer import class_of
 from axonlaunch.verification.plan import FIRST_SCALE, ComparisonPlan
 from axonlaunch.verification.reference import NoReferenceError
@@ -32,6 +33,8 @@ from axonlaunch.verification.reference_runs import gradient_norms
 _LEAST_EPS = 1e-4
 _ACCUMULATION = 2
 """Micro-batches of a step, or rounds of a pipeline's schedule."""
+_NORMED = 4
+"""Samples of a micro-batch that is normalised."""
 _WARMUP = 2
 _STEPS_LEFT = 4
 """Steps that the run would have after those that are compared, so that the rate still falls."""
@@ -67,8 +70,9 @@ def _batch(config: RunConfig) -> dict[str, Any]:
     chosen = config.train.micro_batch_size
     settings: dict[str, Any] = {}
     in_round = 1
-    # Of one sample batch normalisation makes nothing.
     size = 1 if layout.pipeline > 1 and spec_for(config).inputs == "tokens" else 2
+    if has_batch_norm(on_meta(config, seed=config.seed)):
+        size = _NORMED  # of two samples it makes 1 and -1, whose gradient is a rest of rounding
     if chosen != "auto":
         size = chosen
     if layout.pipeline > 1:

@@ -17,15 +17,32 @@ from torch.distributed.tensor import DTensor
 from axonlaunch.models.dtensor_regions import local_boxes, whole
 
 ORDER = (
-    *("steps", "rate", "loss", "counted", "gradient", "skip", "scale", "norm"),
+    *(
+        "order",
+        "steps",
+        "logged",
+        "evaluated",
+        "rate",
+        "loss",
+        "counted",
+        "seen",
+        "gradient",
+        "skip",
+        "scale",
+        "norm",
+    ),
     *("evaluation", "prediction", "arithmetic"),
     *("parameter", "buffer", "state", "checkpoint"),
 )
 """Kinds of quantities, in the order in which a step computes them."""
 _NAMES = {
     "steps": "number of steps that training does",
+    "logged": "number of steps that training reports",
+    "evaluated": "number of evaluations that training does",
     "rate": "learning rate",
+    "order": "number of samples that this rank reads where epochs end, and are another's,",
     "counted": "number of counted targets",
+    "seen": "number of counted targets of all steps so far",
     "scale": "loss scale",
     "norm": "gradient norm",
     "state": "optimizer state",
@@ -70,7 +87,7 @@ class Difference:
         where = f"step {self.step}: "
         kind = _NAMES.get(self.kind, self.kind)
         if self.kind == "arithmetic":
-            return f"{where}outputs are {self.name}, which one process's are not"
+            return f"{where}{self.name}, which one process's are not"
         if self.kind == "skip":
             done = {0.0: "makes", 1.0: "skips"}
             return (
@@ -120,7 +137,7 @@ def of_tensor(
         return Difference(step + 1, kind, name, math.inf, rank=rank)
     square, product, own, count = 0.0, 0.0, 0.0, 0
     for mine, theirs in _pairs(seen, expected):
-        mine, theirs = mine.detach().cpu().double(), theirs.double()
+        mine, theirs = _doubles(mine.detach().cpu()), _doubles(theirs)
         square += float((mine - theirs).square().sum())
         product += float((mine * theirs).sum())
         own += float(theirs.square().sum())
@@ -128,7 +145,7 @@ def of_tensor(
     if not count:
         return Difference(step + 1, kind, name, 0.0, rank=rank)
     # A part that is nearly nothing is judged beside its share of the whole.
-    share = float(expected.double().square().sum()) * count / expected.numel()
+    share = float(_doubles(expected).square().sum()) * count / expected.numel()
     size = math.sqrt(max(own, share)) + floor * math.sqrt(count)
     relative = math.sqrt(square) / max(size, 1e-300) if math.isfinite(square) else math.inf
     has_size = own > (_LEAST_PART * size) ** 2
@@ -145,6 +162,11 @@ def of_tensor(
         count=count,
         rank=rank,
     )
+
+
+def _doubles(tensor: Tensor) -> Tensor:
+    """Return fp64 numbers, of complex ones two each."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
 def _pairs(seen: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,34 +7,25 @@ bias of zero may be added as often as one likes.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.config import RunConfig
 from axonlaunch.config.data import IGNORE_INDEX
 from axonlaunch.data.dataset import AnyBatch, Batch
-from axonlaunch.data.loader import Loader, StreamLoader, order_of
+from axonlaunch.data.loader import Loader
 from axonlaunch.models.dtensor_regions import local_boxes
 
-_COMPARED = 1024
-"""Samples of training that held-out ones are looked for among."""
-_DISTINCT = 0.9
-"""Share of these that must differ: among those that repeat anyway one is found by chance."""
+_PREDICTED = 2
+"""Samples of a prediction."""
 _MOVED_BY = 0.1
 """Deviation of what is added to biases and norms."""
-_FOLLOWING = 0.5
-"""Share of counted targets that are the next token, where rows are text."""
-_ORDERED = 2**14
-"""Samples of an epoch whose order is looked at."""
-_FEW = 16
-"""Samples that two epochs may have in the same order by chance."""
 _COUNTED_OF_11 = 8
 """Samples of any structure that count."""
 _DROPOUTS = (
@@ -77,95 +68,22 @@ def uneven(batch: AnyBatch, *, first_row: int, step: int) -> AnyBatch:
     return replace(batch, targets=targets, positions=positions)
 
 
-def data_problem(config: Any, loader: Loader, batch: AnyBatch, *, step: int) -> str:
-    """Say what both sides would be wrong about alike; empty if the data is what it says.
-
-    Args:
-        config: Of the data.
-        loader: Of global batches.
-        batch: A step's.
-        step: Steps done before this one.
-    """
-    size, samples = loader.global_batch_size, loader.dataset.num_samples
-    here = set(loader.indices(step).tolist())
-    if samples >= (step + 1) * size:
-        if len(here) < size:
-            return f"the data: step {step + 1} reads a sample twice, with {samples} to read"
-        if step and here & set(loader.indices(step - 1).tolist()):
-            return f"the data: step {step + 1} reads samples of the step before"
-    if not type(config).__module__.startswith("axonlaunch.") or config.name == "custom":
-        return ""  # what somebody's own targets are is not known
-    if not isinstance(batch, Batch) or loader.dataset.kind != "tokens":
-        return ""
-    if batch.targets.shape[1] < 2:
-        return ""
-    counted = batch.targets[:, :-1] != IGNORE_INDEX
-    follows = batch.targets[:, :-1][counted] == batch.inputs[:, 1:][counted]
-    if len(follows) and float(follows.float().mean()) < _FOLLOWING:
-        return "the data: targets are not the tokens that follow their inputs"
-    return ""
-
-
-def order_problem(loader: Loader, *, seed: int) -> str:
-    """Say what is wrong with the order of samples, which both sides read by; empty if nothing is.
-
-    Args:
-        loader: Of global batches.
-        seed: The run's.
-    """
-    dataset = loader.dataset
-    if isinstance(loader, StreamLoader) or hasattr(dataset, "order"):
-        return ""  # which sample comes when is somebody else's to say
-    places = np.arange(min(dataset.num_samples, _ORDERED))
-    first, second = (
-        order_of(dataset, places + begins, seed=seed) for begins in (0, dataset.num_samples)
-    )
-    for epoch in (first, second):
-        if len(np.unique(epoch)) < len(places):
-            return "the data: an epoch reads a sample twice"
-    if len(places) > _FEW and np.array_equal(first, second):
-        return "the data: every epoch has its samples in the same order"
-    return ""
-
-
 def evaluated(loader: Loader) -> range:
     """Return the held-out samples of an evaluation: a global batch, and a part of another."""
     size = loader.global_batch_size
     return range(min(loader.dataset.num_eval_samples, size + size // 2 + 1))
 
 
-def held_out_problem(config: Any, loader: Loader, batches: Sequence[AnyBatch]) -> str:
-    """Say what is wrong with what is held out, which both sides would do alike; empty if nothing.
+def predicted(config: RunConfig, batch: Batch) -> Tensor:
+    """Return the samples of a prediction; of a length that the layout pads, where it pads any.
 
     Args:
-        config: Of the data.
-        loader: Of global batches.
-        batches: All held-out samples of an evaluation.
+        config: The layout's.
+        batch: Held-out samples.
     """
-    is_ours = type(config).__module__.startswith("axonlaunch.") and config.name != "custom"
-    dataset, part = loader.dataset, np.asarray(evaluated(loader))
-    once = dataset.samples(part, split="eval")
-    if not is_ours or not isinstance(once, Batch):
-        return ""
-    if Counter(_rows_of(once)) != Counter(row for batch in batches for row in _rows_of(batch)):
-        return "the data: an evaluation does not read each held-out sample once"
-    first = np.arange(min(dataset.num_samples, _COMPARED))
-    samples = _rows_of(dataset.samples(first, split="train"))
-    repeats = len({*samples}) < _DISTINCT * len(samples)
-    if not repeats and {*samples}.issuperset(held_out := _rows_of(once)) and len({*held_out}) > 1:
-        return "the data: every held-out sample that was looked at is one of training"
-    return ""
-
-
-def _rows_of(batch: AnyBatch) -> list[bytes]:
-    """Return the samples of a batch that have a target which counts."""
-    assert isinstance(batch, Batch)
-    rows = zip(batch.inputs, batch.targets, strict=True)
-    return [
-        inputs.numpy().tobytes() + targets.numpy().tobytes()
-        for inputs, targets in rows
-        if bool((targets != IGNORE_INDEX).any())
-    ]
+    strategy, samples = config.strategy, batch.inputs[:_PREDICTED]
+    cuts_sequences = strategy.context.degree > 1 or strategy.tensor.sequence_parallel
+    return samples[:, :-1] if cuts_sequences and samples.ndim == 2 else samples
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from axonlaunch.verification.layout_run import STEPS_OF_MASKS, RankReport
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.result import ParityResult, layout_of
+from axonlaunch.verification.schedule_check import schedule_problems
 from axonlaunch.verification.tolerances import Tolerances
 
 _SAME = 1e-6
@@ -50,10 +51,13 @@ def judge(
         for d in [*differences, *_missing(reference, differences)]
         if d.step <= tolerances.last_step
     ]
-    wrong = _grouped([d for d in differences if not tolerances.allows(d)])
+    wrong = [] if plan.asked is None else [*schedule_problems(plan.asked)]
+    wrong += _grouped([d for d in differences if not tolerances.allows(d)])
     drawn = STEPS_OF_MASKS if reference.dropout else plan.steps
     wrong += draw_problems(config, draws, steps=drawn, has_dropout=reference.dropout > 0)
     masks = sum(bool(draw.value) for draw in draws)
+    if reference.masks and not draws and not config.train.compile:
+        wrong.append("no rank drops anything in training, as one process does: it does not train")
     worst = {kind: _worst(d for d in differences if d.kind == kind) for kind in ORDER}
     named = [d for kind in ("gradient", "parameter") if (d := worst[kind]) is not None]
     proved = _proved(reference, differences)

@@ -15,34 +15,31 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from axonlaunch import checkpoint, data
-from axonlaunch.checkpoint.reader import read_whole_tensors, refuse_damage
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
-from axonlaunch.config import RunConfig
+from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch, sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader, whole_loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
-from axonlaunch.models.dtensor_regions import dtensor_of, packed
 from axonlaunch.training.bare_fit import bare_fit
+from axonlaunch.training.worker import load_run_state
 from axonlaunch.verification import inputs
 from axonlaunch.verification.compared_engine import ComparedEngine
-from axonlaunch.verification.differences import Difference, as_number, of_number, of_tensor
+from axonlaunch.verification.data_checks import other_ranks_samples
+from axonlaunch.verification.differences import Difference, of_number, of_tensor
 from axonlaunch.verification.draws import Draw, MaskRecorder
 from axonlaunch.verification.plan import EVALUATED_BATCHES, ComparisonPlan
-from axonlaunch.verification.reference import PREDICTED
 from axonlaunch.verification.reference_values import Reference
+from axonlaunch.verification.saved_state import read_by_one_process, read_in_parts
 from axonlaunch.verification.tolerances import PARAMETER_FLOOR, state_floors
 
-_PIECES = 2
-"""Parts of a parameter that a rank reads, in place of the one that it would hold."""
 STEPS_OF_MASKS = 2
 """Steps whose masks are compared, of models with dropout."""
 
@@ -57,15 +54,20 @@ def prepared_engine(
         world: Its ranks; all of them call this.
         drops: Whether dropout stays as the model has it; it is off otherwise.
     """
-    layout = Layout.of(config, world_size=world.world_size)
-    dataset = data.build_dataset(config.data, config.tokenizer)
-    loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
-    engine = build_engine(config, world, sample=sample_inputs(dataset))
+    engine, loader = _built(config, world)
     load_initial_weights(engine, config, world=world)
     inputs.move_vectors(engine.named_parameters())
     if not drops:
         inputs.Dropout(engine.modules)
     return engine, loader
+
+
+def _built(config: RunConfig, world: World) -> tuple[Engine, Loader]:
+    """Build a rank's engine, which holds no weights yet, and its data."""
+    layout = Layout.of(config, world_size=world.world_size)
+    dataset = data.build_dataset(config.data, config.tokenizer)
+    loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
+    return build_engine(config, world, sample=sample_inputs(dataset)), loader
 
 
 @dataclass(frozen=True)
@@ -128,29 +130,47 @@ class _LayoutRun:
         self._config, self._world = config, world
         self._reference, self._plan = reference, plan
         self.draws: list[Draw] = []
-        self._begin(0)
-
-    def _begin(self, done: int) -> None:
-        """Build an engine that knows nothing of what was before.
-
-        Args:
-            done: Steps of the run so far.
-        """
-        config, world = self._config, self._world
         engine, self._loader = prepared_engine(config, world, drops=True)
-        self._engine = ComparedEngine(
+        self._engine = self._compared(engine, done=0)
+        self._resumed: checkpoint.Checkpoint | None = None
+
+    def _compared(self, engine: Engine, *, done: int) -> ComparedEngine:
+        return ComparedEngine(
             engine,
-            config,
+            self._config,
             self._reference,
             self._plan,
-            rank=world.rank,
-            world_size=world.world_size,
+            rank=self._world.rank,
+            world_size=self._world.world_size,
             done=done,
         )
+
+    def _resume(self, folder: Path) -> None:
+        """Build an engine that knows nothing of what was before, and load what a run resumes from.
+
+        Args:
+            folder: Where the run has its checkpoints.
+        """
+        config = with_values(
+            self._config,
+            {
+                "run_dir": str(folder),
+                "checkpoint.path": None,
+                "checkpoint.resume": "auto",
+            },
+        )
+        engine, self._loader = _built(config, self._world)
+        self._resumed = load_run_state(config, engine, self._world).checkpoint
+        if not config.saves_frozen:
+            named = engine.named_parameters()
+            inputs.move_vectors((name, p) for name, p in named if not p.requires_grad)
+        self._engine = self._compared(engine, done=self._plan.saved)
 
     def differences(self, folder: Path) -> Iterator[Difference]:
         """Yield what differs, in the order of what is done."""
         plan = self._plan
+        yield self._samples_of_others()
+        yield from self._tables(0)
         yield from self._steps()
         last = plan.saved - 1
         yield from self._states(last)
@@ -189,22 +209,45 @@ class _LayoutRun:
             early_stop=None,
         )
         engine = cast("Engine", self._engine)
-        logged, evaluated = bare_fit(engine, self._loader, train, world=self._world, run_dir=folder)
+        logged, evaluated = bare_fit(
+            engine,
+            self._loader,
+            train,
+            world=self._world,
+            run_dir=folder,
+            resumed=self._resumed,
+        )
         self.draws += self._engine.draws
         yield from self._engine.take()
         yield of_number(plan.steps - 1, "steps", float(self._engine.done), float(plan.steps))
-        for number, shown in enumerate(logged[: plan.steps - plan.saved], start=plan.saved):
+        of_steps = plan.steps - plan.saved
+        yield of_number(plan.steps - 1, "logged", float(len(logged)), float(of_steps))
+        yield of_number(plan.steps - 1, "evaluated", float(len(evaluated)), float(end is not None))
+        for number, shown in enumerate(logged[:of_steps], start=plan.saved):
             expected = reference.steps[number]
             yield of_number(number, "steps", shown.step, number + 1)
             yield of_number(number, "rate", shown.lr, expected.rate)
             yield of_number(number, "loss", shown.loss, expected.loss)
             yield of_number(number, "counted", shown.tokens, expected.counted)
+            yield of_number(number, "seen", shown.tokens_seen or 0, self._seen(number + 1))
             if shown.grad_norm is not None and not expected.skipped:
                 yield of_number(number, "norm", shown.grad_norm, expected.norm)
         if end is not None:
             for found in evaluated:
                 yield of_number(plan.steps - 1, "evaluation", found.eval_loss, end[0])
                 yield of_number(plan.steps - 1, "evaluation", found.eval_tokens, end[1])
+
+    def _seen(self, steps: int) -> float:
+        """Return the targets that counted in the first steps."""
+        return sum(step.counted for step in self._reference.steps[:steps])
+
+    def _samples_of_others(self) -> Difference:
+        """Compare which samples this rank reads where epochs end, which no step here does."""
+        whole = whole_loader(self._config, self._loader.dataset)
+        layout = Layout.of(self._config, world_size=self._world.world_size)
+        shard = layout.data_shard(self._world.rank)
+        wrong = other_ranks_samples(self._loader, whole, shard=shard)
+        return of_number(0, "order", float(wrong), 0.0)
 
     def _parameters(self, number: int, expected: dict[str, Tensor]) -> Iterator[Difference]:
         for name, parameter in self._engine.named_parameters():
@@ -217,19 +260,35 @@ class _LayoutRun:
                 where = (number, "buffer", name)
                 yield of_tensor(where, model[name], expected, floor=PARAMETER_FLOOR)
 
+    def _tables(self, number: int) -> Iterator[Difference]:
+        """Compare buffers that are not saved, which an engine fills by itself."""
+        for module in self._engine.modules:
+            for name, seen in module.named_buffers():
+                expected = self._reference.tables.get(name)
+                if expected is not None and seen.shape == expected.shape:
+                    yield of_tensor((number, "buffer", name), seen, expected, floor=PARAMETER_FLOOR)
+                    yield from self._of_type(number, f"values of {name}", seen, expected)
+
     def _states(self, number: int) -> Iterator[Difference]:
         """Compare what is saved, before anything else reads it after the update, as in a run."""
         state, floor = self._engine.state_dict(), state_floors(self._reference.states)
         for name, expected in self._reference.parameters.items():
             if name in state["model"]:
                 where = (number, "parameter", name)
-                yield of_tensor(where, state["model"][name], expected, floor=PARAMETER_FLOOR)
+                seen = state["model"][name]
+                yield of_tensor(where, seen, expected, floor=PARAMETER_FLOOR)
+                yield from self._of_type(number, f"values of {name}", seen, expected)
         yield from self._buffers(number, state["model"])
         for key, seen in state["optimizer"].items():
             if key in self._reference.states:
                 where = (number, "state", key)
-                least = floor.get(key.rpartition(".")[2], 0.0)
-                yield of_tensor(where, seen, self._reference.states[key], floor=least)
+                least, expected = (
+                    floor.get(key.rpartition(".")[2], 0.0),
+                    self._reference.states[key],
+                )
+                yield of_tensor(where, seen, expected, floor=least)
+                if seen.ndim:  # numbers of Python's are saved in a type of ours
+                    yield from self._of_type(number, f"values of {key}", seen, expected)
 
     def _evaluation(self) -> Iterator[Difference]:
         """Compare the loss of some held-out samples, and outputs for a few of them."""
@@ -249,12 +308,17 @@ class _LayoutRun:
             whole = whole_loader(self._config, self._loader.dataset)
             whole_batch = next(whole.eval_batches(1, part=part))
             assert isinstance(whole_batch, Batch)
-            outputs = self._engine.predict(whole_batch.inputs[:PREDICTED])
+            outputs = self._engine.predict(inputs.predicted(self._config, whole_batch))
             where, expected = (half, "prediction", ""), self._reference.prediction
             yield of_tensor(where, outputs, expected, floor=0.0)
-            if outputs.dtype != expected.dtype and not self._plan.fp64:
-                # In another arithmetic, though perhaps within what rounding explains.
-                yield Difference(half + 1, "arithmetic", f"{outputs.dtype}", math.inf)
+            yield from self._of_type(half, "outputs", outputs, expected)
+
+    def _of_type(
+        self, number: int, name: str, seen: Tensor, expected: Tensor
+    ) -> Iterator[Difference]:
+        """Yield that something is in another arithmetic, perhaps within what rounding explains."""
+        if seen.dtype != expected.dtype and not self._plan.fp64:
+            yield Difference(number + 1, "arithmetic", f"{name} are {seen.dtype}", math.inf)
 
     def _checkpoint(self, folder: Path) -> Iterator[Difference]:
         """Save, let one process read it, and continue from it with an engine that knows nothing."""
@@ -266,69 +330,26 @@ class _LayoutRun:
             background=self._config.checkpoint.async_save,
         )
         state = self._engine.state_dict()
-        saver.save(state, step=step, samples=0)
+        saver.save(
+            state,
+            step=step,
+            samples=step * self._config.train.global_batch_size,
+            tokens=int(self._seen(step)),
+            data=self._loader.state(step),
+        )
         _forget(state)  # as training does, while a save in the background still writes
         saver.close()
         saved = checkpoint.find_checkpoint(folder)
         assert saved is not None
         if self._world.is_main:
-            yield from self._read_back(saved)
+            yield from read_by_one_process(saved, self._reference)
         if self._world.world_size > 1:
             dist.barrier()
-        yield from self._read_in_parts(saved)
-        self._begin(step)
-        state = self._engine.state_dict()
-        self._engine.load_state_dict(checkpoint.load_checkpoint(saved, state, world=self._world))
+        yield from read_in_parts(saved, self._reference, world=self._world)
+        self._resume(folder)
+        yield from self._tables(step)
         # No later step of training would show that these were not read.
         yield from self._buffers(step - 1, self._engine.state_dict()["model"])
-
-    def _read_back(self, saved: checkpoint.Checkpoint) -> Iterator[Difference]:
-        """Compare what one process reads with what it would have saved itself."""
-        reference, number = self._reference, self._plan.saved - 1
-        refuse_damage(saved)
-        wanted = {
-            "model": {**reference.parameters, **reference.buffers},
-            "optimizer": reference.states,
-        }
-        read: dict[str, dict[str, Any]] = {
-            section: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-            for section, tensors in wanted.items()
-        }
-        read["counters"] = {"step": torch.tensor(0)}
-        read_whole_tensors(saved, read)
-        floor = state_floors(reference.states)
-        for section, tensors in wanted.items():
-            for name, expected in tensors.items():
-                least = PARAMETER_FLOOR
-                if section == "optimizer":
-                    least = floor.get(name.rpartition(".")[2], 0.0)
-                where = (number, "checkpoint", f"{section}.{name}")
-                yield of_tensor(where, read[section][name], expected, floor=least)
-        steps = as_number(read["counters"]["step"]) or 0.0
-        yield of_number(number, "checkpoint", steps, float(self._plan.saved))
-
-    def _read_in_parts(self, saved: checkpoint.Checkpoint) -> Iterator[Difference]:
-        """Compare parameters that another layout reads: each rank some parts of one of their dims.
-
-        They begin and end elsewhere than what was saved. Those that the ranks do not divide are
-        left out: one process reads them.
-        """
-        size, number = self._world.world_size, self._plan.saved - 1
-        device = self._world.device
-        mesh = DeviceMesh.from_group(self._world.default_group.torch_group, device.type)
-        parts: dict[str, Tensor] = {}
-        for place, (name, expected) in enumerate(self._reference.parameters.items()):
-            dim = place % max(1, expected.ndim)
-            if not expected.ndim or expected.shape[dim] % (_PIECES * size):
-                continue
-            own = torch.zeros_like(expected.chunk(size, dim)[0], device=device)
-            kept = {"shape": expected.shape, "stride": expected.contiguous().stride()}
-            parts[name] = dtensor_of(own, mesh, [packed(dim, pieces=_PIECES)], **kept)
-        state = {"model": parts}
-        checkpoint.load_checkpoint(saved, state, world=self._world)
-        for name, part in parts.items():
-            where = (number, "checkpoint", f"model.{name}")
-            yield of_tensor(where, part, self._reference.parameters[name], floor=PARAMETER_FLOOR)
 
 
 def _forget(state: dict[str, Any]) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import IGNORE_INDEX, AnyBatch, Batch, MicroBatch
+from axonlaunch.data.samples import CollatedSamples, map_tensors
 from axonlaunch.models.build import on_meta
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.own_loss import OwnLoss
@@ -88,19 +92,51 @@ def count_of(own: OwnLoss | None, batch: AnyBatch, *, micro_batch_size: int) -> 
     """Return what the sum of a global batch's losses is divided by, as ``register_loss`` says."""
     if isinstance(batch, Batch) and (own is None or own.count is None):
         return int((batch.targets != IGNORE_INDEX).sum())
-    counted = [part for part in batch.micro_batches(micro_batch_size) if part.is_counted]
+    counted = [part for part in micro_batches_of(batch, micro_batch_size) if part.is_counted]
     if own is None or own.count is None:
         return sum(part.num_samples for part in counted)
-    return sum(int(own.count(part.whole)) for part in counted)
+    return sum(int(own.count(whole_of(part))) for part in counted)
+
+
+def whole_of(batch: MicroBatch) -> Any:
+    """Return what a loss of one's own sees."""
+    if isinstance(batch, CollatedSamples):
+        return batch.whole
+    named = {"inputs": batch.inputs, "targets": batch.targets}
+    return named if batch.positions is None else {**named, "positions": batch.positions}
 
 
 def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
-    """Yield micro-batches, of inputs and targets without the code that the engines cut them by."""
-    if not isinstance(batch, Batch):
-        yield from batch.micro_batches(size)
-        return
-    for start in range(0, len(batch.inputs), size):
-        yield batch.rows(start, start + size)
+    """Yield micro-batches, without the code that the engines cut a batch by."""
+    for part in (slice(start, start + size) for start in range(0, len(batch), size)):
+        if isinstance(batch, Batch):
+            positions = None if batch.positions is None else batch.positions[part]
+            yield Batch(batch.inputs[part], batch.targets[part], positions)
+            continue
+        items = batch.items[part]
+        counted = [True] * len(items) if batch.counted is None else batch.counted[part]
+        # Where none counts, the model sees them all the same.
+        kept = [item for item, counts in zip(items, counted, strict=True) if counts] or [*items]
+        yield CollatedSamples(batch.collate(kept), len(kept), is_counted=any(counted))
+
+
+def mapped(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
+    """Return a micro-batch of what a function makes of each tensor."""
+    if isinstance(batch, CollatedSamples):
+        return replace(batch, whole=map_tensors(function, batch.whole))
+    positions = None if batch.positions is None else function(batch.positions)
+    return Batch(function(batch.inputs), function(batch.targets), positions)
+
+
+def forward_arguments(model: nn.Module, batch: MicroBatch) -> tuple[list[Any], dict[str, Any]]:
+    """Return what a model is called with: inputs, and of a dict what its forward has names for."""
+    if isinstance(batch, Batch):
+        return [batch.inputs], {} if batch.positions is None else {"positions": batch.positions}
+    whole = batch.whole
+    if isinstance(whole, Mapping):
+        names = signature(model.forward).parameters
+        return [], {name: value for name, value in whole.items() if name in names}
+    return [whole[0] if isinstance(whole, tuple | list) else whole], {}
 
 
 @dataclass
@@ -119,6 +155,68 @@ class LoadableWeights:
         """Take values over."""
         for name, tensor in self.model_state_dict().items():
             tensor.copy_(state[name])
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to a model's state, by name."""
+    saved = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def clone_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of them."""
+    return {name: buffer.clone() for name, buffer in saved_buffers(model).items()}
+
+
+def put_back(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Give a model's buffers the values of copies."""
+    for name, buffer in saved_buffers(model).items():
+        buffer.copy_(buffers[name])
+
+
+def moves_buffers(model: nn.Module) -> bool:
+    """Say whether it may matter to a model how many samples a forward has, and how many are done.
+
+    Batch normalisation without statistics mixes samples all the same.
+    """
+    return has_batch_norm(model) or bool(saved_buffers(model))
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Say whether a model normalises over samples."""
+    return any(isinstance(part, _BatchNorm) for part in model.modules())
+
+
+@contextmanager
+def counting_calls(model: nn.Module) -> Iterator[Counter[nn.Module]]:
+    """Count inside how often each module of a model, and the model, are called."""
+    calls: Counter[nn.Module] = Counter()
+
+    def count(module: nn.Module, _inputs: Any) -> None:
+        calls[module] += 1
+
+    handles = [module.register_forward_pre_hook(count) for module in model.modules()]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def reads_again(model: nn.Module, calls: Mapping[nn.Module, int]) -> bool:
+    """Say whether a forward may read a parameter, read others, and read it once more.
+
+    Replicas that compute in a lower type then read two copies, whose gradients add up in fp32.
+    """
+    return any(
+        calls.get(module, 0) > calls[model] or next(_of_children(module), None) is not None
+        for module in model.modules()
+        if next(module.parameters(recurse=False), None) is not None
+    )
+
+
+def _of_children(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for child in module.children() for parameter in child.parameters())
 
 
 def cast_parameters(

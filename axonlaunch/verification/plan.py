@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from axonlaunch.config import RunConfig
+
 AFTER_CHECKPOINT = 2
 """Steps of a run that is resumed."""
 EVALUATED_BATCHES = 2
@@ -21,11 +23,13 @@ class ComparisonPlan:
         beyond: Whether an evaluation, a prediction and a checkpoint are compared too; the last two
             steps are then those of a run that is resumed, and done by the training loop.
         fp64: Whether the reference computes in float64.
+        asked: The run as it is configured, before it was changed for a comparison; None: as it is.
     """
 
     steps: int
     beyond: bool = False
     fp64: bool = False
+    asked: RunConfig | None = None
 
     @property
     def saved(self) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from axonlaunch import data
 from axonlaunch.checkpoint.weights import load_initial_weights
@@ -25,26 +25,29 @@ from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.loader import whole_loader
 from axonlaunch.data.samples import map_tensors
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
-from axonlaunch.models.build import build_model, initial_weights, spec_for
+from axonlaunch.models.build import build_model, initial_weights, on_meta, spec_for
 from axonlaunch.models.lora import start_magnitudes
 from axonlaunch.models.module_state import evaluating
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
-from axonlaunch.verification import inputs, plain_model
+from axonlaunch.verification import data_checks, inputs, plain_model
+from axonlaunch.verification.draws import MaskRecorder
 from axonlaunch.verification.foresight import foresight
 from axonlaunch.verification.plain_model import (
     LoadableWeights,
+    clone_buffers,
     has_drawn,
     loss_sum,
+    moves_buffers,
+    put_back,
     reference_device,
+    saved_buffers,
 )
 from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plain_rate
 from axonlaunch.verification.plan import EVALUATED_BATCHES, FIRST_SCALE, ComparisonPlan
 from axonlaunch.verification.reference_values import Reference, ReferenceStep
 
 REFERENCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PREDICTED = 2
-"""Samples of a prediction."""
 
 
 class NoReferenceError(Exception):
@@ -71,10 +74,13 @@ class PlainRun:
         self._device = reference_device(config)
         self.model = self._built().to(self._device)
         inputs.move_vectors(self.model.named_parameters())
-        self._dropout = inputs.Dropout([self.model]).largest
+        self._dropout = inputs.Dropout([self.model])
+        self._masks, self._reads_again = 0, False
         self._parameters = dict(self.model.named_parameters())
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self._start = _copies(self._parameters)
+        saved, buffers = saved_buffers(self.model), dict(self.model.named_buffers())
+        self._tables = _copies({n: b for n, b in buffers.items() if n not in saved})
         if roughness:
             inputs.roughen(self._parameters, relative=roughness, draw=draw)
         self._held = self._masters()
@@ -107,7 +113,7 @@ class PlainRun:
             World.mock(1).run(
                 lambda world: load_initial_weights(LoadableWeights(model), config, world=world)
             )
-        return model.train()
+        return model if model.training else model.train()  # parts that it froze stay so
 
     def _masters(self) -> dict[str, Tensor]:
         """Return what is updated: the parameters, or fp32 copies that each update is made in."""
@@ -115,14 +121,25 @@ class PlainRun:
             return dict(self._trained)
         return {n: p.detach().float().clone() for n, p in self._trained.items()}
 
+    def refuse_problems(self) -> None:
+        """Refuse what every layout would do as wrong as this.
+
+        Raises:
+            NoReferenceError: The order of samples is none, or tied weights have come apart.
+        """
+        seed = self._config.seed
+        if problem := data_checks.order_problem(self._loader, seed=seed):
+            raise NoReferenceError(problem)
+        built = {name for name, _ in on_meta(self._config, seed=seed).named_parameters()}
+        if untied := [name for name in self._parameters if name not in built]:
+            raise NoReferenceError(f"the model: {untied[0]} is no longer the weight it was tied to")
+
     def run(self) -> Reference:
         """Run every step.
 
         Raises:
             NoReferenceError: The data is not what it says, or the model does what none should.
         """
-        if problem := inputs.order_problem(self._loader, seed=self._config.seed):
-            raise NoReferenceError(problem)
         steps: list[ReferenceStep] = []
         evaluation, prediction, saved = None, None, self._state()
         for number in range(self._plan.steps):
@@ -140,9 +157,12 @@ class PlainRun:
             *(evaluation, prediction),
             self._end_evaluation(),
             tuple(name for name in self._parameters if name not in self._trained),
-            self._dropout,
+            self._dropout.largest,
             self._plan.saved,
             self._plan.halfway,
+            self._masks,
+            self._tables,
+            self._reads_again,
         )
 
     @torch.no_grad()
@@ -162,13 +182,18 @@ class PlainRun:
         config = self._config
         torch.manual_seed(config.seed + number)
         batch = self._batch(number)
+        if not number and self._dropout.largest:
+            self._masks = self._num_masks(batch)
         counted = self._count(batch)
         total = 0.0
-        with naming_unknown_tokens(batch, self._loader, step=number):
+        watch = nullcontext() if number else plain_model.counting_calls(self.model)
+        with naming_unknown_tokens(batch, self._loader, step=number), watch as calls:
             for piece in self._pieces(batch):
                 loss = self._loss_sum(piece) / max(1, counted)
                 self._scaler.scale(loss * self._ranks).backward()
                 total += float(loss.detach())
+        if calls is not None:
+            self._reads_again = plain_model.reads_again(self.model, calls)
         for parameter in self._trained.values() if self._ranks > 1 else ():
             if parameter.grad is not None:
                 parameter.grad.div_(self._ranks)
@@ -194,10 +219,19 @@ class PlainRun:
             NoReferenceError: The data is not what it says, or the model knows what it should not.
         """
         batch = self._loader.batch(number)
-        problem = inputs.data_problem(self._config.data, self._loader, batch, step=number)
+        problem = data_checks.data_problem(self._config.data, self._loader, batch, step=number)
         if problem := problem or ("" if number else self._foresight(batch)):
             raise NoReferenceError(problem)
         return inputs.uneven(batch, first_row=0, step=number)
+
+    def _num_masks(self, batch: AnyBatch) -> int:
+        """Return how many masks a forward in training draws with dropout on."""
+        recorder, buffers = MaskRecorder([], rank=0), clone_buffers(self.model)
+        first = next(plain_model.micro_batches_of(batch, self._layout.micro_batch_size))
+        with torch.random.fork_rng(devices=[]), self._dropout.on(), recorder:
+            self._outputs(first)
+        put_back(self.model, buffers)
+        return len(recorder.draws)
 
     def _update(self, number: int) -> tuple[float, bool]:
         """Clip and update; return the gradient's norm, and whether fp16 left the update out."""
@@ -233,30 +267,31 @@ class PlainRun:
     def _pieces(self, batch: AnyBatch) -> Iterator[MicroBatch]:
         """Yield what one forward takes: all, or the layout's micro-batches where that matters.
 
-        Buffers are those that the samples of the first data rank move, as a layout's are.
+        Each data rank's samples move the buffers that a step begins with; those that the first
+        rank's have moved stay, as in a layout.
         """
-        mixes = self._spec.mixes_samples or _has_batch_norm(self.model)
+        mixes = self._spec.mixes_samples or moves_buffers(self.model)
         is_fp32 = self._dtype in (torch.float32, torch.float64)
         if isinstance(batch, Batch) and self._own is None and not mixes and is_fp32:
             yield batch
             return
         size, share = self._layout.micro_batch_size, len(batch) // self._layout.data_ranks
-        buffers: dict[str, Tensor] = {}
+        start, first = clone_buffers(self.model), None
         for number, piece in enumerate(plain_model.micro_batches_of(batch, size)):
-            if number * size == share:
-                buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+            if number and number * size % share == 0:
+                first = first or clone_buffers(self.model)
+                put_back(self.model, start)
             yield piece
-        for name, buffer in self._buffers().items():
-            if buffers:
-                buffer.copy_(buffers[name])
+        if first is not None:
+            put_back(self.model, first)
 
     def _loss_sum(self, batch: MicroBatch) -> Tensor:
-        batch = batch.map(self._here)
+        batch = plain_model.mapped(batch, self._here)
         outputs = self._outputs(batch)
         if self._own is None:
             assert isinstance(batch, Batch)
             return loss_sum(self._spec, outputs, batch.targets)
-        total = self._own.sum(outputs, batch.whole)
+        total = self._own.sum(outputs, plain_model.whole_of(batch))
         return total if batch.is_counted else total * 0
 
     def _count(self, batch: AnyBatch) -> int:
@@ -274,7 +309,8 @@ class PlainRun:
         def in_type(tensor: Tensor) -> Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        taken, positions = batch.map(self._here).forward_arguments(self.model.forward)
+        here = plain_model.mapped(batch, self._here)
+        taken, positions = plain_model.forward_arguments(self.model, here)
         if dtype is torch.float64:
             taken, positions = map_tensors(in_type, (taken, positions))
         if dtype in (torch.float32, torch.float64):
@@ -300,7 +336,7 @@ class PlainRun:
         batches = [*self._loader.eval_batches(part=inputs.evaluated(self._loader))]
         if not batches:
             return None, None
-        if problem := inputs.held_out_problem(self._config.data, self._loader, batches):
+        if problem := data_checks.held_out_problem(self._config.data, self._loader, batches):
             raise NoReferenceError(problem)
         uneven = [inputs.uneven(b, first_row=0, step=number) for number, b in enumerate(batches)]
         with evaluating([self.model]):
@@ -308,7 +344,8 @@ class PlainRun:
             if self._own is None:
                 first = batches[0]
                 assert isinstance(first, Batch)
-                outputs = self._outputs(Batch(first.inputs[:PREDICTED], first.targets[:PREDICTED]))
+                samples = inputs.predicted(self._config, first)
+                outputs = self._outputs(Batch(samples, first.targets[: len(samples)]))
                 logits = _copy(outputs if isinstance(outputs, Tensor) else outputs.logits)
         return evaluation, logits
 
@@ -318,9 +355,14 @@ class PlainRun:
         if not self._plan.trains_on or not self._loader.dataset.num_eval_samples:
             return None
         parts = [*getattr(self._loader.dataset, "eval_parts", {}).values()] or [None]
-        each = (self._loader.eval_batches(EVALUATED_BATCHES, part=part) for part in parts)
+        batches: list[AnyBatch] = []
+        for part in parts:
+            of_part = [*self._loader.eval_batches(EVALUATED_BATCHES, part=part)]
+            if problem := data_checks.part_problem(self._loader, part, of_part):
+                raise NoReferenceError(problem)
+            batches += of_part
         with evaluating([self.model]):
-            return self._mean_loss(batch for batches in each for batch in batches)
+            return self._mean_loss(batches)
 
     def _mean_loss(self, batches: Iterable[AnyBatch]) -> tuple[float, float]:
         """Return the mean loss over the counted targets of batches, and how many those are."""
@@ -332,10 +374,6 @@ class PlainRun:
             total += sum(float(self._loss_sum(piece)) for piece in pieces)
         return total / max(1.0, counted), counted
 
-    def _buffers(self) -> dict[str, Tensor]:
-        saved = self.model.state_dict()
-        return {name: b for name, b in self.model.named_buffers() if name in saved}
-
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Return copies of parameters, buffers and optimizer states."""
         names = {id(tensor): name for name, tensor in self._held.items()}
@@ -345,11 +383,7 @@ class PlainRun:
             for p, values in optimizer.state.items()
             for key, value in values.items()
         }
-        return _copies(self._parameters), _copies(self._buffers()), states
-
-
-def _has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(part, _BatchNorm) for part in model.modules())
+        return _copies(self._parameters), _copies(saved_buffers(self.model)), states
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

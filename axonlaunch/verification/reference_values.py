@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -42,12 +42,15 @@ class Reference:
         states: Of the optimizers then, ``<parameter>.<state>``.
         end: Parameters after the last step.
         evaluation: Mean loss and counted targets of ``inputs.evaluated``, halfway.
-        prediction: Outputs for ``reference.PREDICTED`` samples of it, then.
+        prediction: Outputs for ``inputs.predicted`` of them, then.
         end_evaluation: Mean loss and counted targets of held-out samples after the last step.
         frozen: Names of parameters that are not trained.
         dropout: Largest rate of dropout in the model, which is off here.
         saved_step: Steps before the state that is saved.
         halfway: Steps before the evaluation.
+        masks: That a forward in training draws with dropout on.
+        tables: Buffers that are not saved, at the start, by name.
+        reads_again: Whether a forward may read a parameter again, after others.
     """
 
     steps: list[ReferenceStep]
@@ -63,3 +66,6 @@ class Reference:
     dropout: float = 0.0
     saved_step: int = 0
     halfway: int = 0
+    masks: int = 0
+    tables: dict[str, Tensor] = field(default_factory=dict)
+    reads_again: bool = False

@@ -59,7 +59,7 @@ def verify(
         backend = "gloo" if config.train.compile else "mock"
         config = configuration.with_values(config, {"launch.backend": backend})
     config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
-    plan = ComparisonPlan(steps=steps, beyond=True, fp64=fp64)
+    plan = ComparisonPlan(steps=steps, beyond=True, fp64=fp64, asked=config)
     config = forked_call.call(context, "axonlaunch.verification.demands:demanding", config, plan)
     if config.launch.backend == "mock":
         verdict: ParityResult = forked_call.call(

@@ -51,11 +51,11 @@ def verified(combination: Combination) -> Outcome:
     ranks = combination.layout.ranks
     common = [f"train.global_batch_size={BATCH}", f"launch.nproc={ranks}", "launch.backend=mock"]
     overrides = [*combination.model_overrides, *combination.overrides, *common]
-    plan = ComparisonPlan(steps=STEPS, beyond=True)
     try:
         config = run_config(overrides)
     except ConfigError as error:
         return Outcome("refused", str(error.problems[0]))
+    plan = ComparisonPlan(steps=STEPS, beyond=True, asked=config)
     verdict = compare.on_mock(demanding(config, plan), plan)
     if verdict.passed:
         return Outcome("passed")

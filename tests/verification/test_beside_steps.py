@@ -12,15 +12,17 @@ from configured import run_config
 from parity_table import MODELS
 from torch import Tensor, nn
 
-from axonlaunch import checkpoint, data
-from axonlaunch.checkpoint import dcp_reader
+from axonlaunch.checkpoint import dcp_reader, reader
+from axonlaunch.checkpoint.fallback import Resumed
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.data.dataset import Batch
-from axonlaunch.data.loader import Loader, whole_loader
+from axonlaunch.data.loader import Loader
 from axonlaunch.engines import mesh_engine
+from axonlaunch.engines.optimizer import step
 from axonlaunch.engines.precision import policy as precision
 from axonlaunch.models import module_state
 from axonlaunch.models.attention import Attention, Packing
+from axonlaunch.training import trainer, worker
 from axonlaunch.verification import compare, inputs
 from axonlaunch.verification.foresight import foresight
 from axonlaunch.verification.plan import ComparisonPlan
@@ -28,6 +30,10 @@ from axonlaunch.verification.plan import ComparisonPlan
 Patch = pytest.MonkeyPatch
 FSDP = [*MODELS["mlp"], "strategy=fsdp", "launch.nproc=2", "train.global_batch_size=8"]
 FP16 = [*FSDP, "train.precision=fp16"]
+LOWER = [*FSDP, *("train.precision=bf16", "train.param_dtype=bf16", "optimizer.state_dtype=fp32")]
+LLAMA = [*MODELS["llama"], "model.num_hidden_layers=1", "train.global_batch_size=4"]
+PACKED = [*LLAMA, "strategy=ddp", "launch.nproc=2", "data.document_length=5"]
+CONTEXT = ["strategy.context.degree=2", "launch.nproc=2"]
 NORMED = [
     *("model=custom", f"model.target={__name__}:normed", "data=digits", "strategy=fsdp"),
     *("launch.nproc=2", "train.global_batch_size=8"),
@@ -102,7 +108,7 @@ def an_evaluation_is_never_over(patch: Patch) -> None:
 
 
 def buffers_are_not_read(patch: Patch) -> None:
-    right = checkpoint.load_checkpoint
+    right = reader.load_checkpoint
 
     def parameters_alone(saved: Any, state: Any, *, world: Any) -> Any:
         left = {n: t.clone() for n, t in state["model"].items() if "running" in n}
@@ -111,7 +117,32 @@ def buffers_are_not_read(patch: Patch) -> None:
             state["model"][name].copy_(before)
         return state
 
-    patch.setattr(checkpoint, "load_checkpoint", parameters_alone)
+    patch.setattr(reader, "load_checkpoint", parameters_alone)
+
+
+def a_resumed_run_finds_no_checkpoint(patch: Patch) -> None:
+    patch.setattr(worker, "_restore", lambda config, engine, world: Resumed(None, {}))
+
+
+def a_resumed_run_counts_its_targets_anew(patch: Patch) -> None:
+    patch.setattr(trainer, "_progress", lambda resumed: trainer._Progress())
+
+
+def a_forward_is_not_told_of_documents(patch: Patch) -> None:
+    patch.setattr(Batch, "forward_arguments", lambda self, forward: ([self.inputs], {}))
+
+
+def updates_in_fp32_are_made_in_bf16(patch: Patch) -> None:
+    def build(self: Any) -> Any:
+        self._dtype = None
+        return self._optimizers()
+
+    patch.setattr(step.Update, "_build", build)
+
+
+def a_prediction_is_padded_in_front(patch: Patch) -> None:
+    right = torch.nn.functional.pad
+    patch.setattr(torch.nn.functional, "pad", lambda x, sizes: right(x, sizes[::-1]))
 
 
 def normed() -> nn.Module:
@@ -128,6 +159,15 @@ def normed() -> nn.Module:
         (a_save_is_written_when_training_continues, FSDP, "step 1: what one process reads fro"),
         (an_evaluation_is_never_over, FSDP, "step 1: rank 0 draws no random numbers, as it does"),
         (buffers_are_not_read, NORMED, "step 1: buffer of 2.running_mean is off by "),
+        (a_resumed_run_finds_no_checkpoint, FSDP, "step 2: number of steps that training does"),
+        (a_resumed_run_counts_its_targets_anew, FSDP, "step 2: number of counted targets of all"),
+        (a_forward_is_not_told_of_documents, PACKED, "step 0: evaluation loss is "),
+        (
+            updates_in_fp32_are_made_in_bf16,
+            LOWER,
+            "step 1: values of layers.0.weight.exp_avg are t",
+        ),
+        (a_prediction_is_padded_in_front, [*CONTEXT, *LLAMA], "step 0: prediction is off by "),
     ],
 )
 def test_it_reports_what_is_wrong_beside_a_step(
@@ -135,36 +175,6 @@ def test_it_reports_what_is_wrong_beside_a_step(
 ) -> None:
     fault(monkeypatch)
     assert differences(overrides)[0].startswith(reported)
-
-
-def loader(size: int = 8) -> Loader:
-    config = run_config(["data=synthetic_tokens", f"train.global_batch_size={size}"])
-    return whole_loader(config, data.build_dataset(config.data, config.tokenizer))
-
-
-def test_an_order_that_repeats_samples_or_epochs_is_no_order(monkeypatch: Patch) -> None:
-    assert inputs.order_problem(loader(), seed=0) == ""
-    right = inputs.order_of
-    size = loader().dataset.num_samples
-
-    def same_in_each_epoch(dataset: Any, places: Any, *, seed: int) -> Any:
-        return right(dataset, places % size, seed=seed)
-
-    monkeypatch.setattr(inputs, "order_of", same_in_each_epoch)
-    problem = inputs.order_problem(loader(), seed=0)
-    assert problem == "the data: every epoch has its samples in the same order"
-    monkeypatch.setattr(inputs, "order_of", lambda _dataset, places, *, seed: places // 2 + seed)
-    assert inputs.order_problem(loader(), seed=0) == "the data: an epoch reads a sample twice"
-
-
-def test_an_evaluation_that_drops_or_repeats_held_out_samples_is_none() -> None:
-    reading, config = loader(), run_config(["data=synthetic_tokens"]).data
-    batches = [*reading.eval_batches(part=inputs.evaluated(reading))]
-    assert len(batches) == 2, "the second one is not full"
-    assert inputs.held_out_problem(config, reading, batches) == ""
-    problem = "the data: an evaluation does not read each held-out sample once"
-    assert inputs.held_out_problem(config, reading, batches[:1]) == problem
-    assert inputs.held_out_problem(config, reading, [*batches, batches[1]]) == problem
 
 
 class Attending(nn.Module):

@@ -1,0 +1,190 @@
+"""What both sides would read wrong alike is seen by what the data says it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from configured import run_config
+from corpus import functions, write_jsonl
+
+from axonlaunch import data
+from axonlaunch.config import RunConfig
+from axonlaunch.config.data import IGNORE_INDEX
+from axonlaunch.config.optimizer import ConstantConfig
+from axonlaunch.data.dataset import Batch
+from axonlaunch.data.loader import Loader, order_of, whole_loader
+from axonlaunch.data.own import PairsDataset
+from axonlaunch.models import initialization
+from axonlaunch.verification import data_checks, inputs
+from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.reference import NoReferenceError, PlainRun
+from axonlaunch.verification.schedule_check import schedule_problems
+
+Patch = pytest.MonkeyPatch
+
+
+def loader(size: int = 8, *, shards: int = 1, shard: int = 0) -> Loader:
+    config = run_config(["data=synthetic_tokens", f"train.global_batch_size={size}"])
+    dataset = data.build_dataset(config.data, config.tokenizer)
+    return Loader(dataset, seed=0, global_batch_size=size, num_shards=shards, shard=shard)
+
+
+def test_an_order_that_repeats_samples_or_epochs_is_no_order(monkeypatch: Patch) -> None:
+    assert data_checks.order_problem(loader(), seed=0) == ""
+    right = order_of
+    size = loader().dataset.num_samples
+
+    def same_in_each_epoch(dataset: Any, places: Any, *, seed: int) -> Any:
+        return right(dataset, places % size, seed=seed)
+
+    monkeypatch.setattr(data_checks, "order_of", same_in_each_epoch)
+    problem = data_checks.order_problem(loader(), seed=0)
+    assert problem == "the data: every epoch has its samples in the same order"
+    monkeypatch.setattr(
+        data_checks, "order_of", lambda _dataset, places, *, seed: places // 2 + seed
+    )
+    assert data_checks.order_problem(loader(), seed=0) == "the data: an epoch reads a sample twice"
+
+
+def test_an_evaluation_that_drops_or_repeats_held_out_samples_is_none() -> None:
+    reading, config = loader(), run_config(["data=synthetic_tokens"]).data
+    batches = [*reading.eval_batches(part=inputs.evaluated(reading))]
+    assert len(batches) == 2, "the second one is not full"
+    assert data_checks.held_out_problem(config, reading, batches) == ""
+    problem = "the data: an evaluation does not read each held-out sample once"
+    assert data_checks.held_out_problem(config, reading, batches[:1]) == problem
+    assert data_checks.held_out_problem(config, reading, [*batches, batches[1]]) == problem
+
+
+def test_an_order_that_ends_with_the_last_full_batch_is_none(monkeypatch: Patch) -> None:
+    right = Loader.indices
+
+    def dropping(self: Loader, step: int) -> Any:
+        return right(self, step % (self.dataset.num_samples // self.global_batch_size))
+
+    monkeypatch.setattr(Loader, "indices", dropping)
+    problem = data_checks.order_problem(loader(size=24), seed=0)
+    assert problem == "the data: step 2731, where an epoch ends, does not read on in its order"
+
+
+def test_a_shard_that_reads_anothers_samples_in_the_second_epoch_is_seen() -> None:
+    whole, own = loader(), loader(shards=2, shard=1)
+    assert data_checks.other_ranks_samples(own, whole, shard=1) == 0
+    right, steps = own.indices, own.dataset.num_samples // 8
+    own.indices = lambda step: right(step) - 1 * (step >= steps)  # type: ignore[method-assign]
+    assert data_checks.other_ranks_samples(own, whole, shard=1) == 5 * 4
+
+
+def text(folder: Path, *overrides: str) -> tuple[RunConfig, Loader]:
+    """Rows of some functions, and another source of them."""
+    rows = [{"text": function["text"][:60]} for function in functions(40)]
+    first = write_jsonl(folder / "a.jsonl", rows[:30])
+    other = write_jsonl(folder / "b.jsonl", rows[30:])
+    files = f"data.mix={{a: {{files: [{first}]}}, b: {{files: [{other}]}}}}"
+    chosen = ["data=documents", f"data.cache_dir={folder}/cache", "data.sequence_length=64"]
+    config = run_config([*chosen, files, "train.global_batch_size=4", *overrides])
+    return config, whole_loader(config, data.build_dataset(config.data, config.tokenizer))
+
+
+def padding_counts(batch: Batch) -> Batch:
+    return dataclasses.replace(batch, targets=batch.targets.clamp(min=0))
+
+
+def targets_count_a_token_late(batch: Batch) -> Batch:
+    late = torch.where(batch.targets.roll(1, 1) < 0, IGNORE_INDEX, batch.targets)
+    return dataclasses.replace(batch, targets=late)
+
+
+def positions_run_on(batch: Batch) -> Batch:
+    positions = torch.arange(batch.inputs.shape[1]).expand_as(batch.inputs)
+    return dataclasses.replace(batch, positions=positions)
+
+
+def rows_change_places(batch: Batch) -> Batch:
+    return batch.map(lambda tensor: tensor.flip(0))
+
+
+def nothing(batch: Batch) -> Batch:
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        (nothing, ""),
+        (padding_counts, "the data: targets count that are of no document"),
+        (
+            targets_count_a_token_late,
+            "the data: targets are not the tokens that follow in their document, and count",
+        ),
+        (positions_run_on, "the data: positions are not those of tokens in their documents"),
+        (rows_change_places, "the data: a row does not have the tokens of its documents"),
+    ],
+)
+def test_rows_of_text_are_those_of_their_documents(
+    fault: Callable[[Batch], Batch], problem: str, tmp_path: Path
+) -> None:
+    config, reading = text(tmp_path, "data.packing=best_fit")
+    batch = reading.batch(0)
+    assert isinstance(batch, Batch)
+    found = data_checks.data_problem(config.data, reading, fault(batch), step=0)
+    assert found == problem
+
+
+def test_an_evaluation_of_a_source_reads_its_own_samples(tmp_path: Path) -> None:
+    _, reading = text(tmp_path, "data.packing=none")
+    parts: dict[str, range] = reading.dataset.eval_parts  # type: ignore[attr-defined]
+    first, second = ([*reading.eval_batches(part=part)] for part in parts.values())
+    assert data_checks.part_problem(reading, parts["b"], second) == ""
+    problem = "the data: an evaluation of one source reads samples of another, or one twice"
+    assert data_checks.part_problem(reading, parts["b"], first) == problem
+    assert data_checks.part_problem(reading, parts["b"], second * 2) == problem
+
+
+class Pairs:
+    """Images and their classes."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return np.full((1, 2, 2), index, dtype=np.float32), index % 4
+
+
+def test_pairs_that_are_held_out_are_not_those_of_training(monkeypatch: Patch) -> None:
+    pairs = PairsDataset(Pairs(), 4, 0.25, lambda reason: ValueError(reason))
+    reading, own = Loader(pairs, seed=0, global_batch_size=8), object()
+    batches = [*reading.eval_batches(part=inputs.evaluated(reading))]
+    assert data_checks.held_out_problem(own, reading, batches) == ""
+    right = pairs.samples
+    monkeypatch.setattr(pairs, "samples", lambda indices, split: right(indices, split="train"))
+    batches = [*reading.eval_batches(part=inputs.evaluated(reading))]
+    problem = "the data: every held-out sample that was looked at is one of training"
+    assert data_checks.held_out_problem(own, reading, batches) == problem
+
+
+def test_tied_weights_that_come_apart_are_seen(monkeypatch: Patch) -> None:
+    small = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+    config = run_config(["data=synthetic_tokens", *small, "launch.nproc=2"])
+
+    def untied(module: torch.nn.Module, *, device: Any) -> None:
+        module.to_empty(device=device)
+        initialization.reset_buffers(module)
+
+    monkeypatch.setattr("axonlaunch.models.build.materialize", untied)
+    with pytest.raises(NoReferenceError, match=r"lm_head\.weight is no longer the weight it was"):
+        PlainRun(config, ComparisonPlan(steps=1)).refuse_problems()
+
+
+def test_the_rates_of_the_whole_run_are_its_schedules(monkeypatch: Patch) -> None:
+    config = run_config(["train.steps=1000", "scheduler.warmup_ratio=0.1", "launch.nproc=2"])
+    assert not [*schedule_problems(config)]
+    monkeypatch.setattr(ConstantConfig, "warmup", lambda self, steps: steps // 5)
+    [problem] = schedule_problems(config)
+    assert problem == "step 1 of the run's 1000: learning rate is 1.5e-05, not 3e-05"
