@@ -225,7 +225,7 @@ def _plain_steps(config: RunConfig, plan: ComparisonPlan) -> tuple[dict[str, Ten
 
 def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
     engine, loader = prepared_engine(config, world)
-    layout = Layout.of(config, world_size=world.world_size)
+    shard = Layout.of(config, world_size=world.world_size).data_shard(world.rank)
     # Logits that are computed in chunks are never there.
     spec, is_chunked = spec_for(config), config.train.loss_chunk is not None
     heads = [spec.head_of(module) for module in engine.modules] if is_chunked else []
@@ -235,8 +235,7 @@ def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
         read = [next(batches) for _ in range(_STEPS)]
     for number, batch in enumerate(read):
         recorder.begin()
-        first = layout.data_shard(world.rank) * len(batch)
-        engine.backward(inputs.uneven(batch, first_row=first, step=number))
+        engine.backward(inputs.uneven(batch, step=number, shard=shard))
         step = _Step(recorder.record)
         for name, updated in engine.named_updated():
             if updated.grad is not None:
