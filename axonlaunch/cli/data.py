@@ -12,6 +12,7 @@ import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json, show_help
 from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -51,9 +52,8 @@ def show_rows(
     if as_json:
         print_json({**_as_objects(dataset.summaries()), "samples": rows})
         return
-    from rich.console import Console
 
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console = console_on(soft_wrap=True)
     for row in rows:
         console.print(f"row {row['row']}", style="bold")
         for piece in row["pieces"]:

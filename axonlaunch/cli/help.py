@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from axonlaunch.cli.options import Json, print_json
+from axonlaunch.system.terminal import console_on
 
 HELP = "Show the documentation: all pages, or one of them."
 EXAMPLES = """Examples:
@@ -61,7 +62,7 @@ def _show(text: str) -> None:
     class WholeMarkdown(Markdown):
         elements = {**Markdown.elements, "table_open": WholeTable}
 
-    Console().print(WholeMarkdown(text))
+    console_on().print(WholeMarkdown(text))
 
 
 def summary(text: str) -> str:
@@ -75,7 +76,6 @@ def _list_pages(summaries: dict[str, str], as_json: bool) -> None:
     if as_json:
         print_json({"pages": summaries})
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -83,7 +83,7 @@ def _list_pages(summaries: dict[str, str], as_json: bool) -> None:
     table.add_column(overflow="fold")
     for name, line in summaries.items():
         table.add_row(name, line)
-    console = Console(highlight=False)
+    console = console_on()
     console.print(table)
     console.print("\naxonlaunch help TOPIC shows a page, axonlaunch COMMAND --help a command")
 

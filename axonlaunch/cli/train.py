@@ -31,6 +31,7 @@ from axonlaunch.cli.options import (
     problems_as_objects,
 )
 from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
@@ -141,8 +142,6 @@ def _dry_run(
     from axonlaunch.system import forkserver
 
     with forkserver.warm(preload=preloads(overrides)) as context:
-        from rich.console import Console
-
         from axonlaunch.launch.dry_run import dry_runs
         from axonlaunch.launch.runs import Request
 
@@ -158,7 +157,7 @@ def _dry_run(
             reports = [_as_object(run, context) for run in runs]
             print_json({"runs": reports} if multirun else reports[0])
             return
-        console = Console(file=sys.stdout, highlight=False)
+        console = console_on()
         for number, run in enumerate(runs):
             if number:
                 console.print()

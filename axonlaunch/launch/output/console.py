@@ -43,6 +43,7 @@ from axonlaunch.launch.failures.report import Crash, Report, plain_ranks
 from axonlaunch.system.formatting import quantity, size
 from axonlaunch.system.frame_origin import frame_owner
 from axonlaunch.system.streams import refusal
+from axonlaunch.system.terminal import console_on
 
 SLOW = 0.2
 """Share of a step for which the others wait for a slow rank, from which it is reported."""
@@ -65,11 +66,8 @@ class RunConsole:
             stream: Where to; standard output if None.
             is_plain: Print lines even on a terminal, which may be a launcher's own.
         """
-        self._console = Console(
-            file=stream or sys.stdout,
-            highlight=False,
-            soft_wrap=False,
-            force_terminal=False if is_plain else None,
+        self._console = console_on(
+            stream or sys.stdout, soft_wrap=False, force_terminal=False if is_plain else None
         )
         self._progress: Progress | None = None
         self._status: Status | None = None
@@ -244,7 +242,7 @@ def show_hint(console: Console, hint: str) -> None:
 
 def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Console:
     """Print who failed first and why, on standard error; return what prints there."""
-    console = Console(stderr=True, highlight=False)
+    console = console_on(stderr=True)
     first = crash.first
     verbs = {"hang": "", "waiting": "hung: ", "lost": "was lost: "}  # a hang's reason has its own
     verb = verbs.get(first.kind, "failed first: ")
