@@ -241,7 +241,7 @@ def refusal(*overrides: str) -> str:
             "optimizer.target=somebodys:Nothing: module 'somebodys' has no attribute 'Nothing'",
         ),
         (
-            "optimizer.target=somebodys:Tempered optimizer.arguments={betta:1}",
+            "optimizer.target=somebodys:Tempered optimizer.arguments={beta:x}",
             "optimizer.target=somebodys:Tempered: trying it on a small parameter failed with "
             "TypeError: ",
         ),
