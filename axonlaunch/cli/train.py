@@ -28,7 +28,7 @@ from axonlaunch.cli.options import (
     Json,
     Overrides,
     print_json,
-    problems_as_objects,
+    problems_to_json,
 )
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.system.terminal import console_on
@@ -154,7 +154,7 @@ def _dry_run(
         with spinner("tracing a step"):
             runs = dry_runs(context, request)
         if as_json:
-            reports = [_as_object(run, context) for run in runs]
+            reports = [_to_json_dict(run, context) for run in runs]
             print_json({"runs": reports} if multirun else reports[0])
             return
         console = console_on()
@@ -169,12 +169,12 @@ def _dry_run(
         _show_elsewhere(runs, overrides, console)
 
 
-def _as_object(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
+def _to_json_dict(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
     estimate = estimate_to_json(
         run.forecast, *search_all_changes(context, run.config, run.forecast)
     )
     proof = None if run.proof is None else asdict(run.proof)
-    return {**estimate, "proof": proof, "obstacles": problems_as_objects(run.obstacles)}
+    return {**estimate, "proof": proof, "obstacles": problems_to_json(run.obstacles)}
 
 
 def _show_obstacles(obstacles: Sequence[ConfigIssue], console: Console) -> None:

@@ -18,7 +18,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import held_boxes
-from axonlaunch.models.output_regions import Place, joined, region
+from axonlaunch.models.output_regions import MicroBatchPlace, joined, region
 from axonlaunch.verification import inputs
 from axonlaunch.verification.demands import lowered_thresholds, with_smooth_updates
 from axonlaunch.verification.layout_run import prepared_engine
@@ -176,7 +176,7 @@ class BothSides:
         for micro_batch, seen in enumerate(calls):
             if plain is None or seen is None:
                 continue
-            place = Place(self.layout, rank, micro_batch)
+            place = MicroBatchPlace(self.layout, rank, micro_batch)
             index = region(plain.shape, seen.shape, place, pieces=pieces, of_samples=of_gradients)
             if index is not None:
                 pairs.append(Pair(rank, seen * factor, plain[index], index))
@@ -186,7 +186,7 @@ class BothSides:
         """Say whether there are tensors of some samples: a table of positions is there once."""
         if not pairs or plain is None:
             return False
-        place = Place(self.layout, pairs[0].rank, 0)
+        place = MicroBatchPlace(self.layout, pairs[0].rank, 0)
         return region(plain.shape, pairs[0].seen.shape, place, of_samples=True) is not None
 
     def _of_parameter(

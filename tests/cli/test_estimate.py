@@ -230,7 +230,7 @@ def test_a_model_that_can_not_be_traced_is_reported_by_operation_and_module(
     assert "in Choosing depends on values" in error
     assert "axonlaunch estimate --analytic" in error
     reported = axonlaunch("estimate", *overrides, "--analytic", "hardware=h100_80gb").stdout
-    assert "note by closed formulas: parameters, their gradients and optimizer states" in reported
+    assert "note analytic: parameters, their gradients and optimizer states" in reported
     assert "may fit " in reported
 
 
@@ -371,7 +371,7 @@ def test_what_is_offloaded_is_said_beside_what_a_node_has(node_gib: int | None, 
     assert estimated.fits is (fits is not False)
 
 
-def test_pictures_name_what_they_show(tmp_path: Path) -> None:
+def test_plots_name_what_they_show(tmp_path: Path) -> None:
     save(draw_memory(forecast(memory=40 * GIB)), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
     save(draw_memory(forecast(memory=40 * GIB)), tmp_path / "b.svg")

@@ -248,7 +248,7 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
     verb = verbs.get(first.kind, "failed first: ")
     body = Text(f"rank {first.rank} of {world_size} {verb}", style="bold")
     body.append(first.reason, style="bold red")
-    if where := _whereabouts(first, coords):
+    if where := _location(first, coords):
         body.append(f"\n{where}", style="dim")
     if first.traceback:
         body.append("\n\n" + _own_frames(first.traceback.rstrip()), style="default")
@@ -262,7 +262,7 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
     return console
 
 
-def _whereabouts(report: Report, coords: dict[str, int]) -> str:
+def _location(report: Report, coords: dict[str, int]) -> str:
     """Say where in the mesh, on which node and in which step a rank was."""
     places = [" ".join(f"{axis}={index}" for axis, index in coords.items())] if coords else []
     if report.host:
