@@ -48,8 +48,16 @@ def command(
 def _show(text: str) -> None:
     """Render a page; words that are longer than a column of a table are broken and not cut."""
     from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.markdown import Markdown, TableElement
+    from rich.markdown import CodeBlock, Markdown, TableElement
+    from rich.syntax import Syntax
     from rich.table import Table
+
+    class WholeLines(CodeBlock):
+        """What a command prints on 80 columns fits 80 columns."""
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            code, padding = str(self.text).rstrip(), (1, 0)
+            yield Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, padding=padding)
 
     class WholeTable(TableElement):
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -60,7 +68,12 @@ def _show(text: str) -> None:
                 yield table
 
     class WholeMarkdown(Markdown):
-        elements = {**Markdown.elements, "table_open": WholeTable}
+        elements = {
+            **Markdown.elements,
+            "table_open": WholeTable,
+            "fence": WholeLines,
+            "code_block": WholeLines,
+        }
 
     console_on().print(WholeMarkdown(text))
 
