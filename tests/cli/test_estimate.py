@@ -91,7 +91,7 @@ def axonlaunch(
 def forecast(*, memory: int | None = None, stages: int = 2, host: int = 0) -> Forecast:
     ranks = []
     for stage in range(stages):
-        sizes = (7 * GIB, 0, 14 * GIB, (30 - 5 * stage) * GIB, 3 * GIB, GIB // 3)
+        sizes = (7 * GIB, 0, 14 * GIB, (30 - 5 * stage) * GIB, GIB // 7, 3 * GIB)
         breakdown: Any = dict(zip(CATEGORIES, sizes, strict=True))
         ranks.append(RankEstimate(stage * 4, {"pp": stage}, sum(sizes), host, breakdown))
     peak = ranks[0].peak_bytes
@@ -278,6 +278,7 @@ def test_it_fits_the_terminal(width: int, memory: int | None) -> None:
     text = shown(forecast(memory=memory, stages=12, host=12 * GIB), width=width)
     assert max(map(len, text.splitlines())) <= width
     assert text.count("pp 11") == 2
+    assert "…" not in text
     assert ("does not fit" in text) == (memory == 40 * GIB)
 
 
