@@ -278,8 +278,8 @@ def _location(report: Report, coords: dict[str, int]) -> str:
 def _own_frames(text: str) -> str:
     """Return the last lines of a traceback, without torch's own frames and without underlining.
 
-    Where it goes through a user's code, frames of this package are left out too. A frame is its
-    line and its source's; torch's innermost one is kept.
+    Where it goes through a user's code, frames of this package and of Python's library are left out
+    too. A frame is its line and its source's; the innermost one is kept unless it is ours.
     """
     frames: list[list[str]] = []
     for line in text.splitlines():
@@ -292,10 +292,11 @@ def _own_frames(text: str) -> str:
         (frame_owner(match["file"]), frame) for frame in frames if (match := _FRAME.match(frame[0]))
     ]
     is_users = any(owner == "user" for owner, _ in calls)
+    left_out = {"torch", "python"} if is_users else {"torch"}
     hidden = {
         id(frame)
         for owner, frame in calls
-        if (owner == "torch" and frame is not calls[-1][1]) or (owner == "axonlaunch" and is_users)
+        if (owner in left_out and frame is not calls[-1][1]) or (owner == "axonlaunch" and is_users)
     }
     first, *rest = (frame for frame in frames if id(frame) not in hidden)
     cut = [["  ..."]] if sum(map(len, rest)) > _SHOWN else []
