@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import getpass
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ _SERVER = pytest.StashKey[served.Server]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep one server for all workers: what each would import by itself takes seconds."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, what tests start would ignore it
     has_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if has_workers and not (config.getoption("--quick") or config.getoption("--collect-only")):
         stack = ExitStack()

@@ -2,7 +2,8 @@
 
 Every class is built at a tiny configuration and proved as ``axonlaunch verify`` does; what can't be
 built or divided is recorded with the reason. Each result is appended to a file at once, so a sweep
-that was stopped continues; a complete one is written for ``axonlaunch ls hf`` and as a page.
+that was stopped continues. Once every class and layout has one of these versions, of this file or
+of the table that stands, it is written for ``axonlaunch ls hf`` and as a page.
 """
 
 from __future__ import annotations
@@ -229,14 +230,13 @@ def main() -> None:
 
 def write(file: Path, kinds: list[str]) -> None:
     """Write what the package ships, once every class was run under every layout."""
-    rows = [row for row in read(file) if row.versions == _here()]
-    done = {(row.model_type, row.layout) for row in rows}
-    left = [kind for kind in kinds if any((kind, layout) not in done for layout in LAYOUTS)]
-    if left:  # what is shipped has them
+    rows = [row for row in (*hf_page.shipped(), *read(file)) if row.versions == _here()]
+    latest = {(row.model_type, row.layout): row for row in rows if row.model_type in kinds}
+    left = [kind for kind in kinds if any((kind, layout) not in latest for layout in LAYOUTS)]
+    if left:
         print(f"{len(left)} of {len(kinds)} classes are left, and no table is written")
         return
-    rows = [row for row in rows if row.model_type in kinds]
-    hf_page.write(rows, versions=versions(), classes=len(kinds), layouts=LAYOUTS)
+    hf_page.write(latest.values(), versions=versions(), classes=len(kinds), layouts=LAYOUTS)
 
 
 def forget(file: Path, kinds: list[str], layouts: list[str]) -> None:

@@ -89,6 +89,19 @@ def write(
     PAGE.write_text(page(proved.proved()))
 
 
+def shipped() -> Iterator[Row]:
+    """Yield the rows of the table that stands."""
+    table = proved.proved()
+    versions = " ".join(f"{name} {version}" for name, version in table.versions.items())
+    for kind, family in table.families.items():
+        for layout in table.layouts:
+            if refusal := family.refused.get(layout):
+                outcome, _, reason = refusal.partition(": ")
+            else:
+                outcome, reason = "equal", family.notes.get(layout, "")
+            yield Row(kind, layout, outcome, reason, versions)
+
+
 def _families(rows: Iterable[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
     from axonlaunch.models.hf import library
 

@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 import axonlaunch.comm
+from axonlaunch.comm import World
 from axonlaunch.comm.mock.process_group import MockProcessGroup
 from axonlaunch.comm.mock.torch_internals import (
     WorldOfThread,
@@ -48,6 +51,30 @@ def test_python_still_has(name: str) -> None:
 )
 def test_torch_itself_still_has(name: str) -> None:
     assert hasattr(torch._C, name)
+
+
+def test_replicas_still_say_in_whose_forward_a_compiler_is() -> None:
+    assert DistributedDataParallel._active_ddp_module is None
+
+
+def test_a_world_whose_replicas_take_turns_leaves_none_in_its_forward() -> None:
+    entered: list[int] = []
+
+    class Waits(nn.Linear):
+        def forward(self, rows: Tensor) -> Tensor:
+            entered.append(dist.get_rank())
+            dist.all_reduce(rows)  # both are in their forward
+            if dist.get_rank() == entered[1]:  # which the first leaves first
+                dist.recv(rows, entered[0])
+            return super().forward(rows)
+
+    def rank(world: World) -> None:
+        DistributedDataParallel(Waits(2, 2))(torch.ones(1, 2))
+        if world.rank == entered[0]:
+            dist.send(torch.ones(1, 2), entered[1])
+
+    World.mock(2).run(rank)
+    assert DistributedDataParallel._active_ddp_module is None
 
 
 def test_the_world_of_a_thread_has_all_that_torchs_has() -> None:

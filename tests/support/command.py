@@ -56,7 +56,9 @@ class Command:
 
     def environment(self) -> dict[str, str]:
         """Return the variables it sees."""
-        return {**os.environ, "COLUMNS": "140"}
+        # An engine with compiled blocks, in this process, has set PYTHONSAFEPATH for the compiler.
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+        return {**kept, "COLUMNS": "140"}
 
     def __call__(self, *overrides: str, status: int = 0) -> subprocess.CompletedProcess[str]:
         """Run it to its end and hold its exit status against what is expected."""

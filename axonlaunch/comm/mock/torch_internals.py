@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 _python: Any = distributed_c10d
 _torch: Any = torch._C
 _cpp: Any = torch._C._distributed_c10d
+_DDP: Any = DistributedDataParallel
 _PROBE = "axonlaunch-isolation-probe"
 
 
@@ -107,11 +109,13 @@ def isolated_threads() -> Iterator[None]:
     """Give each thread started inside its own ``torch.distributed``; put all back at the end.
 
     What is put back: the default group and all that torch registers beside it, the isolation
-    mode, the rank that torch's C++ log lines carry, and ``sys.excepthook``, which
-    ``init_process_group`` replaces.
+    mode, the rank that torch's C++ log lines carry, ``sys.excepthook``, which
+    ``init_process_group`` replaces, and the replica in whose forward the compiler believes to be:
+    each DDP puts back the one that it found, which of two ranks in turns was the other's.
     """
     outlive_cuda_guard()
     world, hook, isolated = _python._world, sys.excepthook, threads_are_isolated()
+    replica = _DDP._active_ddp_module
     _python._world = WorldOfThread()
     _cpp._set_thread_isolation_mode(True)
     try:
@@ -122,3 +126,4 @@ def isolated_threads() -> Iterator[None]:
         _python._world = world
         _python._update_default_pg(world.default_pg)
         sys.excepthook = hook
+        _DDP._active_ddp_module = replica

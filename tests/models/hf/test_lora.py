@@ -124,14 +124,13 @@ def by_axonlaunch(overrides: list[str]) -> tuple[list[float], dict[str, Tensor],
     def run(world: World) -> tuple[list[float], dict[str, Held], dict[str, Held]]:
         engine, loader = rank_engine(chosen, world)
         load_initial_weights(engine, chosen, world=world)
-        parameters = {name: p for name, p in engine.named_parameters() if p.requires_grad}
-        start = held(parameters.items())
+        start = held((name, p) for name, p in engine.named_parameters() if p.requires_grad)
         losses = []
         for step in range(STEPS):
             losses.append(float(engine.backward(loader.batch(step))[0]))
-            gradients = held((name, p.grad) for name, p in parameters.items())
+            gradients = held((name, tensor.grad) for name, tensor in engine.named_updated())
             engine.update()
-        assert all(p.grad is None for _, p in engine.named_parameters())
+        assert all(tensor.grad is None for _, tensor in engine.named_updated())
         return losses, gradients, start
 
     losses, gradients, starts = zip(*World.mock(chosen.launch.nproc).run(run), strict=True)

@@ -39,6 +39,20 @@ def test_the_page_is_what_the_data_make_of_it() -> None:
 
 
 @pytest.mark.usefixtures("benches")
+def test_the_table_is_written_again_from_its_own_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page: Any = importlib.import_module("hf_page")
+    table, rows = proved(), list(page.shipped())
+    data, text = page.proved.FILE.read_text(), page.PAGE.read_text()
+    monkeypatch.setattr(page.proved, "FILE", tmp_path / "proved.json")
+    monkeypatch.setattr(page, "PAGE", tmp_path / "huggingface.md")
+    page.write(rows, versions=table.versions, classes=table.classes, layouts=table.layouts)
+    proved.cache_clear()
+    assert (page.proved.FILE.read_text(), page.PAGE.read_text()) == (data, text)
+
+
+@pytest.mark.usefixtures("benches")
 def test_the_table_has_the_layouts_and_the_classes_of_the_version_that_it_names() -> None:
     bench: Any = importlib.import_module("hf")
     kinds = importlib.import_module("hf_tiny").model_types()
