@@ -251,6 +251,7 @@ def test_its_help_names_every_part() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # as long as a part may take
 @pytest.mark.parametrize("part", PARTS)
 def test_on_a_cpu_a_part_runs_on_a_small_scale(part: str) -> None:
     """Of memory: rank 0 of 4 holds what is estimated, where the other ranks are not there."""

@@ -272,11 +272,10 @@ def test_compiled_blocks_have_the_same_losses(served: Command) -> None:
         "train.eval_batches=0",
     ]
     served.train("name=plain", *overrides)
-    served.train("name=compiled", *overrides, "train.compile=true", "estimate.background=true")
+    served.train("name=compiled", *overrides, "train.compile=true")
     assert served.losses("compiled") == pytest.approx(served.losses("plain"), rel=1e-5)
-    compiled = served.summary("compiled")
-    assert compiled["measured_peak_bytes"] is None  # nothing on a CPU sees what kernels allocate
-    assert compiled["predicted_peak_bytes"] > 0
+    # Nothing on a CPU sees what kernels allocate.
+    assert served.summary("compiled")["measured_peak_bytes"] is None
 
 
 def test_what_a_users_module_prints_stays_out_of_json(served: Command) -> None:
