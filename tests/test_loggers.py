@@ -213,8 +213,23 @@ def test_a_logger_that_fails_is_reported_once_and_ends_nothing(
         ),
         (
             "{target: faulty_logger:Faulty, arguments: {were: log}}",
+            "loggers[0].arguments.were=log: there is no argument 'were'; did you mean where? "
+            "known: where",
+        ),
+        (
+            "{target: faulty_logger:Faulty}",
             "loggers[0].target=faulty_logger:Faulty: missing a required argument: 'where'; "
             "arguments that it takes: where",
+        ),
+        (
+            "custom",
+            "loggers[0]=custom: names no logger; {target: package.module:Class} is your own",
+        ),
+        ("faulty_logger:Faulty", "loggers[0]=faulty_logger:Faulty: names no logger; {target: "),
+        ("{traget: math:pi}", "loggers[0]={traget:math:pi}: has no name; did you mean target? "),
+        (
+            "3",
+            "loggers[0]=3: is not a name; write loggers=[NAME], csv",
         ),
         ("{target: math:pi}", "loggers[0].target=math:pi: is float, not a class or function"),
         ("cvs", "loggers[0].name=cvs: there is no logger 'cvs'; did you mean csv? known: csv"),

@@ -72,7 +72,7 @@ def read_peft(folder: Path) -> PeftFolder:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:
         files = f"{_CONFIG_FILE} and {_WEIGHTS_FILE}"
-        message = f"is no folder of PEFT's, {files}: {str(error).splitlines()[0]}"
+        message = f"is not a folder of PEFT's, {files}: {str(error).splitlines()[0]}"
         raise ConfigError([ConfigIssue("adapter.path", message, str(folder))]) from None
     if problems := [*_unsupported(content, shapes)]:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Torch's writer of checkpoints, with a checksum of each file and an end that all ranks reached.
 
-It writes what it is given, once there is room, and makes a checkpoint of it; when, is the saver's.
+It writes what it is given, once there is free space, and makes a checkpoint of it; when, is the
+saver's.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Writer(FileSystemWriter):
         """Make the folder, on the main rank; no other writes before it has.
 
         Raises:
-            OSError: There is no room.
+            OSError: There is no free space.
         """
         prepare(self._about.path)
         self.fs.mkdir(self.path)

@@ -59,10 +59,10 @@ def partial_of(folder: Path) -> Path:
 
 
 def prepare(folder: Path) -> None:
-    """Make room for a checkpoint that is to be written.
+    """Make space for a checkpoint that is to be written.
 
     Raises:
-        OSError: The disk has less room than the last one took.
+        OSError: The disk has less free space than the last one took.
     """
     run_dir = folder.parent.parent
     sweep_partial(run_dir)
@@ -71,7 +71,7 @@ def prepare(folder: Path) -> None:
             _unmake(folder)
         return
     before = latest(run_dir)
-    if before is not None:  # whether there is room for the first was asked before the run
+    if before is not None:  # whether there is space for the first was asked before the run
         needed = sum(file.bytes for file in files(before).values())
         _, free = free_bytes(run_dir)
         if needed > free:

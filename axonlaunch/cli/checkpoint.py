@@ -11,6 +11,7 @@ import typer
 
 from axonlaunch.cli.options import Json, Trust, print_json, refuse, show_help
 from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from axonlaunch.checkpoint import Checkpoint
@@ -69,14 +70,13 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
     if as_json:
         print_json({"checkpoints": rows, "corrupt": wrong, "aside": aside})
         return
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
     from axonlaunch.system.formatting import ago, size
 
-    console = Console(highlight=False)
+    console = console_on()
     if not rows and not wrong and not aside:
         console.print(f"{run_dir} has no checkpoint", markup=False)
         return
@@ -116,10 +116,9 @@ def check_files(run_dir: RunDir, trust: Trust = False, as_json: Json = False) ->
     if as_json:
         print_json({"passed": passed, "checkpoints": problems})
     else:
-        from rich.console import Console
         from rich.markup import escape
 
-        console = Console(highlight=False)
+        console = console_on()
         for path, wrong in problems.items():
             verdict = "[red]corrupt[/red]" if wrong else "[green]whole[/green]"
             console.print(f"{verdict}  {escape(path)}", soft_wrap=True)
@@ -165,11 +164,10 @@ def diff(
 
 
 def _show_differences(differences: list[TensorDifference]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = console_on()
     console.print(
         "1 tensor differs" if len(differences) == 1 else f"{len(differences)} tensors differ"
     )

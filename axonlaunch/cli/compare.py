@@ -8,6 +8,7 @@ import typer
 
 from axonlaunch.cli.options import Json, print_json
 from axonlaunch.cli.run_folders import read_runs
+from axonlaunch.system.terminal import console_on
 
 HELP = "Print how runs differ: configurations and results."
 EXAMPLES = """Examples:
@@ -35,11 +36,10 @@ def command(
     if as_json:
         print_json({"runs": names, "configuration": dict(settings), "results": dict(outcomes)})
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = console_on()
     for title, rows in (("configuration", settings), ("results", outcomes)):
         table = Table(box=None, padding=(0, 2, 0, 0))
         table.add_column(title, overflow="fold")

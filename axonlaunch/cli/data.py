@@ -12,6 +12,7 @@ import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json, show_help
 from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -49,11 +50,10 @@ def show_rows(
     dataset, _ = _tokenised(config)
     rows = _first_rows(dataset, samples, seed=config.seed)
     if as_json:
-        print_json({**_as_objects(dataset.summaries()), "samples": rows})
+        print_json({**_to_json_dicts(dataset.summaries()), "samples": rows})
         return
-    from rich.console import Console
 
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console = console_on(soft_wrap=True)
     for row in rows:
         console.print(f"row {row['row']}", style="bold")
         for piece in row["pieces"]:
@@ -76,7 +76,7 @@ def prepare_data(
     dataset, made = _tokenised(_load(overrides or [], config_dir, config_name))
     seconds, summaries = time.perf_counter() - started, dataset.summaries()
     if as_json:
-        content = {**_as_objects(summaries), "tokenised": made, "seconds": seconds}
+        content = {**_to_json_dicts(summaries), "tokenised": made, "seconds": seconds}
         print_json({**content, "folder": str(dataset.folder)})
         return
     _print_notes(dataset)
@@ -131,7 +131,7 @@ def _tokenised(config: RunConfig) -> tuple[AnyText, bool]:
     return dataset, made
 
 
-def _as_objects(summaries: dict[str, TextSummary]) -> dict[str, Any]:
+def _to_json_dicts(summaries: dict[str, TextSummary]) -> dict[str, Any]:
     """Return what there is, of several sources of a mix by their names."""
     objects = {name: asdict(summary) for name, summary in summaries.items()}
     return objects.get("", {"sources": objects})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.options import Json, print_json, refuse
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -162,9 +162,8 @@ class _Report:
         }
 
     def show(self) -> None:
-        from rich.console import Console
 
-        console = Console(file=sys.stdout, highlight=False)
+        console = console_on()
         step = next(iter(self.found.steps))
         for folder, side in zip(self.folders, self.traces, strict=True):
             how = f"{side[step].layout}, {side[step].arithmetic}"

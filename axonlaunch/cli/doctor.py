@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from axonlaunch.cli.options import Json, print_json
+from axonlaunch.system.terminal import console_on
 
 HELP = "Show hardware and test each backend."
 EXAMPLES = """Examples:
@@ -43,9 +44,8 @@ def command(
     if as_json:
         print_json(report)
         return
-    from rich.console import Console
 
-    console = Console(highlight=False)
+    console = console_on()
     for name, value in _rows(report):
         console.print(f"[dim]{name:<14}[/dim]{value}", soft_wrap=True)
 

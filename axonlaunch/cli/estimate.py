@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from axonlaunch.cli.early_server import preloads
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
 from axonlaunch.cli.plotting import check_plot, save
 from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
@@ -74,8 +74,6 @@ def command(
     if plot is not None:
         check_plot(plot)
     with forkserver.warm(preload=preloads(overrides)) as context:
-        from rich.console import Console
-
         from axonlaunch.planning.estimate import forecast, load_for_estimate
 
         with spinner("tracing a step"):
@@ -93,7 +91,7 @@ def command(
         if as_json:
             print_json(estimate_to_json(estimate, *search_all_changes(context, config, estimate)))
             return
-        console = Console(file=sys.stdout, highlight=False)
+        console = console_on()
         print_estimate(estimate, console)
         show_remedies(context, config, estimate, console)
     if plot is not None:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from axonlaunch.cli.options import Json, print_json
+from axonlaunch.system.terminal import console_on
 
 HELP = "Show the documentation: all pages, or one of them."
 EXAMPLES = """Examples:
@@ -47,8 +48,16 @@ def command(
 def _show(text: str) -> None:
     """Render a page; words that are longer than a column of a table are broken and not cut."""
     from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.markdown import Markdown, TableElement
+    from rich.markdown import CodeBlock, Markdown, TableElement
+    from rich.syntax import Syntax
     from rich.table import Table
+
+    class WholeLines(CodeBlock):
+        """What a command prints on 80 columns fits 80 columns."""
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            code, padding = str(self.text).rstrip(), (1, 0)
+            yield Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, padding=padding)
 
     class WholeTable(TableElement):
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -59,9 +68,14 @@ def _show(text: str) -> None:
                 yield table
 
     class WholeMarkdown(Markdown):
-        elements = {**Markdown.elements, "table_open": WholeTable}
+        elements = {
+            **Markdown.elements,
+            "table_open": WholeTable,
+            "fence": WholeLines,
+            "code_block": WholeLines,
+        }
 
-    Console().print(WholeMarkdown(text))
+    console_on().print(WholeMarkdown(text))
 
 
 def summary(text: str) -> str:
@@ -75,7 +89,6 @@ def _list_pages(summaries: dict[str, str], as_json: bool) -> None:
     if as_json:
         print_json({"pages": summaries})
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -83,7 +96,7 @@ def _list_pages(summaries: dict[str, str], as_json: bool) -> None:
     table.add_column(overflow="fold")
     for name, line in summaries.items():
         table.add_row(name, line)
-    console = Console(highlight=False)
+    console = console_on()
     console.print(table)
     console.print("\naxonlaunch help TOPIC shows a page, axonlaunch COMMAND --help a command")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ import typer
 from axonlaunch.cli.early_server import preloads
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, print_json
 from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,22 +46,19 @@ def command(
     from axonlaunch.system import forked_call, forkserver
 
     chosen = overrides(arguments or [])
-    with forkserver.warm(preload=preloads(chosen)) as context:
-        from rich.console import Console
-
-        with spinner("building"):
-            config = configuration.load(
-                chosen,
-                config_name=config_name,
-                config_dirs=config_dir or [],
-            )
-            inspection: Inspection = forked_call.call(
-                context, "axonlaunch.preflight.inspection:inspect", config
-            )
+    with forkserver.warm(preload=preloads(chosen)) as context, spinner("building"):
+        config = configuration.load(
+            chosen,
+            config_name=config_name,
+            config_dirs=config_dir or [],
+        )
+        inspection: Inspection = forked_call.call(
+            context, "axonlaunch.preflight.inspection:inspect", config
+        )
     if as_json:
         print_json(asdict(inspection))
     else:
-        _show(inspection, Console(file=sys.stdout, highlight=False))
+        _show(inspection, console_on())
 
 
 def overrides(arguments: list[str]) -> list[str]:

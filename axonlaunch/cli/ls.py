@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from axonlaunch.cli.options import ConfigDir, Json, print_json
+from axonlaunch.system.terminal import console_on
 
 Value = TypeVar("Value")
 
@@ -85,7 +86,6 @@ def command(
     if as_json:
         print_json(listed)
         return
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -97,7 +97,7 @@ def command(
             table.add_row(f"[cyan]{name}[/cyan]", f"[dim]{LISTS[name]}=...[/dim]")
         for option, summary in options.items():
             table.add_row(option if group else f"  {option}", escape(summary))
-    Console(highlight=False).print(table)
+    console_on().print(table)
 
 
 def _like(like: str | None, options: Mapping[str, Value]) -> dict[str, Value]:
@@ -132,7 +132,6 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
         }
         print_json({"versions": table.versions, "layouts": table.layouts, "model_types": rows})
         return
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -144,7 +143,7 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
         shown.add_row(
             kind, *("no" if layout in family.refused else "yes" for layout in table.layouts)
         )
-    console = Console(highlight=False)
+    console = console_on()
     console.print(shown)
     if len(families) <= SHOWS_REASONS:
         for kind, family in families.items():

@@ -67,10 +67,10 @@ def print_problems(problems: Sequence[ConfigIssue], *, as_json: bool) -> None:
     for problem in problems:
         sys.stderr.write(f"error: {_printable(str(problem))}\n")
     if as_json:
-        print_json({"errors": problems_as_objects(problems)})
+        print_json({"errors": problems_to_json(problems)})
 
 
-def problems_as_objects(problems: Sequence[ConfigIssue]) -> list[dict[str, Any]]:
+def problems_to_json(problems: Sequence[ConfigIssue]) -> list[dict[str, Any]]:
     """Return problems as ``--json`` prints them."""
     return [{"key": problem.key or None, "message": problem.message} for problem in problems]
 

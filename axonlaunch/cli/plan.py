@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 import time
 from dataclasses import asdict
@@ -14,6 +13,7 @@ import typer
 from axonlaunch.cli.early_server import preloads
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
 from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,17 +56,14 @@ def command(
 
     count = _checked(devices, write)
     began = time.monotonic()
-    with forkserver.warm(preload=preloads(overrides)) as context:
-        from rich.console import Console
-
-        with spinner("searching layouts"):
-            plan = plan_run(
-                context,
-                overrides or [],
-                devices=count,
-                config_name=config_name,
-                config_dirs=config_dir or [],
-            )
+    with forkserver.warm(preload=preloads(overrides)) as context, spinner("searching layouts"):
+        plan = plan_run(
+            context,
+            overrides or [],
+            devices=count,
+            config_name=config_name,
+            config_dirs=config_dir or [],
+        )
     seconds = time.monotonic() - began
     if write is not None:
         write.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +71,7 @@ def command(
     if as_json:
         print_json(plan_to_json(plan, seconds))
         return
-    console = Console(file=sys.stdout, highlight=False)
+    console = console_on()
     print_plan(plan, console, seconds=seconds)
     if write is not None:
         console.print(f"\nwritten to {write}", markup=False, soft_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.options import Json, Trust, print_json
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from axonlaunch.config import RunConfig
@@ -94,12 +94,11 @@ def _predicted(config: RunConfig) -> tuple[dict[str, float] | None, str]:
 def _show(
     folder: Path, breakdowns: list[Breakdown], predicted: dict[str, float] | None, reason: str
 ) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from axonlaunch.diagnostics import step_breakdown
 
-    console = Console(file=sys.stdout, highlight=False)
+    console = console_on()
     first, shown = breakdowns[0], breakdowns[:_SHOWN]
     steps = f"step {first.first}" if first.steps == 1 else f"{first.steps} steps from {first.first}"
     console.print(f"[bold]{folder.name}[/bold]: {steps}, mean of a step\n", soft_wrap=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.options import Json, print_json, refuse
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from axonlaunch.diagnostics.report.run_record import RunRecord
@@ -97,7 +98,6 @@ def _row(run: RunRecord) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]], folder: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -119,4 +119,4 @@ def _show(rows: list[dict[str, Any]], folder: Path) -> None:
             quantity(speed) if isinstance(speed, int | float) else "",
             ago(time.time() - row["changed_at"]),
         )
-    Console(highlight=False).print(table)
+    console_on().print(table)

@@ -10,6 +10,7 @@ import typer
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
 from axonlaunch.cli.plotting import check_plot, save
 from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from axonlaunch.config import RunConfig
@@ -145,12 +146,11 @@ def _show(
     stats: PipelineMemoryStats,
     plot: Path | None,
 ) -> None:
-    from rich.console import Console
 
     from axonlaunch.engines.pipeline.timeline_text import text_stats, text_timeline
     from axonlaunch.system.formatting import size
 
-    console = Console(highlight=False)
+    console = console_on()
     stages = f" of {schedule.stages_per_rank} stages" if schedule.stages_per_rank > 1 else ""
     rounds = f", {layout.rounds} rounds per step" if layout.rounds > 1 else ""
     console.print(

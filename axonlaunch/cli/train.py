@@ -28,9 +28,10 @@ from axonlaunch.cli.options import (
     Json,
     Overrides,
     print_json,
-    problems_as_objects,
+    problems_to_json,
 )
 from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
@@ -141,8 +142,6 @@ def _dry_run(
     from axonlaunch.system import forkserver
 
     with forkserver.warm(preload=preloads(overrides)) as context:
-        from rich.console import Console
-
         from axonlaunch.launch.dry_run import dry_runs
         from axonlaunch.launch.runs import Request
 
@@ -155,10 +154,10 @@ def _dry_run(
         with spinner("tracing a step"):
             runs = dry_runs(context, request)
         if as_json:
-            reports = [_as_object(run, context) for run in runs]
+            reports = [_to_json_dict(run, context) for run in runs]
             print_json({"runs": reports} if multirun else reports[0])
             return
-        console = Console(file=sys.stdout, highlight=False)
+        console = console_on()
         for number, run in enumerate(runs):
             if number:
                 console.print()
@@ -170,12 +169,12 @@ def _dry_run(
         _show_elsewhere(runs, overrides, console)
 
 
-def _as_object(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
+def _to_json_dict(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
     estimate = estimate_to_json(
         run.forecast, *search_all_changes(context, run.config, run.forecast)
     )
     proof = None if run.proof is None else asdict(run.proof)
-    return {**estimate, "proof": proof, "obstacles": problems_as_objects(run.obstacles)}
+    return {**estimate, "proof": proof, "obstacles": problems_to_json(run.obstacles)}
 
 
 def _show_obstacles(obstacles: Sequence[ConfigIssue], console: Console) -> None:

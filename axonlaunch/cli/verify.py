@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
@@ -14,6 +13,7 @@ import typer
 from axonlaunch.cli.early_server import preloads
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
 from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,8 +82,6 @@ def command(
     from axonlaunch.system import forkserver
 
     with forkserver.warm(preload=preloads(overrides)) as context:
-        from rich.console import Console
-
         from axonlaunch.config import compose
         from axonlaunch.planning.auto_strategy import load_auto_strategy
         from axonlaunch.system.strict_json import finite
@@ -107,7 +105,7 @@ def command(
     if as_json:
         print_json(finite(asdict(verdict)))
     else:
-        _show(verdict, Console(file=sys.stdout, highlight=False), features=features)
+        _show(verdict, console_on(), features=features)
     raise typer.Exit(0 if verdict.passed else 1)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from axonlaunch.cli.options import refuse
+from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,12 +73,11 @@ def _newest(folder: Path) -> Path:
 def _follow_in_terminal(data: Callable[[], dict[str, Any]]) -> None:
     import time
 
-    from rich.console import Console
     from rich.live import Live
 
     from axonlaunch.cli.run_screen import screen_of
 
-    console = Console()
+    console = console_on()
     with Live(screen_of(data()["runs"][0], console.size), console=console, screen=True) as live:
         while True:
             time.sleep(1.0)

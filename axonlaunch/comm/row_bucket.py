@@ -31,6 +31,18 @@ def rows_of(count: int, *, rank: int, ranks: int) -> slice:
     return slice(min(rank * step, count), min((rank + 1) * step, count))
 
 
+def padded_lengths(shapes: Sequence[torch.Size], *, ranks: int) -> list[int]:
+    """Return the elements of each tensor that a rank has in a message, those of padding too.
+
+    Of tensors [5, 2] and [3] two ranks have 6 and 2 each; a tensor without dimensions goes to all.
+
+    Args:
+        shapes: Of whole tensors.
+        ranks: How many divide their rows.
+    """
+    return [-(-shape[0] // ranks) * shape[1:].numel() if shape else 1 for shape in shapes]
+
+
 class RowBucket:
     """Tensors of one dtype and device whose rows are divided among the ranks of a group.
 
@@ -58,16 +70,12 @@ class RowBucket:
         self._dtype = dtype
         self._group = group
         rank, ranks = group.rank, group.size
-        rows = [shape[0] if shape else ranks for shape in shapes]
-        mine = [rows_of(count, rank=rank, ranks=ranks) for count in rows]
+        mine = [rows_of(shape[0] if shape else 1, rank=rank, ranks=ranks) for shape in shapes]
         self._shapes = [
             torch.Size((own.stop - own.start, *shape[1:])) if shape else shape
             for shape, own in zip(shapes, mine, strict=True)
         ]
-        self._lengths = [
-            -(-count // ranks) * shape[1:].numel()
-            for count, shape in zip(rows, shapes, strict=True)
-        ]
+        self._lengths = padded_lengths(shapes, ranks=ranks)
         self.capacity = ranks * sum(self._lengths)
         self._sent: Tensor | None = None
         self._received: Tensor | None = None

@@ -89,16 +89,10 @@ def compose(
     composer = composer_of(config_dirs) if config_dirs else _of_ours()
     composed = composer.compose(overrides, config_name=config_name)
     issues = _import_plugins(composed.tree)
-    if composed.tree.get("plugins") and any(map(_names_nothing, composed.problems)):
-        # Again, so that what the plugins registered is among what may have been meant.
+    if composed.tree.get("plugins") and composed.problems:
+        # Again, for what the plugins registered is an option now.
         composed = composer.compose(overrides, config_name=config_name)
-    problems = issues + composed.problems
-    return _replaced(_with_registered(dataclasses.replace(composed, problems=problems)))
-
-
-def _names_nothing(problem: ConfigIssue) -> bool:
-    """Say whether a problem is a name that nothing is registered under."""
-    return problem.key in REGISTRIES and str(problem.value) not in REGISTRIES[problem.key]
+    return _replaced(dataclasses.replace(composed, problems=issues + composed.problems))
 
 
 def _replaced(composed: Composed) -> Composed:
@@ -183,27 +177,6 @@ def import_code(config: RunConfig) -> None:
     """
     if problems := import_plugins(config.plugins):
         raise ConfigError(problems)
-
-
-def _with_registered(composed: Composed) -> Composed:
-    """Let ``GROUP=NAME`` choose what a plugin or a package registers, for which there is no YAML.
-
-    Such a group then holds the name and what overrides set, of the default option's keys those
-    alone that all entries have.
-    """
-    tree, sources, problems = dict(composed.tree), dict(composed.given), []
-    for problem in composed.problems:
-        registry, name = REGISTRIES.get(problem.key), str(problem.value)
-        if registry is None or name not in registry:
-            problems.append(problem)
-            continue
-        group = tree.get(problem.key, {})
-        inside = f"{problem.key}."
-        keys = {key.split(".")[1] for key in composed.given if key.startswith(inside)}
-        keys |= group.keys() - {"name"} if registry.shares_keys else set()
-        tree[problem.key] = {"name": name, **{key: group[key] for key in sorted(keys)}}
-        sources[f"{inside}name"] = f"{problem.key}={name}"
-    return dataclasses.replace(composed, tree=tree, given=sources, problems=problems)
 
 
 def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:

@@ -85,8 +85,8 @@ class Composer:
         if missing := [folder for folder in self.folders if not folder.is_dir()]:
             message = "--config-dir {}: there is no such folder"
             raise ConfigError([ConfigIssue("", message.format(folder)) for folder in missing])
-        self._files = HydraFiles(self.folders)
         self._registries = dict(registries or {})
+        self._files = HydraFiles(self.folders, open_groups=self._open_groups)
 
     def options(self, group: str) -> dict[str, str]:
         """Return ``{option: what it is in a line}`` of a group, sorted by name.
@@ -121,6 +121,7 @@ class Composer:
             composed = self._files.compose(config_name, asked.groups, asked.values)
             tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
         assert isinstance(tree, dict)
+        problems += self._unknown_options(tree, config_name, asked.groups)
         problems += _taken_preset(tree)
         in_files = partial(self._file_origins, config_name, asked.groups)
         named = {str(key): value for key, value in tree.items()}
@@ -224,8 +225,7 @@ class Composer:
 
     def _group_problems(self, override: Any) -> list[ConfigIssue]:
         group, value = override.key_or_group, override.value()
-        options = self._files.options(group)
-        if value is None or str(value) in options:
+        if value is None or self._is_option(group, str(value)):
             return []
         if message := UNSUPPORTED.get(f"{group}={value}".lower()):
             return [ConfigIssue(group, message, value)]
@@ -233,14 +233,36 @@ class Composer:
             several = ",".join(str(option) for option in value)
             message = f"it takes one option; to run several in turn write -m {group}={several}"
             return [ConfigIssue(group, message, value)]
+        return [self._unknown_option(group, value)]
+
+    @property
+    def _open_groups(self) -> frozenset[str]:
+        """The groups whose options can be registered."""
+        return frozenset(k for k, known in self._registries.items() if known.entry_points)
+
+    def _is_option(self, group: str, name: str) -> bool:
         registry = self._registries.get(group)
-        options = sorted({*options, *(registry.names() if registry else ())})
+        return name in self._files.options(group) or (registry is not None and name in registry)
+
+    def _unknown_option(self, group: str, value: Any) -> ConfigIssue:
+        registry = self._registries.get(group)
+        options = sorted({*self._files.options(group), *(registry.names() if registry else ())})
         close = FOREIGN_OPTIONS.get(f"{group}={value}".lower()) or nearest(str(value), options)
         meant = f"did you mean {close}? " if close else ""
-        is_open = registry is not None and registry.entry_points is not None
-        own = "; plugins=[module] registers your own" if is_open else ""
+        own = "; plugins=[module] registers your own" if group in self._open_groups else ""
         message = f"there is no such option; {meant}known: {', '.join(options)}{own}"
-        return [ConfigIssue(group, message, value)]
+        return ConfigIssue(group, message, value)
+
+    def _unknown_options(
+        self, tree: dict[Any, Any], config_name: str, groups: Sequence[Any]
+    ) -> list[ConfigIssue]:
+        """Take options that files name and nobody registers out of a composed tree."""
+        with _composing():
+            named = self._files.without_file(config_name, groups)
+        unknown_ones = {k: name for k, name in named.items() if name not in self._registries[k]}
+        for group in unknown_ones:
+            tree.pop(group, None)
+        return [self._unknown_option(group, name) for group, name in unknown_ones.items()]
 
     def _file_origins(self, config_name: str, groups: Sequence[Any]) -> dict[str, str]:
         from omegaconf import OmegaConf
@@ -266,7 +288,7 @@ class Composer:
             candidate = base / name
             if candidate.is_file():
                 return name if base == packaged_configs() else str(candidate)
-        return name
+        return f"{config_path}, registered"
 
     def _summary(self, relative: str) -> str:
         for folder in self.folders:

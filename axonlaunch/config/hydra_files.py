@@ -1,5 +1,7 @@
 """Folders of YAML as Hydra reads them: each file, and each choice of files, once.
 
+An option that is registered has no file; it is read as if it had one that says its name alone.
+
 Hydra's own ``load_configuration`` reads every file, and those of its own settings, for each
 configuration. Everything of it that is not public API is used here alone.
 """
@@ -7,7 +9,7 @@ configuration. Everything of it that is not public API is used here alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,13 @@ class HydraFiles:
     Errors of Hydra, OmegaConf and YAML pass.
     """
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        """Look into folders; the last is our own."""
+    def __init__(self, folders: Sequence[Path], *, open_groups: Collection[str] = ()) -> None:
+        """Look into folders; the last is our own.
+
+        Args:
+            folders: Where groups are.
+            open_groups: Those whose options may be registered, and need no file.
+        """
         from hydra._internal.config_loader_impl import ConfigLoaderImpl
         from hydra._internal.utils import create_config_search_path
 
@@ -32,13 +39,14 @@ class HydraFiles:
         # A user's file may name what configures Hydra, which is then merged and left out; ours
         # never do, and half of all files to read are Hydra's.
         self._with_hydra = bool(foreign)
+        self._open_groups = open_groups
         self._repositories: dict[str, Any] = {}
         self._lists: dict[tuple[str, ...], Any] = {}
         self._trees: dict[tuple[str, ...], Any] = {}
         self._parsed: dict[str, Any] = {}
 
     def has_file(self, name: str) -> bool:
-        """Return whether there is such a primary config."""
+        """Return whether there is a file of this name: a primary config, or ``GROUP/OPTION``."""
         return bool(self._loader.repository.config_exists(name))
 
     def has_group(self, name: str) -> bool:
@@ -55,6 +63,16 @@ class HydraFiles:
     def options(self, group: str) -> list[str]:
         """Return the options of a group for which there is a file, sorted."""
         return list(self._loader.repository.get_group_options(group))
+
+    def without_file(self, config_name: str, groups: Sequence[Any]) -> dict[str, str]:
+        """Return ``{group: option}`` of a choice's options for which there is no file."""
+        paths = (default.config_path for default in self.chosen(config_name, groups))
+        split = ((path, *path.rpartition("/")[::2]) for path in paths)
+        return {
+            group: option
+            for path, group, option in split
+            if group in self._open_groups and not self.has_file(path)
+        }
 
     def parse(self, text: str) -> Any:
         """Return Hydra's ``Override`` of a text; who changes it copies it."""
@@ -128,17 +146,33 @@ class HydraFiles:
         """Return what reads files; the primary config may add folders to those it reads from."""
         if config_name not in self._repositories:
             from hydra._internal.config_repository import CachingConfigRepository
+            from hydra.plugins.config_source import ConfigResult
+            from omegaconf import OmegaConf
+
+            open_groups = self._open_groups
 
             class Copies(CachingConfigRepository):  # type: ignore[misc]
                 """Hydra merges into what it has read; the next choice reads it unchanged."""
 
                 def load_config(self, config_path: str) -> Any:
-                    return copy.deepcopy(super().load_config(config_path))
+                    if (result := super().load_config(config_path)) is not None:
+                        return copy.deepcopy(result)
+                    group, _, option = config_path.rpartition("/")
+                    if group not in open_groups:
+                        return None
+                    named = OmegaConf.create({"name": option})
+                    return ConfigResult(
+                        provider="registered", path=config_path, config=named, header=_OWN_PACKAGE
+                    )
 
             repository = Copies(self._loader.repository)
             self._loader._process_config_searchpath(config_name, [], repository)
             self._repositories[config_name] = repository
         return self._repositories[config_name]
+
+
+_OWN_PACKAGE = {"package": None}
+"""Header of a file whose keys are its group's."""
 
 
 def _key(config_name: str, groups: Sequence[Any]) -> tuple[str, ...]:

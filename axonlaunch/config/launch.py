@@ -142,6 +142,5 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
     },
     entry_points="axonlaunch.launchers",
     free_config=LaunchConfig,
-    shares_keys=True,
 )
 """``auto`` and ``env`` become one of the others once the environment is known."""

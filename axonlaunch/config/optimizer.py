@@ -47,7 +47,7 @@ class AdamWConfig(GroupedOptimizer):
 
     name: str = "adamw"
     """name of the optimizer"""
-    lr: float = field(default=3e-4, metadata={"min": 0})
+    lr: float = field(default=3e-3, metadata={"min": 0})
     """peak learning rate"""
     weight_decay: float = field(default=0.1, metadata={"min": 0})
     """decoupled decay of matrices; vectors (biases, norms) are not decayed"""
@@ -127,7 +127,7 @@ class MuonConfig(GroupedOptimizer):
 
     name: str = "muon"
     """name of the optimizer"""
-    lr: float = field(default=3e-4, metadata={"min": 0})
+    lr: float = field(default=3e-3, metadata={"min": 0})
     """peak learning rate"""
     weight_decay: float = field(default=0.1, metadata={"min": 0})
     """decoupled decay of matrices; vectors (biases, norms) are not decayed"""

@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.config.did_you_mean import unknown
 from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.registry import keywords_of
 from axonlaunch.system.targets import load_target
 
 
@@ -54,14 +56,16 @@ def import_target(target: str) -> Any:
 
 
 def import_callable(
-    key: str, target: str, arguments: Mapping[str, Any] | None = None
+    key: str, target: str, arguments: Mapping[str, Any] | None = None, *, passed: int = 0
 ) -> Callable[..., Any]:
     """Import what is to be called.
 
     Args:
-        key: Of the target, for messages.
+        key: Of the target, for messages; that of the arguments has ``arguments`` in its place.
         target: ``package.module:attribute``.
         arguments: With what it is called; None: that can't be said before.
+        passed: How many parameters come first and are no arguments; what else it is called with,
+            and needs, is not looked at then.
 
     Raises:
         ConfigError: It can't be imported or called, or does not take these arguments.
@@ -80,19 +84,35 @@ def import_callable(
         message = f"is {type(builder).__name__}, not a class or function"
         raise ConfigError([ConfigIssue(key, message, target)])
     if arguments is not None:
-        _check_arguments(builder, arguments, key=key, target=target)
+        _check_arguments(builder, arguments, key=key, target=target, passed=passed)
     imported: Callable[..., Any] = builder
     return imported
 
 
 def _check_arguments(
-    builder: Callable[..., Any], arguments: Mapping[str, Any], *, key: str, target: str
+    builder: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    key: str,
+    target: str,
+    passed: int,
 ) -> None:
-    """Refuse arguments that what is called does not take.
+    """Refuse arguments that what is called does not take, and that it misses some.
 
     Raises:
         ConfigError: It says which it takes.
     """
+    known = keywords_of(builder, passed=passed)
+    place = f"{key.rpartition('.')[0]}.arguments"
+    issues = [
+        ConfigIssue(f"{place}.{name}", unknown("argument", name, known), value)
+        for name, value in arguments.items()
+        if known is not None and name not in known
+    ]
+    if issues:
+        raise ConfigError(issues)
+    if passed:
+        return
     try:
         signature = inspect.signature(builder)
     except (ValueError, TypeError):
@@ -100,8 +120,7 @@ def _check_arguments(
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        takes = ", ".join(signature.parameters) or "none"
-        message = f"{error}; arguments that it takes: {takes}"
+        message = f"{error}; arguments that it takes: {', '.join(signature.parameters) or 'none'}"
         raise ConfigError([ConfigIssue(key, message, target)]) from error
 
 

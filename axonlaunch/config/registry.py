@@ -90,7 +90,6 @@ class Registry(Generic[_T, F]):
         kind: What the things are, ``"dataset"``; ``register_dataset`` adds one.
         entry_points: Group of entry points that packages offer names in; None: they can't.
         free_config: Dataclass with ``name`` and ``arguments`` for an entry that brings none.
-        shares_keys: Whether what is set of one entry's keys holds for another that is chosen.
     """
 
     def __init__(
@@ -100,10 +99,8 @@ class Registry(Generic[_T, F]):
         *,
         entry_points: str | None = None,
         free_config: type | None = None,
-        shares_keys: bool = False,
     ) -> None:
         self.kind = kind
-        self.shares_keys = shares_keys
         self.entry_points = entry_points
         self.free_config = free_config
         self._entries = dict(entries or {})

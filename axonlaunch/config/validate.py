@@ -182,11 +182,27 @@ class _Walk:
             group = {"name": item} if isinstance(item, str) else item
             if isinstance(group, dict) and "target" in group:
                 group = {"name": "custom", **group}
-            typed.append(self._variant(group, variants, None, f"{key}[{number}]"))
+            if message := _unnamed(group, key, variants):
+                self._add(f"{key}[{number}]", message, item)
+            else:
+                typed.append(self._variant(group, variants, None, f"{key}[{number}]"))
         return [config for config in typed if config is not None]
 
     def _add(self, key: str, message: str, value: Any = ...) -> None:
         self.problems.append(ConfigIssue(key, message, value))
+
+
+def _unnamed(group: Any, key: str, variants: Registry[Any, Any]) -> str:
+    """Say how an item of a list is written that names no entry, or code as if it were one."""
+    own = f"{{target: package.module:Class}} is your own {variants.kind}"
+    if not isinstance(group, dict):
+        return f"is not a name; write {key}=[NAME], {one_of(variants.names())}; {own}"
+    if "name" not in group:
+        close = [nearest(str(name), ["name", "target"]) for name in group]
+        meant = next((f"did you mean {name}? " for name in close if name), "")
+        return f"has no name; {meant}write {key}=[{{name: NAME}}]; {own}"
+    is_code = ":" in str(group["name"]) or (group["name"] == "custom" and "target" not in group)
+    return f"names no {variants.kind}; {own}" if is_code else ""
 
 
 def _below(prefix: str, name: str) -> str:

@@ -72,7 +72,7 @@ class PairsDataset(NoText):
         Raises:
             ConfigError: The number of classes is not known.
         """
-        self._pairs = pairs
+        self._pairs, self._refusal = pairs, refusal
         inputs = np.asarray(pairs[0][0])
         self.kind: Kind = "tokens" if np.issubdtype(inputs.dtype, np.integer) else "images"
         self.sample_shape = inputs.shape
@@ -81,12 +81,29 @@ class PairsDataset(NoText):
         self.num_samples = len(pairs) - self.num_eval_samples
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
-        """Return the samples of these indices, in their order."""
+        """Return the samples of these indices, in their order.
+
+        Raises:
+            ConfigError: Their shapes differ.
+        """
         first = self.num_samples if split == "eval" else 0
-        pairs = [self._pairs[first + int(index)] for index in indices]
+        places = [first + int(index) for index in indices]
+        pairs = [self._pairs[place] for place in places]
         dtype = np.int64 if self.kind == "tokens" else np.float32
-        inputs = np.stack([np.asarray(pair[0], dtype=dtype) for pair in pairs])
-        return Batch.from_numpy(inputs, np.stack([np.asarray(pair[1]) for pair in pairs]))
+        inputs = [np.asarray(pair[0], dtype=dtype) for pair in pairs]
+        targets = [np.asarray(pair[1]) for pair in pairs]
+        for what, arrays in (("inputs", inputs), ("targets", targets)):
+            self._check_shapes(what, arrays, places)
+        return Batch.from_numpy(np.stack(inputs), np.stack(targets))
+
+    def _check_shapes(self, what: str, arrays: list[npt.NDArray[Any]], places: list[int]) -> None:
+        for array, place in zip(arrays, places, strict=True):
+            if array.shape != arrays[0].shape:
+                raise self._refusal(
+                    f"{what} of sample {place} have shape {list(array.shape)}, those of sample "
+                    f"{places[0]} {list(arrays[0].shape)}: a batch has samples of one shape; pad "
+                    "them, or make batches by a function of your own, data.collate"
+                )
 
 
 class _OwnSamples(NoText):

@@ -80,7 +80,7 @@ def read_trace(path: Path) -> dict[str, Any]:
             return content
     except (OSError, ValueError, EOFError) as error:
         raise UnreadableTraceError(f"{path}: can't be read: {error}") from error
-    raise UnreadableTraceError(f"{path}: is no trace of torch.profiler")
+    raise UnreadableTraceError(f"{path}: is not a trace of torch.profiler")
 
 
 def breakdown(content: Mapping[str, Any], *, rank: int, world: str = "world") -> Breakdown:

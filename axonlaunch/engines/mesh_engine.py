@@ -26,7 +26,7 @@ from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
-from axonlaunch.engines.precision.policy import LossScale
+from axonlaunch.engines.precision.policy import LossScale, has_updated, scale_counters
 from axonlaunch.engines.tensor.losses import Losses
 from axonlaunch.models.module_state import evaluating, model_state, persistent_buffers
 
@@ -255,13 +255,7 @@ class MeshEngine:
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, buffers, optimizer states and counters; divided ones as DTensors."""
         self._agree_on_buffers()
-        # Without fp16 there is no scale, saved as 0: a run may resume in another precision.
-        scale, good = torch.zeros(2) if (s := self._scale) is None else (s.value, s.good_steps)
-        counters = {
-            "step": torch.tensor(self.step),
-            "loss_scale": scale.to("cpu", torch.float64, copy=True),
-            "good_steps": good.to("cpu", torch.int64, copy=True),
-        }
+        counters = {"step": torch.tensor(self.step), **scale_counters(self._scale)}
         model = self._model_state()
         for name, parameter in () if self._saves_frozen else self.named_parameters():
             if not parameter.requires_grad:
@@ -306,11 +300,10 @@ class MeshEngine:
         self.step = int(counters["step"])
         self._update.load_state_dict(
             {key: saved_states[self._state_name(key)] for key in self._update.state_dict()},
-            has_stepped=self.step > 0,
+            has_updated=has_updated(counters),
         )
-        if self._scale is not None and float(counters["loss_scale"]) > 0:
-            self._scale.value.fill_(counters["loss_scale"])
-            self._scale.good_steps.fill_(counters["good_steps"])
+        if self._scale is not None:
+            self._scale.load(counters)
 
     def update(self) -> tuple[Tensor | None, Tensor | None]:
         """Clip gradients and update; return their norm, and whether fp16 left the update out."""

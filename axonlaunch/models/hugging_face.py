@@ -82,7 +82,7 @@ def typed_model(content: Mapping[str, Any], *, where: str) -> GPTConfig | LlamaC
                 message = f"{where}: {error}; {_any_model(where)}"
                 raise ConfigError([ConfigIssue("", message)]) from None
             except (TypeError, AttributeError, ArithmeticError) as error:
-                message = f"{where}: holds what is no figure of a model: {error}"
+                message = f"{where}: contains what is not a model's setting: {error}"
                 raise ConfigError([ConfigIssue("", message)]) from None
             _refuse_wrong(config, where=where)
             return config

@@ -14,7 +14,7 @@ from axonlaunch.config.layout import Layout
 
 
 @dataclass(frozen=True)
-class Place:
+class MicroBatchPlace:
     """A micro-batch of a rank.
 
     Attributes:
@@ -69,7 +69,7 @@ def joined(calls: Sequence[Tensor], layout: Layout) -> Tensor | None:
 def region(
     whole: Sequence[int],
     part: Sequence[int],
-    place: Place,
+    place: MicroBatchPlace,
     *,
     pieces: int = 1,
     of_samples: bool = False,

@@ -25,11 +25,9 @@ from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_wi
 from axonlaunch.system import allocator_settings, forked_call, forkserver, host
 
 STATES_ALONE = (
-    "by closed formulas: parameters, their gradients and optimizer states, and what is gathered of "
-    "them; activations, messages and temporaries come on top and are not estimated"
+    "analytic: parameters, their gradients and optimizer states, and what is gathered of them; "
+    "activations, messages and temporaries come on top and are not estimated"
 )
-
-
 SEARCH_S = 30.0
 """Seconds that a search for changes that fit takes at most: a person waits."""
 

@@ -376,7 +376,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     per_checkpoint = count * config.train.parameter_bytes * (saved + shares.states)
     needed = int(per_checkpoint) * num_checkpoints
     where = config.checkpoint.path or config.run_dir
-    if is_url(where):  # a bucket's room is not known
+    if is_url(where):  # a bucket's free space is not known
         return
     folder, free = free_bytes(Path(where if where != "auto" else "runs"))
     if not os.access(folder, os.W_OK):

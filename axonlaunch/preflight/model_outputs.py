@@ -116,7 +116,7 @@ def _forward(model: nn.Module, sample: Tensor, *, head: str | None = None) -> _F
     silence_fake_tensors()
     try:
         model = copy.deepcopy(model)
-        with _unheard(), torch.no_grad(), fake_tensor_mode():
+        with _silenced(), torch.no_grad(), fake_tensor_mode():
             materialize(model, device="cpu")
             inputs = torch.empty((_SAMPLES, *sample.shape), dtype=sample.dtype)
             if head is not None:
@@ -156,7 +156,7 @@ class _Lookups(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _unheard() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     """Keep what the model prints and warns of for its ranks, which do so again."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -111,7 +111,7 @@ class Credentials:
             content = message.pop("content")
         except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
             # Without a token anybody can sign.
-            raise ForgedMessageError(f"{name}: is no message") from error
+            raise ForgedMessageError(f"{name}: is not a message") from error
         expected = {
             "run": self.run,
             "round": self.round,

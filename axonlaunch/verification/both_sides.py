@@ -18,7 +18,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import held_boxes
-from axonlaunch.models.output_regions import Place, joined, region
+from axonlaunch.models.output_regions import MicroBatchPlace, joined, region
 from axonlaunch.verification import inputs
 from axonlaunch.verification.demands import lowered_thresholds, with_smooth_updates
 from axonlaunch.verification.layout_run import prepared_engine
@@ -176,7 +176,7 @@ class BothSides:
         for micro_batch, seen in enumerate(calls):
             if plain is None or seen is None:
                 continue
-            place = Place(self.layout, rank, micro_batch)
+            place = MicroBatchPlace(self.layout, rank, micro_batch)
             index = region(plain.shape, seen.shape, place, pieces=pieces, of_samples=of_gradients)
             if index is not None:
                 pairs.append(Pair(rank, seen * factor, plain[index], index))
@@ -186,7 +186,7 @@ class BothSides:
         """Say whether there are tensors of some samples: a table of positions is there once."""
         if not pairs or plain is None:
             return False
-        place = Place(self.layout, pairs[0].rank, 0)
+        place = MicroBatchPlace(self.layout, pairs[0].rank, 0)
         return region(plain.shape, pairs[0].seen.shape, place, of_samples=True) is not None
 
     def _of_parameter(
@@ -225,7 +225,7 @@ def _plain_steps(config: RunConfig, plan: ComparisonPlan) -> tuple[dict[str, Ten
 
 def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
     engine, loader = prepared_engine(config, world)
-    layout = Layout.of(config, world_size=world.world_size)
+    shard = Layout.of(config, world_size=world.world_size).data_shard(world.rank)
     # Logits that are computed in chunks are never there.
     spec, is_chunked = spec_for(config), config.train.loss_chunk is not None
     heads = [spec.head_of(module) for module in engine.modules] if is_chunked else []
@@ -235,8 +235,7 @@ def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
         read = [next(batches) for _ in range(_STEPS)]
     for number, batch in enumerate(read):
         recorder.begin()
-        first = layout.data_shard(world.rank) * len(batch)
-        engine.backward(inputs.uneven(batch, first_row=first, step=number))
+        engine.backward(inputs.uneven(batch, step=number, shard=shard))
         step = _Step(recorder.record)
         for name, updated in engine.named_updated():
             if updated.grad is not None:

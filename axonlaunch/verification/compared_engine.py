@@ -82,7 +82,7 @@ class ComparedEngine:
 
     def uneven(self, batch: AnyBatch, *, step: int) -> AnyBatch:
         """Return this rank's rows of a global batch with targets left out."""
-        return inputs.uneven(batch, first_row=self._shard * len(batch), step=step)
+        return inputs.uneven(batch, step=step, shard=self._shard)
 
     def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Compare loss and gradients; targets are left out first."""

@@ -34,7 +34,7 @@ _DROPOUTS = (
 )
 
 
-def uneven(batch: AnyBatch, *, first_row: int, step: int) -> AnyBatch:
+def uneven(batch: AnyBatch, *, step: int, shard: int = 0) -> AnyBatch:
     """Leave targets out, as many as a row's place in the global batch and the step say.
 
     Of sequences [B, T] up to five eighths of each, of classes [B] every fourth row; of samples of
@@ -42,11 +42,11 @@ def uneven(batch: AnyBatch, *, first_row: int, step: int) -> AnyBatch:
     of a packed row becomes two, elsewhere in each row.
 
     Args:
-        batch: Some rows of a global batch.
-        first_row: The place of the first of them in it.
+        batch: One of the equal parts of a global batch.
         step: Which global batch it is.
+        shard: Which part; 0 where it is all of it.
     """
-    places = range(first_row, first_row + len(batch))
+    places = range(shard * len(batch), (shard + 1) * len(batch))
     if not isinstance(batch, Batch):
         return batch.counting((place + step * 3) % 11 < _COUNTED_OF_11 for place in places)
     targets = batch.targets.clone()

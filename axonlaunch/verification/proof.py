@@ -109,7 +109,7 @@ def reduced(config: RunConfig) -> RunConfig:
             "train.loss": None,
             "train.loss_options": None,
             "train.steps": STEPS,
-            "optimizer": AdamWConfig(),
+            "optimizer": AdamWConfig(lr=3e-4),
             "scheduler": ConstantConfig(),
             "seed": 0,
             "hardware": None,

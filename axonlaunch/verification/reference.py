@@ -222,7 +222,7 @@ class PlainRun:
         problem = data_checks.data_problem(self._config.data, self._loader, batch, step=number)
         if problem := problem or ("" if number else self._foresight(batch)):
             raise NoReferenceError(problem)
-        return inputs.uneven(batch, first_row=0, step=number)
+        return inputs.uneven(batch, step=number)
 
     def _num_masks(self, batch: AnyBatch) -> int:
         """Return how many masks a forward in training draws with dropout on."""
@@ -338,7 +338,7 @@ class PlainRun:
             return None, None
         if problem := data_checks.held_out_problem(self._config.data, self._loader, batches):
             raise NoReferenceError(problem)
-        uneven = [inputs.uneven(b, first_row=0, step=number) for number, b in enumerate(batches)]
+        uneven = [inputs.uneven(b, step=number) for number, b in enumerate(batches)]
         with evaluating([self.model]):
             evaluation, logits = self._mean_loss(uneven), None
             if self._own is None:

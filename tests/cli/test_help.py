@@ -21,6 +21,18 @@ def axonlaunch(tmp_path: Path, server: Server) -> Served:
     return Served(tmp_path, server)
 
 
+class Narrow(Served):
+    """On a terminal of 80 columns."""
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), "COLUMNS": "80"}
+
+
+@pytest.fixture
+def narrow(tmp_path: Path, server: Server) -> Narrow:
+    return Narrow(tmp_path, server)
+
+
 def test_every_page_is_listed_with_its_first_sentence(axonlaunch: Served) -> None:
     listed = json.loads(axonlaunch("help", "--json").stdout)["pages"]
     assert list(listed) == PAGES
@@ -40,9 +52,11 @@ def test_a_page_is_rendered_for_the_terminal(axonlaunch: Served) -> None:
 
 @pytest.mark.parametrize("page", ["extending", "security"])
 def test_tables_of_a_narrow_terminal_break_long_words_and_cut_none(
-    page: str, axonlaunch: Served
+    page: str, narrow: Narrow
 ) -> None:
-    assert "…" not in axonlaunch("help", page).stdout
+    shown = narrow("help", page).stdout
+    assert "…" not in shown
+    assert max(len(line) for line in shown.splitlines()) <= 80
 
 
 def test_drawings_fit_a_terminal_of_80_columns() -> None:
@@ -50,6 +64,13 @@ def test_drawings_fit_a_terminal_of_80_columns() -> None:
     drawings = re.findall(r"^```text\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     assert len(drawings) == 2
     assert max(len(line) for drawing in drawings for line in drawing.splitlines()) <= 78
+
+
+def test_what_commands_print_on_80_columns_is_shown_whole_on_80_columns(narrow: Narrow) -> None:
+    page = (DOCS / "failures.md").read_text().splitlines()
+    lines = [line for line in page if line.startswith(("╭", "│", "╰"))]
+    shown = narrow("help", "failures").stdout.splitlines()
+    assert [line for line in lines if line not in shown] == []
 
 
 def test_json_has_the_text_of_a_page(axonlaunch: Served) -> None:

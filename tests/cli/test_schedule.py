@@ -61,7 +61,7 @@ def in_json(schedule: Schedule, *overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.costly
-def test_the_picture_of_1f1b_is_the_one_of_the_papers(tmp_path: Path) -> None:
+def test_the_plot_of_1f1b_is_the_one_of_the_papers(tmp_path: Path) -> None:
     """In a process of its own, whose output is no terminal: plain text."""
     script = (
         "import sys\n"
@@ -221,7 +221,7 @@ def test_colour_is_for_terminals_and_nothing_hangs_on_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_zero_bubble", "dualpipev"])
-def test_pictures_name_what_they_show(name: str, schedule: Schedule, tmp_path: Path) -> None:
+def test_plots_name_what_they_show(name: str, schedule: Schedule, tmp_path: Path) -> None:
     overrides = ["strategy=pipeline", f"strategy.pipeline.schedule={name}"]
     assert in_json(schedule, *overrides, "--plot", "a.png")["plot"] == "a.png"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
@@ -269,7 +269,7 @@ def test_without_matplotlib_one_is_reported_how_to_get_it(
         plotting.check_plot(tmp_path / "a.png")
 
 
-def test_a_picture_that_can_not_be_written_is_a_users_problem(
+def test_a_plot_that_can_not_be_written_is_a_users_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path, content: bytes) -> int:

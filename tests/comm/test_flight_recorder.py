@@ -32,7 +32,7 @@ if rank != 1:
 if rank == 0:
     waiting = dist.all_reduce(torch.ones(7, dtype=torch.bfloat16), group=pair, async_op=True)
 time.sleep(0.2)
-print("TOLD", flight_recorder.take().to_json())
+print("RECORD", flight_recorder.take().to_json())
 assert [entry["collective_seq_id"] for entry in pickle.loads(flight_recorder.dump())["entries"]]
 dist.barrier()
 sys.stdout.flush()
@@ -46,8 +46,8 @@ def test_what_a_rank_has_begun_and_not_ended_is_reported(
     reported = []
     for status, text in run_ranks(RANK, world_size=3):
         assert status == 0, text
-        line = next(line for line in text.splitlines() if line.startswith("TOLD "))
-        reported.append(Record.of(json.loads(line.removeprefix("TOLD "))))
+        line = next(line for line in text.splitlines() if line.startswith("RECORD "))
+        reported.append(Record.of(json.loads(line.removeprefix("RECORD "))))
     [world, pair] = reported[0].begun
     assert reported[0].begun == {world: 1, pair: 2}
     assert reported[0].open == (

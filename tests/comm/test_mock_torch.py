@@ -319,7 +319,7 @@ def test_device_meshes_of_two_and_three_dimensions() -> None:
     assert run(use, size=8) == expected
 
 
-def test_the_store_passes_the_baton() -> None:
+def test_the_store_gives_the_turn_to_the_next_rank() -> None:
     def use(world: World) -> None:
         store = dist.distributed_c10d._get_default_store()
         if world.rank == 3:

@@ -1,5 +1,6 @@
 """Composition: groups, a user's own folders, sweeps, and who set what."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,62 @@ def test_a_plugin_registers_a_model_that_has_its_own_keys(
     }
     with pytest.raises(ConfigError, match=r"did you mean model\.width"):
         config.load([*plugin, "model.widht=16"])
+
+
+@pytest.fixture
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder: a module that registers an optimizer, and experiments."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "optimizer_of_a_test", raising=False)
+    (tmp_path / "optimizer_of_a_test.py").write_text(
+        "import torch, axonlaunch as ax\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass(frozen=True)\n"
+        "class GradualConfig:\n"
+        "    name: str = 'gradual'\n"
+        "    lr: float = 0.25\n"
+        "ax.register_optimizer('gradual', config=GradualConfig)(torch.optim.SGD)\n"
+    )
+    (tmp_path / "experiment").mkdir()
+    for name, content in {
+        "faster": "optimizer:\n  lr: 0.5\n",
+        "chosen": "defaults:\n  - override /optimizer: gradual\nplugins: [optimizer_of_a_test]\n",
+        "misspelt": "defaults:\n  - override /optimizer: gradul\nplugins: [optimizer_of_a_test]\n",
+    }.items():
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{content}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rate"),
+    [
+        (["optimizer=sgd"], 0.1),
+        (["plugins=[optimizer_of_a_test]", "optimizer=gradual"], 0.25),
+        (["experiment=chosen"], 0.25),
+        (["plugins=[optimizer_of_a_test]", "optimizer=gradual", "experiment=faster"], 0.5),
+        (["experiment=chosen", "optimizer.lr=0.75"], 0.75),
+    ],
+)
+def test_an_options_own_value_counts_until_a_file_or_an_override_sets_another(
+    overrides: list[str], rate: float, users: Path
+) -> None:
+    """Whether it is included or registered, and whoever chooses it."""
+    composed = config.compose(overrides, config_dirs=[users])
+    chosen = config.typed(composed.tree, composed.problems)
+    assert chosen.optimizer.lr == rate
+    source = composed.origins().get("optimizer.lr", "default")
+    sources = {0.1: "optimizer/sgd.yaml", 0.5: str(users / "experiment" / "faster.yaml")}
+    assert source == sources.get(rate, "override optimizer.lr=0.75" if rate == 0.75 else "default")
+
+
+def test_an_option_that_nobody_registers_is_refused_also_where_a_file_chooses_it(
+    users: Path,
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        config.load(["experiment=misspelt"], config_dirs=[users])
+    [issue] = error.value.problems
+    assert issue.key == "optimizer"
+    assert "there is no such option; did you mean gradual? known: adafactor, " in issue.message
 
 
 def test_what_one_configuration_sets_is_not_in_the_next() -> None:

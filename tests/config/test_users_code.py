@@ -130,6 +130,30 @@ def test_arguments_that_registered_code_does_not_take_are_keys_that_do_not_exist
     ]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            f"model=custom model.target={MODULE}:build model.arguments.widht=3",
+            "model.arguments.widht=3: there is no argument 'widht'; did you mean width? known: ",
+        ),
+        (
+            f"data=custom data.target={MODULE}:Data data.arguments.att=item",
+            "data.arguments.att=item: there is no argument 'att'; did you mean at? known: at",
+        ),
+        (
+            f"optimizer=custom optimizer.target={MODULE}:Optimizer optimizer.arguments.scal=2",
+            "optimizer.arguments.scal=2: there is no argument 'scal'; did you mean scale? known: ",
+        ),
+    ],
+)
+def test_nor_are_those_that_code_by_its_target_does_not_take(
+    overrides: str, message: str, code: Path
+) -> None:
+    [issue] = refusals(*overrides.split())
+    assert str(issue).startswith(message)
+
+
 def test_what_a_plugin_registers_is_among_what_may_have_been_meant(code: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean width_of_nothing"):
         config.load([f"plugins=[{MODULE}]", "model=width_of_nothin"])

@@ -196,6 +196,11 @@ class Tokens(Pairs):
         row = torch.arange(index, index + 9) % 256
         return row[:-1], row[1:]
 
+class Ragged(Tokens):
+    def __getitem__(self, index):
+        row, following = super().__getitem__(index)
+        return row[: 8 - index % 2], following
+
 class Bare(Pairs):
     classes = property()
 """
@@ -237,6 +242,15 @@ def test_custom_takes_pairs_of_tokens() -> None:
     batch = build_dataset(chosen.data).samples([3], split="train")
     assert batch.inputs.tolist() == [[3, 4, 5, 6, 7, 8, 9, 10]]
     assert batch.targets.tolist() == [[4, 5, 6, 7, 8, 9, 10, 11]]
+
+
+@pytest.mark.usefixtures("module")
+def test_samples_of_several_shapes_are_an_error_that_names_two() -> None:
+    ragged = run_config([*SMALL, "data=custom", "data.target=pairs_of_a_test:Ragged"]).data
+    assert len(build_dataset(ragged).samples([2, 4, 2], split="train")) == 3
+    message = r"inputs of sample 3 have shape \[7\], those of sample 2 \[8\]: .*; pad them, or"
+    with pytest.raises(ConfigError, match=f"data.target=pairs_of_a_test:Ragged: {message}"):
+        build_dataset(ragged).samples([2, 4, 3], split="train")
 
 
 @pytest.mark.usefixtures("module")

@@ -194,7 +194,7 @@ def test_a_step_is_read_as_it_was_written_and_what_is_not_finite_as_missing(tmp_
 )
 def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "step_0.json").write_text(text)
-    with pytest.raises(files.UnreadableModuleTraceError, match="json: is no module trace"):
+    with pytest.raises(files.UnreadableModuleTraceError, match="json: is not a module trace"):
         files.read_step(tmp_path / "step_0.json")
 
 

@@ -75,7 +75,7 @@ class Record:
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Record:
-    """Let every stage of torch's tell what it does."""
+    """Let every stage of torch's report what it does."""
     recorded = Record(defaultdict(list), Counter())
 
     def watch(name: str, kind: Callable[[dict[str, Any]], str]) -> None:

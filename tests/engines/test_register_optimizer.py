@@ -139,6 +139,26 @@ def test_states_that_only_the_class_can_make_are_left_to_it_before_the_first_ste
     assert all(torch.equal(asked[name], tensor) for name, tensor in expected.items())
 
 
+def test_nor_do_steps_that_fp16_left_out_make_them() -> None:
+    """What is saved after such steps alone is not what the class starts from."""
+    overrides = [*TEMPERED, "strategy=fsdp", "train.precision=fp16"]
+
+    def overflow(engine: Any) -> None:
+        for _ in range(2):
+            for _, tensor in engine.named_updated():
+                tensor.grad = torch.full_like(tensor, torch.inf)
+            _, skipped = engine.update()
+            assert skipped
+
+    def overflow_and_load(engine: Any) -> None:
+        overflow(engine)
+        engine.load_state_dict(engine.state_dict())
+
+    expected = run(overrides, 2, before=overflow)
+    loaded = run(overrides, 2, before=overflow_and_load)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
 def test_states_are_saved_and_loaded_numbers_among_them() -> None:
     config = CustomOptimizerConfig(target="somebodys:Tempered", lr=0.1)
     torch.manual_seed(0)
@@ -221,7 +241,7 @@ def refusal(*overrides: str) -> str:
             "optimizer.target=somebodys:Nothing: module 'somebodys' has no attribute 'Nothing'",
         ),
         (
-            "optimizer.target=somebodys:Tempered optimizer.arguments={betta:1}",
+            "optimizer.target=somebodys:Tempered optimizer.arguments={beta:x}",
             "optimizer.target=somebodys:Tempered: trying it on a small parameter failed with "
             "TypeError: ",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,12 +81,14 @@ def test_torchs_own_frames_are_left_out_but_for_the_innermost() -> None:
     )
 
 
-def test_our_own_frames_are_left_out_of_a_users_error_alone() -> None:
+def test_our_own_frames_and_pythons_are_left_out_of_a_users_error_alone() -> None:
     ours = f'  File "{Path(console.__file__)}", line 1, in train\n    step()\n'
+    python = f'  File "{futures.__file__}", line 2, in result\n    raise self._exception\n'
     theirs = '  File "/home/me/model.py", line 2, in forward\n    g()\n'
     head, tail = "Traceback (most recent call last):\n", "ValueError: bad"
-    assert _own_frames(head + ours + theirs + ours + tail) == head + theirs + tail
-    assert _own_frames(head + ours + tail) == head + ours + tail
+    assert _own_frames(head + ours + python + theirs + ours + tail) == head + theirs + tail
+    assert _own_frames(head + theirs + python + tail) == head + theirs + python + tail
+    assert _own_frames(head + ours + python + tail) == head + ours + python + tail
 
 
 def waiting(rank: int, *, begun: int, op: str = "", num_bytes: int = 8) -> Report:

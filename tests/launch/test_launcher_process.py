@@ -21,14 +21,14 @@ from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 
-TOLD = (
+PROGRAM = (
     "from axonlaunch.launch.external.launcher_process import LauncherProcess as L; print(L(%r).pid)"
 )
 
 
 def _seen(launcher: str, variables: dict[str, str]) -> str:
     """Return which process a rank behind two shells takes for its launcher."""
-    program = f'{sys.executable} -c "{TOLD % launcher}"'
+    program = f'{sys.executable} -c "{PROGRAM % launcher}"'
     ran = subprocess.run(
         ["sh", "-c", f"sh -c '{program.replace(chr(39), chr(92) + chr(34))}; true'; true"],
         env={**os.environ, **variables},

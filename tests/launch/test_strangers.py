@@ -191,12 +191,12 @@ def test_an_old_beat_that_is_put_back_is_not_taken_for_life(master: Any) -> None
     lead, other = channels(master)
     nonces = met(other, 1)
     first, second = peers(lead, 0, met(lead, 0)), peers(other, 1, nonces)
-    second._beat(1)
-    old = master.get("beat/1")
-    second._beat(2)
+    second._send_heartbeat(1)
+    old = master.get("heartbeat/1")
+    second._send_heartbeat(2)
     first._poll_members()
     heard_at = first._heard_at[1]
-    master.set("beat/1", old)
+    master.set("heartbeat/1", old)
     first._poll_members()
     assert first._heard_at[1] == heard_at
 
@@ -214,7 +214,7 @@ def test_who_ends_waits_for_no_member_that_is_silent(
         for member in both
     ]
     waiting, other = (other, lead) if silent == 0 else (lead, other)
-    other._beat(1)  # and no more: it is stopped, or the thread that beats has died
+    other._send_heartbeat(1)  # and no more: it is stopped, or its thread has died
     waiting.watch()
     ended = waiting.finish([])
     assert isinstance(ended, Crash)

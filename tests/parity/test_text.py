@@ -121,7 +121,7 @@ def texts(model: Path) -> list[list[int]]:
 def documents(batch: Any, known: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The texts, or parts of them, that a batch holds, each with the token after every one.
 
-    What the batch itself says of targets plays no part, but where a part ends that is cut.
+    What the batch itself says of targets is ignored, but where a part ends that is cut.
     """
     samples = []
     for row, inputs in enumerate(batch.inputs.tolist()):

@@ -1,4 +1,4 @@
-"""The planner's closed formulas beside what a trace counts."""
+"""The planner's analytic formulas beside what a trace counts."""
 
 from __future__ import annotations
 

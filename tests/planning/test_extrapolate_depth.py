@@ -1,4 +1,4 @@
-"""Two shallow models tell what a deep one holds, to the byte."""
+"""Two shallow models say what a deep one holds, to the byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real gloo processes that train small models and tell what their storages held.
+"""Real gloo processes that train small models and report what their storages held.
 
 They are forked from the server of the tests, whose fixture who calls these functions takes.
 """

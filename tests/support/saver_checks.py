@@ -103,7 +103,7 @@ def failing(world: World, saver: Saver, run_dir: Path) -> Any:
 
 
 def early(world: World, saver: Saver, run_dir: Path) -> Any:
-    """Save where the main rank takes long to sweep what an old save has left; tell what it met."""
+    """Save where the main rank is slow to sweep what an old save has left; return what it met."""
     left = run_dir / "checkpoints" / "step_1.partial"
     if world.is_main:
         left.mkdir(parents=True)
@@ -122,7 +122,7 @@ def early(world: World, saver: Saver, run_dir: Path) -> Any:
 
 
 def measured(world: World, saver: Saver, run_dir: Path) -> Any:
-    """Tell what a save takes of host memory over the state's bytes: at its peak and afterwards."""
+    """Return what a save takes of host memory over the state's bytes: at its peak, and later."""
     mesh = init_device_mesh("cpu", (RANKS,))
     shards = {
         f"{n}": DTensor.from_local(torch.ones(2048, 2048), mesh, [Shard(0)]) for n in range(12)

@@ -62,7 +62,7 @@ def tensor_ranks_draw_different_numbers(patch: Patch) -> None:
     seeds(patch, lambda engine: 7 * engine.step + engine._world.rank)
 
 
-def recomputation_draws_anew(patch: Patch) -> None:
+def recomputation_draws_again(patch: Patch) -> None:
     right = activation_checkpointing.checkpoint
 
     def without_state(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ def test_it_passes_what_draws_as_it_should(overrides: list[str]) -> None:
         (every_step_draws_the_same, DDP, "the same random numbers in layers.0"),
         (a_rank_draws_what_another_drew_before, DDP, "as rank 1 in step 1: dropout would repeat"),
         (tensor_ranks_draw_different_numbers, TENSOR, "of a tensor axis draw different"),
-        (recomputation_draws_anew, RECOMPUTED, "recomputing "),
+        (recomputation_draws_again, RECOMPUTED, "recomputing "),
     ],
 )
 def test_it_reports_masks_that_would_be_wrong(

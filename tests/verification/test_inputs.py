@@ -18,10 +18,10 @@ def counted(samples: Samples, *, size: int) -> list[list[int]]:
 def test_of_samples_of_any_structure_the_same_ones_count_however_they_are_divided() -> None:
     whole = Samples(range(24), collate=list)
     for step in range(3):
-        expected = counted(uneven(whole, first_row=0, step=step), size=24)[0]
+        expected = counted(uneven(whole, step=step), size=24)[0]
         halves = [
-            uneven(whole.rows(first, first + 12).ready(4), first_row=first, step=step)
-            for first in (0, 12)
+            uneven(whole.rows(12 * shard, 12 * shard + 12).ready(4), step=step, shard=shard)
+            for shard in (0, 1)
         ]
         counted_parts = [part for half in halves for part in counted(half, size=4)]
         assert [item for part in counted_parts for item in part] == expected
@@ -31,12 +31,12 @@ def test_of_samples_of_any_structure_the_same_ones_count_however_they_are_divide
 
 def test_samples_that_were_not_counted_stay_so() -> None:
     left = Samples(range(24), collate=list).uncounted(2)
-    assert counted(uneven(left, first_row=0, step=0), size=12) == [[0, 1], []]
+    assert counted(uneven(left, step=0), size=12) == [[0, 1], []]
 
 
 def test_rows_of_several_documents_are_divided_at_different_places() -> None:
     tokens, positions = torch.arange(32).reshape(4, 8), (torch.arange(8) % 5).repeat(4, 1)
-    fed = uneven(Batch(tokens, tokens, positions), first_row=0, step=0).positions
+    fed = uneven(Batch(tokens, tokens, positions), step=0).positions
     assert fed is not None
     assert fed.tolist() == [
         [0, 0, 1, 2, 3, 0, 1, 2],
@@ -44,7 +44,7 @@ def test_rows_of_several_documents_are_divided_at_different_places() -> None:
         [0, 1, 2, 3, 0, 0, 1, 2],
         [0, 1, 0, 1, 2, 0, 1, 2],
     ]
-    last = uneven(Batch(tokens[3:], tokens[3:], positions[3:]), first_row=3, step=0).positions
+    last = uneven(Batch(tokens[3:], tokens[3:], positions[3:]), step=0, shard=3).positions
     assert last is not None
     assert last.tolist() == fed[3:].tolist()
 

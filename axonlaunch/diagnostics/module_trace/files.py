@@ -136,7 +136,7 @@ def read_step(path: Path) -> StepTrace:
         return _checked(json.loads(content))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UnreadableModuleTraceError(f"{path}: is no module trace ({reason})") from None
+        raise UnreadableModuleTraceError(f"{path}: is not a module trace ({reason})") from None
 
 
 def _row(tensor: TracedTensor) -> list[Any]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from axonlaunch.comm.gradient_bucket import buckets
-from axonlaunch.comm.row_bucket import rows_of
+from axonlaunch.comm.row_bucket import padded_lengths, rows_of
 from axonlaunch.comm.torch_compat import all_gather_single
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
@@ -255,11 +255,7 @@ class _Bucket:
     def __init__(self, wholes: list[Tensor], *, ranks: int) -> None:
         self.wholes = wholes
         self._ranks = ranks
-        # Of a rank; the last ones' are padded.
-        self._rows = [-(-whole.shape[0] // ranks) for whole in wholes]
-        self._lengths = [
-            rows * whole[0].numel() for rows, whole in zip(self._rows, wholes, strict=True)
-        ]
+        self._lengths = padded_lengths([whole.shape for whole in wholes], ranks=ranks)
         self.gathered = wholes[0].new_empty(ranks * sum(self._lengths))
         # Here as long as NCCL holds it, which is until it is waited for.
         self._sent: Tensor | None = None
@@ -275,7 +271,7 @@ class _Bucket:
         """Copy the rows of all ranks to the parameters."""
         self._sent = None
         by_rank = self.gathered.view(self._ranks, -1).split(self._lengths, dim=1)
-        for whole, rows, pieces in zip(self.wholes, self._rows, by_rank, strict=True):
+        for whole, pieces in zip(self.wholes, by_rank, strict=True):
             # The padding is at the end of the last ranks' rows, so at the very end.
-            gathered = pieces.reshape(self._ranks * rows, *whole.shape[1:])
-            whole.copy_(gathered[: whole.shape[0]])
+            rows = pieces.reshape(-1, *whole.shape[1:])
+            whole.copy_(rows[: whole.shape[0]])

@@ -73,11 +73,11 @@ def optimizer_class(config: Any) -> Callable[..., Optimizer]:
     """Return what makes an optimizer of groups of parameters and options.
 
     Raises:
-        ConfigError: A user's own can't be imported.
+        ConfigError: A user's own can't be imported, or does not take its arguments.
     """
     if not isinstance(config, CustomOptimizerConfig):
         return cast("Callable[..., Optimizer]", OPTIMIZERS.get(config.name))
-    return import_callable("optimizer.target", config.target)
+    return import_callable("optimizer.target", config.target, config.arguments, passed=1)
 
 
 def chosen_options(config: Any, parameters: Mapping[str, ParameterFacts]) -> dict[str, Any]:

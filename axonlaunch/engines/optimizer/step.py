@@ -203,13 +203,13 @@ class Update:
                     states[f"{name}.{key}"] = self._as_saved(f"{name}.{key}", state, values[key])
         return states
 
-    def load_state_dict(self, state: Mapping[str, Tensor], *, has_stepped: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor], *, has_updated: bool = True) -> None:
         """Copy optimizer states in.
 
         Args:
             state: As ``state_dict`` gives it.
-            has_stepped: Whether they are of a run that has done a step. Before the first one,
-                states that only the optimizer itself can make are left for it to make.
+            has_updated: Whether they are of a run that has updated anything. Before the first
+                update, states that only the optimizer itself can make are left for it to make.
 
         Raises:
             KeyError: A state of one of the tensors is missing.
@@ -219,7 +219,7 @@ class Update:
                 value.copy_(state[key])
         for name, parameter in self._updated.items():
             made = self._made.get(name)
-            if made is not None and has_stepped and not self._states(parameter):
+            if made is not None and has_updated and not self._states(parameter):
                 self._owners[parameter].state[parameter] = made
             states = self._states(parameter)
             for key, kind in self._kinds(name).items():

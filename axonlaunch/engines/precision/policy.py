@@ -6,7 +6,7 @@ Parameters, gradients that are reduced, and optimizer states stay fp32 in every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -136,3 +136,31 @@ class LossScale:
             self.value, self.good_steps, overflowed, 2.0, 0.5, self._growth_interval
         )
         return overflowed
+
+    def load(self, counters: Mapping[str, Tensor]) -> None:
+        """Take over what ``scale_counters`` gave; of a run in another precision, nothing."""
+        if float(counters["loss_scale"]) > 0:
+            self.value.fill_(counters["loss_scale"])
+            self.good_steps.fill_(counters["good_steps"])
+
+
+def scale_counters(scale: LossScale | None) -> dict[str, Tensor]:
+    """Return what a checkpoint holds of a loss scale, on the host.
+
+    Without fp16 there is none, saved as 0: a run may resume in another precision.
+    """
+    zero = torch.zeros(())
+    value, good = (zero, zero) if scale is None else (scale.value, scale.good_steps)
+    return {
+        "loss_scale": value.to("cpu", torch.float64, copy=True),
+        "good_steps": good.to("cpu", torch.int64, copy=True),
+    }
+
+
+def has_updated(counters: Mapping[str, Tensor]) -> bool:
+    """Say of a checkpoint's counters whether one of its steps has updated anything.
+
+    After three steps that all overflowed the scale is 2**16 / 2**3; otherwise it is larger, or 0.
+    """
+    step, scale = int(counters["step"]), float(counters["loss_scale"])
+    return step > 0 and scale != _FIRST_SCALE * 0.5**step

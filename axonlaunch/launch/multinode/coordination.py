@@ -1,7 +1,7 @@
 """What the processes of a run on several nodes exchange, over torch's store.
 
-Each beats, so that silence is noticed; failures are gathered by member 0, which alone judges who
-was first. All of it is signed JSON; what another than the named member wrote is ignored.
+Each sends heartbeats, so that silence is noticed; failures are gathered by member 0, which alone
+judges who was first. All of it is signed JSON; what another than the named member wrote is ignored.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Coordinator:
     One class for member 0, which leads, and the others: most of what they do is the same. A run of
     two nodes, in which a rank of node 1 crashes; each line is a key of the store and who writes it:
 
-        beat/0, beat/1    both, every 0.3 s: a count, and this member's failures
-        beat/1            member 1: with the report of its rank, as soon as it is known
+        heartbeat/0, /1   both, every 0.3 s: a count, and this member's failures
+        heartbeat/1       member 1: with the report of its rank, as soon as it is known
         verdict           member 0, as soon as that explains it: which rank failed first, and why
         left/1, left/0    both: read, and gone; member 0 waits for the others, for it has the store
 
@@ -86,7 +86,7 @@ class Coordinator:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._sent: dict[str, Any] = {}
-        # On member 0 everybody's; elsewhere this member's own, which each beat carries.
+        # On member 0 everybody's; elsewhere this member's own, which each heartbeat carries.
         self._reports: list[Report] = []
         self._read = [0] * members
         self._heard: dict[int, int] = {}
@@ -248,7 +248,7 @@ class Coordinator:
             while not self._all_left:
                 count += 1
                 self._wake.clear()
-                self._beat(count)
+                self._send_heartbeat(count)
                 self._flush()
                 if self.is_lead:
                     self._poll_members()
@@ -260,14 +260,14 @@ class Coordinator:
             # Whatever it was, there is no store any more.
             self._gone = True
 
-    def _beat(self, count: int) -> None:
+    def _send_heartbeat(self, count: int) -> None:
         """Send this member's heartbeat, with all that it has to report.
 
-        Counts grow, so that an old beat, put back by a stranger, is not taken for life.
+        Counts grow, so that an old heartbeat, put back by a stranger, is not taken for life.
         """
         with self._lock:
             reports = [] if self.is_lead else [report.to_json() for report in self._reports]
-        self.channel.put(f"beat/{self.member}", {"count": count, "reports": reports})
+        self.channel.put(f"heartbeat/{self.member}", {"count": count, "reports": reports})
 
     def _flush(self) -> None:
         """Write every message again: what a stranger wrote over one of them does not last."""
@@ -286,12 +286,12 @@ class Coordinator:
             self.will_restart = over == _AGAIN
             self._is_over = True
         elif self._is_done:  # the store may live on without member 0
-            self._note_heartbeat(0, self._said("beat/0"))
+            self._note_heartbeat(0, self._said("heartbeat/0"))
 
-    def _note_heartbeat(self, member: int, beat: Any | None) -> None:
+    def _note_heartbeat(self, member: int, heartbeat: Any | None) -> None:
         """Record a member's heartbeat, if it is new; members send them until they leave."""
-        if beat is not None and beat["count"] > self._heard.get(member, -1):
-            self._heard[member] = beat["count"]
+        if heartbeat is not None and heartbeat["count"] > self._heard.get(member, -1):
+            self._heard[member] = heartbeat["count"]
             self._heard_at[member] = time.monotonic()
 
     def _said(self, name: str) -> Any | None:
@@ -301,15 +301,15 @@ class Coordinator:
         return self.channel.get_each({name: member_name(0)})[0]
 
     def _poll_members(self) -> None:
-        """Read the others' heartbeats, reports and farewells."""
+        """Read the others' heartbeats, reports and what they leave with."""
         others = range(1, self.members)
-        beats = self.channel.get_each(self._names("beat", others))
+        heartbeats = self.channel.get_each(self._names("heartbeat", others))
         with self._lock:
-            for member, beat in zip(others, beats, strict=True):
-                if beat is None:
+            for member, heartbeat in zip(others, heartbeats, strict=True):
+                if heartbeat is None:
                     continue
-                self._note_heartbeat(member, beat)
-                new = beat["reports"][self._read[member] :]
+                self._note_heartbeat(member, heartbeat)
+                new = heartbeat["reports"][self._read[member] :]
                 self._reports += [Report.from_json(line) for line in new]
                 self._read[member] += len(new)
         everyone = range(self.members)

@@ -68,7 +68,7 @@ def handshake(
     """
     channel.store.set_timeout(timedelta(seconds=_ANSWER_S))
     nonce = secrets.token_hex(16)
-    channel.put(f"beat/{member}", {"count": 0, "reports": []})
+    channel.put(f"heartbeat/{member}", {"count": 0, "reports": []})
     channel.put(f"joined/{member}", {"nonce": nonce, "about": about})
     if member:
         return None, [nonce]

@@ -43,6 +43,7 @@ from axonlaunch.launch.failures.report import Crash, Report, plain_ranks
 from axonlaunch.system.formatting import quantity, size
 from axonlaunch.system.frame_origin import frame_owner
 from axonlaunch.system.streams import refusal
+from axonlaunch.system.terminal import console_on
 
 SLOW = 0.2
 """Share of a step for which the others wait for a slow rank, from which it is reported."""
@@ -65,11 +66,8 @@ class RunConsole:
             stream: Where to; standard output if None.
             is_plain: Print lines even on a terminal, which may be a launcher's own.
         """
-        self._console = Console(
-            file=stream or sys.stdout,
-            highlight=False,
-            soft_wrap=False,
-            force_terminal=False if is_plain else None,
+        self._console = console_on(
+            stream or sys.stdout, soft_wrap=False, force_terminal=False if is_plain else None
         )
         self._progress: Progress | None = None
         self._status: Status | None = None
@@ -244,13 +242,13 @@ def show_hint(console: Console, hint: str) -> None:
 
 def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Console:
     """Print who failed first and why, on standard error; return what prints there."""
-    console = Console(stderr=True, highlight=False)
+    console = console_on(stderr=True)
     first = crash.first
     verbs = {"hang": "", "waiting": "hung: ", "lost": "was lost: "}  # a hang's reason has its own
     verb = verbs.get(first.kind, "failed first: ")
     body = Text(f"rank {first.rank} of {world_size} {verb}", style="bold")
     body.append(first.reason, style="bold red")
-    if where := _whereabouts(first, coords):
+    if where := _location(first, coords):
         body.append(f"\n{where}", style="dim")
     if first.traceback:
         body.append("\n\n" + _own_frames(first.traceback.rstrip()), style="default")
@@ -264,7 +262,7 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
     return console
 
 
-def _whereabouts(report: Report, coords: dict[str, int]) -> str:
+def _location(report: Report, coords: dict[str, int]) -> str:
     """Say where in the mesh, on which node and in which step a rank was."""
     places = [" ".join(f"{axis}={index}" for axis, index in coords.items())] if coords else []
     if report.host:
@@ -280,8 +278,8 @@ def _whereabouts(report: Report, coords: dict[str, int]) -> str:
 def _own_frames(text: str) -> str:
     """Return the last lines of a traceback, without torch's own frames and without underlining.
 
-    Where it goes through a user's code, frames of this package are left out too. A frame is its
-    line and its source's; torch's innermost one is kept.
+    Where it goes through a user's code, frames of this package and of Python's library are left out
+    too. A frame is its line and its source's; the innermost one is kept unless it is ours.
     """
     frames: list[list[str]] = []
     for line in text.splitlines():
@@ -294,10 +292,11 @@ def _own_frames(text: str) -> str:
         (frame_owner(match["file"]), frame) for frame in frames if (match := _FRAME.match(frame[0]))
     ]
     is_users = any(owner == "user" for owner, _ in calls)
+    left_out = {"torch", "python"} if is_users else {"torch"}
     hidden = {
         id(frame)
         for owner, frame in calls
-        if (owner == "torch" and frame is not calls[-1][1]) or (owner == "axonlaunch" and is_users)
+        if (owner in left_out and frame is not calls[-1][1]) or (owner == "axonlaunch" and is_users)
     }
     first, *rest = (frame for frame in frames if id(frame) not in hidden)
     cut = [["  ..."]] if sum(map(len, rest)) > _SHOWN else []

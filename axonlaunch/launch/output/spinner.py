@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from axonlaunch.system.terminal import console_on
+
 
 @contextmanager
 def spinner(doing: str) -> Iterator[Callable[[str], None]]:
     """Show on a terminal's standard error what is being done; yield what updates the text."""
-    from rich.console import Console
     from rich.markup import escape
 
-    with Console(stderr=True, highlight=False).status(doing) as status:
+    with console_on(stderr=True).status(doing) as status:
         yield lambda text: status.update(escape(text))

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from axonlaunch.config import RunConfig
 from axonlaunch.launch.output.console import shortened
 from axonlaunch.system.formatting import quantity
+from axonlaunch.system.terminal import console_on
 
 _ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 
@@ -51,7 +51,7 @@ def print_run_header(
     """
     done = " (finished before)" if is_done else ""
     text = Text(f"run {number} of {of}: {variation}{done}", style="bold")
-    _console(stream).print(text, soft_wrap=True)
+    console_on(stream).print(text, soft_wrap=True)
 
 
 def print_sweep_table(
@@ -88,12 +88,8 @@ def print_sweep_table(
         )
     for label in variations[len(summaries) :]:
         table.add_row(f"{label} (not started)")
-    _console(stream).print(table)
+    console_on(stream).print(table)
 
 
 def _loss(loss: float | None) -> str:
     return "" if loss is None else f"{loss:.4f}"
-
-
-def _console(stream: TextIO) -> Console:
-    return Console(file=stream, highlight=False)

@@ -133,7 +133,7 @@ def fetch(config: HuggingFaceConfig, *, weights: bool) -> Path | None:
         why = "there is no such folder, and no such model on the Hub" if status == 404 else ""
         message = why or f"the Hub refuses it ({status}); log in with hf auth login"
         raise ConfigError([_not_there(config, message)]) from None
-    except (OSError, ValueError) as error:  # no network, no room, a name that is none
+    except (OSError, ValueError) as error:  # no network, no free space, a name that is none
         reason = str(error).splitlines()[0][:200]
         raise ConfigError([_not_there(config, f"can't be fetched: {reason}")]) from None
 

@@ -1,4 +1,4 @@
-"""A rank's memory by closed formulas, from what one device holds of a sample.
+"""A rank's memory by analytic formulas, from what one device holds of a sample.
 
 It is the planner's first cut, for states as Rajbhandari et al., "ZeRO", 2020, section 3, has them
 and activations as Korthikanti et al., 2022, section 4, divides them; the layouts that it leaves are
@@ -35,7 +35,7 @@ _WITH_GRADIENT = 1.5
 _WORKING_LAYERS = 2
 """Layers that FSDP has gathered at once."""
 _CACHED = 1.05
-"""What the allocator keeps, beside what closed formulas say of tensors: a little, to lose none."""
+"""What the allocator keeps, beside what the formulas say of tensors: a little, to lose none."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def build_memory_table(estimate: Estimate) -> Table:
         drawn.add_column(_SHORT.get(category, category), justify="right", no_wrap=True)
     has_host = any(rank.host_bytes for rank in estimate.ranks)
     if has_host:
-        drawn.add_column("on host", justify="right", no_wrap=True)
+        drawn.add_column("host", justify="right", no_wrap=True)
     for rank in estimate.ranks:
         numbers = [rank.peak_bytes, *(rank.breakdown[category] for category in CATEGORY_COLOURS)]
         if has_host:

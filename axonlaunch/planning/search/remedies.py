@@ -1,6 +1,6 @@
 """The smallest changes that make a run fit its devices, each with what it costs.
 
-Of one setting, then of two and three together, it takes those that closed formulas say may fit, in
+Of one setting, then of two and three together, it takes those that may fit by analytic formulas, in
 a fixed order of cost, and has each estimated until its time is over. It refuses nothing: what can't
 be run is passed over, and so is what needs more host memory than there is.
 """

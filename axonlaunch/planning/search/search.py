@@ -111,7 +111,7 @@ def _needed(config: RunConfig, devices: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _Likely:
-    """A layout by closed formulas."""
+    """A layout by analytic formulas."""
 
     candidate: Candidate
     step_s: float

@@ -1,4 +1,4 @@
-"""The work of any layout by closed formulas, from what one device does with a sample.
+"""The work of any layout by analytic formulas, from what one device does with a sample.
 
 It is the planner's first cut; the layouts that it leaves are traced. Kernels of memory-bound
 operations, waves of tiles and messages are divided as if all divided evenly.

@@ -70,7 +70,7 @@ class StepTime:
         return times
 
     def about(self, work: StepWork) -> float:
-        """Return the seconds of a step by a closed formula of the pipeline's bubble.
+        """Return the seconds of a step by an analytic formula of the pipeline's bubble.
 
         Ranks wait p - 1 times for a forward and a backward of a stage, under schedules that split
         the backward for a third of that.

@@ -42,5 +42,10 @@ class WandbLogger(Logger):
         self._run.log(dict(metrics), step=step)
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left, and wait until it has arrived."""
+        """Send what is left, and wait until it has arrived.
+
+        After ``finish`` wandb's service still writes what an offline run has, and a rank's process
+        ends without the ``atexit`` in which wandb would wait for it.
+        """
         self._run.finish(exit_code=int(failed))
+        wandb.teardown(int(failed))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from axonlaunch.comm import World
 from axonlaunch.config.layout import Layout
 from axonlaunch.models.dtensor_regions import held_boxes
-from axonlaunch.models.output_regions import Place, pieces_of, region
+from axonlaunch.models.output_regions import MicroBatchPlace, pieces_of, region
 from axonlaunch.training.module_trace.hooks import TracedKey, on_host
 
 _Part = tuple[tuple[Any, ...], Tensor]
@@ -63,7 +63,7 @@ class WholeTensors:
         if shape is None or number in self._parts.get(key, {}):
             return
         of_samples = key[0] == "output gradient"
-        place, pieces = Place(self._layout, self._world.rank, number), pieces_of(module)
+        place, pieces = MicroBatchPlace(self._layout, self._world.rank, number), pieces_of(module)
         index = region(shape, tensor.shape, place, pieces=pieces, of_samples=of_samples)
         if index is None or number >= self._layout.micro_batches:
             self._misplaced.add(key)

@@ -151,7 +151,7 @@ def saved_by_peft(base: Path, folder: Path, **options: Any) -> Tensor:
         ([], {"bias": "all"}, "it has bias=all"),
         ([], {"peft_type": "IA3"}, "peft_type is IA3"),
         (["adapter.rank=16"], {}, "has 3; remove this setting"),
-        (["adapter.path=nowhere"], {}, "is no folder of PEFT's"),
+        (["adapter.path=nowhere"], {}, "is not a folder of PEFT's"),
         (["model.config.hidden_size=128"], {}, "the model's is [3, 128]"),
     ],
 )
