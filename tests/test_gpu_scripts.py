@@ -157,19 +157,17 @@ def test_of_the_processes_on_the_device_those_of_one_run_are_counted(
     assert contexts_of(os.getpid()) == []
 
 
-def test_locked_memory_is_what_is_offloaded_up_to_powers_of_two(
+def test_host_memory_is_what_is_offloaded(
     modules: dict[str, ModuleType],
 ) -> None:
     mib, compared = 2**20, modules["memory"].compared
-    peaks = {"allocated": 10 * mib, "reserved": 10 * mib, "pinned": 1900 * mib}
+    peaks = {"allocated": 10 * mib, "reserved": 10 * mib, "host": 1080 * mib}
     estimate = {"peak_bytes": 10 * mib, "reserved_bytes": 10 * mib}
     offloaded = {**estimate, "ranks": [{"peak_bytes": 10 * mib, "host_bytes": 1000 * mib}]}
-    assert compared("x", peaks, offloaded).cells["pinned, MiB"] == "1,900.0"
+    assert compared("x", peaks, offloaded).cells["host, MiB"] == "1,080.0"
     assert compared("x", peaks, offloaded).problem == ""
-    assert (
-        compared("x", {**peaks, "pinned": 2200 * mib}, offloaded).problem == "pinned is -54.5% off"
-    )
-    assert "pinned, MiB" not in compared("x", peaks, estimate).cells  # batches alone
+    assert compared("x", {**peaks, "host": 1100 * mib}, offloaded).problem == "host is -9.1% off"
+    assert "host, MiB" not in compared("x", peaks, estimate).cells  # batches alone
 
 
 def test_what_passes_between_host_and_device_is_held_beside_the_link(
