@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 import axonlaunch.comm
+from axonlaunch.comm import World
 from axonlaunch.comm.mock.process_group import MockProcessGroup
 from axonlaunch.comm.mock.torch_internals import (
     WorldOfThread,
@@ -69,6 +72,19 @@ def test_the_isolation_mode_is_found_out_and_put_back() -> None:
             assert threads_are_isolated()
         assert threads_are_isolated()
     assert not threads_are_isolated()
+
+
+def test_a_replica_whose_forward_gave_way_to_anothers_is_not_kept() -> None:
+    def run(world: World) -> None:
+        class Waiting(nn.Linear):
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                dist.barrier()  # here the turn passes on
+                return super().forward(inputs)
+
+        DistributedDataParallel(Waiting(1, 1))(torch.ones(1, 1))
+
+    World.mock(3).run(run)
+    assert DistributedDataParallel._active_ddp_module is None
 
 
 def test_every_way_to_communicate_on_a_torch_group_is_answered() -> None:

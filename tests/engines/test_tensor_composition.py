@@ -114,8 +114,6 @@ def test_recomputation_does_not_repeat_collectives_that_it_is_asked_to_save() ->
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    # A replica that another test left in its forward would have the compiler split graphs for it.
-    torch.nn.parallel.DistributedDataParallel._active_ddp_module = None
     yield
     torch._dynamo.reset()
 

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 _python: Any = distributed_c10d
 _torch: Any = torch._C
+_DDP: Any = torch.nn.parallel.DistributedDataParallel
 _cpp: Any = torch._C._distributed_c10d
 _PROBE = "axonlaunch-isolation-probe"
 
@@ -107,10 +108,12 @@ def isolated_threads() -> Iterator[None]:
     """Give each thread started inside its own ``torch.distributed``; put all back at the end.
 
     What is put back: the default group and all that torch registers beside it, the isolation
-    mode, the rank that torch's C++ log lines carry, and ``sys.excepthook``, which
-    ``init_process_group`` replaces.
+    mode, the rank that torch's C++ log lines carry, ``sys.excepthook``, which
+    ``init_process_group`` replaces, and the replica whose forward runs: each of several that take
+    turns leaves the one before, and the last of them, with its whole model, would stay.
     """
     outlive_cuda_guard()
+    replica = _DDP._active_ddp_module
     world, hook, isolated = _python._world, sys.excepthook, threads_are_isolated()
     _python._world = WorldOfThread()
     _cpp._set_thread_isolation_mode(True)
@@ -121,4 +124,5 @@ def isolated_threads() -> Iterator[None]:
         _cpp._set_thread_isolation_mode(isolated)
         _python._world = world
         _python._update_default_pg(world.default_pg)
+        _DDP._active_ddp_module = replica
         sys.excepthook = hook
