@@ -206,7 +206,24 @@ def test_a_part_ends_in_a_table_and_a_status(
         "| b |  | it broke |",
     ]
     assert table.run([*rows], "a", rows.__getitem__) == 0
-    assert table.run([*rows], "nothing is called so", rows.__getitem__) == 1
+    capsys.readouterr()
+    assert table.run([*rows], "c", rows.__getitem__) == 2
+    assert capsys.readouterr().err == "error: no case's name begins with 'c': a, b\n"
+
+
+def test_a_part_that_is_interrupted_ends_in_the_table_of_what_was_run(
+    modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = modules["table"]
+
+    def case(name: str) -> Any:
+        if name == "b":
+            raise KeyboardInterrupt
+        return table.Row(name)
+
+    assert table.run(["a", "b", "c"], "", case) == 130
+    rows = capsys.readouterr().out.splitlines()[-3:]
+    assert rows == ["| a | ok |", "| b | interrupted |", "| c | interrupted |"]
 
 
 def test_a_part_ends_when_its_time_is_over(
@@ -231,6 +248,14 @@ def test_a_part_that_does_not_exist_is_refused_in_one_line(part: str) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert ran.stderr == "error: name a part: check memory speed failures, or all\n"
+
+
+def test_a_folder_without_wheels_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    command = [ROOT / "scripts/gpu", "--wheels", tmp_path, "all"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    said = f"error: there is no wheel of axonlaunch in {tmp_path}; --help says how"
+    assert ran.stderr.startswith(said)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -38,7 +38,7 @@ from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
 from axonlaunch.system import gpus
-from axonlaunch.training.arithmetic import configure_arithmetic
+from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 
 MIB = 2**20
@@ -210,7 +210,7 @@ def _train(config: RunConfig, world: World, watch: PeakWatch) -> int:
         )
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
     for step in range(3):
-        with watch.step(engine):
+        with watch.step(engine), attention_kernels(config.train, world.device):
             engine.train_step(loader.batch(step))
     states = map(local_part, engine.optimizer_states())
     return sum(state.nbytes for state in states if state.device.type == "cpu")
