@@ -114,7 +114,7 @@ def test_gloo_gathers_into_a_copy_and_two_at_a_time() -> None:
     assert forked_map.map_forked(runs) == [4 * 8 << 20, 4 * (8 + 4) << 20]
 
 
-def test_gloo_holds_a_copy_of_what_it_gathers_until_that_is_waited_for() -> None:
+def test_gloo_gathers_a_functional_s_result_into_a_copy_too() -> None:
     def points() -> list[int]:
         fake_world.join_fake_world(rank=0, world_size=2)
         functions = torch.ops._c10d_functional
@@ -125,10 +125,11 @@ def test_gloo_holds_a_copy_of_what_it_gathers_until_that_is_waited_for() -> None
             whole = functions.wait_tensor(whole)
             trace.finish()
             trace.begin("after that")
-        return [on_device(event.points[0]) for event in trace.events[1:]]
+        most = max(map(on_device, trace.events[0].points))
+        return [most, *(on_device(event.points[0]) for event in trace.events[1:])]
 
-    # What is sent is held as long.
-    assert forked_map.map_forked([points]) == [[(4 + 8 + 8) << 20, 8 << 20]]
+    # What is sent is held until the result is waited for.
+    assert forked_map.map_forked([points]) == [[(4 + 8 + 8) << 20, (4 + 8) << 20, 8 << 20]]
 
 
 def test_a_backward_is_reported_by_its_graph_task() -> None:

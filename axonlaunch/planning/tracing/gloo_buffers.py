@@ -45,8 +45,14 @@ def unseen(func: Any, arguments: Sequence[Any]) -> list[int]:
 
 
 def returns_before(func: Any, arguments: Sequence[Any]) -> bool:
-    """Say whether an operation's buffers are there when it has returned; nothing says until when.
-
-    Of the functional ones that is said by who waits for their results.
-    """
+    """Say whether a gather's copy is there when it has returned; nothing says until when."""
     return func is _GATHER and (len(arguments) < 4 or bool(arguments[3]))  # True by default
+
+
+def are_awaited(func: Any) -> bool:
+    """Say whether an operation's buffers are held until somebody waits for its result.
+
+    A functional gather's are not counted so long: on fake tensors torch waits for it at once, in a
+    run only when its result is read, as after the first part of a ring's attention.
+    """
+    return func is _FUNCTIONAL_REDUCE_SCATTER

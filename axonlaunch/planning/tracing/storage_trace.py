@@ -146,7 +146,7 @@ class StorageTrace(UncompiledDispatchMode):
         held = self._held_besides(func, args)
         if func is _WAIT:
             self._in_flight.pop(id(args[0].untyped_storage()), None)
-        elif held and namespace == "_c10d_functional":
+        elif held and gloo_buffers.are_awaited(func):
             self._in_flight[id(out.untyped_storage())] = held
         elif is_queued:
             self._queued.append(held)
@@ -219,7 +219,8 @@ class StorageTrace(UncompiledDispatchMode):
         self._add(out, self._phase or _category())
         held = self._held_besides(func, args)
         if func is not _ALL_REDUCE:
-            self._in_flight[id(out.untyped_storage())] = [args[0], *held]
+            awaited = held if gloo_buffers.are_awaited(func) else []
+            self._in_flight[id(out.untyped_storage())] = [args[0], *awaited]
         self._note()
         return out
 
