@@ -91,7 +91,7 @@ ALLOCATORS = {"1.2B fixed segments": "expandable_segments:False"}
 """Settings of torch's allocator, where they are others than those of a run."""
 TINY = [
     *("model=llama_debug", "data=synthetic_tokens", "data.sequence_length=32"),
-    *("model.hidden_size=64", "train.global_batch_size=4", "hardware=cpu"),
+    *("model.hidden_size=64", "train.global_batch_size=4", "launch.backend=mock"),
 ]
 CASES |= {
     "8B fsdp 4 x context 2": (
