@@ -2,8 +2,9 @@
 
 It is the planner's first cut: ``analytic_states``, and activations as Korthikanti et al., 2022,
 section 4, divides them; the layouts that it leaves are traced. Rounding and messages between stages
-are left out. Of 30 runs of 0.1 to 8 B parameters on 1 to 8 GPUs without a pipeline, tensors are at
-most 0.5% off a trace's, and what a device's process holds 17%.
+are left out. Of 44 runs of models of 0.1 to 8 B parameters on 1 and 8 GPUs, without tensor ranks
+and pipelines, tensors are 0 to 8 MiB below a trace's, cuBLAS's workspaces aside, and a process
+is at most 13% off its estimate; two tensor ranks are 13% above theirs, a pipeline of four 15%.
 """
 
 from __future__ import annotations
