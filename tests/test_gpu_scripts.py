@@ -157,19 +157,17 @@ def test_of_the_processes_on_the_device_those_of_one_run_are_counted(
     assert contexts_of(os.getpid()) == []
 
 
-def test_locked_memory_is_what_is_offloaded_up_to_powers_of_two(
+def test_host_memory_is_what_is_offloaded(
     modules: dict[str, ModuleType],
 ) -> None:
     mib, compared = 2**20, modules["memory"].compared
-    peaks = {"allocated": 10 * mib, "reserved": 10 * mib, "pinned": 1900 * mib}
+    peaks = {"allocated": 10 * mib, "reserved": 10 * mib, "host": 1080 * mib}
     estimate = {"peak_bytes": 10 * mib, "reserved_bytes": 10 * mib}
     offloaded = {**estimate, "ranks": [{"peak_bytes": 10 * mib, "host_bytes": 1000 * mib}]}
-    assert compared("x", peaks, offloaded).cells["pinned, MiB"] == "1,900.0"
+    assert compared("x", peaks, offloaded).cells["host, MiB"] == "1,080.0"
     assert compared("x", peaks, offloaded).problem == ""
-    assert (
-        compared("x", {**peaks, "pinned": 2200 * mib}, offloaded).problem == "pinned is -54.5% off"
-    )
-    assert "pinned, MiB" not in compared("x", peaks, estimate).cells  # batches alone
+    assert compared("x", {**peaks, "host": 1100 * mib}, offloaded).problem == "host is -9.1% off"
+    assert "host, MiB" not in compared("x", peaks, estimate).cells  # batches alone
 
 
 def test_what_passes_between_host_and_device_is_held_beside_the_link(
@@ -208,7 +206,24 @@ def test_a_part_ends_in_a_table_and_a_status(
         "| b |  | it broke |",
     ]
     assert table.run([*rows], "a", rows.__getitem__) == 0
-    assert table.run([*rows], "nothing is called so", rows.__getitem__) == 1
+    capsys.readouterr()
+    assert table.run([*rows], "c", rows.__getitem__) == 2
+    assert capsys.readouterr().err == "error: no case's name begins with 'c': a, b\n"
+
+
+def test_a_part_that_is_interrupted_ends_in_the_table_of_what_was_run(
+    modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = modules["table"]
+
+    def case(name: str) -> Any:
+        if name == "b":
+            raise KeyboardInterrupt
+        return table.Row(name)
+
+    assert table.run(["a", "b", "c"], "", case) == 130
+    rows = capsys.readouterr().out.splitlines()[-3:]
+    assert rows == ["| a | ok |", "| b | interrupted |", "| c | interrupted |"]
 
 
 def test_a_part_ends_when_its_time_is_over(
@@ -233,6 +248,14 @@ def test_a_part_that_does_not_exist_is_refused_in_one_line(part: str) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert ran.stderr == "error: name a part: check memory speed failures, or all\n"
+
+
+def test_a_folder_without_wheels_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    command = [ROOT / "scripts/gpu", "--wheels", tmp_path, "all"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    said = f"error: there is no wheel of axonlaunch in {tmp_path}; --help says how"
+    assert ran.stderr.startswith(said)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.models.dtensor_regions import dtensor_of
+from axonlaunch.system.page_locked import page_locked
 
 _Name = tuple[str, ...]
 
@@ -54,7 +54,8 @@ class HostCopies:
             return tensor.to("cpu", copy=True)
         copy = self._kept.get(name)
         if copy is None or (copy.shape, copy.dtype) != (part.shape, part.dtype):
-            self._kept[name] = copy = page_locked(part)
+            like = torch.empty(part.shape, dtype=part.dtype, device="meta")
+            self._kept[name] = copy = page_locked(like)
         copy.copy_(part, non_blocking=True)
         devices.add(part.device)
         if not isinstance(tensor, DTensor):
@@ -66,23 +67,6 @@ class HostCopies:
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-
-
-def page_locked(tensor: Tensor) -> Tensor:
-    """Return page-locked host memory for a GPU's tensor, of its size to the byte.
-
-    torch's own allocator of such memory rounds up to powers of two, which may double it.
-
-    Args:
-        tensor: Whose shape and dtype it gets; its values are not copied.
-    """
-    made = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
-    if made.nbytes:
-        runtime: Any = torch.cuda.cudart()
-        address = made.data_ptr()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(address, made.nbytes, 1)))
-        weakref.finalize(made, runtime.cudaHostUnregister, address)
-    return made
 
 
 def _wait(device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """Collectives that autograd passes through, on plain tensors: a layer's exchange with its group.
 
-Each is out of place: it never writes its input, and nothing else holds its result. What the
-size of a group does not divide is refused; agreement among ranks is not checked, for this is
-the hot path.
+Each is out of place, but for ``start_sum``: it never writes its input, and nothing else holds its
+result. What the size of a group does not divide is refused; agreement among ranks is not checked,
+for this is the hot path.
 
 Source: Shoeybi et al., "Megatron-LM", 2019 (f and g); Korthikanti et al., "Reducing Activation
 Recomputation", 2022 (their forms under sequence parallelism).
@@ -22,6 +22,7 @@ from axonlaunch.comm.process_group import ProcessGroup
 # that waits lazily, whose every use costs more than a small all-reduce. Selective checkpointing
 # and torch.compile know these by name.
 _all_reduce = torch.ops._c10d_functional.all_reduce.default
+_all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 _reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -128,13 +129,14 @@ def max_over(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def start_sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Begin to sum [...] over ranks, and return the sum's memory.
+    """Begin to sum [...] over ranks in its own memory, which nobody else may need any more.
 
-    It may be read, or given to anything but ``finish``, only once ``finish`` has returned.
+    Out of place torch would first copy it. It may be read, or given to anything but ``finish``,
+    only once ``finish`` has returned.
     """
     if group.size == 1:
         return x
-    begun: Tensor = _all_reduce(x, "sum", group.torch_group.group_name)
+    begun: Tensor = _all_reduce_in_place(x, "sum", group.torch_group.group_name)
     return begun
 
 

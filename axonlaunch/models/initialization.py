@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.models.dtensor_regions import local_boxes
+from axonlaunch.system.page_locked import page_locked
 
 # Small enough that torch draws a block on one thread (its grain is as large), large enough that
 # seeding a generator costs little beside it.
@@ -116,16 +117,42 @@ def initialize(module: nn.Module, *, seed: int, initializers: Mapping[str, Initi
     Raises:
         ValueError: A parameter has no initializer, or no storage.
     """
+    staging = Staging()
     for name, parameter in module.named_parameters():
         if name not in initializers:
             raise ValueError(f"parameter {name} has no initializer; give it one by that name")
         if parameter.is_meta:
             raise ValueError(f"parameter {name} is on the meta device; call materialize first")
-        fill(parameter, initializers[name], seed=seed, name=name)
+        fill(parameter, initializers[name], seed=seed, name=name, staging=staging)
+
+
+class Staging:
+    """Host memory that a device reads directly: one buffer, from parameter to parameter.
+
+    torch's own allocator would lock up to twice as much, and keep it as long as the process lives.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, part: Tensor) -> Tensor:
+        """Return a contiguous tensor of a part's shape and type, in the buffer."""
+        if part.nbytes > self._memory.nbytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            asked = torch.empty(part.nbytes, dtype=torch.uint8, device="meta")
+            self._memory = page_locked(asked)
+        return self._memory[: part.nbytes].view(part.dtype).view(part.shape)
 
 
 @torch.no_grad()
-def fill(parameter: Tensor, initializer: Initializer, *, seed: int, name: str) -> None:
+def fill(
+    parameter: Tensor,
+    initializer: Initializer,
+    *,
+    seed: int,
+    name: str,
+    staging: Staging | None = None,
+) -> None:
     """Fill what this rank holds of one parameter, in place.
 
     The values are those that any layout would give it: they follow from the seed, the name and the
@@ -136,13 +163,18 @@ def fill(parameter: Tensor, initializer: Initializer, *, seed: int, name: str) -
         initializer: How it starts.
         seed: The run's.
         name: Of the parameter in the whole model.
+        staging: Where a device's are drawn; None: in a buffer of this one's own.
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() == 0:
         return
     for box in local_boxes(parameter):
         part = box.of(local).view(1) if local.ndim == 0 else box.of(local)
-        _fill(part, box.region or ((0, 1),), initializer, whole=parameter, key=(seed, name))
+        # Of a device one copy is made, from memory that it reads directly.
+        drawn = (staging or Staging()).like(part) if part.is_cuda else part
+        _fill(drawn, box.region or ((0, 1),), initializer, whole=parameter, key=(seed, name))
+        if drawn is not part:
+            part.copy_(drawn)
 
 
 def _fill(
@@ -159,8 +191,6 @@ def _fill(
     is_blockwise = getattr(initializer, "blockwise", True)
     block_rows = max(1, _BLOCK_NUMEL // max(1, math.prod(shape[1:]))) if is_blockwise else shape[0]
     seed, name = key
-    # Of a device one copy is made, from memory that it reads directly.
-    on_host = part if part.device.type == "cpu" else _pinned_like(part)
 
     @torch.no_grad()
     def draw(block: int) -> None:
@@ -176,7 +206,7 @@ def _fill(
         values = values[low - start : high - start]
         for dim, (offset, length) in enumerate(columns, start=1):
             values = values.narrow(dim, offset, length)
-        on_host[low - first : high - first].copy_(values)
+        part[low - first : high - first].copy_(values)
 
     blocks = range(first // block_rows, -(-(first + count) // block_rows))
     if len(blocks) > 1 < torch.get_num_threads():  # torch draws a block on one thread
@@ -185,12 +215,6 @@ def _fill(
     else:
         for block in blocks:
             draw(block)
-    if on_host is not part:
-        part.copy_(on_host)
-
-
-def _pinned_like(part: Tensor) -> Tensor:
-    return torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=part.is_cuda)
 
 
 def materialize(module: nn.Module, *, device: torch.device | str) -> None:

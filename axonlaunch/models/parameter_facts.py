@@ -15,6 +15,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.parameter_groups import state_bytes
 from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.flops import looked_up_parameters
 from axonlaunch.models.spec import ModelSpec
 
 _FP32 = 4
@@ -43,6 +44,10 @@ def parameter_facts(spec: ModelSpec, model: nn.Module) -> dict[str, ParameterFac
     }
 
 
+LARGE = 4 * 2**20
+"""Bytes from which ZeRO-1 gathers a parameter by itself, straight to its place."""
+
+
 @dataclass(frozen=True)
 class TrainingShares:
     """What training keeps beside the bytes of a model's parameters, as shares of those.
@@ -50,10 +55,14 @@ class TrainingShares:
     Attributes:
         gradients: 1, or less where parameters are frozen.
         states: Of the optimizer; AdamW's are 2.
+        small: Of parameters of less than ``LARGE`` bytes.
+        looked_up: Of parameters that no product reads.
     """
 
     gradients: float = 1.0
     states: float = 2.0
+    small: float = 1.0
+    looked_up: float = 0.0
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -62,8 +71,7 @@ class TrainingShares:
         Raises:
             ConfigError: The model can't be built, or the optimizer can't be tried.
         """
-        gradients, states = _shares(_Chosen(config))
-        return cls(gradients, states)
+        return cls(*_shares(_Chosen(config)))
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ class _Chosen:
 
 
 @functools.cache
-def _shares(chosen: _Chosen) -> tuple[float, float]:
+def _shares(chosen: _Chosen) -> tuple[float, float, float, float]:
     config = chosen.config
     element = config.train.parameter_bytes
     model = on_meta(config, seed=config.seed)
@@ -96,4 +104,11 @@ def _shares(chosen: _Chosen) -> tuple[float, float]:
     trained = element if config.adapter is None else _FP32
     gradients = trained * sum(p.numel() for p in model.parameters() if p.requires_grad)
     states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
-    return gradients / whole, states / whole
+    small, looked_up = small_bytes(model, element=element), element * looked_up_parameters(model)
+    return gradients / whole, states / whole, small / whole, looked_up / whole
+
+
+def small_bytes(model: nn.Module, *, element: int) -> int:
+    """Return the bytes of all parameters of less than ``LARGE`` bytes, of so many an element."""
+    sizes = (element * parameter.numel() for parameter in model.parameters())
+    return sum(size for size in sizes if size < LARGE)

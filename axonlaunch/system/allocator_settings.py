@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """In torch's order: of those that are set it reads the first alone."""
@@ -34,6 +35,8 @@ class AllocatorSettings:
         large_segment: Bytes that it asks for at least, of tensors above 1 MiB.
         divisions: Of the sizes between 2^n and 2^(n+1) MiB: how many parts they are divided into, a
             size being rounded up to the next; 0 and 1: none.
+        max_locked_rounding: Bytes up to which a block of page-locked host memory is rounded up to a
+            power of two.
         not_replayed: Names of those that are set and that ``caching_allocator`` does not follow.
     """
 
@@ -42,12 +45,22 @@ class AllocatorSettings:
     max_rounding: int = 20 * _MIB
     large_segment: int = 20 * _MIB
     divisions: tuple[int, ...] = (0,) * _INTERVALS
+    max_locked_rounding: int = sys.maxsize
     not_replayed: tuple[str, ...] = ()
+
+    def page_locked(self, num_bytes: int) -> int:
+        """Return what torch takes of page-locked host memory for a block of so many bytes.
+
+        Source: PyTorch, ``aten/src/ATen/core/CachingHostAllocator.h``, ``allocate``.
+        """
+        if not 0 < num_bytes <= self.max_locked_rounding:
+            return num_bytes
+        return 1 << (num_bytes - 1).bit_length()
 
     @classmethod
     def of(cls, text: str) -> AllocatorSettings:
         """Read what a variable says; a value that torch would refuse is not replayed."""
-        known: dict[str, object] = {}
+        known: dict[str, Any] = {}
         unknown = []
         for name, value in _SETTING.findall("".join(text.split())):
             try:
@@ -59,16 +72,20 @@ class AllocatorSettings:
                     known["max_rounding"] = int(value) * _MIB
                 elif name == "large_segment_size_mb":
                     known["large_segment"] = int(value) * _MIB
+                elif name in _OF_LOCKED:
+                    largest = min(int(value) * _MIB, known.get("max_locked_rounding", sys.maxsize))
+                    known["max_locked_rounding"] = largest
                 elif name == "roundup_power2_divisions":
                     known["divisions"] = _divisions(value)
                 elif name in _OF_SIZE and value != "native":
                     unknown.append(name)
             except ValueError:
                 unknown.append(name)
-        return cls(**known, not_replayed=tuple(sorted(unknown)))  # type: ignore[arg-type]
+        return cls(**known, not_replayed=tuple(sorted(unknown)))
 
 
-# The others are about pinned memory, locks and errors.
+_OF_LOCKED = {"pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"}
+# The others are about threads, locks and errors.
 _OF_SIZE = {"backend", "garbage_collection_threshold", "per_process_memory_fraction"}
 
 

@@ -2,16 +2,16 @@
 
 Each contestant trains the same model on the same tokens on one device, with the same arithmetic:
 products in bf16 of copies of fp32 parameters, gradients summed and AdamW's update in fp32.
-axonlaunch does it as a run does; ``by hand`` with fully_shard of each block and of the rest, and
-its mixed-precision policy, also where one rank has all; ``as torchtitan`` with its units
-(embedding, blocks, norm with head), compiled blocks and loss where the case compiles, and garbage
-collected by hand. One alone fits the device, so they take turns twice, the second time in the
-opposite order; of each turn the first steps are dropped, and the median of the others counts. Ranks
-beside the first are not there: collectives of torch's ``fake`` process group do nothing, so that
-the speed of 8 is that of their kernels, with no message to wait for. One step of axonlaunch is
-profiled after all were timed: how many kernels it launches, and for how much of it the device has
-none to run. Then steps with offload and saves in the background are held beside the link of host
-and device (``transfers.py``).
+axonlaunch does it as a run does, its garbage collected by hand; ``by hand`` with fully_shard of
+each block and of the rest, and its mixed-precision policy, also where one rank has all; ``as
+torchtitan`` with its units (embedding, blocks, norm with head), compiled blocks and loss where the
+case compiles, and garbage collected by hand. All attend by the kernels that a run chooses. One
+alone fits the device, so they take turns twice, the second time in the opposite order; of each turn
+the first steps are dropped, and the median of the others counts. Ranks beside the first are not
+there: collectives of torch's ``fake`` process group do nothing, so that the speed of 8 is that of
+their kernels, with no message to wait for. One step of axonlaunch is profiled after all were timed:
+how many kernels it launches, and for how much of it the device has none to run. Then steps with
+offload and saves in the background are held beside the link of host and device (``transfers.py``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from axonlaunch.models.build import construct, initialize_weights
 from axonlaunch.models.flops import looked_up_parameters, training_flops_per_token
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
-from axonlaunch.training.arithmetic import configure_arithmetic
+from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.device_use import hardware_of, peak_flops
 
 STEPS, ROUNDS = 10, 3
@@ -157,11 +157,12 @@ def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, A
         # profiles it stays with the process.
         for who, make in reversed(makers.items()) if left == 0 else makers.items():
             step = make(work)
-            own_gc = who == "as torchtitan"
-            times = [_round(step, work, steps, own_gc=own_gc) for _ in range(rounds)]
-            seconds[who] += times[1:]
-            if who == "axonlaunch" and left == 0:
-                use = _use(step, work)
+            own_gc = who != "by hand"
+            with attention_kernels(work.config.train, device):
+                times = [_round(step, work, steps, own_gc=own_gc) for _ in range(rounds)]
+                seconds[who] += times[1:]
+                if who == "axonlaunch" and left == 0:
+                    use = _use(step, work)
             del step
             gc.collect()
             if device.type == "cuda":

@@ -16,11 +16,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from axonlaunch.system import allocator_settings
+try:
+    from axonlaunch.system import allocator_settings
 
-allocator_settings.grow_segments()  # as in a rank, before torch is there
-
-import torch  # noqa: E402
+    allocator_settings.grow_segments()  # as in a rank, before torch is there
+    import torch
+except ModuleNotFoundError as error:
+    sys.stderr.write(
+        f"error: {sys.executable} has no {error.name}: install axonlaunch there, or give its "
+        "wheels; scripts/gpu --help says how\n"
+    )
+    sys.exit(2)
 
 DRIVER = Path("/dev/nvidia-uvm")
 """What a process has open once it initialised CUDA; who asks NVML alone has other files open."""
@@ -96,6 +102,8 @@ def arguments(description: str) -> argparse.Namespace:
 def run(names: Sequence[str], only: str, case: Callable[[str], Row], *, at_once: int = 1) -> int:
     """Run the cases, print each as it ends and all of them last; return the exit status.
 
+    Ctrl-C, which reaches what runs too, ends it with the table of what was run, and status 130.
+
     Args:
         names: Of all cases, in the table's order.
         only: How the names of those begin that are run.
@@ -109,12 +117,22 @@ def run(names: Sequence[str], only: str, case: Callable[[str], Row], *, at_once:
         except subprocess.TimeoutExpired:
             return Row(name, problem="stopped: no time was left")
 
-    rows = []
+    asked = [name for name in names if name.startswith(only)]
+    if not asked:
+        sys.stderr.write(f"error: no case's name begins with {only!r}: {', '.join(names)}\n")
+        return 2
+    rows: list[Row] = []
+    interrupted = False
     with ThreadPoolExecutor(max_workers=at_once) as pool:
-        for row in pool.map(row_of, [name for name in names if name.startswith(only)]):
-            rows.append(row)
-            sys.stdout.write(f"{row.name}: {row.problem or 'as it has to be'}\n")
-            sys.stdout.flush()
+        try:
+            for row in pool.map(row_of, asked):
+                rows.append(row)
+                sys.stdout.write(f"{row.name}: {row.problem or 'as it has to be'}\n")
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            interrupted = True
+            pool.shutdown(wait=False, cancel_futures=True)
+    rows += [Row(name, problem="interrupted") for name in asked[len(rows) :]]
     columns = list(dict.fromkeys(column for row in rows for column in row.cells))
     lines = [["case", *columns, "verdict"]]
     lines += [
@@ -125,7 +143,7 @@ def run(names: Sequence[str], only: str, case: Callable[[str], Row], *, at_once:
         sys.stdout.write(f"| {' | '.join(line)} |\n")
         if not number:
             sys.stdout.write(f"|{' --- |' * len(line)}\n")
-    return int(not rows or any(row.problem for row in rows))
+    return 130 if interrupted else int(any(row.problem for row in rows))
 
 
 def where() -> str:

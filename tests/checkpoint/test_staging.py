@@ -33,6 +33,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def page_locked(tensor: torch.Tensor) -> torch.Tensor:
         asked.append(f"lock {tensor.nbytes}")
+        assert tensor.is_contiguous()
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     monkeypatch.setattr(staging, "page_locked", page_locked)

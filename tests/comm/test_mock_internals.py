@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,30 +53,6 @@ def test_torch_itself_still_has(name: str) -> None:
     assert hasattr(torch._C, name)
 
 
-def test_replicas_still_say_in_whose_forward_a_compiler_is() -> None:
-    assert DistributedDataParallel._active_ddp_module is None
-
-
-def test_a_world_whose_replicas_take_turns_leaves_none_in_its_forward() -> None:
-    entered: list[int] = []
-
-    class Waits(nn.Linear):
-        def forward(self, rows: Tensor) -> Tensor:
-            entered.append(dist.get_rank())
-            dist.all_reduce(rows)  # both are in their forward
-            if dist.get_rank() == entered[1]:  # which the first leaves first
-                dist.recv(rows, entered[0])
-            return super().forward(rows)
-
-    def rank(world: World) -> None:
-        DistributedDataParallel(Waits(2, 2))(torch.ones(1, 2))
-        if world.rank == entered[0]:
-            dist.send(torch.ones(1, 2), entered[1])
-
-    World.mock(2).run(rank)
-    assert DistributedDataParallel._active_ddp_module is None
-
-
 def test_the_world_of_a_thread_has_all_that_torchs_has() -> None:
     ours = vars(WorldOfThread())
     theirs = {
@@ -96,6 +72,19 @@ def test_the_isolation_mode_is_found_out_and_put_back() -> None:
             assert threads_are_isolated()
         assert threads_are_isolated()
     assert not threads_are_isolated()
+
+
+def test_a_replica_whose_forward_gave_way_to_anothers_is_not_kept() -> None:
+    def run(world: World) -> None:
+        class Waiting(nn.Linear):
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                dist.barrier()  # here the turn passes on
+                return super().forward(inputs)
+
+        DistributedDataParallel(Waiting(1, 1))(torch.ones(1, 1))
+
+    World.mock(3).run(run)
+    assert DistributedDataParallel._active_ddp_module is None
 
 
 def test_every_way_to_communicate_on_a_torch_group_is_answered() -> None:

@@ -240,3 +240,30 @@ def test_a_mean_costs_no_pass_over_the_gradients_beside_the_sum(
 
     assert ax.World.mock(2).run(run) == [[0.5] * 4] * 2
     assert asked == [operation] * 2
+
+
+def test_a_backward_that_raised_leaves_nothing_to_the_next() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, outputs: Tensor) -> Tensor:
+            return outputs.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise ArithmeticError
+
+    def run(world: ax.World) -> list[Tensor]:
+        model = net()
+        replicas = ax.DDP(model, reduce_dtype=torch.float64, bucket_size_mb=TINY_BUCKETS)
+        # Once the last layer's gradients are on their way.
+        fail: Any = Failing.apply
+        handle = model[1].register_forward_hook(lambda _, inputs, outputs: fail(outputs))
+        with pytest.raises(ArithmeticError):
+            replicas(rows(world.rank)).square().mean().backward()
+        handle.remove()
+        model.zero_grad()
+        replicas(rows(world.rank)).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for gradients in ax.World.mock(2).run(run):
+        torch.testing.assert_close(gradients, averaged_by_torch())

@@ -306,6 +306,25 @@ def test_settings_of_the_allocator_that_are_not_replayed_are_named(
     assert planning_estimate._of_allocator(on_cpu) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "largest"),
+    [
+        ("", None),
+        ("pinned_max_round_threshold_mb:32", 32),
+        ("pinned_max_round_threshold_mb:32,pinned_max_cached_size_mb:8", 8),
+    ],
+)
+def test_page_locked_memory_is_of_powers_of_two_up_to_what_is_set(
+    settings: str, largest: int | None
+) -> None:
+    locked = AllocatorSettings.of(settings).page_locked
+    assert [locked(size) for size in (0, 1, 3, 4)] == [0, 1, 4, 4]
+    size = 33 * MIB
+    assert locked(size) == (size if largest else 64 * MIB)
+    assert locked(7 * MIB) == 8 * MIB
+    assert locked(9 * MIB) == (9 * MIB if largest == 8 else 16 * MIB)
+
+
 def test_an_estimate_depends_on_the_allocators_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     config = estimate_config(["launch.nproc=1", "hardware=h100_80gb"])
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)

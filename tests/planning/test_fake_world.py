@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg
 
+from axonlaunch.comm.torch_compat import all_gather_single
 from axonlaunch.config import ConfigError
 from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.memory.analytic import Formulas
@@ -92,6 +94,42 @@ def test_gloo_holds_a_copy_of_what_it_scatters_until_that_is_waited_for() -> Non
         return max(points), on_device(trace.events[-1].points[0])
 
     assert forked_map.map_forked([highest_and_last]) == [((4 + 4 + 2) << 20, 2 << 20)]
+
+
+def test_gloo_gathers_into_a_copy_and_two_at_a_time() -> None:
+    def most(*, async_op: bool) -> int:
+        fake_world.join_fake_world(rank=0, world_size=2)
+        with fake_tensor_mode(), StorageTrace(workspaces=gloo_buffers.of_collective) as trace:
+            wholes = [torch.ones(n << 20) for n in (8, 4, 2, 1)]
+            trace.forget()
+            for whole in wholes:
+                all_gather_single(whole, whole[: len(whole) // 2], async_op=async_op)
+            trace.begin("after them")
+            trace.finish()
+        before, *points = [on_device(point) for event in trace.events for point in event.points]
+        assert points[-1] == before == 4 * 15 << 20
+        return max(points) - before
+
+    runs = [partial(most, async_op=False), partial(most, async_op=True)]
+    assert forked_map.map_forked(runs) == [4 * 8 << 20, 4 * (8 + 4) << 20]
+
+
+def test_gloo_gathers_a_functional_s_result_into_a_copy_too() -> None:
+    def points() -> list[int]:
+        fake_world.join_fake_world(rank=0, world_size=2)
+        functions = torch.ops._c10d_functional
+        with fake_tensor_mode(), StorageTrace(workspaces=gloo_buffers.of_collective) as trace:
+            name = dist.group.WORLD.group_name
+            whole = functions.all_gather_into_tensor(torch.ones(1 << 20), 2, name)
+            trace.begin("after it")
+            whole = functions.wait_tensor(whole)
+            trace.finish()
+            trace.begin("after that")
+        most = max(map(on_device, trace.events[0].points))
+        return [most, *(on_device(event.points[0]) for event in trace.events[1:])]
+
+    # What is sent is held until the result is waited for.
+    assert forked_map.map_forked([points]) == [[(4 + 8 + 8) << 20, (4 + 8) << 20, 8 << 20]]
 
 
 def test_a_backward_is_reported_by_its_graph_task() -> None:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from configured import estimate_config
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import estimated_on
+from axonlaunch.models.build import construct
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.cuda_process import besides
 from axonlaunch.planning.memory.estimate import estimate, estimate_fitting
@@ -61,6 +63,16 @@ def test_an_estimate_is_of_what_the_run_computes_on(overrides: list[str], on: st
     if on == "mock":
         reported = estimate(chosen)
         assert reported.process_bytes == reported.reserved_bytes == reported.peak_bytes
+
+
+def test_host_memory_of_what_fully_shard_offloads_is_rounded_up_as_torch_locks_it() -> None:
+    config = run("strategy=fsdp", "strategy.fsdp.cpu_offload=params", "model.hidden_size=72")
+    with torch.device("meta"):
+        model = construct(config.model, seed=0)
+    shards = [-(-p.shape[0] // 4) * p[0].numel() * 4 for p in model.parameters()]
+    of_each = [1 << (size - 1).bit_length() for size in shards]
+    assert sum(of_each) > 1.2 * sum(shards)
+    assert estimate(config).host_bytes == 2 * sum(of_each)  # a gradient of each
 
 
 @pytest.mark.parametrize(

@@ -18,5 +18,5 @@ class Collectives(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         if func.namespace == "_c10d_functional" and "wait" not in func.name():
-            self.names.append(func.name().partition("::")[2])
+            self.names.append(func.name().partition("::")[2].rstrip("_"))
         return func(*args, **(kwargs or {}))

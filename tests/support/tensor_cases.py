@@ -93,7 +93,7 @@ class Seen(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         if func.namespace == "_c10d_functional" and "wait" not in func.name():
-            self.names.append(func.name().partition("::")[2])
+            self.names.append(func.name().partition("::")[2].rstrip("_"))
         out = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
             plain = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 
 _python: Any = distributed_c10d
 _torch: Any = torch._C
+_DDP: Any = torch.nn.parallel.DistributedDataParallel
 _cpp: Any = torch._C._distributed_c10d
-_DDP: Any = DistributedDataParallel
 _PROBE = "axonlaunch-isolation-probe"
 
 
@@ -110,12 +109,12 @@ def isolated_threads() -> Iterator[None]:
 
     What is put back: the default group and all that torch registers beside it, the isolation
     mode, the rank that torch's C++ log lines carry, ``sys.excepthook``, which
-    ``init_process_group`` replaces, and the replica in whose forward the compiler believes to be:
-    each DDP puts back the one that it found, which of two ranks in turns was the other's.
+    ``init_process_group`` replaces, and the replica whose forward runs: each of several that take
+    turns leaves the one before, and the last of them, with its whole model, would stay.
     """
     outlive_cuda_guard()
-    world, hook, isolated = _python._world, sys.excepthook, threads_are_isolated()
     replica = _DDP._active_ddp_module
+    world, hook, isolated = _python._world, sys.excepthook, threads_are_isolated()
     _python._world = WorldOfThread()
     _cpp._set_thread_isolation_mode(True)
     try:
@@ -125,5 +124,5 @@ def isolated_threads() -> Iterator[None]:
         _cpp._set_thread_isolation_mode(isolated)
         _python._world = world
         _python._update_default_pg(world.default_pg)
-        sys.excepthook = hook
         _DDP._active_ddp_module = replica
+        sys.excepthook = hook

@@ -147,6 +147,8 @@ class DDP(nn.Module):
         """Run the module; in training, backward then synchronises as ``sync`` says."""
         if self._torch is not None and torch.is_grad_enabled():
             return self._torch(*inputs, **kwargs)
+        if self._queued and torch.is_grad_enabled():
+            self._forget_failed_backward()
         if self._broadcast_buffers and self.training and self._enabled:
             self.sync_buffers()
         return self.module(*inputs, **kwargs)
@@ -204,6 +206,14 @@ class DDP(nn.Module):
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._sync_at_end)
+
+    def _forget_failed_backward(self) -> None:
+        """Begin anew after a backward that raised: autograd then drops what was to end it.
+
+        The next one would send nothing, and every rank would go on by its own gradients.
+        """
+        self._queued = False
+        self.synchronizer.clear()
 
     def _sync_at_end(self) -> None:
         self._queued = False

@@ -25,9 +25,9 @@ from axonlaunch.comm.torch_compat import all_gather_single
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.engines.optimizer.step import Update, local_part
+from axonlaunch.models import parameter_facts
 
-_LARGE = 4 * 2**20
-"""Bytes of a parameter that is gathered by itself, straight to its place."""
+_LARGE = parameter_facts.LARGE
 _FULL = 25 * 2**20
 """Bytes of parameters that are gathered together, as many as DDP reduces together."""
 

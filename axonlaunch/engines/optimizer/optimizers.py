@@ -26,6 +26,7 @@ from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.parameter_groups import options_of, with_options
 from axonlaunch.config.plugins import import_callable
 from axonlaunch.models.dtensor_regions import dtensor_of
+from axonlaunch.system.page_locked import page_locked
 
 PEAK_LR = "initial_lr"
 """Option of a group that holds its peak learning rate, as torch's schedulers call it."""
@@ -121,12 +122,13 @@ def new_state(
     else:
         shape = whole
     # What is copied to a device in every update is in page-locked memory, as ``offload`` keeps it.
-    pinned = local.is_cuda and device.type == "cpu" and not state.on_host
+    is_copied = local.is_cuda and device.type == "cpu" and not state.on_host
+    place = torch.device("meta") if is_copied else device
     if shape == local.shape and dtype == local.dtype:  # strided as the parameter is
-        made = torch.empty_like(local, device=device, pin_memory=pinned)
+        made = torch.empty_like(local, device=place)
     else:
-        made = torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
-    return made.fill_(state.initial or 0)
+        made = torch.empty(shape, dtype=dtype, device=place)
+    return (page_locked(made) if is_copied else made).fill_(state.initial or 0)
 
 
 def _dtype(state: OptimizerState, own: torch.dtype) -> torch.dtype:

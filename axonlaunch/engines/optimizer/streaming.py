@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from axonlaunch.engines.optimizer.copy_streams import copy_streams
 from axonlaunch.models.dtensor_regions import dtensor_of
+from axonlaunch.system.page_locked import page_locked
 
 STREAMED: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose step streams."""
@@ -146,10 +147,10 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device; from a GPU into pinned memory, which is 5 times as fast.
+    """Copy a tensor to a device; from a GPU into page-locked memory, which is 5 times as fast.
 
     Source: microsoft/DeepSpeed pull request 5301.
     """
     if not (tensor.is_cuda and device.type == "cpu"):
         return tensor.to(device, non_blocking=True)  # to a device: its later work comes after it
-    return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor)
+    return page_locked(torch.empty_like(tensor, device="meta")).copy_(tensor)

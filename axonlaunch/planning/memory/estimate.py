@@ -234,7 +234,7 @@ def _of_rank(
         rank=rank,
         coords=place.whole.layout.coordinates(rank),
         peak_bytes=sum(held.values()),
-        host_bytes=host,
+        host_bytes=host + place.rounding(done),
         breakdown=held,
         sharded_parameters=place.sharded(done),
         microbatch_bytes=place.left_by_forward(short_step),

@@ -15,8 +15,9 @@ from axonlaunch.config.parameter_groups import state_bytes
 from axonlaunch.engines.pipeline.split import cut, parts
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.parameter_facts import TrainingShares, parameter_facts
-from axonlaunch.planning.memory.analytic import states
+from axonlaunch.models.flops import looked_up_parameters
+from axonlaunch.models.parameter_facts import TrainingShares, parameter_facts, small_bytes
+from axonlaunch.planning.memory.analytic_states import states
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
@@ -64,6 +65,8 @@ def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
     shares = TrainingShares(
         gradients=size * sum(math.prod(parameter.shape) for parameter in trained) / max(1, whole),
         states=state_bytes(config.optimizer, trained, parameter_bytes=size) / max(1, whole),
+        small=sum(small_bytes(m, element=element) for m in modules) / max(1, whole),
+        looked_up=element * sum(map(looked_up_parameters, modules)) / max(1, whole),
     )
     bytes_of = states(
         config,

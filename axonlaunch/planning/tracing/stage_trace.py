@@ -22,6 +22,7 @@ from axonlaunch.data.dataset import AnyBatch, MicroBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
+from axonlaunch.engines.optimizer.step import local_part
 from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.dtensor_regions import local_boxes
 from axonlaunch.models.spec import ModelSpec
@@ -36,6 +37,7 @@ from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, StorageTrace, TraceEvent
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
+from axonlaunch.system import allocator_settings
 
 _ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
     CPUOffload.NONE: (),
@@ -58,6 +60,7 @@ class Traced:
         received: Buffers for what other stages give of one, by category.
         sharded: What the rank holds of parameters that are sharded; None where none are.
         read: Most bytes of host memory that reading initial weights takes at once.
+        rounding: Bytes of host memory beside those of what is offloaded, as torch locks it.
     """
 
     events: list[TraceEvent]
@@ -65,6 +68,7 @@ class Traced:
     received: Mapping[Category, int]
     sharded: FSDPMemoryStats | None
     read: int = 0
+    rounding: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,11 @@ class StageTrace:
         """Return the most bytes of host memory that reading initial weights takes at once."""
         return max(done[key].read for key in self._keys())
 
+    def rounding(self, done: Mapping[TraceKey, Traced]) -> int:
+        """Return what torch locks of host memory beside the bytes of what is offloaded."""
+        shallow, *deeper = (done[key].rounding for key in self._keys())
+        return shallow + self.spare * (deeper[0] - shallow) if deeper else shallow
+
     def left_by_forward(self, short_step: list[TraceEvent]) -> list[int]:
         """Return what a micro-batch leaves for its backward on each of the rank's stages."""
         if self.whole.layout.pipeline == 1:
@@ -195,7 +204,8 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
     if layout.pipeline == 1:
         fed += torch.float32.itemsize
     read = _most_read_at_once(dry.engine) if initial_weights(reduced.config.model) else 0
-    return Traced(trace.events, fed, dry.received, dry.engine.memory_stats(), read)
+    rounding = _locked_besides(dry.engine, reduced.config)
+    return Traced(trace.events, fed, dry.received, dry.engine.memory_stats(), read, rounding)
 
 
 def _workspaces(config: RunConfig) -> cuda_attention.Workspaces:
@@ -216,6 +226,21 @@ def _most_read_at_once(engine: Engine) -> int:
     boxes = (box for tensor in tensors for box in local_boxes(tensor))
     sizes = (math.prod(length for _, length in box.region) for box in boxes)
     return torch.float32.itemsize * max(sizes, default=0)
+
+
+def _locked_besides(engine: Engine, config: RunConfig) -> int:
+    """Return what torch's allocator of page-locked memory adds to what is offloaded.
+
+    fully_shard locks each parameter and each gradient by it; states have memory of their own size.
+    """
+    if estimated_on(config) != "gpu" or "parameters" not in host_categories(config):
+        return 0
+    locked = allocator_settings.settings_of_ranks().page_locked
+    sizes = [
+        (local_part(tensor).nbytes, 1 + tensor.requires_grad)
+        for _, tensor in engine.named_parameters()
+    ]
+    return sum(blocks * (locked(size) - size) for size, blocks in sizes)
 
 
 def _of_parameters(stats: FSDPMemoryStats | None) -> dict[str, int]:

@@ -20,6 +20,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from axonlaunch.planning.tracing import gloo_buffers
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 Category = Literal[
@@ -102,6 +103,7 @@ class StorageTrace(UncompiledDispatchMode):
         self._live: dict[int, _Held] = {}
         self._parameters: list[Tensor] = []
         self._in_flight: dict[int, list[Tensor]] = {}
+        self._queued: list[list[Tensor]] = []
         self._grown = False
         self._top: int | None = 0
         self._highest = 0
@@ -139,11 +141,15 @@ class StorageTrace(UncompiledDispatchMode):
                 self._add(_plain(tensor), category)
         if namespace == "c10d" and self.host:
             self._tag_gradients()
+        if (is_queued := gloo_buffers.returns_before(func, args)) and self._queued:
+            del self._queued[: 1 - gloo_buffers.THREADS]
         held = self._held_besides(func, args)
         if func is _WAIT:
             self._in_flight.pop(id(args[0].untyped_storage()), None)
-        elif held and namespace == "_c10d_functional":
+        elif held and gloo_buffers.are_awaited(func):
             self._in_flight[id(out.untyped_storage())] = held
+        elif is_queued:
+            self._queued.append(held)
         self._note()
         return out
 
@@ -178,6 +184,7 @@ class StorageTrace(UncompiledDispatchMode):
     def begin(self, *name: str | int) -> None:
         """Begin an event, which ends the one before."""
         self.finish()
+        self._queued.clear()
         self.events.append(TraceEvent(name, [self._point()]))
         self._top, self._highest = 0, on_device(self.events[-1].points[0])
 
@@ -212,7 +219,8 @@ class StorageTrace(UncompiledDispatchMode):
         self._add(out, self._phase or _category())
         held = self._held_besides(func, args)
         if func is not _ALL_REDUCE:
-            self._in_flight[id(out.untyped_storage())] = [args[0], *held]
+            awaited = held if gloo_buffers.are_awaited(func) else []
+            self._in_flight[id(out.untyped_storage())] = [args[0], *awaited]
         self._note()
         return out
 

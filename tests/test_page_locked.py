@@ -1,0 +1,100 @@
+"""Page-locked host memory, of a driver that is made up: no page is locked twice, none stays so."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from axonlaunch.config.optimizer_states import OptimizerState
+from axonlaunch.engines.optimizer import optimizers, streaming
+from axonlaunch.models.initialization import Staging
+from axonlaunch.system.page_locked import page_locked
+
+PAGE, HOST = mmap.PAGESIZE, torch.device("cpu")
+
+
+@dataclass
+class Driver:
+    """Locks whole pages, and refuses one that is locked (cudaErrorHostMemoryAlreadyRegistered).
+
+    Attributes:
+        locked: Each page, and where the range begins that it was locked for.
+        requests: How often it was asked to lock some.
+    """
+
+    locked: dict[int, int] = field(default_factory=dict)
+    requests: int = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert flags == 1
+        self.requests += 1
+        pages = range(address // PAGE, -(-(address + size) // PAGE))
+        if self.locked.keys() & set(pages):
+            return 712
+        self.locked.update(dict.fromkeys(pages, address))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.locked = {page: first for page, first in self.locked.items() if first != address}
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+
+    def check(status: int) -> None:
+        assert status == 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    return made
+
+
+def test_every_tensor_has_pages_of_its_own_until_its_storage_is_freed(driver: Driver) -> None:
+    small = [page_locked(torch.empty(3, 5, device="meta")) for _ in range(40)]
+    assert len(driver.locked) == 40
+    kept = small[0].detach()  # as a DTensor holds it
+    small.clear()
+    assert len(driver.locked) == 1
+    kept.fill_(1.0)
+    del kept
+    assert not driver.locked
+
+
+def test_it_has_the_strides_and_the_type_that_were_asked_for(driver: Driver) -> None:
+    like = torch.empty(50, 100, dtype=torch.bfloat16, device="meta").t()
+    made = page_locked(like)
+    assert (made.shape, made.stride(), made.dtype) == ((100, 50), (1, 100), torch.bfloat16)
+    assert len(driver.locked) == 3
+    assert page_locked(torch.empty(0, 7, device="meta")).shape == (0, 7)
+    assert page_locked(torch.empty((), device="meta")).shape == ()
+
+
+class OfGpu(torch.Tensor):
+    """A tensor whose device takes itself for a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_states_that_pass_through_a_gpu_are_locked_at_their_own_size(driver: Driver) -> None:
+    parameter = torch.ones(33, 1024).as_subclass(OfGpu)
+    momentum = optimizers.new_state(OptimizerState(name="momentum_buffer"), parameter, device=HOST)
+    moved = streaming.moved(parameter, HOST)
+    assert driver.requests == 2
+    assert len(driver.locked) == 2 * 33 * 4096 // PAGE
+    assert (float(momentum.sum()), float(moved.sum())) == (0.0, 33 * 1024)
+
+
+def test_parameters_are_drawn_in_one_buffer(driver: Driver) -> None:
+    staging = Staging()
+    parts: list[Any] = [torch.empty(n, 1024, device="meta") for n in (8, 3, 8)]
+    made = [staging.like(part) for part in parts]
+    assert len({tensor.data_ptr() for tensor in made}) == driver.requests == 1
+    staging.like(torch.empty(9, 1024, device="meta"))
+    del made
+    assert len(driver.locked) == 9 * 4096 // PAGE
