@@ -139,7 +139,7 @@ def test_a_llama_block_communicates_no_more_than_it_must(
 
 
 @pytest.mark.parametrize(
-    ("sequence_parallel", "operation"), [(False, "all_reduce"), (True, "reduce_scatter_tensor")]
+    ("sequence_parallel", "operation"), [(False, "all_reduce_"), (True, "reduce_scatter_tensor")]
 )
 def test_weights_gradients_are_computed_while_the_inputs_gradient_is_summed(
     sequence_parallel: bool, operation: str
