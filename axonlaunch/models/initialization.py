@@ -168,10 +168,11 @@ def fill(
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() == 0:
         return
+    staging = staging or Staging()
     for box in local_boxes(parameter):
         part = box.of(local).view(1) if local.ndim == 0 else box.of(local)
         # Of a device one copy is made, from memory that it reads directly.
-        drawn = (staging or Staging()).like(part) if part.is_cuda else part
+        drawn = staging.like(part) if part.is_cuda else part
         _fill(drawn, box.region or ((0, 1),), initializer, whole=parameter, key=(seed, name))
         if drawn is not part:
             part.copy_(drawn)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import IGNORE_INDEX
+from axonlaunch.config.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
 from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.data.loader import Loader, StreamLoader, order_of
 from axonlaunch.data.mix import AnyText
@@ -57,7 +57,9 @@ def data_problem(config: Any, loader: Loader, batch: AnyBatch, *, step: int) -> 
 
 
 def _is_ours(config: Any) -> bool:
-    return type(config).__module__.startswith("axonlaunch.") and config.name != "custom"
+    """Say whether a dataset is of this package, which brings a dataclass for each."""
+    foreign = isinstance(config, (CustomDataConfig, FreeDataConfig))
+    return type(config).__module__.startswith("axonlaunch.") and not foreign
 
 
 def _follow(batch: Batch) -> bool:

@@ -81,9 +81,13 @@ def predicted(config: RunConfig, batch: Batch) -> Tensor:
         config: The layout's.
         batch: Held-out samples.
     """
-    strategy, samples = config.strategy, batch.inputs[:_PREDICTED]
-    cuts_sequences = strategy.context.degree > 1 or strategy.tensor.sequence_parallel
-    return samples[:, :-1] if cuts_sequences and samples.ndim == 2 else samples
+    samples = batch.inputs[:_PREDICTED]
+    return samples[:, :-1] if cuts_sequences(config) and samples.ndim == 2 else samples
+
+
+def cuts_sequences(config: RunConfig) -> bool:
+    """Say whether a layout divides sequences, and pads those whose length it does not divide."""
+    return config.strategy.context.degree > 1 or config.strategy.tensor.sequence_parallel
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from configured import run_config
 from axonlaunch.config import RunConfig, to_tree, with_values
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.verification import compare
+from axonlaunch.verification.inputs import cuts_sequences
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference_runs import run_references
 from axonlaunch.verification.reference_values import Reference
@@ -67,7 +68,7 @@ def assert_trains_as_one_process(
 
 def _run_once(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, ...]:
     """Run one process, unless it ran for another layout before."""
-    key = f"{plan} {_matters(config)}"
+    key = f"{plan} {_matters(config)} {plan.beyond and cuts_sequences(config)}"
     if key not in _references:
         _references[key] = run_references(config, plan)
         while len(_references) > _KEPT:

@@ -273,5 +273,7 @@ class _Bucket:
         by_rank = self.gathered.view(self._ranks, -1).split(self._lengths, dim=1)
         for whole, pieces in zip(self.wholes, by_rank, strict=True):
             # The padding is at the end of the last ranks' rows, so at the very end.
-            rows = pieces.reshape(-1, *whole.shape[1:])
+            # Their number is written out, which -1 leaves open for parameters of shape [n, 0].
+            count = self._ranks * -(-whole.shape[0] // self._ranks)
+            rows = pieces.reshape(count, *whole.shape[1:])
             whole.copy_(rows[: whole.shape[0]])

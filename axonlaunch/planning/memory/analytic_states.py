@@ -96,7 +96,7 @@ def _of_replicas(
     if _has_buckets(config, layout):
         # What adds up without being sent adds up beside the buckets, which stay.
         is_apart = begun or not config.strategy.ddp.gradient_as_bucket_view
-        begun, buckets = 1.0, gradients if is_apart else 0.0
+        begun, buckets = (begun, gradients) if is_apart else (1.0, 0.0)
     cast, cast_of_ends = _cast(config, whole, ends)
 
     def moment(part: float, temporary: float = 0.0) -> dict[Category, float]:

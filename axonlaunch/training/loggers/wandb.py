@@ -47,5 +47,7 @@ class WandbLogger(Logger):
         After ``finish`` wandb's service still writes what an offline run has, and a rank's process
         ends without the ``atexit`` in which wandb would wait for it.
         """
-        self._run.finish(exit_code=int(failed))
-        wandb.teardown(int(failed))
+        try:
+            self._run.finish(exit_code=int(failed))
+        finally:
+            wandb.teardown(int(failed))
