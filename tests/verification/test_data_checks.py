@@ -15,7 +15,7 @@ from corpus import functions, write_jsonl
 
 from axonlaunch import data
 from axonlaunch.config import RunConfig
-from axonlaunch.config.data import IGNORE_INDEX
+from axonlaunch.config.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
 from axonlaunch.config.optimizer import ConstantConfig
 from axonlaunch.data.dataset import Batch
 from axonlaunch.data.loader import Loader, order_of, whole_loader
@@ -50,6 +50,19 @@ def test_an_order_that_repeats_samples_or_epochs_is_no_order(monkeypatch: Patch)
         data_checks, "order_of", lambda _dataset, places, *, seed: places // 2 + seed
     )
     assert data_checks.order_problem(loader(), seed=0) == "the data: an epoch reads a sample twice"
+
+
+def test_pairs_of_anothers_dataset_mean_what_they_like() -> None:
+    """A registered one without a dataclass too: which tokens follow which is not known of it."""
+    reading, own = loader(), run_config(["data=synthetic_tokens"]).data
+    batch = reading.batch(0)
+    shuffled = Batch(batch.inputs, batch.targets.flip(1))
+    problem = "the data: targets are not the tokens that follow their inputs"
+    assert data_checks.data_problem(own, reading, shuffled, step=0) == problem
+    classes = Batch(batch.inputs, batch.targets[:, 0])
+    for registered in (FreeDataConfig(name="theirs"), CustomDataConfig(target="theirs:Pairs")):
+        assert data_checks.data_problem(registered, reading, shuffled, step=0) == ""
+        assert data_checks.data_problem(registered, reading, classes, step=0) == ""
 
 
 def test_an_evaluation_that_drops_or_repeats_held_out_samples_is_none() -> None:
