@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.models.dtensor_regions import dtensor_of
-from axonlaunch.system.page_locked import page_locked
+from axonlaunch.models.page_locked import page_locked
 
 _Name = tuple[str, ...]
 

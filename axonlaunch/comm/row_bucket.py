@@ -27,8 +27,13 @@ def rows_of(count: int, *, rank: int, ranks: int) -> slice:
         rank: Which rank, from 0.
         ranks: How many divide them.
     """
-    step = -(-count // ranks)
+    step = padded_rows(count, ranks=ranks)
     return slice(min(rank * step, count), min((rank + 1) * step, count))
+
+
+def padded_rows(count: int, *, ranks: int) -> int:
+    """Return how many of so many rows each rank has in a message, those of padding too."""
+    return -(-count // ranks)
 
 
 def padded_lengths(shapes: Sequence[torch.Size], *, ranks: int) -> list[int]:
@@ -40,7 +45,9 @@ def padded_lengths(shapes: Sequence[torch.Size], *, ranks: int) -> list[int]:
         shapes: Of whole tensors.
         ranks: How many divide their rows.
     """
-    return [-(-shape[0] // ranks) * shape[1:].numel() if shape else 1 for shape in shapes]
+    return [
+        padded_rows(shape[0], ranks=ranks) * shape[1:].numel() if shape else 1 for shape in shapes
+    ]
 
 
 class RowBucket:

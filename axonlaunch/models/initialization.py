@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.models.dtensor_regions import local_boxes
-from axonlaunch.system.page_locked import page_locked
+from axonlaunch.models.page_locked import page_locked
 
 # Small enough that torch draws a block on one thread (its grain is as large), large enough that
 # seeding a generator costs little beside it.

@@ -33,7 +33,7 @@ class GradSyncStrategy(StrEnum):
     """backward sends nothing; call ``sync_gradients`` before the update"""
 
 
-_TRAVELLING = 2
+TRAVELLING = 2
 """Buckets that are on their way at once: those before have arrived, and what they took is free."""
 
 
@@ -122,7 +122,7 @@ class GradientSynchronizer:
         while self._started < len(self._shares) and not self._shares[self._started].missing:
             self._start_next()
             if self._waits_in_backward:
-                self._finish(self._started - _TRAVELLING)
+                self._finish(self._started - TRAVELLING)
 
     def sync_all(self) -> None:
         """Replace every gradient by its mean over the group; all its ranks call this."""
@@ -130,7 +130,7 @@ class GradientSynchronizer:
             return
         while self._started < len(self._shares):
             self._start_next()
-            self._finish(self._started - _TRAVELLING)
+            self._finish(self._started - TRAVELLING)
         self._finish(self._started)
         self._started = self._finished = 0
 

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from axonlaunch.comm.gradient_bucket import buckets
-from axonlaunch.comm.row_bucket import padded_lengths, rows_of
+from axonlaunch.comm.gradients import BUCKET_BYTES
+from axonlaunch.comm.row_bucket import padded_lengths, padded_rows, rows_of
 from axonlaunch.comm.torch_compat import all_gather_single
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
@@ -28,7 +29,7 @@ from axonlaunch.engines.optimizer.step import Update, local_part
 from axonlaunch.models import parameter_facts
 
 _LARGE = parameter_facts.LARGE
-_FULL = 25 * 2**20
+_FULL = BUCKET_BYTES
 """Bytes of parameters that are gathered together, as many as DDP reduces together."""
 
 
@@ -274,6 +275,6 @@ class _Bucket:
         for whole, pieces in zip(self.wholes, by_rank, strict=True):
             # The padding is at the end of the last ranks' rows, so at the very end.
             # Their number is written out, which -1 leaves open for parameters of shape [n, 0].
-            count = self._ranks * -(-whole.shape[0] // self._ranks)
+            count = self._ranks * padded_rows(whole.shape[0], ranks=self._ranks)
             rows = pieces.reshape(count, *whole.shape[1:])
             whole.copy_(rows[: whole.shape[0]])

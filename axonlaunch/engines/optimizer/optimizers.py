@@ -26,7 +26,7 @@ from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.parameter_groups import options_of, with_options
 from axonlaunch.config.plugins import import_callable
 from axonlaunch.models.dtensor_regions import dtensor_of
-from axonlaunch.system.page_locked import page_locked
+from axonlaunch.models.page_locked import page_locked
 
 PEAK_LR = "initial_lr"
 """Option of a group that holds its peak learning rate, as torch's schedulers call it."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from axonlaunch.engines.optimizer.copy_streams import copy_streams
 from axonlaunch.models.dtensor_regions import dtensor_of
-from axonlaunch.system.page_locked import page_locked
+from axonlaunch.models.page_locked import page_locked
 
 STREAMED: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose step streams."""

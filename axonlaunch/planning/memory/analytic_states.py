@@ -8,48 +8,19 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from axonlaunch.comm.gradients import BUCKET_BYTES
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
+from axonlaunch.engines.data_parallel.gradient_synchronizer import TRAVELLING
 from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.planning.tracing.storage_trace import Category
 
 _FP32 = 4
 _WORKING_LAYERS = 2
 """Layers that FSDP has gathered at once."""
-_BUCKET = 25 * 2**20
-_TRAVELLING = 2
-"""Buckets of gradients that ZeRO-1 has on their way at once."""
 
 Moments: TypeAlias = dict[str, dict[Category, float]]
 """Bytes by category, at moments of a step."""
-
-
-def states(
-    config: RunConfig,
-    layout: Layout,
-    *,
-    whole: float,
-    layer: float,
-    ends: float,
-    shares: TrainingShares,
-) -> dict[Category, float]:
-    """Return what states take of a rank's device, once it has all of its gradients, in bytes.
-
-    As communication it has what another moment takes more: what is cast, gathered or reduced.
-
-    Args:
-        config: The layout's run.
-        layout: Its layout.
-        whole: The parameters of the rank's stages, undivided by other axes, in bytes.
-        layer: Of these, those of a layer.
-        ends: Of these, those of no layer.
-        shares: Of what training keeps beside the parameters.
-    """
-    of_step = moments(config, layout, whole=whole, layer=layer, ends=ends, shares=shares)
-    held = dict(of_step["first block"])
-    most = max(sum(moment.values()) for moment in of_step.values())
-    held["communication"] += most - sum(held.values())
-    return held
 
 
 def moments(
@@ -64,7 +35,15 @@ def moments(
     """Return what a rank holds beside activations at the moments that may be a step's peak.
 
     They are those of its last backward, ``loss``, ``last block`` and ``first block``, in this
-    order, and ``update``. Arguments are those of ``states``.
+    order, and ``update``.
+
+    Args:
+        config: The layout's run.
+        layout: Its layout.
+        whole: The parameters of the rank's stages, undivided by other axes, in bytes.
+        layer: Of these, those of a layer.
+        ends: Of these, those of no layer.
+        shares: Of what training keeps beside the parameters.
     """
     whole, layer, ends = (size / layout.tensor for size in (whole, layer, ends))
     looked_up = min(ends, shares.looked_up * whole)
@@ -73,6 +52,20 @@ def moments(
     if layout.facts.divides_update and layout.gradient_ranks > 1:
         return _of_divided_update(config, layout, whole, (looked_up, ends - looked_up), shares)
     return _of_replicas(config, layout, whole, (looked_up, ends - looked_up), shares)
+
+
+def states(of_step: Moments) -> dict[Category, float]:
+    """Return what states take of a rank's device, once it has all of its gradients, in bytes.
+
+    As communication it has what another moment takes more: what is cast, gathered or reduced.
+
+    Args:
+        of_step: What ``moments`` gave.
+    """
+    held = dict(of_step["first block"])
+    most = max(sum(moment.values()) for moment in of_step.values())
+    held["communication"] += most - sum(held.values())
+    return held
 
 
 def _of_replicas(
@@ -126,7 +119,7 @@ def _of_divided_update(
     """Return the moments of ZeRO-1; arguments as ``_of_replicas`` takes them."""
     gradients, rows = shares.gradients * whole, 1 / layout.optimizer_shards
     # Gradients of the bucket that is filled, which are then freed, and what is sent.
-    sent = min(gradients, _BUCKET) + min(gradients, _TRAVELLING * _BUCKET)
+    sent = min(gradients, BUCKET_BYTES) + min(gradients, TRAVELLING * BUCKET_BYTES)
     cast, cast_of_ends = _cast(config, whole, ends)
     begun = 1.0 if _adds_up(layout) else 0.0
 

@@ -17,7 +17,7 @@ from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.flops import looked_up_parameters
 from axonlaunch.models.parameter_facts import TrainingShares, parameter_facts, small_bytes
-from axonlaunch.planning.memory.analytic_states import states
+from axonlaunch.planning.memory.analytic_states import moments, states
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
@@ -68,14 +68,8 @@ def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
         small=sum(small_bytes(m, element=element) for m in modules) / max(1, whole),
         looked_up=element * sum(map(looked_up_parameters, modules)) / max(1, whole),
     )
-    bytes_of = states(
-        config,
-        layout,
-        whole=whole,
-        layer=max(blocks, default=0),
-        ends=whole - sum(blocks),
-        shares=shares,
-    )
+    layer, ends = max(blocks, default=0), whole - sum(blocks)
+    bytes_of = states(moments(config, layout, whole=whole, layer=layer, ends=ends, shares=shares))
     breakdown = {category: round(bytes_of.get(category, 0)) for category in CATEGORIES}
     breakdown["parameters"] += sum(b.nbytes for module in modules for b in module.buffers())
     total = sum(bytes_of[category] for category in ("parameters", "gradients", "optimizer"))

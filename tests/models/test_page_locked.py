@@ -12,7 +12,7 @@ import torch
 from axonlaunch.config.optimizer_states import OptimizerState
 from axonlaunch.engines.optimizer import optimizers, streaming
 from axonlaunch.models.initialization import Staging
-from axonlaunch.system.page_locked import page_locked
+from axonlaunch.models.page_locked import page_locked
 
 PAGE, HOST = mmap.PAGESIZE, torch.device("cpu")
 
