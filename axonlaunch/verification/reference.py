@@ -54,6 +54,11 @@ class NoReferenceError(Exception):
     """One process gives nothing to compare with."""
 
 
+def _refuse(problem: str) -> None:
+    if problem:
+        raise NoReferenceError(problem)
+
+
 class PlainRun:
     """A model and its optimizers, as a script of one process has them.
 
@@ -65,6 +70,8 @@ class PlainRun:
         self, config: RunConfig, plan: ComparisonPlan, *, roughness: float = 0.0, draw: int = 0
     ) -> None:
         self._config, self._plan = config, plan
+        # Runs that are rounded otherwise read what the first has read, and checked.
+        self._checks_data = not roughness
         self._spec = spec_for(config)
         self._layout = Layout.of(config, world_size=num_ranks(config))
         dataset = data.build_dataset(config.data, config.tokenizer)
@@ -128,8 +135,7 @@ class PlainRun:
             NoReferenceError: The order of samples is none, or tied weights have come apart.
         """
         seed = self._config.seed
-        if problem := data_checks.order_problem(self._loader, seed=seed):
-            raise NoReferenceError(problem)
+        _refuse(data_checks.order_problem(self._loader, seed=seed))
         built = {name for name, _ in on_meta(self._config, seed=seed).named_parameters()}
         if untied := [name for name in self._parameters if name not in built]:
             raise NoReferenceError(f"the model: {untied[0]} is no longer the weight it was tied to")
@@ -219,9 +225,9 @@ class PlainRun:
             NoReferenceError: The data is not what it says, or the model knows what it should not.
         """
         batch = self._loader.batch(number)
-        problem = data_checks.data_problem(self._config.data, self._loader, batch, step=number)
-        if problem := problem or ("" if number else self._foresight(batch)):
-            raise NoReferenceError(problem)
+        if self._checks_data:
+            _refuse(data_checks.data_problem(self._config.data, self._loader, batch, step=number))
+            _refuse("" if number else self._foresight(batch))
         return inputs.uneven(batch, step=number)
 
     def _num_masks(self, batch: AnyBatch) -> int:
@@ -336,8 +342,8 @@ class PlainRun:
         batches = [*self._loader.eval_batches(part=inputs.evaluated(self._loader))]
         if not batches:
             return None, None
-        if problem := data_checks.held_out_problem(self._config.data, self._loader, batches):
-            raise NoReferenceError(problem)
+        if self._checks_data:
+            _refuse(data_checks.held_out_problem(self._config.data, self._loader, batches))
         uneven = [inputs.uneven(b, step=number) for number, b in enumerate(batches)]
         with evaluating([self.model]):
             evaluation, logits = self._mean_loss(uneven), None
@@ -358,8 +364,8 @@ class PlainRun:
         batches: list[AnyBatch] = []
         for part in parts:
             of_part = [*self._loader.eval_batches(EVALUATED_BATCHES, part=part)]
-            if problem := data_checks.part_problem(self._loader, part, of_part):
-                raise NoReferenceError(problem)
+            if self._checks_data:
+                _refuse(data_checks.part_problem(self._loader, part, of_part))
             batches += of_part
         with evaluating([self.model]):
             return self._mean_loss(batches)

@@ -74,7 +74,7 @@ def versions() -> dict[str, str]:
 
 
 def _here() -> str:
-    return " ".join(f"{name} {version}" for name, version in versions().items())
+    return hf_page.label(versions())
 
 
 def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:

@@ -89,10 +89,15 @@ def write(
     PAGE.write_text(page(proved.proved()))
 
 
+def label(versions: Mapping[str, str]) -> str:
+    """Return the ``versions`` of a row."""
+    return " ".join(f"{name} {version}" for name, version in versions.items())
+
+
 def shipped() -> Iterator[Row]:
     """Yield the rows of the table that stands."""
     table = proved.proved()
-    versions = " ".join(f"{name} {version}" for name, version in table.versions.items())
+    versions = label(table.versions)
     for kind, family in table.families.items():
         for layout in table.layouts:
             if refusal := family.refused.get(layout):

@@ -124,7 +124,7 @@ def a_resumed_run_finds_no_checkpoint(patch: Patch) -> None:
     patch.setattr(worker, "_restore", lambda config, engine, world: Resumed(None, {}))
 
 
-def a_resumed_run_counts_its_targets_anew(patch: Patch) -> None:
+def a_resumed_run_forgets_its_targets(patch: Patch) -> None:
     patch.setattr(trainer, "_progress", lambda resumed: trainer._Progress())
 
 
@@ -160,7 +160,11 @@ def normed() -> nn.Module:
         (an_evaluation_is_never_over, FSDP, "step 1: rank 0 draws no random numbers, as it does"),
         (buffers_are_not_read, NORMED, "step 1: buffer of 2.running_mean is off by "),
         (a_resumed_run_finds_no_checkpoint, FSDP, "step 2: number of steps that training does"),
-        (a_resumed_run_counts_its_targets_anew, FSDP, "step 2: number of counted targets of all"),
+        (
+            a_resumed_run_forgets_its_targets,
+            FSDP,
+            "step 2: number of counted targets of all",
+        ),
         (a_forward_is_not_told_of_documents, PACKED, "step 0: evaluation loss is "),
         (
             updates_in_fp32_are_made_in_bf16,

@@ -208,7 +208,7 @@ class DDP(nn.Module):
             Variable._execution_engine.queue_callback(self._sync_at_end)
 
     def _forget_failed_backward(self) -> None:
-        """Begin anew after a backward that raised: autograd then drops what was to end it.
+        """Begin again after a backward that raised: autograd then drops what was to end it.
 
         The next one would send nothing, and every rank would go on by its own gradients.
         """
