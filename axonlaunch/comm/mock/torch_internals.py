@@ -11,6 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -83,6 +84,15 @@ def forget_meshes_of_thread() -> None:
     _torch._clear_DTensor_sharding_propagator_cache()
 
 
+@functools.cache
+def _caches(module: ModuleType, _members: int) -> list[functools._lru_cache_wrapper[Any]]:
+    """Return the cached functions of a module and its classes, for as long as it has no more."""
+    kinds = [member for member in vars(module).values() if isinstance(member, type)]
+    members = [member for holder in (module, *kinds) for member in [*vars(holder).values()]]
+    functions = [getattr(member, "__func__", member) for member in members]
+    return [one for one in functions if isinstance(one, functools._lru_cache_wrapper)]
+
+
 def forget_meshes() -> None:
     """Empty what torch remembers of device meshes for the whole process.
 
@@ -91,12 +101,8 @@ def forget_meshes() -> None:
     """
     for name, module in sys.modules.copy().items():
         if name.startswith("torch.distributed.tensor"):
-            kinds = [member for member in vars(module).values() if isinstance(member, type)]
-            for holder in (module, *kinds):
-                for member in list(vars(holder).values()):
-                    function = getattr(member, "__func__", member)
-                    if isinstance(function, functools._lru_cache_wrapper):
-                        function.cache_clear()
+            for cache in _caches(module, len(vars(module))):
+                cache.cache_clear()
     redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
     clear_planners = getattr(redistribute, "clear_redistribute_planner_cache", None)
     if clear_planners is not None:  # torch 2.12 and later
