@@ -19,6 +19,7 @@ from typing import Any
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import storage
+from axonlaunch.checkpoint.start import resume_of
 from axonlaunch.config import (
     CONFIG,
     Composed,
@@ -89,6 +90,9 @@ def open_run_dir(
         # The kernel lets go of it however the process ends.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _refuse_special_files(folder)
+        given, config = config.checkpoint.resume, _with_resume(config)
+        if given != config.checkpoint.resume:
+            announce(f"{config.name} has checkpoints of its own: resuming from them, not {given}")
         for note in _differences(config):
             announce(note)
         try:
@@ -107,6 +111,11 @@ def open_run_dir(
         raise ConfigError([ConfigIssue("run_dir", message)]) from None
     finally:
         os.close(lock)
+
+
+def _with_resume(config: RunConfig) -> RunConfig:
+    """Decide what a run resumes from, for all its ranks."""
+    return with_values(config, {"checkpoint.resume": resume_of(config)})
 
 
 def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
@@ -183,7 +192,7 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     Raises:
         ConfigError: One has done as many steps, with other settings.
     """
-    if config.name == config.run_dir == "auto" or config.checkpoint.resume != "auto":
+    if config.name == config.run_dir == "auto" or resume_of(config) != "auto":
         return None
     folder = Path(with_run_dir(config).run_dir)
     try:

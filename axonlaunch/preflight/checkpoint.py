@@ -14,6 +14,7 @@ import torch
 from axonlaunch.checkpoint import fallback, reader, step_folders, weights
 from axonlaunch.checkpoint.base import find_base_problems
 from axonlaunch.checkpoint.manifest import Checkpoint
+from axonlaunch.checkpoint.start import own_folder, resume_of
 from axonlaunch.checkpoint.storage import reaching, storage_path
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.data import DATASETS
@@ -94,9 +95,9 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
 
 
 def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
-    resume, path = config.checkpoint.resume, config.checkpoint.path
+    resume = resume_of(config)
     if resume == "never":
-        yield from _overwritten(path)
+        yield from _overwritten(config.checkpoint.path)
         return
     folder = _resumed_from(config)
     if folder is None:
@@ -114,16 +115,10 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
 
 def _resumed_from(config: RunConfig) -> Path | None:
     """Return the folder whose newest checkpoint a run resumes from, if there is one; None: none."""
-    resume, path = config.checkpoint.resume, config.checkpoint.path
+    resume = resume_of(config)
     if resume == "never":
         return None
-    if resume != "auto":
-        return storage_path(resume)
-    if path is not None:
-        return storage_path(path)
-    if config.run_dir == config.name == "auto":
-        return None
-    return Path(config.run_dir if config.run_dir != "auto" else f"runs/{config.name}")
+    return own_folder(config) if resume == "auto" else storage_path(resume)
 
 
 def epochs_problems(config: RunConfig, *, epochs: float | None) -> Iterator[ConfigIssue]:

@@ -193,6 +193,19 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
     assert "already contains a run" in ran.stderr
 
 
+def test_a_run_that_began_from_another_s_checkpoint_resumes_from_its_own(served: Command) -> None:
+    begun = ["name=b", "strategy=single", "checkpoint.resume=runs/a", "checkpoint.every=2"]
+    served.train("name=a", "strategy=single", "train.steps=2", "checkpoint.every=2")
+    assert "resumed from runs/a/checkpoints/step_2" in served.train(*begun).stdout
+    assert served.train(*begun).stdout.startswith("b is finished: ")
+    longer = served.train(*begun, "train.steps=8")
+    assert "b has checkpoints of its own: resuming from them, not runs/a" in longer.stdout
+    assert "resumed from runs/b/checkpoints/step_6" in longer.stdout
+    back = "checkpoint.resume=runs/b/checkpoints/step_6"  # on purpose
+    again = served.train(*begun, "train.steps=8", back)
+    assert "resumed from runs/b/checkpoints/step_6" in again.stdout
+
+
 def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command) -> None:
     """By the same command: evaluated, summed up, and with the metrics of one never killed."""
     overrides = ["strategy=ddp", "launch.nproc=2", "checkpoint.every=3"]

@@ -1,0 +1,46 @@
+"""What ``checkpoint.resume`` means to a run, which may have checkpoints of its own by now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from axonlaunch.checkpoint.step_folders import find_checkpoint
+from axonlaunch.checkpoint.storage import is_remote, reaching, storage_path
+from axonlaunch.config import RunConfig
+
+
+def own_folder(config: RunConfig) -> Path | None:
+    """Return where a run keeps its ``checkpoints`` folder; None: its run folder will be new."""
+    if config.checkpoint.path is not None:
+        return storage_path(config.checkpoint.path)
+    if config.run_dir == config.name == "auto":
+        return None
+    return Path(config.run_dir if config.run_dir != "auto" else f"runs/{config.name}")
+
+
+def resume_of(config: RunConfig) -> str:
+    """Return what a run resumes from: ``auto``, ``never`` or a path.
+
+    A path elsewhere says where a run begins. Once it has saved, its command, given again, resumes
+    from what it saved itself, as torchtitan's ``initial_load_path`` has it: ``name=b
+    checkpoint.resume=runs/a`` starts from a's step 20, is stopped after step 89, and continues at 89.
+    A path to one of its own checkpoints goes back to that.
+
+    Args:
+        config: Its ``run_dir`` may be unresolved.
+
+    Raises:
+        ConfigError: Its checkpoints can't be reached.
+    """
+    resume, own = config.checkpoint.resume, own_folder(config)
+    if resume in ("auto", "never") or own is None:
+        return resume
+    given, kept = _real(storage_path(resume)), _real(own)
+    if f"{given}/".startswith(f"{kept}/"):
+        return resume
+    with reaching(own):
+        return resume if find_checkpoint(own) is None else "auto"
+
+
+def _real(path: Path) -> Path:
+    return path if is_remote(path) else path.resolve()
