@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import inspect
 import json
+import re
 import shutil
 import struct
 import sys
@@ -19,7 +21,7 @@ from configured import run_config
 from axonlaunch import config
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
-from axonlaunch.events import Event, Monitor, Noted, StepLogged
+from axonlaunch.events import Evaluated, Event, Monitor, Noted, StepLogged
 from axonlaunch.training import worker
 from axonlaunch.training.loggers.base import Logger, RunInfo
 from axonlaunch.training.loggers.registry import register_logger
@@ -110,6 +112,17 @@ def test_the_main_rank_alone_logs_each_number_once(tmp_path: Path, calls: list[A
     written = [line for line in lines(tmp_path) if "loss" in line]
     assert [{"step": step, **metrics} for step, metrics in logged.items()] == written
     assert calls[-2][2].keys() == {"eval_loss", "eval_tokens", "perplexity"}
+
+
+def test_what_loggers_get_is_what_their_method_names() -> None:
+    numbers = {
+        field.name
+        for event in (StepLogged, Evaluated)
+        for field in dataclasses.fields(event)
+        if re.match("int|float", str(field.type))
+    }
+    named = set(re.findall(r"\w+", inspect.getdoc(Logger.log) or ""))
+    assert numbers <= named
 
 
 def test_a_run_that_fails_closes_its_loggers_as_failed(tmp_path: Path, calls: list[Any]) -> None:

@@ -179,6 +179,19 @@ def test_every_strategy_is_in_the_tables(page: Path) -> None:
     assert listed == set(Composer().options("strategy"))
 
 
+@pytest.mark.parametrize("group", ["optimizer", "scheduler", "loggers"])
+def test_every_option_of_what_is_chosen_by_name_is_on_its_page(group: str) -> None:
+    from axonlaunch.config import Composer
+
+    named = set(re.findall(r"[\w]+", " ".join(code(DOCS / "configuration.md"))))
+    assert set(Composer().options(group)) <= named
+
+
+def code(page: Path) -> list[str]:
+    """Return what a page has in backticks."""
+    return re.findall(r"`([^`\n]+)`", page.read_text())
+
+
 def test_the_readme_fits_in_ten_kilobytes() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 10_000
 

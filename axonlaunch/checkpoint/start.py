@@ -22,9 +22,9 @@ def resume_of(config: RunConfig) -> str:
     """Return what a run resumes from: ``auto``, ``never`` or a path.
 
     A path elsewhere says where a run begins. Once it has saved, its command, given again, resumes
-    from what it saved itself, as torchtitan's ``initial_load_path`` has it: ``name=b
-    checkpoint.resume=runs/a`` starts from a's step 20, is stopped after step 89, and continues at 89.
-    A path to one of its own checkpoints goes back to that.
+    from what it saved itself, as with torchtitan's ``initial_load_path``: ``name=b
+    checkpoint.resume=runs/a`` starts from a's step 20, is stopped after step 89, and continues
+    there. A path to one of its own checkpoints goes back to that.
 
     Args:
         config: Its ``run_dir`` may be unresolved.

@@ -95,6 +95,8 @@ def command(
     for name, options in listed.items():
         if group is None:
             table.add_row(f"[cyan]{name}[/cyan]", f"[dim]{LISTS[name]}=...[/dim]")
+        if not options:
+            table.add_row("", "[dim]none that your code registers[/dim]")
         for option, summary in options.items():
             table.add_row(option if group else f"  {option}", escape(summary))
     console_on().print(table)

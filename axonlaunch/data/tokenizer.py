@@ -290,8 +290,10 @@ def _cached(path: str) -> Path:
             return Path(hub.snapshot_download(path, local_files_only=True))
         except Exception:  # whatever is wrong with the name, it is nothing that is here
             pass
-    message = f"there is no such folder, seen from {Path.cwd()}; of a model id, run hf download"
-    raise _refused(f"{message} {path} first", path)
+    message = f"there is no such folder, seen from {Path.cwd()}"
+    if not path.startswith((".", "/", "~")):  # it may be a model id
+        message += f"; of a model id, run hf download {path} first"
+    raise _refused(message, path)
 
 
 def _refused(message: str, path: str) -> ConfigError:

@@ -160,8 +160,9 @@ def page(
     lines = [
         "# Compared with others",
         "",
-        f"The same transformer of 0.9 million parameters, DDP on gloo, on {os.cpu_count()} CPU "
-        "cores: axonlaunch, a script written by hand for torchrun, and the same with what others "
+        "Speed and mistakes of six ways to train one model. A transformer of 0.9 million "
+        f"parameters, DDP on gloo, on {os.cpu_count()} CPU cores: axonlaunch, a script written by "
+        "hand for torchrun, and the same with what others "
         f"offer. Written by `{command}`, which makes their environments; Python {python}, "
         f"{stated}. The load of the machine was {os.getloadavg()[2]:.1f} over the last quarter of "
         "an hour: only what stands in one table can be compared. What each trains is in "

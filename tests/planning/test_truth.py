@@ -25,8 +25,8 @@ CASES: dict[int, list[str]] = {
         f"strategy=zero1 train.micro_batch_size=2 {BF16}",
         # Of so few samples the peak is where gradients are reduced.
         "strategy=zero2 train.precision=bf16 train.global_batch_size=4",
-        "strategy=fsdp train.precision=bf16 train.loss_chunk=24",
-        "strategy=fsdp train.freeze=[embed_*,layers.*.mlp.*] train.unfreeze=[layers.*.up_proj.*]",
+        "strategy=fsdp train.loss_chunk=24 train.freeze=[embed_*,layers.*.mlp.*] "
+        "train.unfreeze=[layers.*.up_proj.*]",
         "strategy=tensor adapter=lora adapter.targets=[q_proj,down_proj] adapter.dora=true",
         f"{FSDP}.sharding=no_shard train.activation_checkpointing=full",
         f"{FSDP}.cpu_offload=params",
@@ -56,7 +56,8 @@ SLOW_CASES: dict[int, list[str]] = {
         "strategy=zero1 train.micro_batch_size=2",
         "strategy=fsdp",
         "strategy=fsdp train.precision=bf16",
-        "strategy=fsdp train.loss_chunk=24",
+        "strategy=fsdp train.precision=bf16 train.loss_chunk=24",
+        "strategy=fsdp train.freeze=[embed_*,layers.*.mlp.*]",
         f"strategy=fsdp adapter=lora adapter.dora=true {BF16}",
         "strategy=ddp adapter=lora",
         "strategy=tensor",
