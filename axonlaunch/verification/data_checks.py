@@ -31,7 +31,7 @@ _DISTINCT = 0.9
 """Share of these that must differ: among those that repeat anyway one is found by chance."""
 _AT_ONCE = 16
 """Samples of these in memory at a time."""
-_STEPS = 128
+_STEPS = 256
 """Steps at each end of an epoch whose order is looked at."""
 _FEW = 16
 """Samples that two epochs may have in the same order by chance, and that are read twice."""
