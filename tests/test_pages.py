@@ -25,7 +25,7 @@ DIFFERING = ("axonlaunch checkpoint diff ", "axonlaunch diff runs/counting ")
 COSTLY = ("axonlaunch plan ", "axonlaunch train strategy=auto")
 """Commands that trace many layouts: ten seconds each."""
 # Run by continuous integration, and by whoever installs.
-NOT_RUN_HERE = ("scripts/quickstart ", "scripts/test ", "pip install axonlaunch")
+NOT_RUN_HERE = ("scripts/quickstart ", ". .venv/", "scripts/test ", "pip install axonlaunch")
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -26,7 +26,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Lay runs side by side."""
-    from axonlaunch.diagnostics.report.comparison import changed_settings, results
+    from axonlaunch.diagnostics.report.comparison import changed_settings, results, with_units
     from axonlaunch.diagnostics.report.page_data import labels
 
     if len(runs) < 2:
@@ -40,7 +40,7 @@ def command(
     from rich.text import Text
 
     console = console_on()
-    for title, rows in (("configuration", settings), ("results", outcomes)):
+    for title, rows in (("configuration", settings), ("results", with_units(outcomes))):
         table = Table(box=None, padding=(0, 2, 0, 0))
         table.add_column(title, overflow="fold")
         for name in names:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from axonlaunch.cli.options import Json, print_json
 from axonlaunch.system.terminal import console_on
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.table import Table
 
 HELP = "Show the documentation: all pages, or one of them."
 EXAMPLES = """Examples:
@@ -46,8 +50,8 @@ def command(
 
 
 def _show(text: str) -> None:
-    """Render a page; words that are longer than a column of a table are broken and not cut."""
-    from rich.console import Console, ConsoleOptions, RenderResult
+    """Render a page; a word of a table is broken, and not cut, where no layout fits it."""
+    from rich.console import RenderResult
     from rich.markdown import CodeBlock, Markdown, TableElement
     from rich.syntax import Syntax
     from rich.table import Table
@@ -65,6 +69,7 @@ def _show(text: str) -> None:
                 assert isinstance(table, Table)
                 for column in table.columns:
                     column.overflow = "fold"
+                _keep_words(table, console, options)
                 yield table
 
     class WholeMarkdown(Markdown):
@@ -76,6 +81,32 @@ def _show(text: str) -> None:
         }
 
     console_on().print(WholeMarkdown(text))
+
+
+def _keep_words(table: Table, console: Console, options: ConsoleOptions) -> None:
+    """Give the columns of a table widths at which no word is broken, if there are such."""
+    from rich.measure import Measurement
+
+    columns = [
+        [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+        for column in table.columns
+    ]
+    widths = [max(1, *(cell.minimum for cell in column)) for column in columns]
+    whole = [max(1, *(cell.maximum for cell in column)) for column in columns]
+    for gap in (2, 1):
+        spare = options.max_width - sum(widths) - gap * (len(widths) - 1) - 2
+        if spare >= 0:
+            break
+    else:
+        return
+    table.padding = (0, gap - 1)
+    while spare and widths != whole:
+        # The next character goes to the column that would have the most lines without it.
+        fullest = max(range(len(widths)), key=lambda n: whole[n] / widths[n])
+        widths[fullest] += 1
+        spare -= 1
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
 
 
 def summary(text: str) -> str:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from axonlaunch.config import ConfigIssue
     from axonlaunch.launch.dry_run import DryRun
 
 HELP = "Train a model."
@@ -76,8 +75,9 @@ def command(
     from axonlaunch.system import forkserver, limits, streams
 
     if dry_run:
-        _dry_run(overrides or [], config_dir or [], config_name, multirun, as_json)
-        return
+        raise typer.Exit(
+            _dry_run(overrides or [], config_dir or [], config_name, multirun, render, as_json)
+        )
     limits.allow_open_files()
     # A run outlives its console.
     sys.stdout, sys.stderr = streams.tolerant(sys.stdout), streams.tolerant(sys.stderr)
@@ -132,9 +132,17 @@ def command(
 
 
 def _dry_run(
-    overrides: list[str], config_dirs: list[Path], config_name: str, multirun: bool, as_json: bool
-) -> None:
+    overrides: list[str],
+    config_dirs: list[Path],
+    config_name: str,
+    multirun: bool,
+    render: bool,
+    as_json: bool,
+) -> int:
     """Print what each run would hold, and what would stop it here.
+
+    Returns:
+        The exit status: 2 where a launch would be refused, as that.
 
     Raises:
         ConfigError: A configuration can't be run on any node.
@@ -142,7 +150,9 @@ def _dry_run(
     from axonlaunch.system import forkserver
 
     with forkserver.warm(preload=preloads(overrides)) as context:
+        from axonlaunch.launch.cluster_environment import ClusterEnvironment
         from axonlaunch.launch.dry_run import dry_runs
+        from axonlaunch.launch.launcher import LaunchOptions
         from axonlaunch.launch.runs import Request
 
         request = Request(
@@ -151,12 +161,18 @@ def _dry_run(
             config_dirs=config_dirs,
             multirun=multirun,
         )
-        with spinner("tracing a step"):
-            runs = dry_runs(context, request)
+        environment = ClusterEnvironment.detect(os.environ)
+        request.refuse_sweep_under(environment)
+        with spinner("tracing a step") as show:
+            options = LaunchOptions(
+                context=context, started=STARTED, render=render, dry_run=True, show=show
+            )
+            runs = dry_runs(request, environment.of_node(), options)
+        status = 2 if any(run.obstacles for run in runs) else 0
         if as_json:
             reports = [_to_json_dict(run, context) for run in runs]
             print_json({"runs": reports} if multirun else reports[0])
-            return
+            return status
         console = console_on()
         for number, run in enumerate(runs):
             if number:
@@ -165,8 +181,9 @@ def _dry_run(
             show_remedies(context, run.config, run.forecast, console)
             if run.proof is not None:
                 console.print(f"\nbefore the first step {run.proof}", markup=False, soft_wrap=True)
-            _show_obstacles(run.obstacles, console)
+            _show_obstacles(run, console)
         _show_elsewhere(runs, overrides, console)
+        return status
 
 
 def _to_json_dict(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
@@ -174,19 +191,21 @@ def _to_json_dict(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
         run.forecast, *search_all_changes(context, run.config, run.forecast)
     )
     proof = None if run.proof is None else asdict(run.proof)
-    return {**estimate, "proof": proof, "obstacles": problems_to_json(run.obstacles)}
+    obstacles = problems_to_json(run.obstacles)
+    return {**estimate, "proof": proof, "obstacles": obstacles, "finished": run.finished or None}
 
 
-def _show_obstacles(obstacles: Sequence[ConfigIssue], console: Console) -> None:
+def _show_obstacles(run: DryRun, console: Console) -> None:
     """Print what would stop a start on this node, each with its remedy."""
     from rich.text import Text
 
     console.print()
-    if not obstacles:
-        console.print("a launch on this node passes every check")
+    if not run.obstacles:
+        passed = "a launch on this node passes every check"
+        console.print(run.finished or passed, markup=False, soft_wrap=True)
         return
     console.print(Text("a launch on this node would be refused:", style="bold"))
-    for problem in obstacles:
+    for problem in run.obstacles:
         filled = textwrap.wrap(str(problem), console.width - 2, break_on_hyphens=False)
         console.print(textwrap.indent("\n".join(filled), "  "), markup=False)
 

@@ -89,7 +89,7 @@ def compose(
     composer = composer_of(config_dirs) if config_dirs else _of_ours()
     composed = composer.compose(overrides, config_name=config_name)
     issues = _import_plugins(composed.tree)
-    if composed.tree.get("plugins") and composed.problems:
+    if composed.tree.get("plugins"):
         # Again, for what the plugins registered is an option now.
         composed = composer.compose(overrides, config_name=config_name)
     return _replaced(dataclasses.replace(composed, problems=issues + composed.problems))

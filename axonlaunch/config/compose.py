@@ -118,12 +118,18 @@ class Composer:
         self._check_primary(config_name)
         asked, problems = self._normalise(overrides, config_name)
         with _composing():
-            composed = self._files.compose(config_name, asked.groups, asked.values)
+            unregistered = self._unregistered(self._files, config_name, asked.groups)
+            absent = [f"{group}/{name}" for group, name in unregistered.items()]
+            files = self._files.without_optional(config_name, asked.groups, absent)
+            unregistered = self._unregistered(files, config_name, asked.groups)
+            composed = files.compose(config_name, asked.groups, asked.values)
             tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
         assert isinstance(tree, dict)
-        problems += self._unknown_options(tree, config_name, asked.groups)
+        for group, name in unregistered.items():
+            tree.pop(group, None)
+            problems.append(self._unknown_option(group, name))
         problems += _taken_preset(tree)
-        in_files = partial(self._file_origins, config_name, asked.groups)
+        in_files = partial(self._file_origins, files, config_name, asked.groups)
         named = {str(key): value for key, value in tree.items()}
         return Composed(named, asked.origins, in_files, problems)
 
@@ -253,26 +259,24 @@ class Composer:
         message = f"there is no such option; {meant}known: {', '.join(options)}{own}"
         return ConfigIssue(group, message, value)
 
-    def _unknown_options(
-        self, tree: dict[Any, Any], config_name: str, groups: Sequence[Any]
-    ) -> list[ConfigIssue]:
-        """Take options that files name and nobody registers out of a composed tree."""
-        with _composing():
-            named = self._files.without_file(config_name, groups)
-        unknown_ones = {k: name for k, name in named.items() if name not in self._registries[k]}
-        for group in unknown_ones:
-            tree.pop(group, None)
-        return [self._unknown_option(group, name) for group, name in unknown_ones.items()]
+    def _unregistered(
+        self, files: HydraFiles, config_name: str, groups: Sequence[Any]
+    ) -> dict[str, str]:
+        """Return ``{group: option}`` of what files name, and nobody has a file for or registers."""
+        named = files.without_file(config_name, groups)
+        return {k: name for k, name in named.items() if name not in self._registries[k]}
 
-    def _file_origins(self, config_name: str, groups: Sequence[Any]) -> dict[str, str]:
+    def _file_origins(
+        self, files: HydraFiles, config_name: str, groups: Sequence[Any]
+    ) -> dict[str, str]:
         from omegaconf import OmegaConf
 
         origins: dict[str, str] = {}
         sources: dict[str, str] = {}
-        for default in self._files.chosen(config_name, groups):
+        for default in files.chosen(config_name, groups):
             if default.config_path.startswith("hydra/"):
                 continue
-            content = self._files.content(config_name, default)
+            content = files.content(config_name, default)
             tree = OmegaConf.to_container(content, resolve=False)
             where = self._describe(default.config_path)
             for leaf, value in flatten(tree, "").items():

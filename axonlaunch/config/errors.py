@@ -5,6 +5,8 @@ It holds the form alone; each package finds its own problems.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +66,15 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
+
+
+@contextmanager
+def gathering(issues: list[ConfigIssue]) -> Iterator[None]:
+    """Add what is refused within to ``issues``, so that all of it is reported at once."""
+    try:
+        yield
+    except ConfigError as error:
+        issues += error.problems
 
 
 def failure_text(error: BaseException) -> str:

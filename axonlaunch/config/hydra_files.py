@@ -21,12 +21,19 @@ class HydraFiles:
     Errors of Hydra, OmegaConf and YAML pass.
     """
 
-    def __init__(self, folders: Sequence[Path], *, open_groups: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        *,
+        open_groups: Collection[str] = (),
+        absent: Collection[str] = (),
+    ) -> None:
         """Look into folders; the last is our own.
 
         Args:
             folders: Where groups are.
             open_groups: Those whose options may be registered, and need no file.
+            absent: ``GROUP/OPTION`` of those of them that nobody registered.
         """
         from hydra._internal.config_loader_impl import ConfigLoaderImpl
         from hydra._internal.utils import create_config_search_path
@@ -39,7 +46,7 @@ class HydraFiles:
         # A user's file may name what configures Hydra, which is then merged and left out; ours
         # never do, and half of all files to read are Hydra's.
         self._with_hydra = bool(foreign)
-        self._open_groups = open_groups
+        self._folders, self._open_groups, self._absent = folders, open_groups, absent
         self._repositories: dict[str, Any] = {}
         self._lists: dict[tuple[str, ...], Any] = {}
         self._trees: dict[tuple[str, ...], Any] = {}
@@ -73,6 +80,32 @@ class HydraFiles:
             for path, group, option in split
             if group in self._open_groups and not self.has_file(path)
         }
+
+    def without_optional(
+        self, config_name: str, groups: Sequence[Any], absent: Collection[str]
+    ) -> HydraFiles:
+        """Return files that lack those of ``absent`` which are ``optional`` in a choice.
+
+        Args:
+            config_name: The primary config.
+            groups: Parsed overrides of groups.
+            absent: ``GROUP/OPTION`` of options that nobody registered.
+        """
+        optional = {path for path in absent if self._lacking([path])._is_whole(config_name, groups)}
+        return self._lacking(optional) if optional else self
+
+    def _lacking(self, absent: Collection[str]) -> HydraFiles:
+        return HydraFiles(self._folders, open_groups=self._open_groups, absent=absent)
+
+    def _is_whole(self, config_name: str, groups: Sequence[Any]) -> bool:
+        """Return whether nothing is missed: Hydra passes over what is optional."""
+        from hydra.errors import MissingConfigException
+
+        try:
+            self.chosen(config_name, groups)
+        except MissingConfigException:
+            return False
+        return True
 
     def parse(self, text: str) -> Any:
         """Return Hydra's ``Override`` of a text; who changes it copies it."""
@@ -149,7 +182,7 @@ class HydraFiles:
             from hydra.plugins.config_source import ConfigResult
             from omegaconf import OmegaConf
 
-            open_groups = self._open_groups
+            open_groups, absent = self._open_groups, self._absent
 
             class Copies(CachingConfigRepository):  # type: ignore[misc]
                 """Hydra merges into what it has read; the next choice reads it unchanged."""
@@ -158,7 +191,7 @@ class HydraFiles:
                     if (result := super().load_config(config_path)) is not None:
                         return copy.deepcopy(result)
                     group, _, option = config_path.rpartition("/")
-                    if group not in open_groups:
+                    if group not in open_groups or config_path in absent:
                         return None
                     named = OmegaConf.create({"name": option})
                     return ConfigResult(

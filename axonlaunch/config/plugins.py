@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,12 @@ def import_target(target: str) -> Any:
 
 
 def import_callable(
-    key: str, target: str, arguments: Mapping[str, Any] | None = None, *, passed: int = 0
+    key: str,
+    target: str,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    passed: int = 0,
+    beside: Collection[str] = (),
 ) -> Callable[..., Any]:
     """Import what is to be called.
 
@@ -64,8 +69,8 @@ def import_callable(
         key: Of the target, for messages; that of the arguments has ``arguments`` in its place.
         target: ``package.module:attribute``.
         arguments: With what it is called; None: that can't be said before.
-        passed: How many parameters come first and are no arguments; what else it is called with,
-            and needs, is not looked at then.
+        passed: How many parameters come first and are no arguments.
+        beside: Keywords that it is called with beside the arguments.
 
     Raises:
         ConfigError: It can't be imported or called, or does not take these arguments.
@@ -84,7 +89,7 @@ def import_callable(
         message = f"is {type(builder).__name__}, not a class or function"
         raise ConfigError([ConfigIssue(key, message, target)])
     if arguments is not None:
-        _check_arguments(builder, arguments, key=key, target=target, passed=passed)
+        _check_arguments(builder, arguments, key=key, target=target, passed=passed, beside=beside)
     imported: Callable[..., Any] = builder
     return imported
 
@@ -96,6 +101,7 @@ def _check_arguments(
     key: str,
     target: str,
     passed: int,
+    beside: Collection[str],
 ) -> None:
     """Refuse arguments that what is called does not take, and that it misses some.
 
@@ -111,16 +117,15 @@ def _check_arguments(
     ]
     if issues:
         raise ConfigError(issues)
-    if passed:
-        return
     try:
         signature = inspect.signature(builder)
     except (ValueError, TypeError):
         return  # some of what is written in C has none
     try:
-        signature.bind(**arguments)
+        signature.bind(*[None] * passed, **{**dict.fromkeys(beside), **arguments})
     except TypeError as error:
-        message = f"{error}; arguments that it takes: {', '.join(signature.parameters) or 'none'}"
+        takes = [name for name in [*signature.parameters][passed:] if name not in beside]
+        message = f"{error}; arguments that it takes: {', '.join(takes) or 'none'}"
         raise ConfigError([ConfigIssue(key, message, target)]) from error
 
 

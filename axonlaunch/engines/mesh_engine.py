@@ -26,7 +26,7 @@ from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
-from axonlaunch.engines.precision.policy import LossScale, has_updated, scale_counters
+from axonlaunch.engines.precision.policy import LossScale, scale_counters
 from axonlaunch.engines.tensor.losses import Losses
 from axonlaunch.models.module_state import evaluating, model_state, persistent_buffers
 
@@ -299,8 +299,7 @@ class MeshEngine:
         counters = state["counters"]
         self.step = int(counters["step"])
         self._update.load_state_dict(
-            {key: saved_states[self._state_name(key)] for key in self._update.state_dict()},
-            has_updated=has_updated(counters),
+            {key: saved_states[self._state_name(key)] for key in self._update.state_dict()}
         )
         if self._scale is not None:
             self._scale.load(counters)

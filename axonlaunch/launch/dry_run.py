@@ -1,6 +1,7 @@
 """What a run would take anywhere, and what would stop it on this node; nothing is started.
 
-It refuses what can't be run on any node, and only reports what is missing here.
+It refuses what can't be run on any node, and reports what would stop a launch here: its checks are
+those of the launcher.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from multiprocessing.context import ForkServerContext
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.launch.external import slurm
-from axonlaunch.launch.runs import Request, load_all
+from axonlaunch.config.errors import gathering
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.launcher import LaunchOptions, check_function, launcher, launcher_of
+from axonlaunch.launch.runs import Request, Runs, accelerators_of, load_all
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, prepared
 from axonlaunch.planning.records import Forecast
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
-from axonlaunch.system import forked_call
 from axonlaunch.verification.result import Proof
 from axonlaunch.verification.runner import foresee_proof
 
@@ -32,24 +35,38 @@ class DryRun:
         config: As ``estimate.forecast`` took it.
         forecast: Its estimate.
         proof: What a start would prove of the layout first; None: nothing.
-        obstacles: What would stop a start on this node, each with its remedy.
+        obstacles: What would stop a launch on this node, each with its remedy.
+        finished: That a launch would have nothing left to do; empty if it has.
     """
 
     config: RunConfig
     forecast: Forecast
     obstacles: list[ConfigIssue]
     proof: Proof | None
+    finished: str = ""
 
 
-def dry_runs(context: ForkServerContext, request: Request) -> list[DryRun]:
+def dry_runs(
+    request: Request, environment: ClusterEnvironment, options: LaunchOptions
+) -> list[DryRun]:
     """Check and estimate what a command line asks for: one run, or each of a sweep.
 
+    Args:
+        request: What it asks for.
+        environment: What started this process, which is to start the ranks of its node.
+        options: How the runs would be launched.
+
     Raises:
-        ConfigError: A configuration can't be run on any node.
+        ConfigError: A configuration can't be run on any node, or one launcher not launch them all.
     """
+    context = options.context
+
+    def compose(overrides: Sequence[str]) -> Composed:
+        count = partial(accelerators_of, lambda: context)
+        return environment.applied_to(request.compose(overrides), accelerators=count)
 
     def with_files(overrides: Sequence[str]) -> Composed:
-        composed = request.compose(overrides)
+        composed = compose(overrides)
         return dataclasses.replace(composed, tree=naming_files(composed.tree))
 
     load = partial(
@@ -58,22 +75,28 @@ def dry_runs(context: ForkServerContext, request: Request) -> list[DryRun]:
         server=lambda: context,
         config_dirs=request.config_dirs,
     )
+    loaded = load_all(request, load=load)
+    Runs(loaded, options).launcher_name()  # refuses what no launcher launches
     return [
-        _dry_run(context, config, missing=_missing(request.compose(overrides)))
-        for overrides, config in load_all(request, load=load)
+        _dry_run(config, options, missing=_missing(compose(overrides)))
+        for overrides, config in loaded
     ]
 
 
-def _dry_run(
-    context: ForkServerContext, config: RunConfig, *, missing: list[ConfigIssue]
-) -> DryRun:
+def _dry_run(config: RunConfig, options: LaunchOptions, *, missing: list[ConfigIssue]) -> DryRun:
+    context, issues, finished = options.context, list(missing), ""
     ready = prepared(context, config)
-    # Files that are not named can't be checked; those that are, are read as a start reads them.
-    data = replace_with_synthetic(ready).data if missing else config.data
-    here = _here(context, config, dataclasses.replace(ready, data=data))
-    return DryRun(
-        ready, _estimated(context, ready), [*missing, *here], foresee_proof(context, ready)
-    )
+    if missing:  # files that are not named can't be checked
+        made_up = replace_with_synthetic(config)
+        config = dataclasses.replace(config, data=made_up.data, train=made_up.train)
+    with gathering(issues):
+        if launcher(launcher_of(config)).on_this_node:
+            summary = run_dir.finished(config)
+            finished = "" if summary is None else run_dir.finished_text(config, summary)
+        if not finished:
+            check_function(config)(config, options)
+    proof = foresee_proof(context, ready)
+    return DryRun(ready, _estimated(context, ready), issues, proof, finished)
 
 
 def _estimated(context: ForkServerContext, config: RunConfig) -> Forecast:
@@ -84,22 +107,6 @@ def _estimated(context: ForkServerContext, config: RunConfig) -> Forecast:
         estimate = forecast(context, config, analytic=True)  # refuses what can't be run anywhere
         reasons = [str(problem) for problem in error.problems]
         return dataclasses.replace(estimate, notes=[*reasons, *estimate.notes])
-
-
-def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> list[ConfigIssue]:
-    """Return what would keep the run from starting on this node.
-
-    Args:
-        context: Of the warm fork server.
-        config: As loaded.
-        ready: The same, with the ranks that it would have here.
-    """
-    if config.launch.name == "slurm":
-        return slurm.job_issues(config)  # a job's nodes are not this node
-    issues: list[ConfigIssue] = forked_call.call(
-        context, "axonlaunch.preflight.checks:obstacles", ready
-    )
-    return issues
 
 
 def _missing(composed: Composed) -> list[ConfigIssue]:

@@ -27,6 +27,7 @@ class LaunchOptions:
         started: ``time.time()`` when the command, or in a sweep this run, began.
         as_json: Keep standard output free; the console goes to standard error.
         render: Print what would be submitted, and submit nothing.
+        dry_run: Check alone: ``launch`` is not called, and what it would refuse, ``check`` does.
         composed: What the run's files, overrides and environment say; None: it is not launched
             by a command.
         proof: What is known of the run's layout; None: nobody asked for it.
@@ -38,6 +39,7 @@ class LaunchOptions:
     started: float
     as_json: bool = False
     render: bool = False
+    dry_run: bool = False
     again: str | None = None
     composed: Composed | None = None
     proof: Proof | None = None

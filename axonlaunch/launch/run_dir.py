@@ -37,6 +37,7 @@ from axonlaunch.config.origins import origins_of
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
 from axonlaunch.system import host
+from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.files import (
     NotRegularError,
     is_there,
@@ -83,13 +84,9 @@ def open_run_dir(
         config = _with_threads(_named(config), sharing)
         folder = Path(config.run_dir)
         (folder / "logs").mkdir(exist_ok=True)
-        lock = os.open(folder / "logs", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise _cannot_create(error) from None
-    try:
-        # The kernel lets go of it however the process ends.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _refuse_special_files(folder)
+    with _held(folder):
         given, config = config.checkpoint.resume, _with_resume(config)
         if given != config.checkpoint.resume:
             announce(f"{config.name} has checkpoints of its own: resuming from them, not {given}")
@@ -106,6 +103,23 @@ def open_run_dir(
         except OSError as error:
             raise _cannot_create(error) from None
         yield config
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, which the kernel lets go of however the process ends.
+
+    Raises:
+        ConfigError: Another process holds it, or what is in it is not a run's.
+    """
+    try:
+        lock = os.open(folder / "logs", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise _cannot_create(error) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _refuse_special_files(folder)
+        yield
     except BlockingIOError:
         message = f"another process is training in {folder}; wait for it, or choose another name"
         raise ConfigError([ConfigIssue("run_dir", message)]) from None
@@ -116,6 +130,26 @@ def open_run_dir(
 def _with_resume(config: RunConfig) -> RunConfig:
     """Decide what a run resumes from, for all its ranks."""
     return with_values(config, {"checkpoint.resume": resume_of(config)})
+
+
+def check_run_dir(config: RunConfig) -> None:
+    """Refuse a folder that ``open_run_dir`` would refuse now, and make none.
+
+    Raises:
+        ConfigError: It can't be made, or holds a run that must not be continued.
+    """
+    folder = Path("runs")
+    if not config.name == config.run_dir == "auto":
+        config = with_run_dir(config)
+        folder = Path(config.run_dir)
+        _refuse_overwriting(config)
+        if (folder / "logs").exists():
+            with _held(folder):
+                pass
+    existing, _ = free_bytes(folder)
+    reason = 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
+    if reason := reason if existing.is_dir() else errno.ENOTDIR:
+        raise _cannot_create(OSError(reason, os.strerror(reason), str(existing)))
 
 
 def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:

@@ -170,7 +170,7 @@ class Runs:
         Raises:
             ConfigError: One can't be run; none was launched.
         """
-        if not launcher(self._launcher()).on_this_node:
+        if not launcher(self.launcher_name()).on_this_node:
             for config in checked(self.loaded, self.options):
                 yield config, self._options(0)
                 if self.status:
@@ -180,7 +180,7 @@ class Runs:
         else:
             yield from self._each()
 
-    def _launcher(self) -> str:
+    def launcher_name(self) -> str:
         """Return the name of the launcher of all runs.
 
         Raises:

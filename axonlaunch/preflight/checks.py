@@ -98,13 +98,6 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
     return _resolved(config, devices=devices, here=False)
 
 
-def obstacles(config: RunConfig) -> list[ConfigIssue]:
-    """Return what would stop a run here whose ``launch.nproc`` is resolved."""
-    import_plugins(config.plugins)
-    devices = accelerators(config)
-    return find_issues(with_backend(config, accelerators=devices), devices=devices)
-
-
 def _resolved(
     config: RunConfig, *, devices: int, here: bool, report: OnProgress = lambda state: None
 ) -> RunConfig:
@@ -126,18 +119,15 @@ def _resolved(
     return config
 
 
-def find_issues(
-    config: RunConfig, *, devices: int | None, report: OnProgress = lambda state: None
-) -> list[ConfigIssue]:
+def find_issues(config: RunConfig, *, devices: int | None) -> list[ConfigIssue]:
     """Return what is wrong with a configuration whose ``launch.nproc`` is known.
 
     Args:
         config: The run's.
         devices: How many ranks of this node, which is to run it, can have a device of their own:
             its devices, memory, disk, data and checkpoints then have to suffice. None: it need not.
-        report: Is called now and then while text is tokenised, which is done if all else is well.
     """
-    return _examine(config, devices=devices, report=report)[0]
+    return _examine(config, devices=devices, report=lambda state: None)[0]
 
 
 def _examine(

@@ -6,16 +6,21 @@ its targets is not known here.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from axonlaunch.config.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
-from axonlaunch.data.dataset import AnyBatch, Batch
-from axonlaunch.data.loader import Loader, StreamLoader, order_of
+from axonlaunch.data.dataset import AnyBatch, Batch, Dataset, Split
+from axonlaunch.data.loader import Loader, StreamLoader
 from axonlaunch.data.mix import AnyText
 from axonlaunch.data.own import PairsDataset
 from axonlaunch.verification.inputs import evaluated
@@ -24,10 +29,12 @@ _COMPARED = 1024
 """Samples of training that held-out ones are looked for among."""
 _DISTINCT = 0.9
 """Share of these that must differ: among those that repeat anyway one is found by chance."""
-_ORDERED = 2**14
-"""Samples of an epoch whose order is looked at."""
+_AT_ONCE = 16
+"""Samples of these in memory at a time."""
+_STEPS = 256
+"""Steps at each end of an epoch whose order is looked at."""
 _FEW = 16
-"""Samples that two epochs may have in the same order by chance."""
+"""Samples that two epochs may have in the same order by chance, and that are read twice."""
 
 
 def data_problem(config: Any, loader: Loader, batch: AnyBatch, *, step: int) -> str:
@@ -92,31 +99,62 @@ def _row_problem(dataset: AnyText, indices: npt.NDArray[np.int64], batch: Batch)
     return ""
 
 
-def order_problem(loader: Loader, *, seed: int) -> str:
+def order_problem(loader: Loader) -> str:
     """Say what is wrong with the order of samples, which both sides read by; empty if nothing is.
 
-    Args:
-        loader: Of global batches.
-        seed: The run's.
+    An epoch is each sample once, in another order than the one before; of a long one the steps at
+    its ends are looked at.
     """
     dataset = loader.dataset
     if isinstance(loader, StreamLoader) or hasattr(dataset, "order"):
         return ""  # which sample comes when is somebody else's to say
-    places = np.arange(min(dataset.num_samples, _ORDERED))
-    first, second = (
-        order_of(dataset, places + begins, seed=seed) for begins in (0, dataset.num_samples)
-    )
+    first, second = (_at_ends(loader, epoch) for epoch in (0, 1))
     for epoch in (first, second):
-        if len(np.unique(epoch)) < len(places):
+        if len(np.unique(epoch)) < len(epoch):
             return "the data: an epoch reads a sample twice"
-    if len(places) > _FEW and np.array_equal(first, second):
+        if epoch.min() < 0 or epoch.max() >= dataset.num_samples:
+            return "the data: an epoch reads samples that are not there"
+    if len(first) > _FEW and np.array_equal(first, second):
         return "the data: every epoch has its samples in the same order"
-    size = loader.global_batch_size
-    for step in at_ends_of_epochs(loader):
-        expected = order_of(dataset, np.arange(step * size, (step + 1) * size), seed=seed)
-        if not np.array_equal(loader.indices(step), expected):
-            return f"the data: step {step + 1}, where an epoch ends, does not read on in its order"
     return ""
+
+
+def _at_ends(loader: Loader, epoch: int) -> npt.NDArray[np.int64]:
+    """Return which samples the steps at both ends of an epoch read that are of this epoch."""
+    size, samples = loader.global_batch_size, loader.dataset.num_samples
+    looked_at = min(samples, _STEPS * size)
+    ends = np.union1d(np.arange(looked_at), np.arange(samples - looked_at, samples))
+    places = ends + epoch * samples
+    steps = np.unique(places // size)
+    read = np.concatenate([loader.indices(step) for step in steps.tolist()])
+    return read[np.isin((steps[:, None] * size + np.arange(size)).ravel(), places)]
+
+
+def random_problem(loader: Loader) -> str:
+    """Say that a dataset gives another sample when it is read again, and why; empty if none."""
+    if isinstance(loader, StreamLoader):
+        return ""
+    dataset, indices = loader.dataset, loader.indices(0)[:_FEW]
+    states = _random_states()
+    once = _fingerprints(dataset.samples(indices, split="train"))
+    drawn = [name for name, state in _random_states().items() if state != states[name]]
+    if once == _fingerprints(dataset.samples(indices, split="train")):
+        return ""
+    by = " and ".join(drawn) or "a generator of its own"
+    return (
+        "the data: a sample is another one when it is read again: the dataset itself is random, by "
+        f"{by}; let what it draws follow from the index, as numpy.random.default_rng(index), or "
+        "leave its augmentation out of a comparison"
+    )
+
+
+def _random_states() -> dict[str, bytes]:
+    """Return the states of the generators that a dataset may draw from, by what they are called."""
+    return {
+        "Python's random": repr(random.getstate()).encode(),
+        "numpy.random": repr(np.random.get_state(legacy=False)).encode(),
+        "torch's generator": torch.get_rng_state().numpy().tobytes(),
+    }
 
 
 def at_ends_of_epochs(loader: Loader) -> Iterator[int]:
@@ -153,16 +191,16 @@ def held_out_problem(config: Any, loader: Loader, batches: Sequence[AnyBatch]) -
         batches: All held-out samples of an evaluation.
     """
     dataset, part = loader.dataset, np.asarray(evaluated(loader))
-    once = dataset.samples(part, split="eval")
     is_known = _is_ours(config) or isinstance(dataset, PairsDataset)
-    if not is_known or not isinstance(once, Batch):
+    if not is_known or not all(isinstance(batch, Batch) for batch in batches):
         return ""
-    if Counter(_rows_of(once)) != Counter(row for batch in batches for row in _rows_of(batch)):
+    held_out = [*_read(dataset, part, "eval")]
+    if Counter(held_out) != Counter(row for batch in batches for row in _fingerprints(batch)):
         return "the data: an evaluation does not read each held-out sample once"
     first = np.arange(min(dataset.num_samples, _COMPARED))
-    samples = _rows_of(dataset.samples(first, split="train"))
+    samples = [*_read(dataset, first, "train")]
     repeats = len({*samples}) < _DISTINCT * len(samples)
-    if not repeats and {*samples}.issuperset(held_out := _rows_of(once)) and len({*held_out}) > 1:
+    if not repeats and {*samples}.issuperset(held_out) and len({*held_out}) > 1:
         return "the data: every held-out sample that was looked at is one of training"
     return ""
 
@@ -177,20 +215,34 @@ def part_problem(loader: Loader, part: range | None, batches: Sequence[AnyBatch]
     """
     if part is None or len(part) > _COMPARED:
         return ""
-    once = loader.dataset.samples(np.asarray(part), split="eval")
-    if not isinstance(once, Batch):
+    if not all(isinstance(batch, Batch) for batch in batches):
         return ""
-    if Counter(row for b in batches for row in _rows_of(b)) <= Counter(_rows_of(once)):
+    once = Counter(_read(loader.dataset, np.asarray(part), "eval"))
+    if Counter(row for batch in batches for row in _fingerprints(batch)) <= once:
         return ""
     return "the data: an evaluation of one source reads samples of another, or one twice"
 
 
-def _rows_of(batch: AnyBatch) -> list[bytes]:
-    """Return the samples of a batch that have a target which counts."""
-    assert isinstance(batch, Batch)
+def _read(dataset: Dataset, indices: npt.NDArray[np.int64], split: Split) -> Iterator[bytes]:
+    """Yield the fingerprints of samples, of which a few are in memory at a time."""
+    for begins in range(0, len(indices), _AT_ONCE):
+        yield from _fingerprints(dataset.samples(indices[begins : begins + _AT_ONCE], split=split))
+
+
+def _fingerprints(batch: AnyBatch) -> list[bytes]:
+    """Return what tells the samples of a batch apart that have a target which counts.
+
+    Of samples of any structure, what tells the batch apart that is made of all of them.
+    """
+    if not isinstance(batch, Batch):
+        made = [part.whole for part in batch.micro_batches(len(batch))]
+        return [_digest([leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)])]
     rows = zip(batch.inputs, batch.targets, strict=True)
-    return [
-        inputs.numpy().tobytes() + targets.numpy().tobytes()
-        for inputs, targets in rows
-        if bool((targets != IGNORE_INDEX).any())
-    ]
+    return [_digest(row) for row in rows if bool((row[1] != IGNORE_INDEX).any())]
+
+
+def _digest(tensors: Sequence[Tensor]) -> bytes:
+    digest = blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()

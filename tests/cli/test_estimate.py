@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -185,7 +186,7 @@ def test_a_dry_run_of_what_this_node_can_not_hold_prints_its_estimate_first(
     overrides = ["strategy=fsdp", "model=llama3_8b", "model.num_hidden_layers=2"]
     overrides += ["model.vocab_size=40000000", "data=tokens", "data.path=tokens.bin"]
     overrides += ["checkpoint.every=0"]
-    ran = axonlaunch("train", "--dry-run", *overrides)
+    ran = axonlaunch("train", "--dry-run", *overrides, status=2)
     table, _, rest = ran.stdout.partition("a launch on this node would be refused:\n")
     assert "8,192 positions, bf16, selective" in " ".join(table.split())
     assert "highest peak" in table
@@ -195,16 +196,52 @@ def test_a_dry_run_of_what_this_node_can_not_hold_prints_its_estimate_first(
     assert "use a smaller model, more ranks with strategy=fsdp" in said
     assert "add hardware=h100_80gb" in said
     assert rest.splitlines()[-1] == f"  axonlaunch estimate {' '.join(overrides)}"
-    reported = json.loads(axonlaunch("train", "--dry-run", *overrides, "--json").stdout)
+    reported = json.loads(axonlaunch("train", "--dry-run", *overrides, "--json", status=2).stdout)
     assert [obstacle["key"] for obstacle in reported["obstacles"]] == ["data.path", "model"]
     assert reported["fits"] is reported["verdict"] is None
 
 
 def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Command) -> None:
     overrides = [*(word for word in TINY if not word.startswith("data")), "data=tokens"]
-    ran = axonlaunch("train", "--dry-run", *overrides, "data.sequence_length=16")
+    ran = axonlaunch("train", "--dry-run", *overrides, "data.sequence_length=16", status=2)
     assert "highest peak" in ran.stdout
     assert "data.path" in ran.stdout.partition("would be refused")[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["run_dir=file/run", "launch.master_port={taken}"], ["run_dir", "launch.master_port"]),
+        (["run_dir=run", "train.steps=3"], ["train.steps"]),
+        (["launch=slurm", "launch.backend=mock"], ["launch.backend"]),
+        (["launch.nnodes=2", "launch.node_rank=0"], ["launch.master_addr"]),
+        (["launch=env"], ["launch.name"]),
+    ],
+)
+def test_a_dry_run_reports_and_exits_as_the_launch_would(
+    axonlaunch: Command, overrides: list[str], keys: list[str]
+) -> None:
+    (axonlaunch.folder / "file").touch()
+    (axonlaunch.folder / "run").mkdir()
+    (axonlaunch.folder / "run/config.yaml").write_text("seed: 7")
+    (axonlaunch.folder / "run/summary.json").write_text('{"status": "done", "steps": 3}')
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = ["strategy=ddp", "launch.nproc=2", *(o.format(taken=port) for o in overrides)]
+        launched = axonlaunch.train(*command, "--json", status=2)
+        dry = axonlaunch.train(*command, "--json", "--dry-run", status=2)
+    refused, reported = json.loads(launched.stdout), json.loads(dry.stdout)
+    assert [error["key"] for error in refused["errors"]] == keys
+    assert reported.get("obstacles", reported.get("errors")) == refused["errors"]
+
+
+def test_a_dry_run_of_a_finished_run_says_that_nothing_is_left(axonlaunch: Command) -> None:
+    (axonlaunch.folder / "run").mkdir()
+    (axonlaunch.folder / "run/summary.json").write_text('{"status": "done", "steps": 6}')
+    dry = axonlaunch.train("strategy=single", "run_dir=run", "--dry-run")
+    assert dry.stdout.endswith("to start over, use another name\n")
 
 
 def test_a_dry_run_of_what_no_node_can_run_is_refused(axonlaunch: Command) -> None:

@@ -59,6 +59,16 @@ def test_tables_of_a_narrow_terminal_break_long_words_and_cut_none(
     assert max(len(line) for line in shown.splitlines()) <= 80
 
 
+def test_a_table_of_a_narrow_terminal_keeps_its_words_whole(narrow: Narrow) -> None:
+    shown = narrow("help", "comparison").stdout
+    known = {*(DOCS / "comparison.md").read_text().split()}
+    tables = shown.partition("2 ranks")[2].replace("─", "")
+    rows = [line for line in tables.splitlines() if re.search(r"\S  +\S", line)]
+    assert len(rows) > 25
+    assert {word for row in rows for word in row.split()} <= known
+    assert max(len(line) for line in shown.splitlines()) <= 80
+
+
 def test_drawings_fit_a_terminal_of_80_columns() -> None:
     page = (DOCS / "architecture.md").read_text()
     drawings = re.findall(r"^```text\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)

@@ -205,6 +205,38 @@ def test_an_option_that_nobody_registers_is_refused_also_where_a_file_chooses_it
     assert "there is no such option; did you mean gradual? known: adafactor, " in issue.message
 
 
+@pytest.mark.parametrize(
+    ("optional", "chosen"),
+    [
+        ("optional optimizer: gradual", "gradual"),
+        ("optional optimizer: gradul", "adamw"),
+        ("optional optimizer: sgd", "sgd"),
+        ("optional strategy: fsdq", "adamw"),
+    ],
+)
+def test_an_optional_option_is_passed_over_where_there_is_none(
+    optional: str, chosen: str, users: Path
+) -> None:
+    (users / "mine.yaml").write_text(
+        f"defaults:\n  - {optional}\n  - _self_\n"
+        "plugins: [optimizer_of_a_test]\noptimizer:\n  lr: 0.5\n"
+    )
+    composed = config.compose(config_name="mine", config_dirs=[users])
+    typed = config.typed(composed.tree, composed.problems)
+    assert (typed.optimizer.name, typed.optimizer.lr) == (chosen, 0.5)
+    assert composed.origins()["optimizer.lr"] == str(users / "mine.yaml")
+
+
+def test_an_optional_option_beside_it_leaves_an_unknown_one_unknown(users: Path) -> None:
+    (users / "mine.yaml").write_text(
+        "defaults:\n  - optimizer: gradul\n  - optional data: tekst\n  - _self_\n"
+        "plugins: [optimizer_of_a_test]\n"
+    )
+    [issue] = config.compose(config_name="mine", config_dirs=[users]).problems
+    assert (issue.key, issue.value) == ("optimizer", "gradul")
+    assert "did you mean gradual?" in issue.message
+
+
 def test_what_one_configuration_sets_is_not_in_the_next() -> None:
     first = config.compose(["train.steps=3", "optimizer.groups={'*.bias':{lr:1}}"]).tree
     assert first["train"]["steps"] == 3

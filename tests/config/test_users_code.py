@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,14 @@ class Data:
         return 64
     def __getitem__(self, index):
         fail()
+
+class Ranked(optim.Optimizer):
+    def __init__(self, params, lr, *, rank):
+        super().__init__(params, {"lr": lr})
+
+class Rateless(optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
 
 class Optimizer(optim.Optimizer):
     def __init__(self, params, lr=1e-3, *, scale=1.0):
@@ -152,6 +161,21 @@ def test_nor_are_those_that_code_by_its_target_does_not_take(
 ) -> None:
     [issue] = refusals(*overrides.split())
     assert str(issue).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ("Ranked", "missing a required argument: 'rank'; arguments that it takes: rank"),
+        ("Rateless", "got an unexpected keyword argument 'lr'; arguments that it takes: none"),
+    ],
+)
+def test_an_optimizer_by_its_target_that_misses_an_argument_names_it(
+    optimizer: str, message: str, code: Path
+) -> None:
+    target = f"optimizer.target={MODULE}:{optimizer}"
+    [issue] = refusals("optimizer=custom", target)
+    assert re.sub("keyword-only ", "", str(issue)) == f"{target}: {message}"
 
 
 def test_what_a_plugin_registers_is_among_what_may_have_been_meant(code: Path) -> None:

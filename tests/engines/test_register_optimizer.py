@@ -183,6 +183,28 @@ def test_states_are_saved_and_loaded_numbers_among_them() -> None:
     assert second.optimizers[0].state[resumed]["count"] == 4
 
 
+def test_a_parameter_that_had_no_gradient_resumes_without_states() -> None:
+    """Its optimizer makes them from its own start, as in a run that was not stopped."""
+    config = CustomOptimizerConfig(target="somebodys:Tempered", lr=0.1)
+    straight = {name: nn.Parameter(torch.ones(4, 3)) for name in ("used", "unused")}
+    first = Update(config, straight)
+    straight["used"].grad = torch.full((4, 3), 0.5)
+    first.apply(rate=lambda peak: peak)
+    saved = {key: value.clone() for key, value in first.state_dict().items()}
+    resumed = {name: nn.Parameter(p.detach().clone()) for name, p in straight.items()}
+    second = Update(config, resumed)
+    second.load_state_dict(saved)
+    assert [*second.optimizers[0].state] == [resumed["used"]]
+    again = {key: value.clone() for key, value in second.state_dict().items()}
+    assert again.keys() == saved.keys()
+    assert all(again[key].equal(value) or value.isnan().all() for key, value in saved.items())
+    for update, parameters in ((first, straight), (second, resumed)):
+        for p in parameters.values():
+            p.grad = torch.full((4, 3), 0.25)
+        update.apply(rate=lambda peak: peak)
+    assert all(torch.equal(straight[name], p) for name, p in resumed.items())
+
+
 def test_states_asked_for_before_the_first_step_are_not_held_beside_those_it_makes() -> None:
     """As the memory of every run on a CPU is measured: its states are asked for first."""
     parameter = nn.Parameter(torch.ones(4, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from io import StringIO
 from pathlib import Path
@@ -17,6 +18,7 @@ from served import Server
 from axonlaunch.cli.run_screen import screen_of
 from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.system.formatting import size
 
 MOCK = ["launch.nproc=2", "launch.backend=mock"]
 
@@ -141,7 +143,10 @@ def test_compare_lists_what_differs(served: Command) -> None:
     differences = json.loads(served("compare", "runs/a", "runs/b", "--json").stdout)
     assert differences["configuration"] == {"train.steps": ["3", "5"]}
     assert differences["results"]["steps"] == [3, 5]
-    assert "train.steps" in served("compare", "runs/a", "runs/b").stdout
+    shown = served("compare", "runs/a", "runs/b").stdout
+    assert "train.steps" in shown
+    peak, _ = differences["results"]["peak memory (bytes)"]
+    assert re.search(rf"peak memory  +{size(peak)}  +{size(peak)}", shown)
 
 
 @pytest.mark.parametrize("command", ["report", "watch", "compare"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from axonlaunch.config.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfi
 from axonlaunch.config.optimizer import ConstantConfig
 from axonlaunch.data.dataset import Batch
 from axonlaunch.data.loader import Loader, order_of, whole_loader
-from axonlaunch.data.own import PairsDataset
+from axonlaunch.data.own import IndexedSamples, PairsDataset
 from axonlaunch.models import initialization
 from axonlaunch.verification import data_checks, inputs
 from axonlaunch.verification.plan import ComparisonPlan
@@ -36,20 +37,20 @@ def loader(size: int = 8, *, shards: int = 1, shard: int = 0) -> Loader:
 
 
 def test_an_order_that_repeats_samples_or_epochs_is_no_order(monkeypatch: Patch) -> None:
-    assert data_checks.order_problem(loader(), seed=0) == ""
+    assert data_checks.order_problem(loader()) == ""
     right = order_of
     size = loader().dataset.num_samples
 
     def same_in_each_epoch(dataset: Any, places: Any, *, seed: int) -> Any:
         return right(dataset, places % size, seed=seed)
 
-    monkeypatch.setattr(data_checks, "order_of", same_in_each_epoch)
-    problem = data_checks.order_problem(loader(), seed=0)
+    monkeypatch.setattr("axonlaunch.data.loader.order_of", same_in_each_epoch)
+    problem = data_checks.order_problem(loader())
     assert problem == "the data: every epoch has its samples in the same order"
     monkeypatch.setattr(
-        data_checks, "order_of", lambda _dataset, places, *, seed: places // 2 + seed
+        "axonlaunch.data.loader.order_of", lambda _dataset, places, *, seed: places // 2 + seed
     )
-    assert data_checks.order_problem(loader(), seed=0) == "the data: an epoch reads a sample twice"
+    assert data_checks.order_problem(loader()) == "the data: an epoch reads a sample twice"
 
 
 def test_pairs_of_anothers_dataset_mean_what_they_like() -> None:
@@ -82,8 +83,8 @@ def test_an_order_that_ends_with_the_last_full_batch_is_none(monkeypatch: Patch)
         return right(self, step % (self.dataset.num_samples // self.global_batch_size))
 
     monkeypatch.setattr(Loader, "indices", dropping)
-    problem = data_checks.order_problem(loader(size=24), seed=0)
-    assert problem == "the data: step 2731, where an epoch ends, does not read on in its order"
+    problem = data_checks.order_problem(loader(size=24))
+    assert problem == "the data: an epoch reads a sample twice"
 
 
 def test_a_shard_that_reads_anothers_samples_in_the_second_epoch_is_seen() -> None:
@@ -180,6 +181,55 @@ def test_pairs_that_are_held_out_are_not_those_of_training(monkeypatch: Patch) -
     batches = [*reading.eval_batches(part=inputs.evaluated(reading))]
     problem = "the data: every held-out sample that was looked at is one of training"
     assert data_checks.held_out_problem(own, reading, batches) == problem
+
+
+@pytest.mark.parametrize(
+    ("draw", "by"),
+    [
+        (random.random, "by Python's random;"),
+        (lambda: np.random.rand(), "by numpy.random;"),
+        (lambda: float(torch.rand(())), "by torch's generator;"),
+        (np.random.default_rng(0).random, "by a generator of its own;"),
+        (lambda: 0.5, ""),
+    ],
+)
+@pytest.mark.parametrize("structured", [False, True])
+def test_a_dataset_that_augments_at_random_is_named_as_random(
+    draw: Callable[[], float], by: str, structured: bool
+) -> None:
+    class Augmented(Pairs):
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            image, target = super().__getitem__(index)
+            return image * np.float32(draw()), target
+
+    def refusal(reason: str) -> ValueError:
+        return ValueError(reason)
+
+    pairs: Any = PairsDataset(Augmented(), 4, 0.25, refusal)
+    if structured:
+        pairs = IndexedSamples(Augmented(), None, 0.25, refusal)
+    problem = data_checks.random_problem(Loader(pairs, seed=0, global_batch_size=8))
+    assert (by in problem) if by else (problem == "")
+    assert not by or problem.startswith("the data: a sample is another one when it is read again")
+
+
+def test_what_is_held_out_is_compared_with_training_a_few_samples_at_a_time() -> None:
+    class Counted(Pairs):
+        def __len__(self) -> int:
+            return 2048
+
+    pairs = PairsDataset(Counted(), 4, 0.25, lambda reason: ValueError(reason))
+    reading, most, right = Loader(pairs, seed=0, global_batch_size=8), [], pairs.samples
+
+    def counting(indices: Any, split: Any) -> Batch:
+        most.append(len(indices))
+        return right(indices, split=split)
+
+    pairs.samples = counting  # type: ignore[method-assign]
+    batches = [*reading.eval_batches(part=inputs.evaluated(reading))]
+    assert data_checks.held_out_problem(object(), reading, batches) == ""
+    assert max(most) <= 16
+    assert sum(most) > 1024
 
 
 def test_tied_weights_that_come_apart_are_seen(monkeypatch: Patch) -> None:

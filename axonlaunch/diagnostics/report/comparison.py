@@ -8,10 +8,12 @@ from typing import Any
 from axonlaunch.config.errors import plain
 from axonlaunch.diagnostics.report.life import cost
 from axonlaunch.diagnostics.report.run_record import RunRecord
+from axonlaunch.system.formatting import size
 
 _OWN = ("name", "run_dir")
 """Of every run its own."""
 _ABSENT = "(absent)"
+_BYTES = " (bytes)"
 
 
 def changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
@@ -44,6 +46,16 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
         ("predicted step (s)", [run.summary.get("predicted_step_s") for run in runs]),
     ]
     return [row for row in rows if any(value is not None for value in row[1])]
+
+
+def with_units(rows: Sequence[tuple[str, list[Any]]]) -> list[tuple[str, list[Any]]]:
+    """Return results whose bytes are written as people read them."""
+    return [
+        (name.removesuffix(_BYTES), [value and size(value) for value in values])
+        if name.endswith(_BYTES)
+        else (name, values)
+        for name, values in rows
+    ]
 
 
 def _written(config: dict[str, Any], key: str) -> str:

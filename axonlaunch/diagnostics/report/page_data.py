@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axonlaunch.config.errors import plain
-from axonlaunch.diagnostics.report.comparison import changed_settings, results
+from axonlaunch.diagnostics.report.comparison import changed_settings, results, with_units
 from axonlaunch.diagnostics.report.downsampling import kept
 from axonlaunch.diagnostics.report.life import (
     cost,
@@ -51,7 +51,7 @@ def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
         "curves": CURVES,
         "runs": [_of_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
         "configurations": changed_settings(runs) if len(runs) > 1 else [],
-        "results": results(runs) if len(runs) > 1 else [],
+        "results": with_units(results(runs)) if len(runs) > 1 else [],
     }
 
 

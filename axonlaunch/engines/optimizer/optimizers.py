@@ -78,7 +78,9 @@ def optimizer_class(config: Any) -> Callable[..., Optimizer]:
     """
     if not isinstance(config, CustomOptimizerConfig):
         return cast("Callable[..., Optimizer]", OPTIMIZERS.get(config.name))
-    return import_callable("optimizer.target", config.target, config.arguments, passed=1)
+    return import_callable(
+        "optimizer.target", config.target, config.arguments, passed=1, beside=("lr",)
+    )
 
 
 def chosen_options(config: Any, parameters: Mapping[str, ParameterFacts]) -> dict[str, Any]:

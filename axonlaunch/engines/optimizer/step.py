@@ -5,6 +5,7 @@ It works on whatever tensors an engine updates, whole parameters or DTensor shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
@@ -203,13 +204,14 @@ class Update:
                     states[f"{name}.{key}"] = self._as_saved(f"{name}.{key}", state, values[key])
         return states
 
-    def load_state_dict(self, state: Mapping[str, Tensor], *, has_updated: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy optimizer states in.
+
+        States that only the optimizer itself can make, and that it had not made when they were
+        saved, are left for it to make.
 
         Args:
             state: As ``state_dict`` gives it.
-            has_updated: Whether they are of a run that has updated anything. Before the first
-                update, states that only the optimizer itself can make are left for it to make.
 
         Raises:
             KeyError: A state of one of the tensors is missing.
@@ -219,7 +221,7 @@ class Update:
                 value.copy_(state[key])
         for name, parameter in self._updated.items():
             made = self._made.get(name)
-            if made is not None and has_updated and not self._states(parameter):
+            if made and not self._states(parameter) and not _is_unmade(made, self._kinds(name)):
                 self._owners[parameter].state[parameter] = made
             states = self._states(parameter)
             for key, kind in self._kinds(name).items():
@@ -240,7 +242,8 @@ class Update:
         """Allocate the states that the first step would make, without a step.
 
         They are the optimizer's from now on, but for those that it must make itself: their shapes
-        are known then, for a checkpoint to be read into, and not what they begin with.
+        are known then, for a checkpoint to be read into, and not what they begin with, which is
+        saved as not made.
         """
         if name not in self._made:
             tensor, parameter, kinds = self.tensors[name], self._updated[name], self._kinds(name)
@@ -249,6 +252,9 @@ class Update:
                 key: new_state(kind, tensor, device=device, dtype=self._dtype)
                 for key, kind in kinds.items()
             }
+            for key, kind in kinds.items():
+                if kind.initial is None and (unmade := _unmade(made[key].dtype)) is not None:
+                    made[key].fill_(unmade)
             self._made[name] = made
             if made and all(kind.initial is not None for kind in kinds.values()):
                 self._owners[parameter].state[parameter] = made
@@ -267,6 +273,22 @@ class Update:
     def _states_device(self, tensor: Tensor) -> torch.device:
         """Return where the states of a tensor are between updates."""
         return tensor.device
+
+
+def _unmade(dtype: torch.dtype) -> float | None:
+    """Return what all elements of a state that is not made yet are saved as; None: no number."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return None if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_unmade(made: Mapping[str, Tensor], kinds: Mapping[str, OptimizerState]) -> bool:
+    """Say whether a parameter's states were saved before its optimizer had made any."""
+    own = [made[key] for key, kind in kinds.items() if kind.initial is None]
+    marked = [(state, mark) for state in own if (mark := _unmade(state.dtype)) is not None]
+    return bool(marked) and all(
+        bool((state.isnan() if math.isnan(mark) else state == mark).all()) for state, mark in marked
+    )
 
 
 def clip_gradients(

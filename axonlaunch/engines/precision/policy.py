@@ -155,12 +155,3 @@ def scale_counters(scale: LossScale | None) -> dict[str, Tensor]:
         "loss_scale": value.to("cpu", torch.float64, copy=True),
         "good_steps": good.to("cpu", torch.int64, copy=True),
     }
-
-
-def has_updated(counters: Mapping[str, Tensor]) -> bool:
-    """Say of a checkpoint's counters whether one of its steps has updated anything.
-
-    After three steps that all overflowed the scale is 2**16 / 2**3; otherwise it is larger, or 0.
-    """
-    step, scale = int(counters["step"]), float(counters["loss_scale"])
-    return step > 0 and scale != _FIRST_SCALE * 0.5**step

@@ -18,11 +18,11 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.errors import gathering
 from axonlaunch.config.url import is_url
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
 from axonlaunch.launch.multinode import token
-from axonlaunch.system import forked_call
 from axonlaunch.system.files import replace_text
 
 SCRIPT = "job.sbatch"
@@ -102,14 +102,21 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     """Check a run by what holds on every node that has its devices.
 
     Raises:
-        ConfigError: It can't be run there, or a job has to know more of it.
+        ConfigError: It can't be run there or submitted here, or a job has to know more of it.
     """
-    if issues := job_issues(config):
+    issues = _job_issues(config)
+    if not issues:
+        with gathering(issues):
+            config = check_anywhere(config, options)
+    if not options.render:
+        if shutil.which("sbatch") is None:
+            message = "there is no sbatch here; submit from a node of the cluster"
+            issues.append(ConfigIssue("launch.name", message, "slurm"))
+        with gathering(issues):
+            run_dir.check_run_dir(config)
+    if issues:
         raise ConfigError(issues)
-    checked: RunConfig = forked_call.call(
-        options.context, "axonlaunch.preflight.checks:resolve_anywhere", config
-    )
-    return checked
+    return config
 
 
 def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any] | None]:
@@ -123,7 +130,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         The exit status and the job's number, folder and last state; None of a script.
 
     Raises:
-        ConfigError: There is no ``sbatch`` here, or it refuses.
+        ConfigError: ``sbatch`` refuses.
     """
     if options.render:
         print(render(run_dir.with_run_dir(config)), end="")
@@ -145,11 +152,8 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
         The exit status, and the job's number, folder and last state.
 
     Raises:
-        ConfigError: There is no ``sbatch`` here, or it refuses.
+        ConfigError: ``sbatch`` refuses.
     """
-    if shutil.which("sbatch") is None:
-        message = "there is no sbatch here; submit from a node of the cluster"
-        raise ConfigError([ConfigIssue("launch.name", message, "slurm")])
     with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
         folder = Path(config.run_dir)
         script = _write(config, folder)
@@ -183,9 +187,9 @@ def _write(config: RunConfig, folder: Path) -> Path:
     return folder / SCRIPT
 
 
-def job_issues(config: RunConfig) -> list[ConfigIssue]:
+def _job_issues(config: RunConfig) -> list[ConfigIssue]:
     """Report settings that a job needs in writing, for this node can't resolve them."""
-    issues = []
+    issues: list[ConfigIssue] = []
     if config.launch.nproc == "auto":
         message = "is required for a job; write the number of devices per node"
         issues.append(ConfigIssue("launch.nproc", message, "auto"))

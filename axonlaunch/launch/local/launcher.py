@@ -17,6 +17,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.errors import gathering
 from axonlaunch.config.layout import frozen_threads, num_ranks
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
@@ -63,6 +64,19 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     Raises:
         ConfigError: It can't be run here.
     """
+    issues: list[ConfigIssue] = []
+    with gathering(issues):
+        config = _resolved(config, options)
+    with gathering(issues):
+        run_dir.check_run_dir(config)
+    with gathering(issues), _rendezvous(config):
+        pass
+    if issues:
+        raise ConfigError(issues)
+    return config
+
+
+def _resolved(config: RunConfig, options: LaunchOptions) -> RunConfig:
     checking = forked_call.stream(options.context, "axonlaunch.preflight.checks:resolving", config)
     while True:
         try:

@@ -10,9 +10,12 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.errors import gathering
+from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import was_interrupted
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local.launcher import run_ranks
+from axonlaunch.launch.multinode import token
 from axonlaunch.launch.multinode.membership import NodeMembership, unsaid
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, report_crash
@@ -22,9 +25,33 @@ from axonlaunch.verification.runner import prove_layout
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
-    """Return the configuration as it is: ``launch`` checks it, and reports to the other nodes."""
-    del options
+    """Return the configuration as it is: ``launch`` checks it, and reports to the other nodes.
+
+    Raises:
+        ConfigError: Nothing is to be launched, and it can't be run on this node.
+    """
+    if not options.dry_run:
+        return config
+    issues: list[ConfigIssue] = []
+    with gathering(issues):
+        config = _resolved(config, options)
+    issues += unsaid(config)
+    with gathering(issues):
+        if token.read_token(config.launch) is None:
+            token.missing_token(config.launch, address="")
+    with gathering(issues):
+        if config.launch.node_rank == 0:  # its folder is the run's
+            run_dir.check_run_dir(config)
+    if issues:
+        raise ConfigError(issues)
     return config
+
+
+def _resolved(config: RunConfig, options: LaunchOptions) -> RunConfig:
+    resolved: RunConfig = forked_call.call(
+        options.context, "axonlaunch.preflight.checks:resolve", config
+    )
+    return resolved
 
 
 def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any] | None]:
@@ -43,10 +70,8 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     """
     context = options.context
     problems: list[ConfigIssue] = []
-    try:
-        config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
-    except ConfigError as error:  # reported to the other nodes
-        problems = error.problems
+    with gathering(problems):  # which are reported to the other nodes
+        config = _resolved(config, options)
     if missing := unsaid(config):
         raise ConfigError([*problems, *missing])
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
