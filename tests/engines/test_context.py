@@ -18,6 +18,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from axonlaunch.comm import World
 from axonlaunch.data.dataset import Batch
+from axonlaunch.engines.context import ring_attention as ring
 from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.context.ring_attention import ring_attention
 
@@ -54,8 +55,18 @@ def test_it_attends_as_one_process_does(ranks: int, key_value_heads: int) -> Non
     World.mock(ranks).run(run)
 
 
-def test_the_ring_passes_each_head_of_keys_and_values_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ring_passes_each_head_of_keys_and_values_once_and_kernels_get_whole_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sent: list[int] = []
+    heads_of_kernels: set[int] = set()
+    on_cpu = ring._on_cpu
+
+    def kernel(*tensors: Tensor, **options: bool) -> Any:
+        heads_of_kernels.update(tensor.shape[1] for tensor in tensors)
+        return on_cpu(*tensors, **options)
+
+    monkeypatch.setattr(ring, "_on_cpu", kernel)
     create = _attention._create_rotater
 
     def spied(*args: Any, **options: Any) -> Any:
@@ -79,6 +90,7 @@ def test_the_ring_passes_each_head_of_keys_and_values_once(monkeypatch: pytest.M
     # Of each rank the keys and values forward, again backward, and their gradients twice.
     assert sent == [2 * 2 * 4 * 8] * len(sent)
     assert len(sent) == 2 * 4
+    assert heads_of_kernels == {4}
 
 
 def test_autocast_lowers_what_it_attends_to_as_it_does_in_one_process() -> None:
