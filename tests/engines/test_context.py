@@ -18,6 +18,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from axonlaunch.comm import World
 from axonlaunch.data.dataset import Batch
+from axonlaunch.engines.context import context
 from axonlaunch.engines.context import ring_attention as ring
 from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.context.ring_attention import ring_attention
@@ -132,11 +133,16 @@ def test_a_length_that_can_t_be_divided_is_refused() -> None:
         World.mock(2).run(lambda world: ContextAxis(world.default_group).positions(6))
 
 
-def test_every_layer_gets_the_same_positions_of_a_part() -> None:
-    # Made again on the host, they would have to wait for the device in each layer.
+def test_every_layer_gets_the_same_positions_of_a_part_on_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Made again on the host, or copied from it, they would wait for the device in each layer.
     def run(world: World) -> None:
         axis = ContextAxis(world.default_group)
         assert axis._of_part(4) is axis._of_part(4)
         assert axis._of_part(4).tolist() == axis.positions(8).tolist()
 
     World.mock(2).run(run)
+    monkeypatch.setattr(context, "device_of", lambda group: torch.device("meta"))
+    parts = World.mock(2).run(lambda world: ContextAxis(world.default_group)._of_part(4))
+    assert [part.device.type for part in parts] == ["meta"] * 2
