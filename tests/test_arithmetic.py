@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from configured import run_config
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
+from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.schema import TrainConfig
+from axonlaunch.events import Event, Monitor, StepLogged
+from axonlaunch.training import worker
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 
 
@@ -51,6 +56,25 @@ def test_matrix_products_in_fp32_are_as_precise_as_the_run_says() -> None:
     configure_arithmetic(run_config(["train.matmul_precision=high"]).train)
     assert torch.get_float32_matmul_precision() == "high"
     assert torch.backends.cuda.matmul.allow_tf32
+
+
+def test_the_steps_of_a_run_are_computed_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+    tiny += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=2"]
+    tiny += ["sample.max_new_tokens=0", "strategy=single", "launch.nproc=1", "train.steps=1"]
+    chosen = run_config([*tiny, "train.matmul_precision=high", f"run_dir={tmp_path}"])
+    monkeypatch.setattr(worker, "attention_kernels", lambda config, device: sdpa_kernel(MATH))
+    seen = []
+
+    def report(event: Event) -> None:
+        if isinstance(event, StepLogged):
+            kernels = _cur_sdpa_kernel_backends()
+            seen.append((torch.get_float32_matmul_precision(), kernels, gc.isenabled()))
+
+    World.mock(1).run(lambda world: worker.run(chosen, world, monitor=Monitor(report=report)))
+    assert seen == [("high", [MATH], False)]  # Python looks for cycles where ranks do it together
 
 
 # Attention.

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
+from rank_engine import rank_engine
 from torch import nn
 
+from axonlaunch.comm import World
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.events import StepLogged
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.models.build import construct
 from axonlaunch.models.flops import looked_up_parameters, training_flops_per_token
-from axonlaunch.training import device_use
+from axonlaunch.training import device_use, worker
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers.jsonl import JSONLLogger
 
@@ -144,6 +146,26 @@ def test_flops_of_llama3_8b_are_those_that_torchtitan_counts() -> None:
         positions=8192,
     )
     assert flops == 6 * (8_030_261_248 - 525_336_576) + 12 * 32 * 32 * 128 * 8192
+
+
+def test_of_a_run_it_counts_what_ranks_hold_together() -> None:
+    chosen = run_config(["model=llama_debug", "data=synthetic_tokens", "strategy=fsdp"])
+    llama = chosen.model
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in construct(llama, seed=0).parameters())
+    flops = training_flops_per_token(
+        parameters=parameters,
+        looked_up=llama.vocab_size * llama.hidden_size,
+        layers=llama.num_hidden_layers,
+        hidden_size=llama.hidden_size,
+        positions=chosen.data.sequence_length,
+    )
+
+    def counted(world: World) -> float | None:
+        engine, loader = rank_engine(chosen, world)
+        return worker._flops_per_token(chosen, engine, loader.dataset)
+
+    assert World.mock(2).run(counted) == [flops] * 2
 
 
 # Where it is shown.

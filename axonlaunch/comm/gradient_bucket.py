@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
+BUCKET_BYTES = 25 * 2**20
+"""Gradients, and other tensors, travel together once they reach this size."""
+
 
 class GradientBucket:
     """Tensors of one dtype and device, copied one after another into a flat one.
@@ -175,19 +178,16 @@ def buckets(tensors: Iterable[AnyTensor], *, limit: int) -> Iterator[list[AnyTen
 
 
 @torch.no_grad()
-def broadcast_tensors(
-    tensors: Iterable[Tensor], *, source: int, group: dist.ProcessGroup, limit: int = 25 * 2**20
-) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor], *, source: int, group: dist.ProcessGroup) -> None:
     """Give every rank of a group one rank's values, in place, many small tensors in a message.
 
     Args:
         tensors: The same on every rank, but for their values.
         source: The global rank.
         group: Its ranks all call this.
-        limit: Bytes that travel together; a larger tensor goes by itself.
     """
     works: list[tuple[dist.Work, Tensor | None, list[Tensor]]] = []
-    for together in buckets(map(_local, tensors), limit=limit):
+    for together in buckets(map(_local, tensors), limit=BUCKET_BYTES):
         flat = (
             None if len(together) == 1 else torch.cat([tensor.reshape(-1) for tensor in together])
         )

@@ -16,12 +16,9 @@ from axonlaunch.comm.argument_checks import device_of, reduce_op_error, tensor_e
 from axonlaunch.comm.backend import ReduceOp
 from axonlaunch.comm.collectives import group_or_default, reduce_values
 from axonlaunch.comm.errors import say_tensor
-from axonlaunch.comm.gradient_bucket import GradientBucket, buckets
+from axonlaunch.comm.gradient_bucket import BUCKET_BYTES, GradientBucket, buckets
 from axonlaunch.comm.mismatch_check import check_collective
 from axonlaunch.comm.process_group import ProcessGroup
-
-BUCKET_BYTES = 25 * 2**20
-"""Gradients travel together once they reach this size."""
 
 
 def sync_gradient(tensor: Tensor, *, group: ProcessGroup | None = None) -> None:

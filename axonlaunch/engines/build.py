@@ -322,7 +322,7 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
 
         # Under DDP it would cut a block where a bucket ends, for which a whole model has reason.
         torch._dynamo.config.optimize_ddp = False
-        # The compiler runs `python -c "from ctypes import ..."`: not what lies in this folder.
+        # The compiler runs `python -c "from ctypes"`, in any step: not what lies in this folder.
         os.environ["PYTHONSAFEPATH"] = "1"
         for block in blocks or [model]:
             # Not the module: what fully_shard hooks to its call is not for a compiler.

@@ -15,7 +15,7 @@ from torch import nn
 from axonlaunch.config import RunConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import MODELS, HuggingFaceConfig
-from axonlaunch.models.initialization import fill, initialize, materialize
+from axonlaunch.models.initialization import Staging, fill, initialize, materialize
 from axonlaunch.models.lora import adapter_initializers, add_adapters, start_magnitudes
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.models.trained import choose_trained
@@ -101,10 +101,10 @@ def _built(spec: ModelSpec, config: Any) -> nn.Module:
 @torch.no_grad()
 def _fill_adapters(module: nn.Module, *, seed: int) -> None:
     """Give the adapters of a module that starts itself their values, if the others have some."""
-    starts = adapter_initializers(module)
+    starts, staging = adapter_initializers(module), Staging()
     for name, parameter in module.named_parameters():
         if name in starts and not parameter.is_meta:
-            fill(parameter, starts[name], seed=seed, name=name)
+            fill(parameter, starts[name], seed=seed, name=name, staging=staging)
     if not any(parameter.is_meta for parameter in module.parameters()):
         start_magnitudes(module)
 

@@ -151,7 +151,7 @@ def fill(
     *,
     seed: int,
     name: str,
-    staging: Staging | None = None,
+    staging: Staging,
 ) -> None:
     """Fill what this rank holds of one parameter, in place.
 
@@ -163,12 +163,11 @@ def fill(
         initializer: How it starts.
         seed: The run's.
         name: Of the parameter in the whole model.
-        staging: Where a device's are drawn; None: in a buffer of this one's own.
+        staging: Where a device's are drawn; the same for all that are filled together.
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() == 0:
         return
-    staging = staging or Staging()
     for box in local_boxes(parameter):
         part = box.of(local).view(1) if local.ndim == 0 else box.of(local)
         # Of a device one copy is made, from memory that it reads directly.

@@ -106,7 +106,10 @@ def test_a_sum_in_a_smaller_type_does_not_overflow() -> None:
     assert ax.World.mock(4).run(run) == [[60000.0]] * 4
 
 
-def test_many_small_tensors_of_one_rank_reach_the_others_in_few_messages() -> None:
+def test_many_small_tensors_of_one_rank_reach_the_others_in_few_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradient_bucket, "BUCKET_BYTES", 2000)
     shapes = [(3,), (2, 2), (), (600,), (5,)]
 
     def run(world: ax.World) -> tuple[list[Tensor], int]:
@@ -122,7 +125,7 @@ def test_many_small_tensors_of_one_rank_reach_the_others_in_few_messages() -> No
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gradient_bucket, "dist", SimpleNamespace(broadcast=broadcast))
-            gradient_bucket.broadcast_tensors(made, source=1, group=group, limit=2000)
+            gradient_bucket.broadcast_tensors(made, source=1, group=group)
         return made, sent
 
     for made, sent in ax.World.mock(2).run(run):

@@ -18,6 +18,8 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from axonlaunch.comm import World
 from axonlaunch.data.dataset import Batch
+from axonlaunch.engines.context import context
+from axonlaunch.engines.context import ring_attention as ring
 from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.context.ring_attention import ring_attention
 
@@ -54,8 +56,18 @@ def test_it_attends_as_one_process_does(ranks: int, key_value_heads: int) -> Non
     World.mock(ranks).run(run)
 
 
-def test_the_ring_passes_each_head_of_keys_and_values_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ring_passes_each_head_of_keys_and_values_once_and_kernels_get_whole_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sent: list[int] = []
+    heads_of_kernels: set[int] = set()
+    on_cpu = ring._on_cpu
+
+    def kernel(*tensors: Tensor, **options: bool) -> Any:
+        heads_of_kernels.update(tensor.shape[1] for tensor in tensors)
+        return on_cpu(*tensors, **options)
+
+    monkeypatch.setattr(ring, "_on_cpu", kernel)
     create = _attention._create_rotater
 
     def spied(*args: Any, **options: Any) -> Any:
@@ -79,6 +91,7 @@ def test_the_ring_passes_each_head_of_keys_and_values_once(monkeypatch: pytest.M
     # Of each rank the keys and values forward, again backward, and their gradients twice.
     assert sent == [2 * 2 * 4 * 8] * len(sent)
     assert len(sent) == 2 * 4
+    assert heads_of_kernels == {4}
 
 
 def test_autocast_lowers_what_it_attends_to_as_it_does_in_one_process() -> None:
@@ -120,11 +133,16 @@ def test_a_length_that_can_t_be_divided_is_refused() -> None:
         World.mock(2).run(lambda world: ContextAxis(world.default_group).positions(6))
 
 
-def test_every_layer_gets_the_same_positions_of_a_part() -> None:
-    # Made again on the host, they would have to wait for the device in each layer.
+def test_every_layer_gets_the_same_positions_of_a_part_on_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Made again on the host, or copied from it, they would wait for the device in each layer.
     def run(world: World) -> None:
         axis = ContextAxis(world.default_group)
         assert axis._of_part(4) is axis._of_part(4)
         assert axis._of_part(4).tolist() == axis.positions(8).tolist()
 
     World.mock(2).run(run)
+    monkeypatch.setattr(context, "device_of", lambda group: torch.device("meta"))
+    parts = World.mock(2).run(lambda world: ContextAxis(world.default_group)._of_part(4))
+    assert [part.device.type for part in parts] == ["meta"] * 2

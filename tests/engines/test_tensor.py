@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonlaunch as ax
+from axonlaunch.engines.tensor import fused_region
 from axonlaunch.models.attention import Attention, RotaryTable
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
@@ -229,6 +230,31 @@ def test_attention_divided_by_heads(size: int, fewer: int | None, bias: bool) ->
 
     # q, k and v enter the parallel region as one.
     assert on_ranks(size, rank) == [["all_reduce", "all_reduce"]] * size
+
+
+def test_what_ranks_give_to_the_gradient_of_a_region_s_input_is_summed_where_it_was_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Out of place torch would copy it first."""
+    computed: set[int] = set()
+    arrived: set[int] = set()
+    of_input = fused_region._of_input
+
+    def noted(*given: Any) -> Tensor:
+        gradient = of_input(*given)
+        computed.add(gradient.data_ptr())
+        return gradient
+
+    monkeypatch.setattr(fused_region, "_of_input", noted)
+
+    def rank(world: ax.World) -> None:
+        x = drawn(2, 6, 16).requires_grad_()
+        x.register_hook(lambda gradient: arrived.add(gradient.data_ptr()))
+        ax.TensorParallelAttention(16, 8)(x).sum().backward()
+
+    on_ranks(2, rank)
+    assert arrived == computed
+    assert len(computed) == 2
 
 
 @SIZES

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command import Command, wait_for
 from launchers import logged
+from served import Server, reached
 
 from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.forked_process import ForkedProcess
@@ -45,6 +46,12 @@ def test_the_server_starts_however_long_tmpdir_is(
     context = request.getfixturevalue("bare")
     assert forked_call.call(context, "operator:add", 1, 2) == 3
     assert list(long.iterdir()) == []
+
+
+def test_ranks_are_forked_where_segments_of_the_gpus_allocator_grow(server: Server) -> None:
+    with reached(server) as context:
+        asked = forked_call.call(context, "os:getenv", "PYTORCH_ALLOC_CONF")
+    assert asked == "expandable_segments:True"
 
 
 def _pid() -> int:

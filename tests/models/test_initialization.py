@@ -19,6 +19,7 @@ from axonlaunch.models.build import build_model, construct, initialize_weights
 from axonlaunch.models.initialization import (
     Constant,
     Normal,
+    Staging,
     TruncatedNormal,
     Uniform,
     fill,
@@ -38,7 +39,7 @@ DRAWN = [Normal(0.3), TruncatedNormal(0.3, cutoff=2.0), Uniform(0.7)]
 
 def whole(shape, initializer=DRAWN[0], *, seed=3, name="w"):
     tensor = torch.empty(shape)
-    fill(tensor, initializer, seed=seed, name=name)
+    fill(tensor, initializer, seed=seed, name=name, staging=Staging())
     return tensor
 
 
@@ -62,7 +63,7 @@ def test_a_shard_has_the_bits_of_the_whole(mesh_shape, placements, shape):
     def rank(world: World) -> list[bool]:
         mesh = init_device_mesh("cpu", mesh_shape)
         tensor = distribute_tensor(torch.zeros(shape), mesh, placements)
-        fill(tensor, DRAWN[0], seed=3, name="w")
+        fill(tensor, DRAWN[0], seed=3, name="w", staging=Staging())
         right = distribute_tensor(expected, mesh, placements)
         return torch.equal(tensor.to_local(), right.to_local())
 
@@ -78,7 +79,7 @@ def test_shards_of_any_rank_and_kind_have_the_bits_of_the_whole(initializer, sha
         mesh = init_device_mesh("cpu", (3,))
         placement = [Shard(len(shape) - 1)] if shape else [Replicate()]
         tensor = distribute_tensor(torch.zeros(shape), mesh, placement)
-        fill(tensor, initializer, seed=3, name="w")
+        fill(tensor, initializer, seed=3, name="w", staging=Staging())
         return torch.equal(
             tensor.to_local(), distribute_tensor(expected, mesh, placement).to_local()
         )
@@ -173,7 +174,7 @@ def test_weights_do_not_depend_on_the_number_of_threads(initializer):
 
 def test_lower_precision_weights_are_the_rounded_fp32_ones():
     low = torch.empty(300, 200, dtype=torch.bfloat16)
-    fill(low, DRAWN[0], seed=3, name="w")
+    fill(low, DRAWN[0], seed=3, name="w", staging=Staging())
     assert torch.equal(low, whole((300, 200)).bfloat16())
 
 

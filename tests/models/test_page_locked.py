@@ -11,7 +11,9 @@ import torch
 
 from axonlaunch.config.optimizer_states import OptimizerState
 from axonlaunch.engines.optimizer import optimizers, streaming
-from axonlaunch.models.initialization import Staging
+from axonlaunch.models import build
+from axonlaunch.models import page_locked as module
+from axonlaunch.models.initialization import Constant, Staging
 from axonlaunch.models.page_locked import page_locked
 
 PAGE, HOST = mmap.PAGESIZE, torch.device("cpu")
@@ -24,23 +26,34 @@ class Driver:
     Attributes:
         locked: Each page, and where the range begins that it was locked for.
         requests: How often it was asked to lock some.
+        copies: The addresses that what was launched on device 3 still copies to or from.
+        refusal: What it answers instead; 0: it does as it is asked.
     """
 
     locked: dict[int, int] = field(default_factory=dict)
     requests: int = 0
+    copies: set[int] = field(default_factory=set)
+    refusal: int = 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         assert flags == 1
         self.requests += 1
         pages = range(address // PAGE, -(-(address + size) // PAGE))
-        if self.locked.keys() & set(pages):
-            return 712
+        if self.refusal or self.locked.keys() & set(pages):
+            return self.refusal or 712
         self.locked.update(dict.fromkeys(pages, address))
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        assert address not in self.copies
+        if self.refusal:
+            return self.refusal
         self.locked = {page: first for page, first in self.locked.items() if first != address}
         return 0
+
+    def synchronize(self, device: int) -> None:
+        assert device == 3
+        self.copies.clear()
 
 
 @pytest.fixture
@@ -48,10 +61,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
 
     def check(status: int) -> None:
-        assert status == 0
+        if status:
+            raise RuntimeError(f"words of CUDA ({status})")
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "check_error", check)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
     return made
 
 
@@ -64,6 +80,28 @@ def test_every_tensor_has_pages_of_its_own_until_its_storage_is_freed(driver: Dr
     kept.fill_(1.0)
     del kept
     assert not driver.locked
+
+
+def test_it_is_locked_until_the_copies_that_were_launched_are_made(driver: Driver) -> None:
+    made = page_locked(torch.empty(7, device="meta"))
+    driver.copies.add(made.data_ptr())
+    del made
+    assert not driver.locked
+
+
+def test_what_the_driver_refuses_is_said_and_what_stays_locked_is_nobody_elses(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_freed: list[mmap.mmap] = []
+    monkeypatch.setattr(module, "_never_freed", never_freed)
+    like = torch.empty(2**18, device="meta")
+    made = page_locked(like)
+    driver.refusal = 2
+    with pytest.raises(RuntimeError, match=r"can't lock 1\.0 MiB of host memory: words of CUDA"):
+        page_locked(like)
+    with pytest.warns(UserWarning, match=r"1\.0 MiB .* can't unlock them: words of CUDA \(2\)"):
+        del made
+    assert [len(pages) for pages in never_freed] == [2**20]
 
 
 def test_it_has_the_strides_and_the_type_that_were_asked_for(driver: Driver) -> None:
@@ -98,3 +136,14 @@ def test_parameters_are_drawn_in_one_buffer(driver: Driver) -> None:
     staging.like(torch.empty(9, 1024, device="meta"))
     del made
     assert len(driver.locked) == 9 * 4096 // PAGE
+
+
+def test_adapters_are_drawn_in_one_buffer(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = {"0": Constant(1.0), "1": Constant(2.0)}
+    monkeypatch.setattr(build, "adapter_initializers", lambda module: starts)
+    parts = [torch.zeros(rows, 1024).as_subclass(OfGpu) for rows in (8, 3)]
+    adapters = torch.nn.ParameterList(parts)
+    build._fill_adapters(adapters, seed=0)
+    assert [float(part.mean()) for part in parts] == [1.0, 2.0]
+    assert driver.requests == 1
+    assert not driver.locked

@@ -12,6 +12,7 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.planning import estimate as planning_estimate
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.measured_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING
+from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
 from axonlaunch.planning.memory.cuda_process import (
     DeviceRequests,
@@ -337,6 +338,19 @@ def test_what_a_recording_misses_of_the_peak_is_held_besides() -> None:
     recorded = DeviceRequests([Change(0, 30 * MIB)])
     whole = held(recorded, peak_bytes=55 * MIB, groups=(), workspaces=[10 * MIB] * 2)
     assert whole.allocator == 55 * MIB
+
+
+def test_an_estimate_replays_the_ranks_settings_in_what_is_left_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "large_segment_size_mb:30")
+    sizes = ((0, 40), (0, 0), (1, 50), (2, 5))  # the first goes back, for 85 MiB are not enough
+    changes = [Change(storage, size * MIB) for storage, size in sizes]
+    device = HardwareConfig(name="own", memory_gib=125 / 1024, context_mib=30, communicator_mib=10)
+    memory = memory_estimate._process(
+        55 * MIB, DeviceRequests(changes), groups=[2], hardware=device, workspaces=[]
+    )
+    assert memory.allocator == (50 + 30) * MIB
 
 
 def test_memory_that_other_ranks_read_is_of_whole_pages_and_of_fused_exchanges_alone() -> None:

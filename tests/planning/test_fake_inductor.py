@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from torch.utils import _triton
 
 from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.tracing import fake_inductor, fake_world
+from axonlaunch.planning.tracing import cuda_attention, fake_inductor, fake_world
+from axonlaunch.planning.tracing.dry_run import FakeRank
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import StorageTrace
 from axonlaunch.system import forked_map
 
@@ -139,6 +142,21 @@ def test_kernels_are_written_for_the_device_that_a_run_is_for_and_none_is_built(
     monkeypatch.setenv("CXX", "/nowhere/g++")
     runs = [partial(writers, for_gpu=for_gpu) for for_gpu in (True, False)]
     assert forked_map.map_forked(runs) == [{"triton"}, {"cpp_pybinding"}]
+
+
+@pytest.mark.parametrize(("hardware", "for_gpu"), [("h100_80gb", True), ("cpu", False)])
+def test_they_are_those_of_the_device_that_an_estimate_is_for(
+    hardware: str, for_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*, for_gpu: bool) -> None:
+        raise InterruptedError(f"for a GPU: {for_gpu}")
+
+    monkeypatch.setattr(fake_inductor, "install_fake_inductor", asked)
+    monkeypatch.setattr(cuda_attention, "repeat_heads_as_on_cuda", lambda: None)
+    chosen = ["strategy=single", "launch.nproc=1", "train.compile=true", f"hardware={hardware}"]
+    world: Any = SimpleNamespace(rank=0, world_size=1)
+    with pytest.raises(InterruptedError, match=f"for a GPU: {for_gpu}"):
+        FakeRank(ReducedRun.of(estimate_config(chosen)), world)
 
 
 def devices_asked() -> list[str]:

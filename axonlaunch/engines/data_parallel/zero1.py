@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from axonlaunch.comm.gradient_bucket import buckets
-from axonlaunch.comm.gradients import BUCKET_BYTES
+from axonlaunch.comm.gradient_bucket import BUCKET_BYTES, buckets
 from axonlaunch.comm.row_bucket import padded_lengths, padded_rows, rows_of
 from axonlaunch.comm.torch_compat import all_gather_single
 from axonlaunch.config.optimizer import OptimizerConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from axonlaunch.comm.gradients import BUCKET_BYTES
+from axonlaunch.comm.gradient_bucket import BUCKET_BYTES
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.engines.data_parallel.gradient_synchronizer import TRAVELLING
@@ -93,13 +93,7 @@ def _of_replicas(
     cast, cast_of_ends = _cast(config, whole, ends)
 
     def moment(part: float, temporary: float = 0.0) -> dict[Category, float]:
-        return {
-            "parameters": whole,
-            "gradients": part * gradients,
-            "optimizer": shares.states * whole,
-            "communication": buckets,
-            "temporary": temporary,
-        }
+        return _moment(whole, part * gradients, shares.states * whole, buckets, temporary)
 
     return {
         "loss": moment(begun, cast),
@@ -124,13 +118,8 @@ def _of_divided_update(
     begun = 1.0 if _adds_up(layout) else 0.0
 
     def moment(part: float, communication: float, temporary: float = 0.0) -> dict[Category, float]:
-        return {
-            "parameters": whole,
-            "gradients": part * gradients,
-            "optimizer": rows * shares.states * whole,
-            "communication": communication,
-            "temporary": temporary,
-        }
+        optimizer = rows * shares.states * whole
+        return _moment(whole, part * gradients, optimizer, communication, temporary)
 
     return {
         "loss": moment(begun, 0, cast),
@@ -174,14 +163,30 @@ def _of_shards(
         "update": 1.0,
     }
     return {
-        name: {
-            "parameters": on_device * whole,
-            "gradients": part * shares.gradients * on_device * whole,
-            "optimizer": states_there * shares.states * whole,
-            "communication": gathered.get(name, 0.0),
-            "temporary": 0.0,
-        }
+        name: _moment(
+            on_device * whole,
+            part * shares.gradients * on_device * whole,
+            states_there * shares.states * whole,
+            gathered.get(name, 0.0),
+        )
         for name, part in gradients.items()
+    }
+
+
+def _moment(
+    parameters: float,
+    gradients: float,
+    optimizer: float,
+    communication: float,
+    temporary: float = 0.0,
+) -> dict[Category, float]:
+    """Return what is held at a moment, in bytes by category; activations are counted elsewhere."""
+    return {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "communication": communication,
+        "temporary": temporary,
     }
 
 
