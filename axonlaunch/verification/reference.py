@@ -132,12 +132,10 @@ class PlainRun:
         """Refuse what every layout would do as wrong as this.
 
         Raises:
-            NoReferenceError: The order of samples is none, they are random, or tied weights have
-                come apart.
+            NoReferenceError: Samples have no order or are random, or tied weights came apart.
         """
         seed = self._config.seed
-        _refuse(data_checks.order_problem(self._loader))
-        _refuse(data_checks.random_problem(self._loader))
+        _refuse(data_checks.order_problem(self._loader) or data_checks.random_problem(self._loader))
         built = {name for name, _ in on_meta(self._config, seed=seed).named_parameters()}
         if untied := [name for name in self._parameters if name not in built]:
             raise NoReferenceError(f"the model: {untied[0]} is no longer the weight it was tied to")
