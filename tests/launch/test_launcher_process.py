@@ -14,12 +14,13 @@ from command import wait_for
 
 from axonlaunch.config import ConfigError
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.external import joining, launcher_process
+from axonlaunch.launch.external import entry, joining, launcher_process, rank
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.external.watch import JobWatch
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
+from axonlaunch.launch.runs import Request
 
 PROGRAM = (
     "from axonlaunch.launch.external.launcher_process import LauncherProcess as L; print(L(%r).pid)"
@@ -46,6 +47,23 @@ def test_the_launcher_is_what_started_the_shells_around_a_rank() -> None:
 
 def test_a_shell_in_which_a_person_starts_a_rank_is_no_launcher() -> None:
     assert _seen("the environment", {"RANK": "0"}) == "None"
+
+
+def test_segments_of_a_gpus_allocator_grow_in_a_rank_that_another_launcher_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = "PYTORCH_ALLOC_CONF"
+    monkeypatch.setenv(asked, "")  # so that it is put back
+    monkeypatch.delenv(asked)
+    monkeypatch.setattr(rank, "main", lambda *_, **__: (0, {asked: os.environ[asked]}))
+    environment = ClusterEnvironment.detect(
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    )
+    request, watched = Request(overrides=[]), LauncherProcess("torchrun")
+    ran = entry.be_rank(
+        request, environment, watched, server=pytest.fail, started=0.0, as_json=False
+    )
+    assert ran == (0, {asked: "expandable_segments:True"})
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
