@@ -1,4 +1,4 @@
-"""Goes back to the newest checkpoint that is good, and keeps the corrupt ones aside.
+"""Goes back to an earlier checkpoint, and keeps the corrupt ones, or later ones, aside.
 
 What can't be read for other reasons than damage is an error: nothing is passed over for a disk that
 does not answer. What was put aside is neither counted nor deleted.
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from axonlaunch.comm import World
 
 CORRUPT = ".corrupt"
+SUPERSEDED = ".superseded"
 REASON = "damage.json"
-_ASIDE = re.compile(rf"step_\d+{re.escape(CORRUPT)}(-\d+)?")
+_ASIDE = re.compile(rf"step_\d+({re.escape(CORRUPT)}|{re.escape(SUPERSEDED)})(-\d+)?")
 _LARGEST_REASON = 1 << 16
 
 
@@ -131,8 +132,35 @@ def _remember(folder: Path, reason: str, aside: list[str]) -> None:
     aside.append(f"{folder} is corrupt: {reason}; it is kept as {folder_aside.name}")
 
 
-def put_aside(folder: Path, reason: str) -> Path:
-    """Rename a corrupt checkpoint, so that it is none any more; return where it is now.
+def put_later_aside(chosen: Checkpoint, run_dir: Path) -> list[str]:
+    """Put aside what a run saved after one of its own checkpoints that it was told to go back to.
+
+    The run would otherwise resume next from the newest, which is of the history that it left:
+    back at step 20, stopped after 44, it would continue at the earlier attempt's 89.
+
+    Args:
+        chosen: The checkpoint that the run resumes from.
+        run_dir: Where the run keeps its checkpoints.
+
+    Returns:
+        A line for each.
+
+    Raises:
+        OSError: They can't be listed or renamed.
+    """
+    if chosen.path.parent.parent.resolve() != run_dir.resolve():
+        return []
+    lines = []
+    for later in step_folders.list_checkpoints(run_dir):
+        if later.step > chosen.step:
+            reason = f"the run went back to step {chosen.step}"
+            aside = put_aside(later.path, reason, suffix=SUPERSEDED)
+            lines.append(f"{later.path} is kept as {aside.name}: {reason}")
+    return lines
+
+
+def put_aside(folder: Path, reason: str, *, suffix: str = CORRUPT) -> Path:
+    """Rename a checkpoint, so that it is none any more; return where it is now.
 
     In a remote place that copies it. The reason stays with it.
 
@@ -140,10 +168,10 @@ def put_aside(folder: Path, reason: str) -> Path:
         OSError: It can't be renamed.
     """
     taken = sizes(folder.parent)
-    number, name = 1, folder.name + CORRUPT
+    number, name = 1, folder.name + suffix
     while name in taken:
         number += 1
-        name = f"{folder.name}{CORRUPT}-{number}"
+        name = f"{folder.name}{suffix}-{number}"
     aside = folder.with_name(name)
     content = json.dumps({"reason": reason}) + "\n"
     if is_remote(folder):

@@ -15,7 +15,7 @@ import torch
 from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import Checkpoint, Retention, storage
 from axonlaunch.checkpoint.base import record_base
-from axonlaunch.checkpoint.fallback import Resumed, load_newest
+from axonlaunch.checkpoint.fallback import Resumed, load_newest, put_later_aside
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import Backend, World
@@ -89,6 +89,7 @@ def run(
     notes = (
         *getattr(dataset, "notes", ()),
         *notes,
+        *_superseded(resumed.checkpoint, storage.root(config), world),
         *_swept(storage.root(config), world),
         *_notes(config, world),
         *data_notes(config, dataset),
@@ -302,6 +303,11 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listene
         seed=config.seed,
     )
     report(SampleGenerated(prompt, dataset.decode(tokens)))
+
+
+def _superseded(resumed: Checkpoint | None, root: Path, world: World) -> list[str]:
+    """Put aside what the run saved later than what it resumes from, and name it."""
+    return put_later_aside(resumed, root) if resumed and world.is_main else []
 
 
 def _swept(root: Path, world: World) -> list[str]:

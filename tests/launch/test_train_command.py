@@ -204,6 +204,9 @@ def test_a_run_that_began_from_another_s_checkpoint_resumes_from_its_own(served:
     back = "checkpoint.resume=runs/b/checkpoints/step_6"  # on purpose
     again = served.train(*begun, "train.steps=8", back)
     assert "resumed from runs/b/checkpoints/step_6" in again.stdout
+    printed = " ".join(again.stdout.split())
+    assert "step_8 is kept as step_8.superseded: the run went back to step 6" in printed
+    assert served.train(*begun, "train.steps=8").stdout.startswith("b is finished: ")
 
 
 def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command) -> None:
