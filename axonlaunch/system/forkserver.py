@@ -215,8 +215,10 @@ def _deadline(pid: int | None) -> Iterator[None]:
                 return
             waited += _TURN_S
             stopped = stopped + _TURN_S if state(pid) in ("T", "t") else 0.0
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
+            # Until it has ended the next call would take it for one that answers.
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
     if pid is None:
         yield
