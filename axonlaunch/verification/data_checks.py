@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from axonlaunch.config.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
 from axonlaunch.data.dataset import AnyBatch, Batch, Dataset, Split
-from axonlaunch.data.loader import Loader, StreamLoader
+from axonlaunch.data.loader import Loader, StreamLoader, order_of
 from axonlaunch.data.mix import AnyText
 from axonlaunch.data.own import PairsDataset
 from axonlaunch.verification.inputs import evaluated
@@ -31,8 +31,10 @@ _DISTINCT = 0.9
 """Share of these that must differ: among those that repeat anyway one is found by chance."""
 _AT_ONCE = 16
 """Samples of these in memory at a time."""
-_STEPS = 256
-"""Steps at each end of an epoch whose order is looked at."""
+_STEPS = 16
+"""Steps at each end of an epoch whose samples are looked at as a loader gives them: 0.1 ms each."""
+_PLACES = 2**14
+"""Samples of an epoch that are looked at together: 2 ms."""
 _FEW = 16
 """Samples that two epochs may have in the same order by chance, and that are read twice."""
 
@@ -99,20 +101,26 @@ def _row_problem(dataset: AnyText, indices: npt.NDArray[np.int64], batch: Batch)
     return ""
 
 
-def order_problem(loader: Loader) -> str:
+def order_problem(loader: Loader, *, seed: int) -> str:
     """Say what is wrong with the order of samples, which both sides read by; empty if nothing is.
 
-    An epoch is each sample once, in another order than the one before; of a long one the steps at
-    its ends are looked at.
+    An epoch is each sample once, in another order than the one before. Of a long one its first
+    samples are looked at, and the steps at its ends.
+
+    Args:
+        loader: Of global batches.
+        seed: The run's.
     """
     dataset = loader.dataset
     if isinstance(loader, StreamLoader) or hasattr(dataset, "order"):
         return ""  # which sample comes when is somebody else's to say
-    first, second = (_at_ends(loader, epoch) for epoch in (0, 1))
-    for epoch in (first, second):
-        if len(np.unique(epoch)) < len(epoch):
+    samples = dataset.num_samples
+    begins = np.arange(min(samples, _PLACES))
+    first, second = (order_of(dataset, begins + epoch * samples, seed=seed) for epoch in (0, 1))
+    for part in (first, second, _at_ends(loader, 0), _at_ends(loader, 1)):
+        if len(np.unique(part)) < len(part):
             return "the data: an epoch reads a sample twice"
-        if epoch.min() < 0 or epoch.max() >= dataset.num_samples:
+        if part.min() < 0 or part.max() >= samples:
             return "the data: an epoch reads samples that are not there"
     if len(first) > _FEW and np.array_equal(first, second):
         return "the data: every epoch has its samples in the same order"

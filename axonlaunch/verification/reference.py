@@ -134,8 +134,8 @@ class PlainRun:
         Raises:
             NoReferenceError: Samples have no order or are random, or tied weights came apart.
         """
-        seed = self._config.seed
-        _refuse(data_checks.order_problem(self._loader) or data_checks.random_problem(self._loader))
+        seed, loader = self._config.seed, self._loader
+        _refuse(data_checks.order_problem(loader, seed=seed) or data_checks.random_problem(loader))
         built = {name for name, _ in on_meta(self._config, seed=seed).named_parameters()}
         if untied := [name for name in self._parameters if name not in built]:
             raise NoReferenceError(f"the model: {untied[0]} is no longer the weight it was tied to")

@@ -37,20 +37,21 @@ def loader(size: int = 8, *, shards: int = 1, shard: int = 0) -> Loader:
 
 
 def test_an_order_that_repeats_samples_or_epochs_is_no_order(monkeypatch: Patch) -> None:
-    assert data_checks.order_problem(loader()) == ""
+    assert data_checks.order_problem(loader(), seed=0) == ""
     right = order_of
     size = loader().dataset.num_samples
 
     def same_in_each_epoch(dataset: Any, places: Any, *, seed: int) -> Any:
         return right(dataset, places % size, seed=seed)
 
-    monkeypatch.setattr("axonlaunch.data.loader.order_of", same_in_each_epoch)
-    problem = data_checks.order_problem(loader())
+    monkeypatch.setattr(data_checks, "order_of", same_in_each_epoch)
+    problem = data_checks.order_problem(loader(), seed=0)
     assert problem == "the data: every epoch has its samples in the same order"
     monkeypatch.setattr(
-        "axonlaunch.data.loader.order_of", lambda _dataset, places, *, seed: places // 2 + seed
+        data_checks, "order_of", lambda _dataset, places, *, seed: places // 2 + seed
     )
-    assert data_checks.order_problem(loader()) == "the data: an epoch reads a sample twice"
+    problem = data_checks.order_problem(loader(), seed=0)
+    assert problem == "the data: an epoch reads a sample twice"
 
 
 def test_pairs_of_anothers_dataset_mean_what_they_like() -> None:
@@ -83,7 +84,7 @@ def test_an_order_that_ends_with_the_last_full_batch_is_none(monkeypatch: Patch)
         return right(self, step % (self.dataset.num_samples // self.global_batch_size))
 
     monkeypatch.setattr(Loader, "indices", dropping)
-    problem = data_checks.order_problem(loader(size=24))
+    problem = data_checks.order_problem(loader(size=24), seed=0)
     assert problem == "the data: an epoch reads a sample twice"
 
 
