@@ -1,4 +1,4 @@
-"""``axonlaunch estimate`` and ``train --dry-run``: what they print, draw, and refuse."""
+"""``axonlaunch estimate``: what it prints, draws, and refuses."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import dataclasses
 import io
 import json
 import re
-import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import TINY, Command, Served
+from command import TINY, Command
 from rich.console import Console
-from served import Server
 
 from axonlaunch.cli.estimate import estimate_to_json, print_estimate
 from axonlaunch.cli.plotting import save
@@ -76,17 +73,6 @@ def build_staged():
     return Staged()
 """
 STATES = ("parameters", "gradients", "optimizer")
-
-
-@pytest.fixture
-def axonlaunch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
-) -> Iterator[Command]:
-    """The command in a new folder, with an empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    command = Served(tmp_path, server)
-    yield command
-    assert not command.processes()
 
 
 def forecast(*, memory: int | None = None, stages: int = 2, host: int = 0) -> Forecast:
@@ -163,91 +149,6 @@ def test_512_ranks_are_reported_on_one_node_and_kept(axonlaunch: Command) -> Non
     assert len(list((axonlaunch.folder / "cache" / "axonlaunch" / "estimates").iterdir())) == 1
     assert axonlaunch(*overrides).stdout == first.stdout
     assert [path.name for path in axonlaunch.folder.iterdir()] == ["cache"]
-
-
-def test_a_dry_run_starts_nothing_and_says_what_would_fit(axonlaunch: Command) -> None:
-    small = ["hardware=cpu", "hardware.memory_gib=0.0013"]
-    ran = axonlaunch.train("strategy=single", *small, "--dry-run")
-    assert "single: 1 rank" in ran.stdout
-    assert "does not fit" in ran.stdout
-    assert "\ntrain.micro_batch_size=" in ran.stdout
-    assert ran.stderr == ""
-    small[1] = "hardware.memory_gib=1"
-    fitting = axonlaunch.train("strategy=single", *small, "--dry-run").stdout
-    assert "fits " in fitting
-    assert "a launch on this node passes every check" in fitting
-    assert not (axonlaunch.folder / "runs").exists()
-
-
-@pytest.mark.timeout(240)
-def test_a_dry_run_of_what_this_node_can_not_hold_prints_its_estimate_first(
-    axonlaunch: Command,
-) -> None:
-    overrides = ["strategy=fsdp", "model=llama3_8b", "model.num_hidden_layers=2"]
-    overrides += ["model.vocab_size=40000000", "data=tokens", "data.path=tokens.bin"]
-    overrides += ["checkpoint.every=0"]
-    ran = axonlaunch("train", "--dry-run", *overrides, status=2)
-    table, _, rest = ran.stdout.partition("a launch on this node would be refused:\n")
-    assert "8,192 positions, bf16, selective" in " ".join(table.split())
-    assert "highest peak" in table
-    said = " ".join(rest.split())
-    assert "data.path=tokens.bin: no such file" in said
-    assert "model=llama: 328B parameters" in said
-    assert "use a smaller model, more ranks with strategy=fsdp" in said
-    assert "add hardware=h100_80gb" in said
-    assert rest.splitlines()[-1] == f"  axonlaunch estimate {' '.join(overrides)}"
-    reported = json.loads(axonlaunch("train", "--dry-run", *overrides, "--json", status=2).stdout)
-    assert [obstacle["key"] for obstacle in reported["obstacles"]] == ["data.path", "model"]
-    assert reported["fits"] is reported["verdict"] is None
-
-
-def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Command) -> None:
-    overrides = [*(word for word in TINY if not word.startswith("data")), "data=tokens"]
-    ran = axonlaunch("train", "--dry-run", *overrides, "data.sequence_length=16", status=2)
-    assert "highest peak" in ran.stdout
-    assert "data.path" in ran.stdout.partition("would be refused")[2]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "keys"),
-    [
-        (["run_dir=file/run", "launch.master_port={taken}"], ["run_dir", "launch.master_port"]),
-        (["run_dir=run", "train.steps=3"], ["train.steps"]),
-        (["launch=slurm", "launch.backend=mock"], ["launch.backend"]),
-        (["launch.nnodes=2", "launch.node_rank=0"], ["launch.master_addr"]),
-        (["launch=env"], ["launch.name"]),
-    ],
-)
-def test_a_dry_run_reports_and_exits_as_the_launch_would(
-    axonlaunch: Command, overrides: list[str], keys: list[str]
-) -> None:
-    (axonlaunch.folder / "file").touch()
-    (axonlaunch.folder / "run").mkdir()
-    (axonlaunch.folder / "run/config.yaml").write_text("seed: 7")
-    (axonlaunch.folder / "run/summary.json").write_text('{"status": "done", "steps": 3}')
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        command = ["strategy=ddp", "launch.nproc=2", *(o.format(taken=port) for o in overrides)]
-        launched = axonlaunch.train(*command, "--json", status=2)
-        dry = axonlaunch.train(*command, "--json", "--dry-run", status=2)
-    refused, reported = json.loads(launched.stdout), json.loads(dry.stdout)
-    assert [error["key"] for error in refused["errors"]] == keys
-    assert reported.get("obstacles", reported.get("errors")) == refused["errors"]
-
-
-def test_a_dry_run_of_a_finished_run_says_that_nothing_is_left(axonlaunch: Command) -> None:
-    (axonlaunch.folder / "run").mkdir()
-    (axonlaunch.folder / "run/summary.json").write_text('{"status": "done", "steps": 6}')
-    dry = axonlaunch.train("strategy=single", "run_dir=run", "--dry-run")
-    assert dry.stdout.endswith("to start over, use another name\n")
-
-
-def test_a_dry_run_of_what_no_node_can_run_is_refused(axonlaunch: Command) -> None:
-    ran = axonlaunch.train("strategy=tensor", "launch.nproc=7", "--dry-run", status=2)
-    assert ran.stdout == ""
-    assert ran.stderr.startswith("error: strategy.tensor.degree=2: 7 ranks are not")
 
 
 def test_data_that_is_not_there_is_no_obstacle(axonlaunch: Command) -> None:

@@ -1,0 +1,21 @@
+"""The command, forked from the server of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command import Command, Served
+from served import Server
+
+
+@pytest.fixture
+def axonlaunch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
+) -> Iterator[Command]:
+    """The command in a new folder, with an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    command = Served(tmp_path, server)
+    yield command
+    assert not command.processes()
