@@ -116,14 +116,16 @@ def order_problem(loader: Loader, *, seed: int) -> str:
         return ""  # which sample comes when is somebody else's to say
     samples = dataset.num_samples
     begins = np.arange(min(samples, _PLACES))
-    first, second = (order_of(dataset, begins + epoch * samples, seed=seed) for epoch in (0, 1))
-    for part in (first, second, _at_ends(loader, 0), _at_ends(loader, 1)):
+    by_place = [order_of(dataset, begins + epoch * samples, seed=seed) for epoch in (0, 1)]
+    by_step = [_at_ends(loader, epoch) for epoch in (0, 1)]
+    for part in (*by_place, *by_step):
         if len(np.unique(part)) < len(part):
             return "the data: an epoch reads a sample twice"
         if part.min() < 0 or part.max() >= samples:
             return "the data: an epoch reads samples that are not there"
-    if len(first) > _FEW and np.array_equal(first, second):
-        return "the data: every epoch has its samples in the same order"
+    for first, second in (by_place, by_step):
+        if len(first) > _FEW and np.array_equal(first, second):
+            return "the data: every epoch has its samples in the same order"
     return ""
 
 

@@ -77,15 +77,21 @@ def test_an_evaluation_that_drops_or_repeats_held_out_samples_is_none() -> None:
     assert data_checks.held_out_problem(config, reading, [*batches, batches[1]]) == problem
 
 
-def test_an_order_that_ends_with_the_last_full_batch_is_none(monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [(24, "an epoch reads a sample twice"), (8, "every epoch has its samples in the same order")],
+    ids=["incomplete", "whole"],
+)
+def test_an_order_that_ends_with_the_last_full_batch_is_none(
+    monkeypatch: Patch, size: int, problem: str
+) -> None:
     right = Loader.indices
 
     def dropping(self: Loader, step: int) -> Any:
         return right(self, step % (self.dataset.num_samples // self.global_batch_size))
 
     monkeypatch.setattr(Loader, "indices", dropping)
-    problem = data_checks.order_problem(loader(size=24), seed=0)
-    assert problem == "the data: an epoch reads a sample twice"
+    assert data_checks.order_problem(loader(size=size), seed=0) == f"the data: {problem}"
 
 
 def test_a_shard_that_reads_anothers_samples_in_the_second_epoch_is_seen() -> None:
