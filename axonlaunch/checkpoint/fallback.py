@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from axonlaunch.checkpoint import reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
+from axonlaunch.checkpoint.start import is_of
 from axonlaunch.checkpoint.storage import CHECKPOINTS, filesystem, is_remote, kept_by, sizes
 from axonlaunch.system.files import read_text, replace_text
 
@@ -133,7 +134,7 @@ def _remember(folder: Path, reason: str, aside: list[str]) -> None:
 
 
 def put_later_aside(chosen: Checkpoint, run_dir: Path) -> list[str]:
-    """Put aside what a run saved after one of its own checkpoints that it was told to go back to.
+    """Put aside what a run saved after the checkpoint of its own that it goes back to.
 
     The run would otherwise resume next from the newest, which is of the history that it left:
     back at step 20, stopped after 44, it would continue at the earlier attempt's 89.
@@ -148,7 +149,7 @@ def put_later_aside(chosen: Checkpoint, run_dir: Path) -> list[str]:
     Raises:
         OSError: They can't be listed or renamed.
     """
-    if chosen.path.parent.parent.resolve() != run_dir.resolve():
+    if not is_of(chosen.path, run_dir):
         return []
     lines = []
     for later in step_folders.list_checkpoints(run_dir):

@@ -35,11 +35,16 @@ def resume_of(config: RunConfig) -> str:
     resume, own = config.checkpoint.resume, own_folder(config)
     if resume in ("auto", "never") or own is None:
         return resume
-    given, kept = _real(storage_path(resume)), _real(own)
-    if f"{given}/".startswith(f"{kept}/"):
+    if is_of(storage_path(resume), own):
         return resume
     with reaching(own):
         return resume if find_checkpoint(own) is None else "auto"
+
+
+def is_of(place: Path, run_dir: Path) -> bool:
+    """Say whether a place is the folder that holds a run's ``checkpoints``, or one of them."""
+    place, own = _real(place), _real(run_dir)
+    return own in (place, place.parent.parent)
 
 
 def _real(path: Path) -> Path:

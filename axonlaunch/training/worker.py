@@ -17,6 +17,7 @@ from axonlaunch.checkpoint import Checkpoint, Retention, storage
 from axonlaunch.checkpoint.base import record_base
 from axonlaunch.checkpoint.fallback import Resumed, load_newest, put_later_aside
 from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.start import is_of
 from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
@@ -192,7 +193,7 @@ def _saver(
         storage.describe(config)
         # Who resumes in its own folder was compared with what is recorded there: to hash all
         # weights of the base takes minutes.
-        if resumed.checkpoint is None or resumed.checkpoint.path.parent.parent != root:
+        if resumed.checkpoint is None or not is_of(resumed.checkpoint.path, root):
             record_base(config)
     return Saver(
         root,
