@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.compose import Composed, Composer
+from axonlaunch.config.compose import OVERRIDE_ORIGIN, Composed, Composer
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.plain import LARGEST_YAML, flatten, read_yaml, to_tree, to_yaml, with_values
 from axonlaunch.config.plugins import import_plugins
@@ -143,9 +143,29 @@ def typed(
     problems += [rule for rule in find_rule_violations(checked.config) if rule.key not in reported]
     if problems:
         sources = origins()
-        raise ConfigError([_placed(problem, sources) for problem in problems])
+        placed: list[ConfigIssue] = []
+        for problem in problems:
+            if (issue := _placed(_chosen(problem, sources), sources)) not in placed:
+                placed.append(issue)
+        raise ConfigError(placed)
     assert isinstance(checked.config, RunConfig)
     return checked.config
+
+
+def _chosen(problem: ConfigIssue, origins: Mapping[str, str]) -> ConfigIssue:
+    """Say of a key left by another option how that option is replaced as a whole.
+
+    ``scheduler.name=constant`` leaves ``scheduler.final_lr_ratio`` of the default
+    ``scheduler/cosine.yaml``, which nobody wrote; ``scheduler=constant`` is meant.
+    """
+    group, _, name = problem.key.partition(".")
+    by = origins.get(f"{group}.name", "")
+    file = Path(origins.get(problem.key, ""))
+    if name == "name" or file.parent.name != group or not by.startswith(OVERRIDE_ORIGIN):
+        return problem
+    option = by.rpartition("=")[2]
+    message = f"leaves the keys of {group}={file.stem} as they are; write {group}={option}"
+    return ConfigIssue(f"{group}.name", message, option)
 
 
 def _placed(problem: ConfigIssue, origins: Mapping[str, str]) -> ConfigIssue:
