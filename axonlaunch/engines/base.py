@@ -55,6 +55,12 @@ class Engine(Protocol):
     def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Run forward and backward and synchronise gradients; return the loss and the targets."""
 
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the whole model's gradient after ``backward``, 0-dim fp32.
+
+        Replicas that average no gradients have each their own.
+        """
+
     def update(self) -> tuple[Tensor | None, Tensor | None]:
         """Clip and update; return the gradient's norm, and whether fp16 left the update out."""
 

@@ -24,7 +24,7 @@ from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
-from axonlaunch.engines.optimizer.step import Update
+from axonlaunch.engines.optimizer.step import Update, gradient_norm
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision.policy import LossScale, scale_counters
 from axonlaunch.engines.tensor.losses import Losses
@@ -303,6 +303,11 @@ class MeshEngine:
         )
         if self._scale is not None:
             self._scale.load(counters)
+
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the whole model's gradient, between ``backward`` and ``update``."""
+        counted = [t for n, t in self._update.tensors.items() if n not in self._aliases]
+        return gradient_norm(counted, across=self._pipeline)
 
     def update(self) -> tuple[Tensor | None, Tensor | None]:
         """Clip gradients and update; return their norm, and whether fp16 left the update out."""

@@ -1,14 +1,16 @@
-"""A loss that is no number ends a run before it is learned from, and says where it shows first.
+"""A loss or gradient that is no number ends a run before it is learned from; it says where it is.
 
-It is held where the loss is read anyway, at logged steps, and before a checkpoint is written.
+They are looked at where the loss is read anyway, at logged steps, and before a checkpoint is
+written.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -18,33 +20,57 @@ from axonlaunch.engines.base import Engine
 
 
 class NotFiniteError(ArithmeticError):
-    """The loss is infinite or no number."""
+    """The loss, a gradient or a parameter is infinite or no number."""
 
 
-def raise_if_nonfinite(engine: Engine, loss: Tensor, *, world: World) -> None:
-    """Refuse to continue from a loss that is not finite; every rank calls this after ``backward``.
+def raise_if_nonfinite(
+    engine: Engine, loss: Tensor, *, world: World, checks_gradients: bool = True
+) -> None:
+    """Refuse to learn from what is not finite; every rank calls this after ``backward``.
 
     Args:
         engine: It has gradients.
         loss: The same on every rank.
         world: Who takes part.
+        checks_gradients: Whether a gradient counts: fp16 leaves out updates by those.
 
     Raises:
-        NotFiniteError: The loss is not finite; it names the first parameter that is not, else the
-            first whose gradient is not.
+        NotFiniteError: The loss is not finite, or the norm of the gradient; it names the first
+            parameter that is not, else the first whose gradient is not.
     """
     value = float(loss)
-    if math.isfinite(value):
-        return
+    if not math.isfinite(value):
+        _refuse(f"the loss of step {engine.step + 1} is {value:g}", engine, world)
+    # It may be backward alone that divides by zero, and clipping then ruins every parameter.
+    if checks_gradients and not _on_all(_is_finite(engine.gradient_norm()), world):
+        _refuse(f"the norm of the gradient of step {engine.step + 1} is not finite", engine, world)
+
+
+def raise_if_nonfinite_parameters(engine: Engine, *, world: World) -> None:
+    """Refuse to save parameters that are not finite; every rank calls this after an update.
+
+    Raises:
+        NotFiniteError: A parameter is not finite; it names the first.
+    """
+    if not _on_all(all(_is_finite(p.detach()) for _, p in engine.named_parameters()), world):
+        _refuse(f"after step {engine.step} parameters are not finite", engine, world)
+
+
+def _on_all(is_finite: bool, world: World) -> bool:
+    """Return whether it is so on every rank: replicas need not average their gradients."""
+    agreed = torch.tensor(float(is_finite), device=world.device)
+    if world.world_size > 1:
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return bool(agreed)
+
+
+def _refuse(message: str, engine: Engine, world: World) -> NoReturn:
     firsts: list[Any] = [_first(engine, world.rank)]
     if world.world_size > 1:
         firsts = all_gather_json(firsts[0])
-    message = f"the loss of step {engine.step + 1} is {value:g}; "
     if places := sorted(first for first in firsts if first is not None):
-        message += places[0][-1]
-    else:
-        message += "every parameter and every gradient is finite"
-    raise NotFiniteError(message)
+        raise NotFiniteError(f"{message}; {places[0][-1]}")
+    raise NotFiniteError(f"{message}; every parameter and every gradient is finite")
 
 
 def _first(engine: Engine, rank: int) -> tuple[int, int, int, str] | None:
@@ -67,5 +93,8 @@ def _first(engine: Engine, rank: int) -> tuple[int, int, int, str] | None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return bool(torch.isfinite(local).all())
+    return bool(torch.isfinite(_local(tensor)).all())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -38,7 +38,10 @@ from axonlaunch.training.device_use import DeviceUse
 from axonlaunch.training.early_stop import EvaluationHistory
 from axonlaunch.training.garbage import GarbageCollection
 from axonlaunch.training.module_trace.run import RunTracer
-from axonlaunch.training.nonfinite import raise_if_nonfinite
+from axonlaunch.training.nonfinite import (
+    raise_if_nonfinite,
+    raise_if_nonfinite_parameters,
+)
 from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
 from axonlaunch.training.profiling import StepProfiler
 from axonlaunch.training.stop_vote import StopVote
@@ -175,7 +178,6 @@ def _do_steps(loop: _Loop, saver: Saver | None, collection: GarbageCollection) -
         if saver is not None:
             is_early = interrupted or stopped
             loop.save(saver, is_early=is_early, is_due=is_saved, ends=is_early or last)
-        loop.loss = None  # the next step's peak is its own
         collection.step_done(step)
     return interrupted and not stopped and engine.step < num_steps
 
@@ -186,7 +188,6 @@ class _Loop:
 
     Attributes:
         backward: The engine's, or what traces it.
-        loss: Of the step that was done last, on the device; None once nobody looks at it any more.
         progress: Numbers of the run so far.
     """
 
@@ -203,7 +204,6 @@ class _Loop:
     stragglers: Stragglers
     vote: StopVote
     progress: _Progress
-    loss: torch.Tensor | None = None
 
     @property
     def is_exhausted(self) -> bool:
@@ -272,8 +272,8 @@ class _Loop:
         """
         started = time.perf_counter()
         self._begin("saving")
-        if is_early:
-            self._refuse_nonfinite()
+        if is_early and not is_due:  # the step was not checked
+            raise_if_nonfinite_parameters(self.engine, world=self.world)
         saved = []
         if ends or is_due:
             progress = self.progress
@@ -307,20 +307,15 @@ class _Loop:
         self._begin("stepping")
         with self.watch.step(self.engine):
             with naming_unknown_tokens(batch, self.data, step=self.engine.step):
-                self.loss, tokens = self.backward(batch)
-            if is_checked:
-                self._refuse_nonfinite()
-            return StepResult(self.loss, tokens, *self.engine.update())
+                loss, tokens = self.backward(batch)
+            if is_checked and self.config.precision != "fp16":  # which leaves such updates out
+                raise_if_nonfinite(self.engine, loss, world=self.world)
+            return StepResult(loss, tokens, *self.engine.update())
 
     def _epoch(self, step: int) -> float | None:
         """Return how often the data was seen; None: a stream does not say how long it is."""
         samples = self.data.dataset.num_samples
         return step * self.config.global_batch_size / samples if samples else None
-
-    def _refuse_nonfinite(self) -> None:
-        """Refuse to learn from, or to save, what is not finite, but where fp16 leaves it out."""
-        if self.config.precision != "fp16" and self.loss is not None:
-            raise_if_nonfinite(self.engine, self.loss, world=self.world)
 
     def _log(self, result: StepResult, *, step: int, rate: float) -> None:
         """Report the step's numbers; this waits for the device, which unlogged steps never do."""
