@@ -1,4 +1,4 @@
-"""A parameter that no backward reaches is named in the first step, where replicas wait for it."""
+"""A parameter that a step's backward does not reach is named, where replicas wait for it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,33 @@ class Idle(nn.Module):
         return logits
 
 
+class SkipsOnce(Idle):
+    """It leaves a layer out of one of its forwards."""
+
+    def __init__(self, without: int) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 8)
+        self.without, self.forwards = without, 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.forwards += 1
+        hidden = self.embed(tokens)
+        if self.forwards != self.without:
+            hidden = self.extra(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
 @pytest.fixture(autouse=True)
 def _registered() -> None:
     ax.register_model("idle", inputs="tokens")(Idle)
+    ax.register_model("skips_once", inputs="tokens")(SkipsOnce)
 
 
-def losses(*overrides: str) -> list[float]:
+def losses(*overrides: str, model: str = "idle") -> list[float]:
     chosen = run_config(
         [
-            *("model=idle", "data=synthetic_tokens", "data.sequence_length=8", *overrides),
+            *(f"model={model}", "data=synthetic_tokens", "data.sequence_length=8", *overrides),
             *("launch.nproc=2", "launch.backend=mock", "train.global_batch_size=4"),
         ]
     )
@@ -51,6 +69,26 @@ def test_overlapped_replicas_refuse_it_by_name() -> None:
     assert str(error) == (
         "strategy.ddp.sync=overlapped: extra.weight, extra.bias got no gradient, for which the "
         "others wait; use synchronous"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (("model.arguments.without=3",), "extra.weight, extra.bias"),
+        # The micro-batch before it had reached the layer; the last one sends.
+        (("model.arguments.without=6", "train.micro_batch_size=1"), "a parameter"),
+    ],
+    ids=["last step", "last micro-batch"],
+)
+def test_so_they_do_where_it_is_left_out_of_any_step(overrides: tuple[str, ...], name: str) -> None:
+    with pytest.raises(Exception, match=r"rank \d|strategy") as reported:
+        losses("strategy=ddp", *overrides, model="skips_once")
+    error = reported.value.__cause__ or reported.value
+    assert isinstance(error, ConfigError)
+    assert str(error) == (
+        f"strategy.ddp.sync=overlapped: {name} got no gradient, for which the others wait; "
+        "use synchronous"
     )
 
 

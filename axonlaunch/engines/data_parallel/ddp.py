@@ -176,13 +176,23 @@ class DDP(nn.Module):
         named = self.module.named_buffers()
         self._copy_from_first(buffer for name, buffer in named if name not in self._ignored)
 
-    def parameters_without_grad(self) -> list[str]:
-        """Return the parameters that no backward reached, where torch's buckets wait for them all.
+    def has_averaged(self) -> bool:
+        """Return whether the last backward filled all of torch's buckets, where torch averages.
 
-        Of a bucket that misses one no gradient is averaged; torch reports that in the next step.
+        Of a bucket that misses a gradient none is averaged. Torch reports that in the next step,
+        which the last one has not, and after an update by which replicas are apart. The host knows:
+        nothing waits for a device.
         """
         if self._torch is None or not self._waits_for_all:
-            return []
+            return True
+        try:
+            self._torch._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return True
+
+    def parameters_without_grad(self) -> list[str]:
+        """Return the trained parameters that no backward of this step reached."""
         named = self.module.named_parameters()
         return [
             name for name, parameter in named if parameter.requires_grad and parameter.grad is None

@@ -58,7 +58,6 @@ class AveragedGradients(Replicas):
     def __init__(self, replicas: DDP, *, group: ProcessGroup, scatters_rows: bool = False) -> None:
         super().__init__(replicas, group=group, options=None)
         self._replicas = replicas
-        self._has_stepped = False
         if scatters_rows and group.size > 1:
             self.rows = replicas.synchronizer.rows
 
@@ -70,12 +69,11 @@ class AveragedGradients(Replicas):
         """
         if self._replicas.sync is GradSyncStrategy.NO_SYNC:
             self._replicas.sync_gradients()
-        if not self._has_stepped:
-            self._has_stepped = True
-            if names := self._replicas.parameters_without_grad():
-                listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-                message = f"{listed} got no gradient, for which the others wait; use synchronous"
-                raise ConfigError([ConfigIssue("strategy.ddp.sync", message, "overlapped")])
+        if not self._replicas.has_averaged():
+            names = self._replicas.parameters_without_grad() or ["a parameter"]
+            listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            message = f"{listed} got no gradient, for which the others wait; use synchronous"
+            raise ConfigError([ConfigIssue("strategy.ddp.sync", message, "overlapped")])
 
 
 def make_replicas(
