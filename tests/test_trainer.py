@@ -133,6 +133,11 @@ def test_never_resuming_starts_at_the_first_step(tmp_path: Path) -> None:
     assert of(Started, events)[0].step == 0
 
 
+def test_a_run_with_the_largest_seed_trains(tmp_path: Path) -> None:
+    events = train(tmp_path, "train.steps=2", "train.eval_batches=1", f"seed={2**63 - 1}")
+    assert of(Finished, events)[0].step == 2
+
+
 def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be " * 40)
     overrides = ["data=text", f"data.files=[{tmp_path}/text.txt]", "data.sequence_length=8"]

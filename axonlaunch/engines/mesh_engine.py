@@ -363,7 +363,8 @@ class MeshEngine:
         Ranks of a tensor axis draw alike, for what they don't divide they all compute.
         """
         place = self._mesh.along("pp", "dp_replicate", "dp_shard")
-        torch.manual_seed((self._rule.seed * 1_000_003 + self.step) * 65_537 + place)
+        # torch takes 64 bits, and a seed may have 63 of its own.
+        torch.manual_seed(((self._rule.seed * 1_000_003 + self.step) * 65_537 + place) % 2**63)
 
     def _named_tensors(self) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers by name, a tied parameter once."""
