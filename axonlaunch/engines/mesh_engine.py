@@ -131,7 +131,7 @@ class MeshEngine:
         self._rule = rule
         self._saves_frozen = saves_frozen
         self._pipeline: ProcessGroup | None = mesh.group("pp") if layout.pipeline > 1 else None
-        self._buffers = [b for module in self.modules for b in persistent_buffers(module)]
+        self._buffers = [(m, name) for m in self.modules for name in persistent_buffers(m)]
         for module in self.modules:
             if not module.training:  # as pretrained models come; parts that a model froze stay so
                 module.train()
@@ -355,7 +355,8 @@ class MeshEngine:
         for axis in axes:
             group = self._mesh.group(axis)
             first, members = group.ranks[0], group.torch_group
-            broadcast_tensors(self._buffers, source=first, group=members)
+            buffers = [module.get_buffer(name) for module, name in self._buffers]
+            broadcast_tensors(buffers, source=first, group=members)
 
     def _seed_draws(self) -> None:
         """Seed by step, so that a resumed run draws (dropout, say) what an uninterrupted one would.

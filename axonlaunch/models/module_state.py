@@ -26,10 +26,10 @@ def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
             part.training = mode
 
 
-def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
-    """Return the buffers that belong to a model's state."""
+def persistent_buffers(model: torch.nn.Module) -> list[str]:
+    """Return the names of buffers that belong to a model's state; a model may replace a tensor."""
     state = model.state_dict()
-    return [buffer for name, buffer in model.named_buffers() if name in state]
+    return [name for name, _ in model.named_buffers() if name in state]
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Tensor]:

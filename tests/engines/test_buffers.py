@@ -7,8 +7,9 @@ import torch
 from configured import run_config
 from parity_table import IMAGES
 from rank_engine import rank_engine
-from torch import Tensor
+from torch import Tensor, nn
 
+import axonlaunch as ax
 from axonlaunch.comm import World
 from axonlaunch.config.layout import Layout
 from axonlaunch.preflight import checks
@@ -58,3 +59,44 @@ def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
     assert statistics["2.running_mean"].abs().sum() > 0
     forwards = Layout.of(chosen, world_size=ranks).micro_batches
     assert int(statistics["2.num_batches_tracked"]) == 3 * forwards
+
+
+class MovingMean(nn.Module):
+    """Its running mean is a new tensor after each forward."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 8)
+        self.head = nn.Linear(8, 256)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * hidden.detach().mean((0, 1))
+        logits: Tensor = self.head(hidden - self.mean)
+        return logits
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_so_they_do_where_a_model_replaces_the_tensor(strategy: str) -> None:
+    ax.register_model("moving_mean", inputs="tokens")(MovingMean)
+    chosen = run_config(
+        [
+            *("model=moving_mean", "data=synthetic_tokens", "data.sequence_length=8"),
+            *(f"strategy={strategy}", "launch.nproc=2", "launch.backend=mock"),
+            "train.global_batch_size=4",
+        ]
+    )
+
+    def run(world: World) -> Tensor:
+        engine, loader = rank_engine(chosen, world)
+        engine.train_step(loader.batch(0))
+        mean: Tensor = engine.state_dict()["model"]["mean"]
+        return mean.clone()
+
+    first, second = World.mock(2).run(run)
+    assert torch.equal(first, second)
+    assert first.abs().sum() > 0
