@@ -77,6 +77,9 @@ class StepLogged:
             from a checkpoint that does not say how many there were.
         data_wait_s: Of ``step_s``, for how long the main rank waited for data.
         slowest: The rank that others wait for; None: none was seen.
+        skipped: Updates that fp16 left out since the last logged step, as gradients overflowed;
+            None in another precision.
+        loss_scale: What fp16 multiplies the next step's loss by; None in another precision.
         mfu: Share of the devices' dense peak that the model needs: 6 FLOPs for each parameter that
             is not looked up and token, 12 L H Q T for attention, nothing for recomputation. None on
             a CPU, or where the peak is not known.
@@ -100,6 +103,8 @@ class StepLogged:
     tokens_seen: int | None
     data_wait_s: float = 0.0
     slowest: Straggler | None = None
+    skipped: int | None = None
+    loss_scale: float | None = None
     mfu: float | None = None
     reserved_bytes: int | None = None
     active_bytes: int | None = None

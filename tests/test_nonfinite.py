@@ -15,25 +15,29 @@ from torch import Tensor, nn
 
 import axonlaunch as ax
 from axonlaunch.comm import World
-from axonlaunch.events import Event, Monitor, StepDone
+from axonlaunch.events import Event, Monitor, StepDone, StepLogged
 from axonlaunch.training import worker
 from axonlaunch.training.nonfinite import NotFiniteError, raise_if_nonfinite
 
 
 class DividesInBackward(nn.Module):
-    """In one step its loss is finite and its gradient 0/0: that of the norm of zero."""
+    """In some steps its loss is finite and its gradient 0/0: that of the norm of zero.
 
-    def __init__(self, at: int) -> None:
+    With ``in_forward`` the loss is no number either.
+    """
+
+    def __init__(self, at: int, lasts: int = 1, *, in_forward: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, 8)
         self.head = nn.Linear(8, 256)
-        self.at, self.steps = at, 0
+        self.at, self.steps, self.in_forward = range(at, at + lasts), 0, in_forward
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
         self.steps += self.training
-        if self.training and self.steps == self.at:
-            hidden = hidden + (hidden - hidden).pow(2).sum(-1, keepdim=True).sqrt()
+        if self.training and self.steps in self.at:
+            zero = (hidden - hidden).pow(2).sum(-1, keepdim=True)
+            hidden = hidden + (zero / zero if self.in_forward else zero.sqrt())
         logits: Tensor = self.head(hidden)
         return logits
 
@@ -43,8 +47,8 @@ def _registered() -> None:
     ax.register_model("divides", inputs="tokens")(DividesInBackward)
 
 
-def refused(folder: Path, *overrides: str, stop_at: int | None = None) -> str:
-    """Train on two ranks of the mock world; return why that was refused."""
+def train(folder: Path, *overrides: str, stop_at: int | None = None) -> list[Event]:
+    """Train on two ranks of the mock world; return what the main rank reported."""
     chosen = run_config(
         [
             *("model=divides", "data=synthetic_tokens", "data.sequence_length=8"),
@@ -59,8 +63,14 @@ def refused(folder: Path, *overrides: str, stop_at: int | None = None) -> str:
         return any(isinstance(e, StepDone) and e.step == stop_at for e in events)
 
     monitor = Monitor(report=events.append, stop=stop)
+    World.mock(2).run(lambda world: worker.run(chosen, world, monitor=monitor))
+    return events
+
+
+def refused(folder: Path, *overrides: str, stop_at: int | None = None) -> str:
+    """Return why such a run was refused."""
     with pytest.raises(Exception, match=r"finite|rank") as reported:
-        World.mock(2).run(lambda world: worker.run(chosen, world, monitor=monitor))
+        train(folder, *overrides, stop_at=stop_at)
     error = reported.value.__cause__ or reported.value
     assert isinstance(error, NotFiniteError)
     return str(error)
@@ -86,6 +96,29 @@ def test_a_gradient_that_is_no_number_is_not_saved_where_the_loss_is_finite(
 def test_parameters_that_an_unlogged_step_ruined_are_not_saved_by_a_stop(tmp_path: Path) -> None:
     message = refused(tmp_path, "model.arguments.at=3", "checkpoint.every=100", stop_at=2)
     assert message.startswith("after step 3 parameters are not finite; embed.weight is the first ")
+    assert saved(tmp_path) == []
+
+
+FP16 = ["train.precision=fp16", "checkpoint.every=0"]
+
+
+def test_updates_that_fp16_leaves_out_are_logged_with_the_loss_scale(tmp_path: Path) -> None:
+    events = train(tmp_path, *FP16, "model.arguments.at=2", "model.arguments.lasts=3")
+    logged = [event for event in events if isinstance(event, StepLogged)]
+    assert [(e.step, e.skipped, e.loss_scale) for e in logged] == [(1, 0, 2**16), (8, 3, 2**13)]
+
+
+def test_fp16_does_not_leave_out_updates_for_ever(tmp_path: Path) -> None:
+    always = ["model.arguments.at=1", "model.arguments.lasts=99", "train.steps=31"]
+    message = refused(tmp_path, *FP16, *always)
+    assert message.startswith("gradients overflow fp16 in step 31 and before it, so that updates ")
+    assert message.endswith("; train.precision=bf16 has the range of fp32")
+
+
+def test_nor_does_it_save_where_the_loss_is_no_number(tmp_path: Path) -> None:
+    arguments = ["model.arguments.at=4", "+model.arguments.in_forward=true", "checkpoint.every=4"]
+    message = refused(tmp_path, *FP16, *arguments)
+    assert message.startswith("the loss of step 4 is nan; ")
     assert saved(tmp_path) == []
 
 

@@ -18,6 +18,10 @@ from axonlaunch.comm import World
 from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.engines.base import Engine
 
+LEAST_LOSS_SCALE = 1e-4
+"""fp16's loss scale is halved by each overflow; that of a run which trains is far above fairseq's
+``min_loss_scale``, which this is."""
+
 
 class NotFiniteError(ArithmeticError):
     """The loss, a gradient or a parameter is infinite or no number."""
@@ -54,6 +58,20 @@ def raise_if_nonfinite_parameters(engine: Engine, *, world: World) -> None:
     """
     if not _on_all(all(_is_finite(p.detach()) for _, p in engine.named_parameters()), world):
         _refuse(f"after step {engine.step} parameters are not finite", engine, world)
+
+
+def raise_if_scale_is_exhausted(engine: Engine) -> None:
+    """Refuse to continue where fp16 has left out one update after another; it reads the scale.
+
+    Raises:
+        NotFiniteError: The loss scale is below ``LEAST_LOSS_SCALE``.
+    """
+    if (scale := engine.loss_scale) < LEAST_LOSS_SCALE:
+        raise NotFiniteError(
+            f"gradients overflow fp16 in step {engine.step} and before it, so that updates were "
+            f"left out until the loss scale was {scale:g}, which may be no less than "
+            f"{LEAST_LOSS_SCALE:g}; train.precision=bf16 has the range of fp32"
+        )
 
 
 def _on_all(is_finite: bool, world: World) -> bool:

@@ -41,6 +41,7 @@ from axonlaunch.training.module_trace.run import RunTracer
 from axonlaunch.training.nonfinite import (
     raise_if_nonfinite,
     raise_if_nonfinite_parameters,
+    raise_if_scale_is_exhausted,
 )
 from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
 from axonlaunch.training.profiling import StepProfiler
@@ -55,6 +56,7 @@ class _Progress:
     eval_loss: float | None = None
     evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
     seen: torch.Tensor | int | None = 0
+    skipped: torch.Tensor | None = None
     tokens: int = 0
     seconds: float = 0.0
     since: float = field(default_factory=time.perf_counter)
@@ -218,8 +220,11 @@ class _Loop:
             progress.leave_out_since(began)
             self.vote.cast(stop=self.monitor.stop())
             rate = self.engine.learning_rate()
-            result = self._train(self._read(), is_checked=is_logged or is_saved)
+            result = self._train(self._read(), is_logged=is_logged, is_saved=is_saved)
             progress.steps_since += 1
+            if result.skipped is not None:
+                counted = progress.skipped
+                progress.skipped = result.skipped + (0 if counted is None else counted)
             if progress.seen is not None:
                 progress.seen = progress.seen + result.tokens
             if is_logged:
@@ -303,14 +308,21 @@ class _Loop:
         self.progress.waited += time.perf_counter() - began
         return batch
 
-    def _train(self, batch: AnyBatch, *, is_checked: bool) -> StepResult:
+    def _train(self, batch: AnyBatch, *, is_logged: bool, is_saved: bool) -> StepResult:
         self._begin("stepping")
         with self.watch.step(self.engine):
             with naming_unknown_tokens(batch, self.data, step=self.engine.step):
                 loss, tokens = self.backward(batch)
-            if is_checked and self.config.precision != "fp16":  # which leaves such updates out
-                raise_if_nonfinite(self.engine, loss, world=self.world)
-            return StepResult(loss, tokens, *self.engine.update())
+            # fp16 leaves out updates by gradients that are not finite, and halves its scale.
+            is_fp16 = self.config.precision == "fp16"
+            if is_saved or (is_logged and not is_fp16):
+                raise_if_nonfinite(
+                    self.engine, loss, world=self.world, checks_gradients=not is_fp16
+                )
+            result = StepResult(loss, tokens, *self.engine.update())
+            if is_fp16 and (is_logged or is_saved):
+                raise_if_scale_is_exhausted(self.engine)
+            return result
 
     def _epoch(self, step: int) -> float | None:
         """Return how often the data was seen; None: a stream does not say how long it is."""
@@ -338,9 +350,12 @@ class _Loop:
                 tokens_seen=None if progress.seen is None else int(progress.seen),
                 data_wait_s=waited,
                 slowest=slowest,
+                skipped=None if progress.skipped is None else int(progress.skipped),
+                loss_scale=None if progress.skipped is None else self.engine.loss_scale,
                 **self.use.read(tokens_per_s=tokens / seconds),
             )
         )
+        progress.skipped = None
         if times is not None:
             self.monitor.report(times)
 

@@ -187,6 +187,8 @@ class RunConsole:
             self._progress.update(self._task, completed=event.step, numbers=numbers)
         elif not self._console.is_terminal:
             parts = [f"step {event.step}", f"loss {event.loss:.4f}", speed, memory]
+            if event.skipped:
+                parts.append(f"updates skipped: {event.skipped} (loss scale {event.loss_scale:g})")
             self.log("  ".join([*parts, *_of_gpu(event)]))
         self._straggler(event.slowest)
 

@@ -55,10 +55,10 @@ class Logger:
 
         Args:
             metrics: loss, lr, grad_norm, tokens, tokens_per_s, step_s, peak_memory_bytes, epoch,
-                tokens_seen, data_wait_s, and of a GPU mfu, reserved_bytes, active_bytes,
-                alloc_retries, power_w, utilization, temperature_c; or eval_loss, perplexity,
-                eval_tokens, unigram_entropy, and of each source of a mix eval_loss/NAME and
-                perplexity/NAME. What is unknown is left out.
+                tokens_seen, data_wait_s, in fp16 skipped and loss_scale, and of a GPU mfu,
+                reserved_bytes, active_bytes, alloc_retries, power_w, utilization, temperature_c; or
+                eval_loss, perplexity, eval_tokens, unigram_entropy, and of each source of a mix
+                eval_loss/NAME and perplexity/NAME. What is unknown is left out.
             step: Optimizer steps done, never fewer than in the call before.
         """
         raise NotImplementedError
