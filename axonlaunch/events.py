@@ -68,7 +68,7 @@ class StepLogged:
         lr: Of the step.
         grad_norm: Before clipping; None: nobody asked.
         tokens: Targets of the step that counted, of all ranks.
-        tokens_per_s: Of the world.
+        tokens_per_s: Such targets of all steps since the last logged one, a second.
         step_s: Seconds of a step, on average since the last logged one.
         peak_memory_bytes: Of this rank, so far.
         epoch: How often the training samples were seen by the end of the step; None: a stream does
@@ -81,8 +81,8 @@ class StepLogged:
             None in another precision.
         loss_scale: What fp16 multiplies the next step's loss by; None in another precision.
         mfu: Share of the devices' dense peak that the model needs: 6 FLOPs for each parameter that
-            is not looked up and token, 12 L H Q T for attention, nothing for recomputation. None on
-            a CPU, or where the peak is not known.
+            is not looked up and position, padding included, 12 L H Q T for attention, nothing for
+            recomputation. None on a CPU, or where the peak is not known.
         reserved_bytes: The most that this rank's allocator has reserved of its device.
         active_bytes: The most that was in blocks which are in use, or whose streams are not done.
         alloc_retries: How often the allocator has emptied its cache to find room.

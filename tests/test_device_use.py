@@ -57,8 +57,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_step_has_what_the_gpu_reports() -> None:
-    use = DeviceUse(CUDA, flops_per_token=1e9, peak=1e15, devices=4)
-    assert use.read(tokens_per_s=2e6) == {
+    use = DeviceUse(CUDA, flops_per_step=1e15, peak=1e15, devices=4)
+    assert use.read(step_s=0.5) == {
         "reserved_bytes": 3 * 2**30,
         "active_bytes": 2 * 2**30,
         "alloc_retries": 1,
@@ -73,7 +73,7 @@ def test_a_step_has_what_the_gpu_reports() -> None:
 def test_without_nvml_a_note_says_what_is_missing(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(device_use.importlib.util, "find_spec", lambda name: None)
     use = DeviceUse(CUDA)
-    assert "power_w" not in use.read(tokens_per_s=1.0)
+    assert "power_w" not in use.read(step_s=1.0)
     [note] = use.notes
     assert note == "not logged: power_w, utilization, temperature_c (pip install nvidia-ml-py)"
 
@@ -85,15 +85,15 @@ def test_what_a_device_refuses_is_asked_once(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(torch.cuda, "power_draw", refuse)
     use = DeviceUse(CUDA)  # which asks for the first time, so that a note says it at the start
     for _ in range(2):
-        readings = use.read(tokens_per_s=1.0)
+        readings = use.read(step_s=1.0)
         assert "power_w" not in readings
         assert readings["temperature_c"] == 61.0
     assert use.notes == ("not logged: power_w (Not Supported)",)
 
 
 def test_a_cpu_reports_nothing_of_the_kind() -> None:
-    use = DeviceUse(torch.device("cpu"), flops_per_token=1.0, peak=1.0)
-    assert use.read(tokens_per_s=1.0) == {}
+    use = DeviceUse(torch.device("cpu"), flops_per_step=1.0, peak=1.0)
+    assert use.read(step_s=1.0) == {}
 
 
 # MFU.
@@ -163,9 +163,10 @@ def test_of_a_run_it_counts_what_ranks_hold_together() -> None:
 
     def counted(world: World) -> float | None:
         engine, loader = rank_engine(chosen, world)
-        return worker._flops_per_token(chosen, engine, loader.dataset)
+        return worker._flops_per_step(chosen, engine, loader.dataset)
 
-    assert World.mock(2).run(counted) == [flops] * 2
+    positions = chosen.train.global_batch_size * chosen.data.sequence_length
+    assert World.mock(2).run(counted) == [flops * positions] * 2
 
 
 # Where it is shown.

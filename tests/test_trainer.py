@@ -14,7 +14,8 @@ from configured import run_config
 
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.dataset import AnyBatch, Batch
+from axonlaunch.data.loader import Loader
 from axonlaunch.events import (
     Evaluated,
     Event,
@@ -213,6 +214,27 @@ def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
 
     whole, accumulated = loss_and_norm(), loss_and_norm("train.micro_batch_size=1")
     assert accumulated == pytest.approx(whole, rel=1e-6)
+
+
+def test_the_rate_is_of_the_targets_that_counted_in_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Loader.batch
+
+    def shortened(loader: Loader, step: int) -> AnyBatch:
+        batch = whole(loader, step)
+        assert isinstance(batch, Batch)
+        targets = batch.targets.clone()
+        targets[:, 2 * step :] = -100
+        return dataclasses.replace(batch, targets=targets)
+
+    monkeypatch.setattr(Loader, "batch", shortened)
+    events = train(tmp_path, "train.steps=4", "train.log_every=100", "train.eval_batches=0")
+    first, last = of(StepLogged, events)
+    assert (last.tokens_seen - first.tokens_seen, last.tokens) == (8 * (2 + 4 + 6), 8 * 6)
+    seconds = 3 * last.step_s
+    assert last.tokens_per_s * seconds == pytest.approx(last.tokens_seen - first.tokens_seen)
+    assert of(Finished, events)[0].tokens_per_s == pytest.approx(last.tokens_per_s)
 
 
 def test_metrics_take_no_event_without_numbers(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ It reads counters that the host has already; nothing here waits for the device.
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,7 @@ class DeviceUse:
         self,
         device: torch.device,
         *,
-        flops_per_token: float | None = None,
+        flops_per_step: float | None = None,
         peak: float | None = None,
         devices: int = 1,
     ) -> None:
@@ -49,33 +50,34 @@ class DeviceUse:
 
         Args:
             device: This rank's.
-            flops_per_token: That the model needs; None: it is not known.
+            flops_per_step: That the model needs for all positions of a step, padding and what is
+                not counted in the loss too; None: they are not known.
             peak: FLOP/s of one device, as ``peak_flops`` returns it.
             devices: Of the world.
         """
         self._device = device
-        self._mfu_of_rate = None
-        if flops_per_token is not None and peak is not None:
-            self._mfu_of_rate = flops_per_token / devices / peak
+        self._shortest_s = None  # a step's, at an MFU of 1
+        if flops_per_step is not None and peak is not None:
+            self._shortest_s = flops_per_step / devices / peak
         self._is_cuda = device.type == "cuda"
         self._asked = dict(_NVML)
         self.notes: tuple[str, ...] = ()
         if self._is_cuda and torch.version.hip is None and not importlib.util.find_spec("pynvml"):
             self._leave_out([*_NVML], "pip install nvidia-ml-py")
-        self.read(tokens_per_s=0.0)  # so that what the device refuses is known at the start
+        self.read(step_s=math.inf)  # so that what the device refuses is known at the start
 
-    def read(self, *, tokens_per_s: float) -> dict[str, Any]:
+    def read(self, *, step_s: float) -> dict[str, Any]:
         """Return numbers by the names of a logged step's fields.
 
         Args:
-            tokens_per_s: Of the world.
+            step_s: Seconds that a step took.
         """
         if not self._is_cuda:
             return {}
         stats = torch.cuda.memory_stats(self._device)
         figures: dict[str, Any] = {name: stats.get(key, 0) for name, key in _ALLOCATOR.items()}
-        if self._mfu_of_rate is not None:
-            figures["mfu"] = tokens_per_s * self._mfu_of_rate
+        if self._shortest_s is not None:
+            figures["mfu"] = self._shortest_s / step_s
         for name, (ask, factor) in list(self._asked.items()):
             try:
                 figures[name] = ask(self._device) * factor

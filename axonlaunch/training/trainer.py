@@ -57,6 +57,7 @@ class _Progress:
     evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
     seen: torch.Tensor | int | None = 0
     skipped: torch.Tensor | None = None
+    tokens_since: torch.Tensor | int = 0
     tokens: int = 0
     seconds: float = 0.0
     since: float = field(default_factory=time.perf_counter)
@@ -68,17 +69,24 @@ class _Progress:
         """Leave what was not a step, from a moment to now, out of the time a step takes."""
         self.since += time.perf_counter() - moment
 
-    def logged(self, *, loss: float, tokens: int) -> tuple[float, float]:
-        """Take a logged step; return what a step took since the last one, and waited for data."""
+    def logged(self, *, loss: float) -> tuple[float, float, float]:
+        """Take a logged step.
+
+        Returns:
+            Seconds of a step since the last one and of its wait for data, and targets a second.
+        """
+        tokens = int(self.tokens_since)
         now = time.perf_counter()
         seconds = (now - self.since) / self.steps_since
         waited = self.waited / self.steps_since
         if self.started:  # the first step also pays for what is done once
-            self.tokens += tokens * self.steps_since
-            self.seconds += seconds * self.steps_since
+            self.tokens += tokens
+            self.seconds += now - self.since
         self.started = True
+        rate = tokens / (now - self.since)
         self.loss, self.since, self.steps_since, self.waited = loss, now, 0, 0.0
-        return seconds, waited
+        self.tokens_since, self.skipped = 0, None
+        return seconds, waited, rate
 
 
 def fit(
@@ -222,6 +230,7 @@ class _Loop:
             rate = self.engine.learning_rate()
             result = self._train(self._read(), is_logged=is_logged, is_saved=is_saved)
             progress.steps_since += 1
+            progress.tokens_since = progress.tokens_since + result.tokens
             if result.skipped is not None:
                 counted = progress.skipped
                 progress.skipped = result.skipped + (0 if counted is None else counted)
@@ -335,7 +344,8 @@ class _Loop:
         times, slowest = self.stragglers.measured(step=step) or (None, None)
         loss, tokens = float(result.loss), int(result.tokens)
         norm = None if result.grad_norm is None else float(result.grad_norm)
-        seconds, waited = progress.logged(loss=loss, tokens=tokens)
+        skipped = None if progress.skipped is None else int(progress.skipped)
+        seconds, waited, tokens_per_s = progress.logged(loss=loss)
         self.monitor.report(
             StepLogged(
                 step=step,
@@ -343,19 +353,18 @@ class _Loop:
                 lr=rate,
                 grad_norm=norm,
                 tokens=tokens,
-                tokens_per_s=tokens / seconds,
+                tokens_per_s=tokens_per_s,
                 step_s=seconds,
                 peak_memory_bytes=peak_memory_bytes(self.world.device),
                 epoch=self._epoch(step),
                 tokens_seen=None if progress.seen is None else int(progress.seen),
                 data_wait_s=waited,
                 slowest=slowest,
-                skipped=None if progress.skipped is None else int(progress.skipped),
-                loss_scale=None if progress.skipped is None else self.engine.loss_scale,
-                **self.use.read(tokens_per_s=tokens / seconds),
+                skipped=skipped,
+                loss_scale=None if skipped is None else self.engine.loss_scale,
+                **self.use.read(step_s=seconds),
             )
         )
-        progress.skipped = None
         if times is not None:
             self.monitor.report(times)
 

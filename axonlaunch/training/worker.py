@@ -151,7 +151,7 @@ def _device_use(config: RunConfig, engine: Engine, dataset: Dataset, world: Worl
     """Return what measures how well devices are used."""
     return DeviceUse(
         world.device,
-        flops_per_token=_flops_per_token(config, engine, dataset),
+        flops_per_step=_flops_per_step(config, engine, dataset),
         peak=peak_flops(config.hardware or hardware_of(world.device), config.train),
         devices=world.world_size,
     )
@@ -219,17 +219,25 @@ def _tokenising_ahead(
     return dataset.tokenising_ahead(config.tokenizer)
 
 
-def _flops_per_token(config: RunConfig, engine: Engine, dataset: Dataset) -> float | None:
-    """Return what MFU counts; None where a sample is no sequence of tokens."""
+def _flops_per_step(config: RunConfig, engine: Engine, dataset: Dataset) -> float | None:
+    """Return what MFU counts; None where a sample is no sequence of tokens.
+
+    Padding is computed as any position is, and so are those whose targets the loss leaves out.
+    """
     if dataset.kind != "tokens":
         return None
-    return training_flops_per_token(
-        parameters=engine.num_parameters,
-        looked_up=engine.num_looked_up,
-        frozen=engine.num_frozen,
-        layers=getattr(config.model, "num_hidden_layers", 0),
-        hidden_size=getattr(config.model, "hidden_size", 0),
-        positions=dataset.sample_shape[0],
+    positions = dataset.sample_shape[0]
+    return (
+        config.train.global_batch_size
+        * positions
+        * training_flops_per_token(
+            parameters=engine.num_parameters,
+            looked_up=engine.num_looked_up,
+            frozen=engine.num_frozen,
+            layers=getattr(config.model, "num_hidden_layers", 0),
+            hidden_size=getattr(config.model, "hidden_size", 0),
+            positions=positions,
+        )
     )
 
 

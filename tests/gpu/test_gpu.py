@@ -129,7 +129,7 @@ def test_copies_to_the_gpu_and_back_are_timed() -> None:
 
 
 def test_the_allocators_counters_are_read(world: World) -> None:
-    read = DeviceUse(world.device).read(tokens_per_s=1.0)
+    read = DeviceUse(world.device).read(step_s=1.0)
     assert read["reserved_bytes"] >= read["active_bytes"] >= 0
     assert read["alloc_retries"] == 0
 
