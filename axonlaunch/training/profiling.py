@@ -63,8 +63,14 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Surround a step of training; every rank calls this for each."""
+        """Surround a step of training; every rank calls this for each.
+
+        A run that resumes after the first of the steps records those that are left, unless there
+        are traces from before: they show steps that were asked for, and stay.
+        """
         steps = self._config.steps
+        if steps and step > steps[0] and not self._clocks and not self._is_over:
+            self._is_over = step > steps[1] or self._has_traces()
         if not steps or self._is_over or step < steps[0]:
             with self._memory_kept():
                 yield
@@ -88,6 +94,11 @@ class StepProfiler:
         if self._world.is_main:
             offsets = {rank: self._ahead(rank) for rank in self._config.ranks}
             step_breakdown.merge(self._run_dir, offsets_ns=offsets)
+
+    def _has_traces(self) -> bool:
+        """Return whether a rank finds traces; all ask, for not all may see the same folder."""
+        is_there = any(self._folder.glob("rank_*.json.gz"))
+        return any(all_gather_json(is_there)) if self._world.world_size > 1 else is_there
 
     def _ahead(self, rank: int) -> int:
         """Return by how many nanoseconds a rank's clock is ahead of the first profiled one's."""

@@ -168,6 +168,30 @@ def test_a_run_that_stops_early_writes_what_it_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("resumed_at", "was_written", "steps"),
+    [(5, False, None), (5, True, 1), (2, False, 2), (2, True, 1)],
+    ids=["after them", "after them, written", "among them", "among them, written"],
+)
+def test_a_resumed_run_profiles_no_other_step_and_keeps_what_was_written(
+    tmp_path: Path, resumed_at: int, was_written: bool, steps: int | None
+) -> None:
+    def run(world: World, first: int, last: int) -> None:
+        profiler = StepProfiler(ProfileConfig(steps=[2, 4]), world=world, run_dir=tmp_path)
+        for step in range(first, last + 1):
+            with profiler.step(step):
+                pass
+        profiler.finish()
+
+    if was_written:
+        World.mock(2).run(lambda world: run(world, 1, 2))
+    World.mock(2).run(lambda world: run(world, resumed_at + 1, 6))
+    path = tmp_path / "profile" / "rank_0.json.gz"
+    assert path.exists() == (steps is not None)
+    if steps is not None:
+        assert breakdown(read_trace(path), rank=0).steps == steps
+
+
+@pytest.mark.parametrize(
     ("error", "is_kept"),
     [
         (torch.OutOfMemoryError(), True),
