@@ -19,7 +19,7 @@ from axonlaunch.comm import World
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
-from axonlaunch.config.model import OWN_MODEL_CONFIGS
+from axonlaunch.config.model import OWN_MODEL_CONFIGS, HuggingFaceConfig
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
@@ -331,19 +331,20 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
 
 def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return what forward calls before the blocks and after them, where no weight is used alone."""
-    # Only of our own models is that known.
-    if type(plan.config.model) not in OWN_MODEL_CONFIGS:
+    if type(plan.config.model) not in OWN_MODEL_CONFIGS:  # of others it is not known
         return [], []
     before, after = around_blocks(plan.spec, model)
     return before, after if plan.chunked is None else []  # a head in chunks runs after forward
 
 
 def _units(plan: _Plan, model: nn.Module) -> list[nn.Module]:
-    """Return a model's blocks, and what forward calls after them."""
-    return [*plan.spec.blocks(model).values(), *_around_blocks(plan, model)[1]]
+    """Return blocks, and what forward calls after them, whose weights nothing else reads."""
+    is_known = type(plan.config.model) in (*OWN_MODEL_CONFIGS, HuggingFaceConfig)
+    blocks = plan.spec.blocks(model).values() if is_known else ()
+    return [*blocks, *_around_blocks(plan, model)[1]]
 
 
-def _shard(plan: _Plan, model: nn.Module) -> FSDP:
+def _shard(plan: _Plan, model: nn.Module) -> None:
     config, fsdp = plan.config, plan.config.strategy.fsdp
     before, after = _around_blocks(plan, model)
     sharded = FSDP(
@@ -366,7 +367,6 @@ def _shard(plan: _Plan, model: nn.Module) -> FSDP:
     sharded.ignore_returned_view()
     _fill(plan, model)
     plan.sharded.append(sharded)
-    return sharded
 
 
 def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> Callable[[Forward], Forward]:

@@ -11,10 +11,12 @@ from parity_table import MODELS
 from rank_engine import rank_engine
 from torch import Tensor, nn
 
+import axonlaunch as ax
 from axonlaunch.comm import World
 from axonlaunch.engines.data_parallel import zero1
 from axonlaunch.engines.mesh_engine import MeshEngine
 from axonlaunch.models.build import build_model, spec_for
+from axonlaunch.models.spec import ModelOutputs
 
 RUN = ["strategy=zero1", "launch.backend=mock", "launch.nproc=2", "train.global_batch_size=4"]
 
@@ -122,3 +124,46 @@ def test_rows_are_gathered_in_the_order_of_forwards_the_small_ones_first(
     # One message of all norms, then one for each matrix, to its place: no byte travels twice.
     expected = World.mock(2).run(run)[0]
     assert sizes == [(5 * 32,), *expected]
+
+
+class ReadsFirst(nn.Module):
+    """It computes with the weights of blocks before it calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens: Tensor) -> ModelOutputs:
+        penalty = sum(layer.weight.square().sum() for layer in self.layers)
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return ModelOutputs(self.head(hidden), penalty)
+
+
+def test_weights_that_a_custom_model_reads_outside_their_block_are_those_of_the_last_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zero1, "_LARGE", 2**30)
+    monkeypatch.setattr(zero1, "_FULL", 1)  # each in a bucket of its own, which a wait unpacks
+    ax.register_model("reads_first", inputs="tokens", layers="layers")(ReadsFirst)
+
+    def losses(strategy: str) -> list[float]:
+        own = [
+            "model=reads_first",
+            "data=synthetic_tokens",
+            "data.sequence_length=8",
+        ]
+        chosen = run_config(
+            [*own, *RUN, f"strategy={strategy}", "scheduler=constant", "optimizer.lr=0.1"]
+        )
+
+        def run(world: World) -> list[float]:
+            engine, loader = rank_engine(chosen, world)
+            return [float(engine.train_step(loader.batch(step)).loss) for step in range(3)]
+
+        return World.mock(2).run(run)[0]
+
+    assert losses("zero1") == pytest.approx(losses("ddp"), rel=1e-5)
