@@ -28,6 +28,7 @@ from axonlaunch.events import (
     StepLogged,
 )
 from axonlaunch.training import worker
+from axonlaunch.training.early_stop import EvaluationHistory
 from axonlaunch.training.loggers.jsonl import JSONLLogger
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
@@ -284,6 +285,13 @@ def test_training_ends_when_evaluations_get_no_better(tmp_path: Path) -> None:
     again = train(tmp_path, *STILL)
     assert not of(StepLogged, again)
     assert of(Finished, again)[0].step == 6
+
+
+def test_an_evaluation_that_is_no_number_is_not_the_best_once_there_is_one() -> None:
+    history = EvaluationHistory()
+    for loss in (math.nan, 3.0, 2.0, math.nan):
+        history.add(loss)
+    assert (history.best, history.since) == (2.0, 1)
 
 
 def test_a_resumed_run_ends_early_where_it_would_have_ended(tmp_path: Path) -> None:

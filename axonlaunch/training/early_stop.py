@@ -5,6 +5,7 @@ It counts; the loop evaluates and ends.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -13,7 +14,7 @@ class EvaluationHistory:
     """What evaluations found so far.
 
     Attributes:
-        best: The lowest loss; None without an evaluation.
+        best: The lowest loss, not a number until one is; None without an evaluation.
         since: Evaluations after the one that found it.
     """
 
@@ -22,7 +23,8 @@ class EvaluationHistory:
 
     def add(self, loss: float) -> None:
         """Note an evaluation; one that is not a number is no better than any."""
-        if self.best is None or loss < self.best:
+        is_first_number = self.best is not None and math.isnan(self.best) and not math.isnan(loss)
+        if self.best is None or is_first_number or loss < self.best:
             self.best, self.since = loss, 0
         else:
             self.since += 1

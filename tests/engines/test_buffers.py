@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import axonlaunch as ax
 from axonlaunch.comm import World
 from axonlaunch.config.layout import Layout
+from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.preflight import checks
 
 LAYOUTS = {
@@ -59,6 +60,24 @@ def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
     assert statistics["2.running_mean"].abs().sum() > 0
     forwards = Layout.of(chosen, world_size=ranks).micro_batches
     assert int(statistics["2.num_batches_tracked"]) == 3 * forwards
+
+
+def test_a_forward_of_an_evaluation_broadcasts_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = run_config(
+        [
+            *("model=custom", "model.target=normed:build", *IMAGES, "strategy=ddp"),
+            *("launch.nproc=2", "launch.backend=mock", "train.global_batch_size=16"),
+        ]
+    )
+    sent: list[DDP] = []
+    monkeypatch.setattr(DDP, "sync_buffers", sent.append)
+
+    def run(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        engine.predict(loader.dataset.samples([0, 1], split="eval").inputs)
+
+    World.mock(2).run(run)
+    assert sent == []
 
 
 class MovingMean(nn.Module):

@@ -149,7 +149,8 @@ class DDP(nn.Module):
             return self._torch(*inputs, **kwargs)
         if self._queued and torch.is_grad_enabled():
             self._forget_failed_backward()
-        if self._broadcast_buffers and self.training and self._enabled:
+        # The module's mode: who evaluates it need not know of what it is wrapped in.
+        if self._broadcast_buffers and self.module.training and self._enabled:
             self.sync_buffers()
         return self.module(*inputs, **kwargs)
 

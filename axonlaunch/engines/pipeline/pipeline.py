@@ -26,6 +26,7 @@ from axonlaunch.engines.pipeline.dynamic_send import broadcast_tensor, receive_t
 from axonlaunch.engines.pipeline.named_stage import NamedStage
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats
+from axonlaunch.models.module_state import evaluating
 
 MicrobatchLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -257,12 +258,8 @@ class Pipeline:
 
         torch's own inference would run it in training mode and move running statistics.
         """
-        training = {part: part.training for module in self.modules for part in module.modules()}
-        for module in self.modules:
-            module.eval()
-        self.forward(inputs)
-        for part, was in training.items():
-            part.training = was
+        with evaluating(self.modules):
+            self.forward(inputs)
 
     def _schedule(self, inputs: Tensor) -> Any:
         """Make torch's schedule for micro-batches of one shape."""
