@@ -12,6 +12,7 @@ import pytest
 import torch
 from configured import run_config
 
+from axonlaunch import checkpoint
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import AnyBatch, Batch
@@ -66,6 +67,14 @@ def test_the_first_every_nth_and_the_last_step_are_logged(tmp_path: Path) -> Non
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 3, 6, 7]
     assert all(line["tokens"] == 64 for line in lines if "loss" in line)
+
+
+def test_a_checkpoint_has_the_loss_of_an_evaluation_of_its_own_step_alone(tmp_path: Path) -> None:
+    overrides = ["train.steps=7", "train.eval_every=2", "train.eval_batches=1"]
+    events = train(tmp_path, *overrides, "checkpoint.every=3", "checkpoint.keep_last=9")
+    evaluated = {event.step: event.eval_loss for event in of(Evaluated, events)}
+    saved = {c.step: c.eval_loss for c in checkpoint.list_checkpoints(tmp_path)}
+    assert saved == {3: None, 6: evaluated[6], 7: evaluated[7]}
 
 
 def test_evaluation_counts_every_held_out_target_once(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Checkpoint:
         samples: Samples seen: the global index of the next one.
         world_size: Ranks that wrote it.
         loss: Training loss of the last step; None if it was not known.
-        eval_loss: Loss of the last evaluation; None without one.
+        eval_loss: Loss of an evaluation at this step; None without one.
         layout: Of the run that wrote it, in words.
         saved_at: Seconds since the epoch.
         tokens: Targets that counted, of all steps; None if they were not counted.

@@ -14,10 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint import step_folders
-from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
+from axonlaunch.checkpoint.manifest import MANIFEST, Checkpoint, CorruptCheckpointError
+from axonlaunch.checkpoint.storage import kept_by, sizes
 from axonlaunch.system.files import NotRegularError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
 
     from axonlaunch.comm import World
@@ -72,6 +75,33 @@ def load_checkpoint(
             damage = error
     any_rank(True, world=world)  # nobody puts it aside while another still reads it
     raise damage or CorruptCheckpointError(f"{checkpoint.path} could not be read by another rank")
+
+
+def find_for_all(path: Path, *, world: World) -> Checkpoint | None:
+    """Return the checkpoint that a path means to the main rank; every rank calls this.
+
+    A run that saves meanwhile would otherwise give ranks parts of different steps.
+
+    Args:
+        path: A run's folder, or a checkpoint.
+        world: Whose ranks are to load the same.
+
+    Raises:
+        CorruptCheckpointError: This rank does not see what the main rank chose.
+        OSError: It can't be listed or read.
+    """
+    found = step_folders.find_checkpoint(path) if world.is_main else None
+    chosen = 0 if not world.is_main else -1 if found is None else found.step
+    step = sum_of_ranks(chosen, world=world)
+    if world.is_main or step < 0:
+        return found
+    folder = step_folders.follow_link(path)
+    if MANIFEST not in sizes(folder):
+        folder = step_folders.path_of(kept_by(folder), step=step)
+    seen = step_folders.read_checkpoint(folder)
+    if seen is None or seen.step != step:
+        raise CorruptCheckpointError(f"{folder}: step {step} is not seen by this rank")
+    return seen
 
 
 def any_rank(is_true: bool, *, world: World) -> bool:

@@ -130,7 +130,7 @@ class Saver:
             step: Optimizer steps done.
             samples: Samples seen.
             loss: Training loss of the last step.
-            eval_loss: Loss of the last evaluation.
+            eval_loss: Loss of an evaluation at this step; None without one.
             tokens: Targets that counted, of all steps.
             best_eval_loss: Lowest loss of an evaluation.
             evaluations_since: Evaluations after that one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -226,8 +227,12 @@ def prune(run_dir: Path, retention: Retention) -> None:
 
 def superseded(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
     """Return which of a run's checkpoints, given by step, are not to be kept."""
-    judged = [c for c in checkpoints if c.eval_loss is not None]
-    best = sorted(judged, key=lambda c: (c.eval_loss, -c.step))[: retention.best]
+    judged = [
+        (c.eval_loss, -c.step, c)
+        for c in checkpoints
+        if c.eval_loss is not None and math.isfinite(c.eval_loss)
+    ]
+    best = [c for *_, c in sorted(judged, key=lambda entry: entry[:2])[: retention.best]]
     return [
         c
         for c in checkpoints[: -retention.newest]

@@ -77,7 +77,7 @@ def _load_named(read: dict[str, Tensor], path: str, config: Any, *, world: World
     from axonlaunch.models.build import model_of
 
     where = storage_path(path)
-    checkpoint = step_folders.find_checkpoint(where)
+    checkpoint = reader.find_for_all(where, world=world)
     if checkpoint is not None:
         reader.load_checkpoint(checkpoint, {"model": read}, world=world)
     else:

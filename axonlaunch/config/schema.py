@@ -300,7 +300,7 @@ class CheckpointConfig:
     keep_every_n_steps: int = field(default=0, metadata={"min": 0})
     """also keep the checkpoint of every step that this divides; 0: none"""
     keep_best: int = field(default=0, metadata={"min": 0})
-    """also keep so many with the lowest evaluation loss"""
+    """also keep so many with the lowest evaluation loss, of those saved at an evaluated step"""
     async_save: bool = False
     """write while training continues, from a copy in host memory"""
     path: str | None = None

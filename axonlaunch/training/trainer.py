@@ -54,6 +54,7 @@ class _Progress:
 
     loss: float | None = None
     eval_loss: float | None = None
+    evaluated_at: int | None = None
     evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
     seen: torch.Tensor | int | None = 0
     skipped: torch.Tensor | None = None
@@ -261,7 +262,7 @@ class _Loop:
         means = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
         total, count = sums.sum(0)
         loss = float(total / count.clamp(min=1))
-        self.progress.eval_loss = loss
+        self.progress.eval_loss, self.progress.evaluated_at = loss, self.engine.step
         self.progress.evaluations.add(loss)
         self.progress.leave_out_since(started)
         self.monitor.report(
@@ -291,12 +292,13 @@ class _Loop:
         saved = []
         if ends or is_due:
             progress = self.progress
+            is_evaluated = progress.evaluated_at == self.engine.step
             saved = saver.save(
                 self.engine.state_dict(),
                 step=self.engine.step,
                 samples=self.engine.step * self.config.global_batch_size,
                 loss=progress.loss,
-                eval_loss=progress.eval_loss,
+                eval_loss=progress.eval_loss if is_evaluated else None,
                 tokens=None if progress.seen is None else int(progress.seen),
                 best_eval_loss=progress.evaluations.best,
                 evaluations_since=progress.evaluations.since,

@@ -16,6 +16,7 @@ from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import Checkpoint, Retention, storage
 from axonlaunch.checkpoint.base import record_base
 from axonlaunch.checkpoint.fallback import Resumed, load_newest, put_later_aside
+from axonlaunch.checkpoint.reader import find_for_all
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.start import is_of
 from axonlaunch.checkpoint.weights import load_initial_weights
@@ -265,7 +266,7 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
             world=world,
             passes_over=config.checkpoint.fallback,
         )
-    elif (saved := checkpoint.find_checkpoint(storage.storage_path(resume))) is not None:
+    elif (saved := find_for_all(storage.storage_path(resume), world=world)) is not None:
         resumed = Resumed(
             saved, checkpoint.load_checkpoint(saved, engine.state_dict(), world=world)
         )

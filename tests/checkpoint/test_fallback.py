@@ -103,6 +103,28 @@ def test_what_was_put_aside_is_neither_counted_nor_deleted(where: Path) -> None:
     }
 
 
+def test_a_save_between_two_ranks_looks_gives_no_rank_another_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "run", 1)
+    save(tmp_path / "later", 2)
+    look = step_folders.find_checkpoint
+
+    def saved_after(path: Path) -> checkpoint.Checkpoint | None:
+        found = look(path)
+        later = step_folders.path_of(tmp_path / "later", step=2)
+        if later.exists():
+            later.rename(step_folders.path_of(tmp_path / "run", step=2))
+        return found
+
+    def on_rank(world: World) -> int | None:
+        found = reader.find_for_all(tmp_path / "run", world=world)
+        return found.step if found else None
+
+    monkeypatch.setattr(step_folders, "find_checkpoint", saved_after)
+    assert World.mock(RANKS).run(on_rank) == [1] * RANKS
+
+
 def test_several_corrupt_ones_are_passed_over(where: Path) -> None:
     save(where, 1, 2, 3, 4)
     (where / "checkpoints/step_4/index.json").unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import random
 import shutil
@@ -69,6 +70,15 @@ def test_what_is_kept(retention: Retention, expected: list[int]) -> None:
     ]
     gone = step_folders.superseded(checkpoints, retention)
     assert [saved.step for saved in checkpoints if saved not in gone] == expected
+
+
+@pytest.mark.parametrize("losses", [(math.nan, 1.0, 3.0), (1.0, math.nan, 3.0), (1.0, None, 3.0)])
+def test_a_loss_that_is_not_finite_is_no_best(losses: tuple[float | None, ...]) -> None:
+    checkpoints = [
+        Checkpoint(Path(str(n)), n, n, 1, None, eval_loss=loss) for n, loss in enumerate(losses)
+    ]
+    gone = step_folders.superseded(checkpoints, Retention(newest=1, best=1))
+    assert [saved.eval_loss for saved in checkpoints if saved not in gone] == [1.0, 3.0]
 
 
 def test_a_save_deletes_what_is_not_kept(tmp_path: Path) -> None:
