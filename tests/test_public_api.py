@@ -80,8 +80,11 @@ def test_no_public_name_stands_for_two_things_in_two_modules() -> None:
 def _defined(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+    if isinstance(node, ast.Assign):
+        inside = [name for target in node.targets for name in ast.walk(target)]  # A, B = 1, 2
+    else:
+        inside = [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [name.id for name in inside if isinstance(name, ast.Name)]
 
 
 def test_no_file_of_the_package_is_longer_than_the_house_allows() -> None:

@@ -332,7 +332,9 @@ def _device(config: RunConfig) -> Iterator[ConfigIssue]:
     if launch.device != "cuda" or launch.backend != "gloo":
         return
     degrees = (strategy.tensor.degree, strategy.pipeline.degree, strategy.context.degree)
-    if max(degrees) > 1 or strategy.data_parallel not in (None, "none", "ddp"):
+    facts = data_parallel_facts(strategy)
+    shards = facts.shards_parameters or facts.shards_gradients or facts.shards_optimizer
+    if max(degrees) > 1 or shards:
         message = (
             "gloo reduces and broadcasts tensors of a GPU, and can't gather, scatter or send them, "
             "which this strategy does; use mock"

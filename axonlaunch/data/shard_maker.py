@@ -26,7 +26,12 @@ SHARD_SIZE = 16 << 20
 """Characters of text with which a shard is full: at a few MB a second the first one is made while
 a model is built, and its rows are still many to be shuffled among themselves."""
 META = "shard.json"
-TOKENS, LENGTHS, ROWS, COUNTED = "tokens.bin", "lengths.bin", "rows.bin", "counted.bin"
+TOKENS_FILE, LENGTHS_FILE, ROWS_FILE, COUNTED_FILE = (
+    "tokens.bin",
+    "lengths.bin",
+    "rows.bin",
+    "counted.bin",
+)
 _PROGRESS = "progress.json"
 _CHUNK_ROWS, _CHUNK_CHARACTERS = 1024, 1 << 20
 _LISTED = 5
@@ -109,10 +114,10 @@ def file_sizes(progress: Progress, encoder: Encoder) -> dict[str, int]:
     """Return the bytes that each file of a shard has, by its name, as far as it is."""
     documents = sum(progress.documents)
     return {
-        TOKENS: np.dtype(token_dtype(encoder)).itemsize * progress.tokens,
-        LENGTHS: 4 * documents,
-        ROWS: 4 * documents,
-        **({COUNTED: progress.tokens} if encoder.masks else {}),
+        TOKENS_FILE: np.dtype(token_dtype(encoder)).itemsize * progress.tokens,
+        LENGTHS_FILE: 4 * documents,
+        ROWS_FILE: 4 * documents,
+        **({COUNTED_FILE: progress.tokens} if encoder.masks else {}),
     }
 
 
@@ -291,12 +296,12 @@ class _Files:
         where: str,
     ) -> Progress:
         """Write a chunk and put on record that it is written."""
-        self._streams[TOKENS].write(encoded.tokens.astype(self._dtype).tobytes())
-        self._streams[LENGTHS].write(encoded.lengths.astype(np.uint32).tobytes())
-        self._streams[ROWS].write(encoded.rows.astype(np.uint32).tobytes())
+        self._streams[TOKENS_FILE].write(encoded.tokens.astype(self._dtype).tobytes())
+        self._streams[LENGTHS_FILE].write(encoded.lengths.astype(np.uint32).tobytes())
+        self._streams[ROWS_FILE].write(encoded.rows.astype(np.uint32).tobytes())
         counted = len(encoded.tokens) - len(encoded.lengths)
         if encoded.counted is not None:
-            self._streams[COUNTED].write(encoded.counted.tobytes())
+            self._streams[COUNTED_FILE].write(encoded.counted.tobytes())
             counted = int(np.count_nonzero(encoded.counted))
         for stream in self._streams.values():
             stream.flush()

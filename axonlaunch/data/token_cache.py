@@ -27,11 +27,11 @@ import numpy.typing as npt
 from axonlaunch.data import shard_maker
 from axonlaunch.data.encoding import Encoder, OnProgress, Tokenising
 from axonlaunch.data.shard_maker import (
-    COUNTED,
-    LENGTHS,
+    COUNTED_FILE,
+    LENGTHS_FILE,
     META,
-    ROWS,
-    TOKENS,
+    ROWS_FILE,
+    TOKENS_FILE,
     Progress,
     ShardMaker,
     file_sizes,
@@ -73,23 +73,23 @@ class Shard:
 
     def lengths(self) -> npt.NDArray[np.uint32]:
         """Read the tokens of each document, [documents]."""
-        return np.fromfile(self.folder / LENGTHS, dtype=np.uint32)
+        return np.fromfile(self.folder / LENGTHS_FILE, dtype=np.uint32)
 
     def tokens(self) -> npt.NDArray[Any]:
         """Return all tokens, memory-mapped."""
-        return _mapped(str(self.folder / TOKENS), self.dtype, self.made)
+        return _mapped(str(self.folder / TOKENS_FILE), self.dtype, self.made)
 
     def counted(self) -> npt.NDArray[Any] | None:
         """Return for each token whether it counts; None: all do."""
         if not self.masks:
             return None
-        return _mapped(str(self.folder / COUNTED), "uint8", self.made)
+        return _mapped(str(self.folder / COUNTED_FILE), "uint8", self.made)
 
     def place(self, document: int) -> str:
         """Return the file and the row of a document."""
         ends = list(itertools.accumulate(self.progress.documents))
         file = next(index for index, end in enumerate(ends) if document < end)
-        rows = np.fromfile(self.folder / ROWS, dtype=np.uint32, count=1, offset=4 * document)
+        rows = np.fromfile(self.folder / ROWS_FILE, dtype=np.uint32, count=1, offset=4 * document)
         return f"{self.files[file]}, row {int(rows[0])}"
 
 

@@ -11,6 +11,8 @@ from configured import estimate_config, run_config
 
 from axonlaunch.comm import Backend, World, world
 from axonlaunch.config import ConfigError
+from axonlaunch.engines.data_parallel.registry import register_data_parallel
+from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.launch.external.joining import devices_each
 from axonlaunch.preflight import devices
 from axonlaunch.system import gpus
@@ -71,6 +73,15 @@ def test_a_device_that_ranks_can_not_compute_on_is_refused(
     _have(monkeypatch, devices)
     with pytest.raises(ConfigError, match=message):
         run_config(["launch.nproc=2", *overrides])
+
+
+def test_a_variant_that_replicates_everything_may_use_gloo_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _have(monkeypatch, 1)
+    register_data_parallel("averaged", averages="parameters")(Replicas)
+    launch = ["launch.nproc=2", "launch.device=cuda", "launch.backend=gloo"]
+    assert run_config([*launch, "strategy.data_parallel=averaged"]).launch.backend == "gloo"
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,8 @@ def _layers(model: Any) -> tuple[str | None, str]:
         deep = [name for name in outermost if len(lists[name]) == depth] or outermost
         if len(deep) == 1:
             return deep[0], ""
-    return None, f"none of its lists ({', '.join(lists)}) is that of its {depth} blocks alone"
+    blocks = "its blocks" if depth is None else f"its {depth} blocks"
+    return None, f"none of its lists ({', '.join(lists)}) is that of {blocks} alone"
 
 
 def _kinds(model: Any, layers: str | None) -> Iterator[str]:
