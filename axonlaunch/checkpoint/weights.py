@@ -6,6 +6,7 @@ Weights of another model are refused, name by name.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -253,7 +254,15 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     state = read_folder(folder, model)
     config = with_values(config, {"model": model, "data": data, "name": run_dir.name})
     config = with_values(config, {"run_dir": str(run_dir.absolute())})
-    about = Checkpoint(step_folders.path_of(run_dir, step=0), 0, 0, 1, None, layout="imported")
+    about = Checkpoint(
+        step_folders.path_of(run_dir, step=0),
+        0,
+        0,
+        1,
+        None,
+        layout="imported",
+        saved_at=time.time(),
+    )
     with reader.in_one_process():
         dcp.save({"model": state}, storage_writer=Writer(about), no_dist=True)
     (run_dir / RUN_CONFIG).write_text(to_yaml(config))

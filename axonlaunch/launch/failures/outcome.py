@@ -13,11 +13,24 @@ from axonlaunch.launch.failures.report import Crash
 
 @dataclass
 class Outcome:
-    """How a run ended."""
+    """How a run ended.
+
+    Attributes:
+        finished: What its ranks reported, where all came to an end.
+        crash: Why it failed, where it did.
+        killed: Whether it was ended without waiting for a step.
+        stop_requested: Whether it was asked to stop meanwhile, by a person or a scheduler.
+    """
 
     finished: Finished | None = None
     crash: Crash | None = None
     killed: bool = False
+    stop_requested: bool = False
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether somebody wanted it to end, also where it then failed while stopping."""
+        return self.stop_requested or was_interrupted(self)
 
 
 def was_interrupted(outcome: Outcome) -> bool:

@@ -110,11 +110,12 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         restarts = 0
         try:
             outcome = run_ranks(config, context, rendezvous, record, console)
-            while outcome.crash is not None and restarts < config.launch.max_restarts:
+            most = config.launch.max_restarts
+            while outcome.crash is not None and not outcome.was_stopped and restarts < most:
                 restarts += 1
                 console.stop()
                 report_crash(config, outcome.crash, context)
-                console.line(f"restart {restarts} of {config.launch.max_restarts}")
+                console.line(f"restart {restarts} of {most}")
                 with _rendezvous(config) as restarted_at:
                     outcome = run_ranks(
                         config, context, restarted_at, record, console, restarted=True

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Protocol
@@ -52,6 +52,11 @@ class Rank:
     failure: Report | None = None
     finished: Finished | None = None
     open: bool = True
+
+    def close(self) -> None:
+        """Hear no more of it."""
+        self.connection.close()
+        self.open = False
 
 
 class RemoteNodes(Protocol):
@@ -106,7 +111,7 @@ class Supervisor:
             numbers.append(signal.SIGHUP)
         previous = {number: signal.signal(number, self._note) for number in numbers}
         try:
-            return self._follow()
+            return replace(self._follow(), stop_requested=bool(self._signals))
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -126,9 +131,7 @@ class Supervisor:
             rank.process.kill_group()
         for rank in self.ranks:
             rank.process.join()
-            if rank.open:
-                rank.connection.close()
-                rank.open = False
+            rank.close()
 
     def _follow(self) -> Outcome:
         handled = 0
@@ -197,8 +200,11 @@ class Supervisor:
                 while rank.connection.poll():
                     self._take(rank, rank.connection.recv())
             except (EOFError, OSError):
-                rank.connection.close()
-                rank.open = False
+                rank.close()
+        for rank in self.ranks:
+            # What it forked, a loader's workers, may hold the other end: no end of file would come.
+            if rank.open and rank.process.has_ended and not rank.connection.poll():
+                rank.close()
 
     def _take(self, rank: Rank, message: object) -> None:
         if isinstance(message, Report):

@@ -22,7 +22,7 @@ from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import nodes, num_ranks
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.failures.outcome import Outcome, was_interrupted
+from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.local.launcher import Rendezvous
 from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator
@@ -194,7 +194,7 @@ class NodeMembership:
         assert self._peers is not None
         if outcome.crash is None:
             again = self._peers.will_restart and not outcome.killed
-        elif was_interrupted(outcome) or self._peers.is_headless:
+        elif outcome.was_stopped or self._peers.is_headless:
             again = False
         elif again := self.restarts < self._given.launch.max_restarts:
             self.restarts += 1

@@ -1,0 +1,96 @@
+"""What a node's supervisor makes of ranks that end; they are made up, their pipes are real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from axonlaunch.events import Finished
+from axonlaunch.launch.failures.report import report_of_rank
+from axonlaunch.launch.local.messages import Done
+from axonlaunch.launch.local.supervisor import Rank, Supervisor
+
+END = Finished(3, False, 1.0, None, None, None)
+
+
+class _Ended:
+    """A process that has ended."""
+
+    pid, has_ended = 1, True
+
+    def __init__(self, exitcode: int) -> None:
+        self.exitcode = exitcode
+        self.sentinel = os.open(os.devnull, os.O_RDONLY)
+
+    def kill_group(self) -> None:
+        os.close(self.sentinel)
+
+    def join(self) -> None:
+        """It has been."""
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[Connection, Connection]]:
+    ends = Pipe(duplex=False)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def _supervisor(
+    receiving: Connection, exitcode: int, tick: Callable[[], None] = lambda: None
+) -> Supervisor:
+    heartbeat = SimpleNamespace(at=time.monotonic(), step=3, phase="stepping")
+    rank = Rank(0, 0, cast("Any", _Ended(exitcode)), receiving, Path("rank_0.log"))
+    return Supervisor(
+        ranks=[rank],
+        heartbeats=cast("Any", SimpleNamespace(read=lambda index: heartbeat)),
+        timeout_s=60,
+        report=lambda event: None,
+        tick=tick,
+        announce=lambda line: None,
+    )
+
+
+def test_a_rank_that_was_killed_is_seen_though_what_it_forked_holds_its_pipe(
+    pipe: tuple[Connection, Connection],
+) -> None:
+    outcome = _supervisor(pipe[0], -signal.SIGKILL).run()
+    assert outcome.crash is not None
+    assert outcome.crash.first.kind == "signal"
+
+
+def test_what_a_rank_sent_before_its_end_counts_though_what_it_forked_holds_its_pipe(
+    pipe: tuple[Connection, Connection],
+) -> None:
+    pipe[1].send(Done(0, END))
+    outcome = _supervisor(pipe[0], 0).run()
+    assert outcome.finished is not None
+    assert not outcome.was_stopped
+
+
+def test_a_run_that_fails_while_it_stops_was_stopped(pipe: tuple[Connection, Connection]) -> None:
+    supervisor = _supervisor(pipe[0], 1)
+    rank = supervisor.ranks[0]
+
+    def interrupt(line: str) -> None:
+        del line
+        failure = report_of_rank(0, "error", "no space left", log=rank.log, step=3, doing="saving")
+        pipe[1].send(failure)
+
+    supervisor.announce = interrupt
+    cast("Any", rank.process).has_ended = False
+    cast("Any", rank.process).signal = lambda number: None
+    supervisor.tick = lambda: signal.raise_signal(signal.SIGINT) if not rank.failure else None
+    outcome = supervisor.run()
+    assert outcome.crash is not None
+    assert outcome.was_stopped
