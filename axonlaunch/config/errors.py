@@ -5,6 +5,7 @@ It holds the form alone; each package finds its own problems.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -111,7 +112,8 @@ def target_problems(target: str | None, attribute: str) -> list[tuple[str, str]]
 
 def divisors(number: int) -> list[int]:
     """Return what divides a number, ascending."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
 
 
 def divisor_of(number: int, *, at_most: int = 8) -> str:

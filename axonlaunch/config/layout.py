@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT, NONE, DataParallelFacts
+from axonlaunch.config.errors import divisors
 from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.config.plain import with_values
 from axonlaunch.config.schedule_rules import SCHEDULES
@@ -319,8 +320,8 @@ def _pipeline_micro_batch(strategy: StrategyConfig, share: int) -> int:
     stages = stages_per_rank(strategy)
     legal = [
         size
-        for size in range(share, 0, -1)
-        if share % size == 0 and rule.fits(share // size, degree=degree, stages_per_rank=stages)
+        for size in divisors(share)
+        if rule.fits(share // size, degree=degree, stages_per_rank=stages)
     ]
     filled = [size for size in legal if share // size >= 2 * degree * stages]
     return max(filled, default=max(legal, default=1))

@@ -36,9 +36,9 @@ from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.url import is_url
 
 _LONGEST_NAME, _LONGEST_PATH = 240, 2048
+"""Bytes of a folder's name and of a path, with room for what a run adds to them."""
 _WHOLE_STEPS = 16
 """Steps of which all elements may be written: of a billion parameters each takes 10 GB and more."""
-"""Bytes of a folder's name and of a path, with room for what a run adds to them."""
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 
 
