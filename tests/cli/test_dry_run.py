@@ -7,6 +7,7 @@ import socket
 
 import pytest
 from command import TINY, Command
+from launchers import have_sbatch
 
 
 def test_a_dry_run_starts_nothing_and_says_what_would_fit(axonlaunch: Command) -> None:
@@ -63,8 +64,12 @@ def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Co
     ],
 )
 def test_a_dry_run_reports_and_exits_as_the_launch_would(
-    axonlaunch: Command, overrides: list[str], keys: list[str]
+    axonlaunch: Command,
+    overrides: list[str],
+    keys: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    have_sbatch(axonlaunch.folder, monkeypatch)
     (axonlaunch.folder / "file").touch()
     (axonlaunch.folder / "run").mkdir()
     (axonlaunch.folder / "run/config.yaml").write_text("seed: 7")

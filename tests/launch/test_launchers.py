@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from command import TINY, Command, Served, wait_for
-from launchers import By, ended, logged, needs, slurm, torchrun
+from launchers import By, ended, have_sbatch, logged, needs, slurm, torchrun
 from served import Server
 
 from axonlaunch import config as configuration
@@ -256,7 +256,10 @@ def test_a_job_asks_for_the_devices_that_its_ranks_compute_on(
     assert [o.removeprefix("#SBATCH ") for o in script.splitlines() if "--gpus" in o] == devices
 
 
-def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(served: Command) -> None:
+def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(
+    served: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_sbatch(served.folder, monkeypatch)
     ran = served.train("launch=slurm", status=2)
     reported = "error: launch.nproc=auto: is required for a job; "
     assert ran.stderr == reported + "write the number of devices per node\n"

@@ -35,6 +35,15 @@ def needs(*programs: str, root: bool = True) -> None:
         pytest.skip("needs root")
 
 
+def have_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what a test starts find an ``sbatch``, as on a node of a cluster, that submits nothing."""
+    program = folder / "bin" / "sbatch"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
 @dataclass
 class By(Command):
     """The command, started by a launcher.
