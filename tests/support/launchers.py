@@ -36,7 +36,7 @@ def needs(*programs: str, root: bool = True) -> None:
 
 
 def have_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what a test starts find an ``sbatch``, as on a node of a cluster, that submits nothing."""
+    """Let what a test starts find an ``sbatch`` that submits nothing, as on a cluster."""
     program = folder / "bin" / "sbatch"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\nexit 1\n")
