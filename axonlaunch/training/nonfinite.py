@@ -10,10 +10,10 @@ import math
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from axonlaunch.checkpoint.reader import any_rank
 from axonlaunch.comm import World
 from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.engines.base import Engine
@@ -46,7 +46,8 @@ def raise_if_nonfinite(
     if not math.isfinite(value):
         _refuse(f"the loss of step {engine.step + 1} is {value:g}", engine, world)
     # It may be backward alone that divides by zero, and clipping then ruins every parameter.
-    if checks_gradients and not _on_all(_is_finite(engine.gradient_norm()), world):
+    # Replicas need not average their gradients, so that each has a norm of its own.
+    if checks_gradients and any_rank(not _is_finite(engine.gradient_norm()), world=world):
         _refuse(f"the norm of the gradient of step {engine.step + 1} is not finite", engine, world)
 
 
@@ -56,7 +57,8 @@ def raise_if_nonfinite_parameters(engine: Engine, *, world: World) -> None:
     Raises:
         NotFiniteError: A parameter is not finite; it names the first.
     """
-    if not _on_all(all(_is_finite(p.detach()) for _, p in engine.named_parameters()), world):
+    is_finite = all(_is_finite(p.detach()) for _, p in engine.named_parameters())
+    if any_rank(not is_finite, world=world):
         _refuse(f"after step {engine.step} parameters are not finite", engine, world)
 
 
@@ -72,14 +74,6 @@ def raise_if_scale_is_exhausted(engine: Engine) -> None:
             f"left out until the loss scale was {scale:g}, which may be no less than "
             f"{LEAST_LOSS_SCALE:g}; train.precision=bf16 has the range of fp32"
         )
-
-
-def _on_all(is_finite: bool, world: World) -> bool:
-    """Return whether it is so on every rank: replicas need not average their gradients."""
-    agreed = torch.tensor(float(is_finite), device=world.device)
-    if world.world_size > 1:
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    return bool(agreed)
 
 
 def _refuse(message: str, engine: Engine, world: World) -> NoReturn:
@@ -111,8 +105,5 @@ def _first(engine: Engine, rank: int) -> tuple[int, int, int, str] | None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(_local(tensor)).all())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(torch.isfinite(local).all())
