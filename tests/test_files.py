@@ -34,7 +34,7 @@ def test_what_is_no_regular_file_is_neither_read_nor_added_to(swap: str, tmp_pat
     path = tmp_path / "file"
     SWAPS[swap](path)
     with pytest.raises(files.NotRegularError, match="is not a regular file"):
-        files.opened(path)
+        files.open_regular(path)
     with pytest.raises(OSError, match=r"is not a regular file|No such device"):
         files.append_text(path, "text")
     if swap == "a link":

@@ -70,7 +70,7 @@ def read_dcp_index(folder: Path) -> Metadata:
 
 
 def _read_index(folder: Path, about: manifest.Manifest) -> Metadata:
-    with files.opened(folder / about.index) as stream:
+    with files.open_regular(folder / about.index) as stream:
         # A byte more than there should be, so that a file that has grown is found.
         content = stream.read(about.files[about.index].bytes + 1)
     expected = about.files[about.index].crc32
@@ -168,7 +168,7 @@ class _Regular(LocalFileSystem):
         self, path: str | os.PathLike[str], mode: str
     ) -> Generator[io.IOBase, None, None]:
         assert mode == "rb"
-        with files.opened(path) as stream:
+        with files.open_regular(path) as stream:
             yield cast("io.IOBase", stream)
 
 

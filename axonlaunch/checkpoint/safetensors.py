@@ -34,7 +34,7 @@ from axonlaunch.models.hf.conversion import Computed, conversion, saved
 from axonlaunch.models.hf.structure import structure
 from axonlaunch.models.hugging_face import ParameterMapping
 from axonlaunch.models.pieces import Laid
-from axonlaunch.system.files import hub_blob, opened, read_text
+from axonlaunch.system.files import hub_blob, open_regular, read_text
 
 INDEX_FILE = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -302,7 +302,7 @@ def _opened(file: Path) -> Iterator[Any]:
         ConfigError: It is something else, or corrupt.
     """
     try:
-        with opened(hub_blob(file)) as stream:
+        with open_regular(hub_blob(file)) as stream:
             # By its descriptor, so that what was looked at is what is read.
             content = safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
     except (SafetensorError, OSError, ValueError) as error:

@@ -23,7 +23,7 @@ from axonlaunch.checkpoint import manifest
 from axonlaunch.checkpoint.manifest import MANIFEST, Checkpoint, CorruptCheckpointError, Sum
 from axonlaunch.checkpoint.storage import CHECKPOINTS, delete, is_remote, kept_by, sizes
 from axonlaunch.system.disk import free_bytes
-from axonlaunch.system.files import NotRegularError, TooLargeError, created, opened
+from axonlaunch.system.files import NotRegularError, TooLargeError, create_file, open_regular
 from axonlaunch.system.formatting import MIB
 
 PARTIAL = ".partial"
@@ -216,7 +216,7 @@ def prune(run_dir: Path, retention: Retention) -> None:
         if is_remote(checkpoint.path):
             _unmake(checkpoint.path)
             continue
-        with opened(checkpoint.path / MANIFEST) as stream:
+        with open_regular(checkpoint.path / MANIFEST) as stream:
             if not _locked(stream, fcntl.LOCK_EX):
                 continue
             # Renamed first: a folder of a checkpoint's name is never half deleted.
@@ -248,7 +248,7 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
         CorruptCheckpointError: It is gone already.
     """
     try:
-        with opened(checkpoint.path / MANIFEST) as stream:
+        with open_regular(checkpoint.path / MANIFEST) as stream:
             if not is_remote(checkpoint.path):
                 _locked(stream, fcntl.LOCK_SH)
             yield
@@ -285,7 +285,7 @@ def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) 
     if is_remote(partial):
         (partial / MANIFEST).write_text(text)
         return
-    with created(partial / MANIFEST) as stream:
+    with create_file(partial / MANIFEST) as stream:
         stream.write(text.encode())
         stream.flush()
         os.fsync(stream.fileno())
@@ -345,7 +345,7 @@ def _crc32(file: Path) -> int:
     checksum = 0
     buffer = memoryview(bytearray(_CHUNK))
     try:
-        with opened(file) as stream:
+        with open_regular(file) as stream:
             while count := stream.readinto(buffer):
                 checksum = crc32(buffer[:count], checksum)
     except (FileNotFoundError, NotRegularError):

@@ -101,12 +101,12 @@ def _checked(overrides: list[str], config_name: str, config_dirs: list[Path]) ->
 def _traced(config: RunConfig, schedule: PipelineSchedule) -> PipelineMemoryStats:
     """Return the statistics of a schedule with the bytes of activations, from a traced step."""
     from axonlaunch.config import with_values
-    from axonlaunch.planning.estimate import estimated
+    from axonlaunch.planning.estimate import cached_estimate
     from axonlaunch.planning.memory.engine_stats import pipeline_stats
     from axonlaunch.system import forkserver
 
     with forkserver.warm() as context, spinner("tracing a step"):
-        estimate = estimated(context, with_values(config, {"hardware": None}))
+        estimate = cached_estimate(context, with_values(config, {"hardware": None}))
     return pipeline_stats(estimate, schedule)
 
 

@@ -24,7 +24,7 @@ from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data.text import decode, encode
-from axonlaunch.system.files import opened
+from axonlaunch.system.files import open_regular
 
 _Tokens = npt.NDArray[np.uint32]
 
@@ -194,7 +194,7 @@ def foreign_files(folder: Path) -> dict[str, bytes]:
     contents = {}
     for file in tokenizer_files(folder):
         try:
-            with opened(file) as stream:
+            with open_regular(file) as stream:
                 contents[file.name] = stream.read(_LARGEST + 1)
         except OSError as error:
             message = f"{file}: can't be read: {error.strerror}"

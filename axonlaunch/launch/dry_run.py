@@ -91,7 +91,7 @@ def _dry_run(config: RunConfig, options: LaunchOptions, *, missing: list[ConfigI
         config = dataclasses.replace(config, data=made_up.data, train=made_up.train)
     with gathering(issues):
         if launcher(launcher_of(config)).on_this_node:
-            summary = run_dir.finished(config)
+            summary = run_dir.finished_summary(config)
             finished = "" if summary is None else run_dir.finished_text(config, summary)
         if not finished:
             check_function(config)(config, options)

@@ -41,7 +41,7 @@ from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.files import (
     NotRegularError,
     is_there,
-    opened,
+    open_regular,
     read_text,
     replace_text,
 )
@@ -170,7 +170,7 @@ def _refuse_special_files(folder: Path) -> None:
     try:
         for name in (METRICS, EVENTS):
             if is_there(folder / name):
-                opened(folder / name).close()
+                open_regular(folder / name).close()
     except NotRegularError:
         message = f"{folder / name} is not a regular file; remove it, or use another run folder"
         raise ConfigError([ConfigIssue("run_dir", message)]) from None
@@ -220,7 +220,7 @@ def _frozen(file: Path) -> dict[str, Any]:
     return flatten(read_yaml(read_text(file, at_most=LARGEST_YAML)))
 
 
-def finished(config: RunConfig) -> dict[str, Any] | None:
+def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     """Return the summary of a run that has done all this configuration asks for, if one has.
 
     Raises:

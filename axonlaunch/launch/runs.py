@@ -201,7 +201,7 @@ class Runs:
 
     def _one(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
         [(_, loaded)] = self.loaded
-        if (summary := run_dir.finished(loaded)) is None:
+        if (summary := run_dir.finished_summary(loaded)) is None:
             with spinner("checking") as show:
                 options = dataclasses.replace(self._options(0), show=show)
                 [config] = checked(self.loaded, options)
@@ -213,7 +213,7 @@ class Runs:
 
     def _each(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
         """Yield a sweep's runs but for those that were done before, and compare all at the end."""
-        before = [run_dir.finished(config) for _, config in self.loaded]
+        before = [run_dir.finished_summary(config) for _, config in self.loaded]
         with spinner("checking"):
             pairs = zip(self.loaded, before, strict=True)
             runs = checked([run for run, summary in pairs if summary is None], self.options)

@@ -95,7 +95,7 @@ def forecast(
             context, "axonlaunch.planning.estimate:without_tracing", replace_with_synthetic(config)
         )
     else:
-        result = estimated(context, config, exact=exact)
+        result = cached_estimate(context, config, exact=exact)
     hardware = config.hardware
     return Forecast(
         layout=str(Layout.of(config, world_size=result.world_size)),
@@ -154,7 +154,9 @@ def suggest_changes(
     return ended
 
 
-def estimated(context: ForkServerContext, config: RunConfig, *, exact: bool = False) -> Estimate:
+def cached_estimate(
+    context: ForkServerContext, config: RunConfig, *, exact: bool = False
+) -> Estimate:
     """Return the cached estimate, or make and cache one.
 
     Args:
@@ -251,7 +253,7 @@ def remedied(config: RunConfig, estimate: Estimate) -> Generator[Remedy, None, S
     assert config.hardware.memory_bytes is not None
     limit = config.hardware.memory_bytes / (1 + config.estimate.margin)
 
-    def estimated(changed: RunConfig) -> Estimate | None:
+    def estimate_changed(changed: RunConfig) -> Estimate | None:
         cached = estimate_cache.read_estimate(changed)
         if cached is None:
             cached = memory_estimate.estimate_fitting(
@@ -266,7 +268,7 @@ def remedied(config: RunConfig, estimate: Estimate) -> Generator[Remedy, None, S
         estimate,
         memory=limit,
         formula=Formulas.of(config).process_bytes,
-        estimate=estimated,
+        estimate=estimate_changed,
         is_over=lambda: time.monotonic() >= began + SEARCH_S,
     )
     return Searched(untried, time.monotonic() - began)

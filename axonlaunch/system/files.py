@@ -28,7 +28,7 @@ class TooLargeError(OSError):
     """A file is larger than any of its kind."""
 
 
-def opened(path: str | os.PathLike[str]) -> io.BufferedReader:
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Open a regular file, or one of a remote place, to read it.
 
     What is looked at is what was opened, so that nobody can swap it in between; and a FIFO that
@@ -58,7 +58,7 @@ def read_text(path: str | os.PathLike[str], *, at_most: int) -> str:
         OSError: It can't be read.
         UnicodeDecodeError: It is not UTF-8; a ``ValueError``.
     """
-    with opened(path) as stream:
+    with open_regular(path) as stream:
         content = stream.read(at_most + 1)
     if len(content) > at_most:
         message = f"is larger than {at_most} bytes"
@@ -77,7 +77,7 @@ def hub_blob(file: Path) -> Path:
     return file
 
 
-def created(path: str | os.PathLike[str]) -> BinaryIO:
+def create_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a file that is not there yet, to write it.
 
     Raises:
@@ -88,12 +88,12 @@ def created(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def new_descriptor(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor of what ``created`` opens."""
+    """Return a descriptor of what ``create_file`` opens."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o666)
 
 
-def appended(path: str | os.PathLike[str]) -> int:
+def appending_descriptor(path: str | os.PathLike[str]) -> int:
     """Return a descriptor that adds to a regular file, which is made where there is none.
 
     Raises:
@@ -105,8 +105,8 @@ def appended(path: str | os.PathLike[str]) -> int:
 
 
 def append_text(path: str | os.PathLike[str], text: str) -> None:
-    """Add to a regular file, as ``appended`` does."""
-    with os.fdopen(appended(path), "a") as stream:
+    """Add to a regular file, as ``appending_descriptor`` does."""
+    with os.fdopen(appending_descriptor(path), "a") as stream:
         stream.write(text)
 
 
@@ -126,7 +126,7 @@ def replace(path: Path, content: bytes) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)  # of a process that was killed, or somebody's link
     try:
-        with created(partial) as stream:
+        with create_file(partial) as stream:
             stream.write(content)
         partial.replace(path)
     except OSError:

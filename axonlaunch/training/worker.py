@@ -91,8 +91,8 @@ def run(
     notes = (
         *getattr(dataset, "notes", ()),
         *notes,
-        *_superseded(resumed.checkpoint, storage.root(config), world),
-        *_swept(storage.root(config), world),
+        *_put_superseded_aside(resumed.checkpoint, storage.root(config), world),
+        *_remove_partial_saves(storage.root(config), world),
         *_notes(config, world),
         *data_notes(config, dataset),
         *use.notes,
@@ -315,12 +315,12 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listene
     report(SampleGenerated(prompt, dataset.decode(tokens)))
 
 
-def _superseded(resumed: Checkpoint | None, root: Path, world: World) -> list[str]:
+def _put_superseded_aside(resumed: Checkpoint | None, root: Path, world: World) -> list[str]:
     """Put aside what the run saved later than what it resumes from, and name it."""
     return put_later_aside(resumed, root) if resumed and world.is_main else []
 
 
-def _swept(root: Path, world: World) -> list[str]:
+def _remove_partial_saves(root: Path, world: World) -> list[str]:
     """Delete what interrupted saves left, and name it."""
     left = checkpoint.sweep_partial(root) if world.is_main else []
     return [

@@ -57,7 +57,7 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
     (recorded,) = forked_map.map_forked(
         [partial(cuda_process.record, reduced, rank=rank.rank, stages=stages, on_host=on_host)]
     )
-    memory = cuda_process.held(
+    memory = cuda_process.peak_device_memory(
         recorded,
         peak_bytes=rank.peak_bytes,
         groups=cuda_process.communicator_sizes(reduced.layout),

@@ -192,7 +192,7 @@ def test_a_file_that_can_not_be_opened_is_no_damage(
         raise OSError(number, os.strerror(number), str(path))
 
     for module in (files, step_folders):
-        monkeypatch.setattr(module, "opened", fail)
+        monkeypatch.setattr(module, "open_regular", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
         step_folders.read_checkpoint(where / "checkpoints" / "step_2")
     with pytest.raises(OSError, match=os.strerror(number)):
@@ -200,7 +200,7 @@ def test_a_file_that_can_not_be_opened_is_no_damage(
     monkeypatch.undo()
     newest = checkpoint.latest(where)
     assert newest is not None
-    monkeypatch.setattr(step_folders, "opened", fail)
+    monkeypatch.setattr(step_folders, "open_regular", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
         step_folders.damage(newest)
     assert newest.step == 2
@@ -215,6 +215,6 @@ def test_a_disk_that_can_not_read_a_file_any_more_is_damage(
     def fail(path: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    monkeypatch.setattr(step_folders, "opened", fail)
+    monkeypatch.setattr(step_folders, "open_regular", fail)
     with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
         reader.refuse_damage(unreadable)

@@ -180,9 +180,9 @@ def test_a_message_of_an_earlier_start_or_round_or_key_is_refused(master: Any) -
     [_, elsewhere] = channels(master, run="another")
     with pytest.raises(ForgedMessageError, match="was written for another run"):
         elsewhere.get("frozen")
-    master.set("verdict", master.get("frozen"))
+    master.set("root_cause", master.get("frozen"))
     with pytest.raises(ForgedMessageError, match="was written for another name"):
-        other.get("verdict")
+        other.get("root_cause")
     with pytest.raises(ForgedMessageError, match="was written for another sender"):
         other.get("joined/1", sender=member_name(0))
 

@@ -19,7 +19,7 @@ from axonlaunch.planning.memory.cuda_process import (
     besides,
     communicator_sizes,
     cublas_workspaces,
-    held,
+    peak_device_memory,
     record,
     symmetric_memory,
 )
@@ -163,7 +163,7 @@ def test_reserved_is_never_less_than_what_lives(text: str, capacity: int | None)
 
 
 def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
-    memory = held(
+    memory = peak_device_memory(
         DeviceRequests([Change(0, 30 * MIB)], symmetric=4 * MIB),
         peak_bytes=50 * MIB,
         groups=(1, 2, 8),
@@ -179,7 +179,7 @@ def test_what_was_measured_on_a_device_takes_the_place_of_others_figures() -> No
     only_context = HardwareConfig(name="own", context_mib=600)
     assert besides((1, 2, 8), only_context) == 600 * MIB + NCCL_PAIR + NCCL_RING
     recorded = DeviceRequests([Change(0, 30 * MIB)])
-    memory = held(recorded, peak_bytes=30 * MIB, groups=(2,), hardware=own)
+    memory = peak_device_memory(recorded, peak_bytes=30 * MIB, groups=(2,), hardware=own)
     assert (memory.context, memory.communicators) == (600 * MIB, 300 * MIB)
 
 
@@ -336,7 +336,7 @@ def test_an_estimate_depends_on_the_allocators_settings(monkeypatch: pytest.Monk
 
 def test_what_a_recording_misses_of_the_peak_is_held_besides() -> None:
     recorded = DeviceRequests([Change(0, 30 * MIB)])
-    whole = held(recorded, peak_bytes=55 * MIB, groups=(), workspaces=[10 * MIB] * 2)
+    whole = peak_device_memory(recorded, peak_bytes=55 * MIB, groups=(), workspaces=[10 * MIB] * 2)
     assert whole.allocator == 55 * MIB
 
 

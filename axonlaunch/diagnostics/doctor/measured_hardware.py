@@ -34,12 +34,12 @@ def of_this_node(
         hardware: As composed.
         ranks: Of the run, all on this node.
     """
-    if (before := known(hardware, ranks=ranks)) is not None:
+    if (before := known_hardware(hardware, ranks=ranks)) is not None:
         return before
     return _completed(hardware, measure_hardware(context, ranks=ranks))
 
 
-def known(hardware: HardwareConfig, *, ranks: int) -> HardwareConfig | None:
+def known_hardware(hardware: HardwareConfig, *, ranks: int) -> HardwareConfig | None:
     """Do as ``of_this_node`` with what was measured before; None where nothing was."""
     figures = _kept(ranks)
     return None if figures is None else _completed(hardware, figures)

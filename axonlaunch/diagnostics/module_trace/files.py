@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from axonlaunch.system.files import opened, replace, replace_text
+from axonlaunch.system.files import open_regular, replace, replace_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,7 +129,7 @@ def read_step(path: Path) -> StepTrace:
         UnreadableModuleTraceError: It is corrupt, or of another kind.
     """
     try:
-        with opened(path) as stream:
+        with open_regular(path) as stream:
             content = stream.read(_LARGEST + 1)
         if len(content) > _LARGEST:
             raise UnreadableModuleTraceError(f"{path}: is larger than {_LARGEST} bytes")

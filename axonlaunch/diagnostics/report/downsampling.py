@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def kept(x: Sequence[float], y: Sequence[float | None], *, buckets: int) -> list[int]:
+def indices_to_keep(x: Sequence[float], y: Sequence[float | None], *, buckets: int) -> list[int]:
     """Return the indices of the points to keep, in order: at most four of each bucket.
 
     The range of x is divided into buckets of equal width; of each its first and last point are

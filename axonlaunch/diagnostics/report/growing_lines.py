@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.system.files import opened
+from axonlaunch.system.files import open_regular
 
 LARGEST_READ = 1 << 30
 """Bytes of a file that are read: metrics of 100,000 steps are 30 MB."""
@@ -42,7 +42,7 @@ class GrowingLines:
             OSError: It can't be read. One that is not there has no lines.
         """
         try:
-            with opened(self._file) as stream:
+            with open_regular(self._file) as stream:
                 if not self._continues(stream):
                     self._forget()
                     stream.seek(0)

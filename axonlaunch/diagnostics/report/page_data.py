@@ -12,7 +12,7 @@ from typing import Any
 
 from axonlaunch.config.errors import plain
 from axonlaunch.diagnostics.report.comparison import changed_settings, results, with_units
-from axonlaunch.diagnostics.report.downsampling import kept
+from axonlaunch.diagnostics.report.downsampling import indices_to_keep
 from axonlaunch.diagnostics.report.life import (
     cost,
     device_seconds,
@@ -140,7 +140,7 @@ def _series(run: RunRecord) -> dict[str, list[list[float | None]]]:
 def _thinned(lines: Sequence[dict[str, Any]], key: str) -> list[list[float | None]]:
     x = [line["step"] for line in lines]
     y = [_finite(line.get(key)) for line in lines]
-    indices = kept(x, y, buckets=_BUCKETS)
+    indices = indices_to_keep(x, y, buckets=_BUCKETS)
     return [[x[i] for i in indices], [_rounded(y[i]) for i in indices]]
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from axonlaunch.config import CONFIG
 from axonlaunch.config.plain import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
-from axonlaunch.system.files import opened
+from axonlaunch.system.files import open_regular
 from axonlaunch.system.run_files import (
     CRASH,
     ESTIMATE,
@@ -246,7 +246,7 @@ class _Files:
 
     def _content(self, name: str) -> bytes | None:
         try:
-            with opened(self.folder / name) as stream:
+            with open_regular(self.folder / name) as stream:
                 content = stream.read(_LARGEST + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None

@@ -91,7 +91,7 @@ def main(
         if environment.rank == 0:
             try:
                 composed, resolved = resolve(counted(environment, members))
-                if (summary := run_dir.finished(resolved)) is not None:
+                if (summary := run_dir.finished_summary(resolved)) is not None:
                     _launch_nothing(peers, status=0)
                     text = run_dir.finished_text(resolved, summary)
                     print(text, file=sys.stderr if as_json else sys.stdout)

@@ -115,7 +115,7 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, HangLocation]:
 def write(log: Path) -> None:
     """Add this process's record to its log, and put torch's own form of it beside the log."""
     line = f"{_PREFIX}{flight_recorder.take().to_json()}\n".encode()
-    with os.fdopen(files.appended(log), "ab", buffering=0) as stream:
+    with os.fdopen(files.appending_descriptor(log), "ab", buffering=0) as stream:
         stream.write(line)
     files.replace(log.with_suffix(FLIGHT_RECORD), flight_recorder.dump())
 

@@ -13,7 +13,7 @@ from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
-from axonlaunch.planning.estimate import estimated, forecast, prepared, suggest_changes
+from axonlaunch.planning.estimate import cached_estimate, forecast, prepared, suggest_changes
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
 
@@ -86,7 +86,7 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
         hardware = HardwareConfig(name="cpu")
     config = dataclasses.replace(config, hardware=hardware)
     try:
-        estimate = estimated(context, config)
+        estimate = cached_estimate(context, config)
         fits = had is not None and estimate.process_bytes < had
         # Where the estimate says that it fits, less is still what is asked for.
         memory = int(0.9 * estimate.process_bytes) if fits or had is None else had

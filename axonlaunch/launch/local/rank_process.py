@@ -175,7 +175,7 @@ def _store(place: RankSpec, timeout_s: float) -> dist.Store:
 def redirect(log: Path) -> None:
     """Send what Python and C code print to the rank's log, and stacks when they are asked for."""
     try:
-        target = files.appended(log)
+        target = files.appending_descriptor(log)
     except OSError:
         streams.silence(1, 2)  # what is said of it is the parent's to show
         raise

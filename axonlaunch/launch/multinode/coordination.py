@@ -20,7 +20,7 @@ from axonlaunch.launch.multinode.handshake import member_name, read_message
 from axonlaunch.system.authentication import ForgedMessageError
 
 _BEAT_S = 0.3
-_FAREWELL_S = 2.0
+_LEAVE_S = 2.0
 _AGAIN = "again"
 _SETTLE_S = 1.5
 """How long member 0 waits for other nodes' reports after the first failure."""
@@ -34,12 +34,12 @@ class Coordinator:
 
         heartbeat/0, /1   both, every 0.3 s: a count, and this member's failures
         heartbeat/1       member 1: with the report of its rank, as soon as it is known
-        verdict           member 0, as soon as that explains it: which rank failed first, and why
+        root_cause        member 0, as soon as that explains it: which rank failed first, and why
         left/1, left/0    both: read, and gone; member 0 waits for the others, for it has the store
 
     In a run that succeeds ``done/0`` and ``done/1`` come instead, with what ranks reported, then
     ``over`` of member 0, then ``left``. Member 0 is in ``_judge``, ``_poll_members`` and
-    ``_all_of``; the others are in ``_await_verdict``, ``_poll_leader`` and ``_said``.
+    ``_all_of``; the others are in ``_await_root_cause``, ``_poll_leader`` and ``_said``.
 
     Attributes:
         channel: Where they meet, under what is the run's alone.
@@ -91,7 +91,7 @@ class Coordinator:
         self._read = [0] * members
         self._heard: dict[int, int] = {}
         self._heard_at: dict[int, float] = {}
-        self._verdict: Crash | None = None
+        self._root_cause: Crash | None = None
         self._finished: list[list[dict[str, Any]]] = []
         self._contact = time.monotonic()
         self._is_done = self._is_over = self._all_left = self._gone = False
@@ -105,7 +105,7 @@ class Coordinator:
     @property
     def is_judged(self) -> bool:
         """Whether member 0 has said who failed first."""
-        return self._verdict is not None
+        return self._root_cause is not None
 
     @property
     def is_headless(self) -> bool:
@@ -143,7 +143,7 @@ class Coordinator:
     def failure(self) -> bool:
         """Return whether a member has failed, or is lost."""
         if not self.is_lead:
-            return self._verdict is not None or self._lead_is_lost()
+            return self._root_cause is not None or self._lead_is_lost()
         with self._lock:
             watches = self._are_nodes or self._is_done
             return bool(self._reports) or self._gone or (watches and bool(self._lost()))
@@ -162,7 +162,7 @@ class Coordinator:
         """Agree with the others on who failed first; ``reports`` are this member's failures."""
         for report in reports:
             self.report(report)
-        return self._judge() if self.is_lead else self._await_verdict(reports)
+        return self._judge() if self.is_lead else self._await_root_cause(reports)
 
     def finish(self, finished: list[Finished], *, again: bool = False) -> list[Finished] | Crash:
         """Wait until all members have ended; return what all ranks reported, in their order.
@@ -177,7 +177,7 @@ class Coordinator:
         self._is_done = True
         while not self._is_over:
             if self.failure():
-                return self._judge() if self.is_lead else self._await_verdict([])
+                return self._judge() if self.is_lead else self._await_root_cause([])
             time.sleep(0.02)
         self.leave()
         return [Finished(**record) for node in self._finished for record in node] or finished
@@ -197,19 +197,19 @@ class Coordinator:
             reason = "the store by which it follows the others can't be used any more"
             reports.append(Report(rank=self._first_ranks[0], kind="connection", reason=reason))
         crash = find_root_cause([*reports, *(self._silence(member) for member in lost)])
-        self._send("verdict", crash.to_json())
+        self._send("root_cause", crash.to_json())
         self.leave()
         return crash
 
-    def _await_verdict(self, reports: list[Report]) -> Crash:
-        """Wait for member 0's verdict; where it never comes, member 0 is to blame."""
+    def _await_root_cause(self, reports: list[Report]) -> Crash:
+        """Wait for the root cause from member 0; where it never comes, member 0 is to blame."""
         deadline = time.monotonic() + 2 * self._lost_s + _SETTLE_S
-        while self._verdict is None and time.monotonic() < deadline and not self._lead_is_lost():
+        while self._root_cause is None and time.monotonic() < deadline and not self._lead_is_lost():
             time.sleep(0.02)
-        if self._verdict is None:
+        if self._root_cause is None:
             return find_root_cause([*reports, self._silence(0)])
         self.leave()
-        return self._verdict
+        return self._root_cause
 
     def leave(self) -> None:
         """Leave, and on member 0 wait until the others have read the end: the store ends with it.
@@ -217,7 +217,7 @@ class Coordinator:
         Not long: one that is lost never reads it.
         """
         self._send(f"left/{self.member}", True)
-        deadline = time.monotonic() + _FAREWELL_S
+        deadline = time.monotonic() + _LEAVE_S
         while not self._all_left and not self._gone and time.monotonic() < deadline:
             time.sleep(0.02)
 
@@ -280,8 +280,8 @@ class Coordinator:
 
     def _poll_leader(self) -> None:
         """Read what member 0 published."""
-        if (verdict := self._said("verdict")) is not None:
-            self._verdict = Crash.from_json(verdict)
+        if (root_cause := self._said("root_cause")) is not None:
+            self._root_cause = Crash.from_json(root_cause)
         elif self._is_done and (over := self._said("over")) is not None:
             self.will_restart = over == _AGAIN
             self._is_over = True

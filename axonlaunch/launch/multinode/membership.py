@@ -253,7 +253,7 @@ class NodeMembership:
         asked = configuration.with_values(self._given, {"launch.node_rank": "auto"})
         try:
             _agreed(met)
-            if self._frozen is None and (summary := run_dir.finished(asked)) is not None:
+            if self._frozen is None and (summary := run_dir.finished_summary(asked)) is not None:
                 self.summary = summary
                 _launch_nothing(peers, finished=run_dir.finished_text(asked, summary))
                 self._console.log(run_dir.finished_text(asked, summary))

@@ -15,7 +15,7 @@ from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf import files, library
 from axonlaunch.models.hf.structure import structure
-from axonlaunch.system.files import created, hub_blob, opened
+from axonlaunch.system.files import create_file, hub_blob, open_regular
 
 _OURS = (files.CONFIG_FILE_NAME, "*.safetensors.index.json", "*.bin.index.json")
 """What is written again, or belongs to the weights that were read."""
@@ -67,7 +67,7 @@ def _copy(file: Path, to: Path, *, path: str | None) -> None:
         ConfigError: It can't be read, or is no regular file.
     """
     try:
-        with opened(hub_blob(file)) as content, created(to) as copied:
+        with open_regular(hub_blob(file)) as content, create_file(to) as copied:
             shutil.copyfileobj(content, copied)
     except OSError as error:
         message = f"{file} can't be copied: {error.strerror}"

@@ -70,7 +70,7 @@ class DeviceRequests:
     symmetric: int = 0
 
 
-def held(
+def peak_device_memory(
     recorded: DeviceRequests,
     *,
     peak_bytes: int,

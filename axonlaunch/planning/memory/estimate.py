@@ -208,7 +208,7 @@ def _process(
     """
     memory = hardware.memory_bytes if hardware else None
     rest = cuda_process.besides(groups, hardware)
-    return cuda_process.held(
+    return cuda_process.peak_device_memory(
         recorded,
         peak_bytes=peak_bytes,
         groups=groups,

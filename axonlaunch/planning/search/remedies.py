@@ -45,11 +45,11 @@ class Option:
     cost: str
 
 
-Lever = Sequence[Option]
+Options = Sequence[Option]
 """One thing to change, by more and more."""
 
 
-def candidate_changes(config: RunConfig) -> list[Lever]:
+def candidate_changes(config: RunConfig) -> list[Options]:
     """Return what could be changed, in the order of what it costs.
 
     Args:
@@ -151,7 +151,9 @@ def _likely(
     return changes + last
 
 
-def _candidates(available: Sequence[Lever]) -> Iterator[tuple[tuple[int, ...], tuple[Option, ...]]]:
+def _candidates(
+    available: Sequence[Options],
+) -> Iterator[tuple[tuple[int, ...], tuple[Option, ...]]]:
     """Yield which changes are made, and how far: the fewest first, of as many the least."""
     for count in range(1, TOGETHER + 1):
         for which in combinations(range(len(available)), count):
@@ -169,7 +171,7 @@ def changed(config: RunConfig, settings: Settings) -> RunConfig:
     return typed(to_tree(with_values(config, settings)))
 
 
-def _micro_batches(layout: Layout) -> Lever:
+def _micro_batches(layout: Layout) -> Options:
     options = []
     size, count = layout.micro_batch_size, layout.micro_batches
     while size % 2 == 0:
@@ -179,7 +181,7 @@ def _micro_batches(layout: Layout) -> Lever:
     return options
 
 
-def _recomputing(config: RunConfig) -> Lever:
+def _recomputing(config: RunConfig) -> Options:
     """Backward computes twice what forward does: Kaplan et al., 2020, section 2.1."""
     key, now = "train.activation_checkpointing", config.train.activation_checkpointing
     options = [
@@ -192,7 +194,7 @@ def _recomputing(config: RunConfig) -> Lever:
     return options[("none", "selective", "full").index(now) :]
 
 
-def _sharding(config: RunConfig, layout: Layout) -> Lever:
+def _sharding(config: RunConfig, layout: Layout) -> Options:
     """Traffic beside that of replicas: Rajbhandari et al., "ZeRO", 2020, section 7.
 
     Shards are summed in every micro-batch, replicas and ZeRO-1's gradients once a step.
@@ -222,7 +224,7 @@ def _traffic(times: float) -> str:
     return "as much traffic as replicas" if times == 1 else f"{times:g} times replicas' traffic"
 
 
-def _sequence_parallel(config: RunConfig) -> Lever:
+def _sequence_parallel(config: RunConfig) -> Options:
     """Source: Korthikanti et al., 2022, section 4.2.2."""
     tensor = config.strategy.tensor
     if tensor.degree == 1 or tensor.sequence_parallel:
@@ -231,7 +233,7 @@ def _sequence_parallel(config: RunConfig) -> Lever:
     return [Option({"strategy.tensor.sequence_parallel": True}, cost)]
 
 
-def _tensor(config: RunConfig, layout: Layout) -> Lever:
+def _tensor(config: RunConfig, layout: Layout) -> Options:
     """Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 
     What it does not divide, sequence parallelism does, for as much traffic.
@@ -251,7 +253,7 @@ def _tensor(config: RunConfig, layout: Layout) -> Lever:
     ]
 
 
-def _pipeline(config: RunConfig, layout: Layout) -> Lever:
+def _pipeline(config: RunConfig, layout: Layout) -> Options:
     """Ranks are idle for (p - 1) / (v m + p - 1): Narayanan et al., 2021, section 2.2."""
     options = []
     for degree in _doubled(layout.pipeline, layout):
@@ -266,7 +268,7 @@ def _pipeline(config: RunConfig, layout: Layout) -> Lever:
     return options
 
 
-def _offload(config: RunConfig, layout: Layout) -> Lever:
+def _offload(config: RunConfig, layout: Layout) -> Options:
     """What crosses the link to the host: Ren et al., "ZeRO-Offload", 2021, section 4."""
     if estimated_on(config) != "gpu":
         return []  # host and device are one memory

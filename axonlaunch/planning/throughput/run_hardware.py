@@ -23,7 +23,9 @@ def hardware_of_run(config: RunConfig) -> tuple[HardwareConfig | None, str]:
         return None, "the run names no hardware; hardware=h100_80gb, for one, has figures"
     if not hardware.is_cpu:
         return hardware, ""
-    measured = measured_hardware.known(hardware, ranks=ranks) if nodes(config)[1] == 1 else None
+    measured = (
+        measured_hardware.known_hardware(hardware, ranks=ranks) if nodes(config)[1] == 1 else None
+    )
     if measured is None:
         command = f"axonlaunch plan hardware=cpu --devices {ranks}"
         return None, f"this node was never measured with {ranks} ranks at once; {command} does"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.events import Evaluated, Event, StepLogged, perplexity_of
-from axonlaunch.system.files import append_text, is_there, opened, replace
+from axonlaunch.system.files import append_text, is_there, open_regular, replace
 from axonlaunch.system.strict_json import finite
 
 
@@ -89,7 +89,7 @@ class JSONLLogger:
 def _content(path: Path) -> bytes:
     """Return what a file holds; nothing where there is none."""
     try:
-        with opened(path) as stream:
+        with open_regular(path) as stream:
             return stream.read()
     except FileNotFoundError:
         return b""
