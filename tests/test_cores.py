@@ -49,9 +49,7 @@ def test_the_devices_are_those_that_are_visible(dgx: Path, visible: str, socket:
 
 
 @pytest.mark.parametrize("visible", ["GPU-5ebe9f43,GPU-ac33420d", "MIG-1,MIG-2", "0,9", "0", ""])
-def test_devices_that_cant_be_told_apart_leave_ranks_the_sockets_in_turn(
-    dgx: Path, visible: str
-) -> None:
+def test_devices_that_look_alike_leave_ranks_the_sockets_in_turn(dgx: Path, visible: str) -> None:
     shares = cores_of_ranks(2, allowed=DGX, on_devices=True, visible=visible, system=dgx)
     assert shares == cores_of_ranks(2, allowed=DGX, on_devices=False, system=dgx)
     assert shares is not None

@@ -359,9 +359,9 @@ def _shard(plan: _Plan, model: nn.Module) -> None:
         mixed_precision=sharded_policy(
             config.train.precision, reduce_dtype=DTYPES[config.strategy.reduce_dtype]
         ),
-        # torch's schedules of several stages a rank gather a stage before its first micro-batch and
-        # reshard it after its last; they look for the gathered parameters in between. With one
-        # stage a rank they would be gathered again for each micro-batch.
+        # torch's schedules of several stages per rank gather a stage before its first micro-batch
+        # and reshard it after its last; they look for the gathered parameters in between. With one
+        # stage per rank they would be gathered again for each micro-batch.
         keep_gathered=plan.layout.pipeline > 1,
     )
     sharded.ignore_returned_view()

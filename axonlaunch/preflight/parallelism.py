@@ -207,7 +207,7 @@ def pipeline_problems(
     stages, blocks = pipeline.degree * per_rank, len(block_names(spec, model))
     if blocks < stages:
         legal = list(range(2, blocks // per_rank + 1))
-        use = f"use {one_of(legal)}" if legal else "use fewer stages a rank, or no pipeline"
+        use = f"use {one_of(legal)}" if legal else "use fewer stages per rank, or no pipeline"
         message = f"the model has {blocks} blocks, too few for {stages} stages; {use}"
         yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
     elif pipeline.split != "auto" and sum(pipeline.split) != blocks:

@@ -179,7 +179,7 @@ def page(
             "",
         ]
         lines += table(
-            ["", "first step", "a step", "memory of a rank (PSS)", "lines a user writes"],
+            ["", "first step", "a step", "memory per rank (PSS)", "lines a user writes"],
             [
                 [
                     peer.name,

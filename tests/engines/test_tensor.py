@@ -382,7 +382,7 @@ def test_what_the_group_cannot_divide_is_refused(
 
 def test_a_row_that_is_fed_whole_features_says_what_it_wants() -> None:
     def rank(world: ax.World) -> None:
-        with pytest.raises(ValueError, match="takes 4 features a rank, got 8"):
+        with pytest.raises(ValueError, match="takes 4 features per rank, got 8"):
             ax.RowParallelLinear(8, 3, input_is_parallel=True)(torch.zeros(2, 8))
 
     on_ranks(2, rank)

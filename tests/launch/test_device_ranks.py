@@ -162,7 +162,7 @@ def test_a_failure_is_of_this_rank_or_of_a_peer_by_its_text(
     assert rank_process._cause(error) == cause
 
 
-def test_a_model_that_mixes_types_is_told_what_bf16_means() -> None:
+def test_a_model_that_mixes_types_gets_a_hint_at_bf16() -> None:
     report = Report(rank=0, kind="error", reason="", cause="types")
     assert "table.to(x.dtype)" in hint(report, run_config(["train.precision=bf16"]))
     assert hint(report, run_config(["train.precision=fp16"])) == ""  # under autocast

@@ -64,7 +64,7 @@ def sources_that_differ_are_an_error_everywhere(world: World) -> None:
 
 
 @check
-def a_problem_of_one_rank_is_told_to_all(world: World) -> None:
+def a_problem_of_one_rank_is_raised_on_all(world: World) -> None:
     mine, theirs = (TypeError, "a mean of int64"), (MismatchError, "rank 1 refused its call: ")
     kind, text = mine if world.rank == 1 else theirs
     with pytest.raises(kind, match=text):

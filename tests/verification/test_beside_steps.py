@@ -128,7 +128,7 @@ def a_resumed_run_forgets_its_targets(patch: Patch) -> None:
     patch.setattr(trainer, "_progress", lambda resumed: trainer._Progress())
 
 
-def a_forward_is_not_told_of_documents(patch: Patch) -> None:
+def a_forward_does_not_get_the_documents(patch: Patch) -> None:
     patch.setattr(Batch, "forward_arguments", lambda self, forward: ([self.inputs], {}))
 
 
@@ -165,7 +165,7 @@ def normed() -> nn.Module:
             FSDP,
             "step 2: number of counted targets of all",
         ),
-        (a_forward_is_not_told_of_documents, PACKED, "step 0: evaluation loss is "),
+        (a_forward_does_not_get_the_documents, PACKED, "step 0: evaluation loss is "),
         (
             updates_in_fp32_are_made_in_bf16,
             LOWER,

@@ -42,7 +42,7 @@ class ContextAxis:
         """Return this rank's positions of a sequence, [length / ranks] int64.
 
         Raises:
-            ValueError: The length can't be divided into ``CHUNKS`` pieces a rank.
+            ValueError: The length can't be divided into ``CHUNKS`` pieces per rank.
         """
         pieces = CHUNKS * self._group.size
         if length % pieces:

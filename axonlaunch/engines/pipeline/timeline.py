@@ -46,7 +46,7 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """Share of all ranks' time, up to the last stop, in which they wait.
 
-        With p ranks, m micro-batches and v stages a rank it is (p - 1) / (m + p - 1) under GPipe
+        With p ranks, m micro-batches and v stages per rank it is (p - 1) / (m + p - 1) under GPipe
         and 1F1B, whatever a backward takes, and (p - 1) / (v m + p - 1) under interleaved 1F1B
         where p divides m. Source: Narayanan et al. 2021, arXiv 2104.04473, sections 2.2.1 and
         2.2.2, which give it as a share of the busy time: (p - 1) / m and (p - 1) / (v m).

@@ -198,7 +198,7 @@ class RowParallelLinear(nn.Linear):
         elif x.shape[-1] != weight.shape[1]:
             raise ValueError(
                 f"a row-parallel layer of {self.in_features} inputs on {group.size} ranks takes "
-                f"{weight.shape[1]} features a rank, got {x.shape[-1]}: feed it what a "
+                f"{weight.shape[1]} features per rank, got {x.shape[-1]}: feed it what a "
                 "column-parallel layer returns"
             )
         own = F.linear(x, weight)

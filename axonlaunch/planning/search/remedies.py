@@ -238,7 +238,7 @@ def _tensor(config: RunConfig, layout: Layout) -> Options:
 
     What it does not divide, sequence parallelism does, for as much traffic.
     """
-    cost = "4 all-reduces of activations more a layer and micro-batch"
+    cost = "4 all-reduces of activations more per layer and micro-batch"
     more: Settings = {}
     if layout.tensor > 1:
         cost = "smaller matrix products between as many all-reduces, over more ranks"
