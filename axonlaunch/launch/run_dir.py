@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import itertools
 import json
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import storage
+from axonlaunch.checkpoint.run_lock import lock_checkpoints
 from axonlaunch.checkpoint.start import resume_of
 from axonlaunch.config import (
     CONFIG,
@@ -40,6 +40,7 @@ from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.files import (
     NotRegularError,
+    folder_lock,
     is_there,
     open_regular,
     read_text,
@@ -78,7 +79,8 @@ def open_run_dir(
         is_submitted: The run waits in a queue: it is launched later, from this folder.
 
     Raises:
-        ConfigError: The folder can't be made, or holds a run that must not be continued.
+        ConfigError: The folder can't be made, or holds a run that must not be continued; or another
+            run keeps its checkpoints where this one does.
     """
     try:
         config = _with_threads(_named(config), sharing)
@@ -86,7 +88,7 @@ def open_run_dir(
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise _cannot_create(error) from None
-    with _held(folder):
+    with _held(folder), lock_checkpoints(config, makes=not is_submitted):
         given, config = config.checkpoint.resume, _with_resume(config)
         if given != config.checkpoint.resume:
             announce(f"{config.name} has checkpoints of its own: resuming from them, not {given}")
@@ -112,19 +114,16 @@ def _held(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: Another process holds it, or what is in it is not a run's.
     """
-    try:
-        lock = os.open(folder / "logs", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise _cannot_create(error) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(folder_lock(folder / "logs"))
+        except BlockingIOError:
+            message = f"another process is training in {folder}; wait for it, or choose another"
+            raise ConfigError([ConfigIssue("run_dir", f"{message} name")]) from None
+        except OSError as error:
+            raise _cannot_create(error) from None
         _refuse_special_files(folder)
         yield
-    except BlockingIOError:
-        message = f"another process is training in {folder}; wait for it, or choose another name"
-        raise ConfigError([ConfigIssue("run_dir", message)]) from None
-    finally:
-        os.close(lock)
 
 
 def _with_resume(config: RunConfig) -> RunConfig:
@@ -146,6 +145,8 @@ def check_run_dir(config: RunConfig) -> None:
         if (folder / "logs").exists():
             with _held(folder):
                 pass
+    with lock_checkpoints(config):
+        pass
     existing, _ = free_bytes(folder)
     reason = 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
     if reason := reason if existing.is_dir() else errno.ENOTDIR:

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.url import is_url
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import LaunchOptions, check_function, launcher, launcher_of
@@ -331,10 +332,11 @@ def _numbered(configs: list[RunConfig]) -> list[RunConfig]:
     """Give each run of a sweep a folder of its own: its own name's, else numbered ones.
 
     Raises:
-        ConfigError: Some runs, not all, share a name or a folder.
+        ConfigError: Some runs, not all, share a name; or runs of several names share a folder.
     """
     named = {(config.name, config.run_dir) for config in configs}
     if len(named) == len(configs) > 1:
+        _refuse_shared(configs)
         return configs
     first = configs[0]
     if len(named) > 1:
@@ -355,3 +357,26 @@ def _numbered(configs: list[RunConfig]) -> list[RunConfig]:
             settings["checkpoint.path"] = f"{config.checkpoint.path.rstrip('/')}/{index}"
         numbered.append(configuration.with_values(config, settings))
     return numbered
+
+
+def _refuse_shared(configs: Sequence[RunConfig]) -> None:
+    """Refuse runs that have names of their own, and would write into one folder.
+
+    Raises:
+        ConfigError: Some would.
+    """
+    folders = [None if config.run_dir == "auto" else config.run_dir for config in configs]
+    paths = [config.checkpoint.path for config in configs]
+    for key, values in (("run_dir", folders), ("checkpoint.path", paths)):
+        seen: set[str] = set()
+        for value in values:
+            if value is None:
+                continue
+            place = value.rstrip("/") if is_url(value) else str(Path(value).resolve())
+            if place in seen:
+                message = (
+                    "runs of the sweep would share it; give each its own, as in "
+                    f"'{key}={value.rstrip('/')}/${{name}}'"
+                )
+                raise ConfigError([ConfigIssue(key, message, value)])
+            seen.add(place)

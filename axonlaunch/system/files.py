@@ -6,10 +6,13 @@ Links, FIFOs, sockets and devices are refused, whoever put them there, and so is
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -145,6 +148,22 @@ def is_there(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold a folder, which the kernel lets go of however the process ends.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+        OSError: It can't be opened, or is no folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _regular(path: str | os.PathLike[str], flags: int) -> int:

@@ -1,0 +1,86 @@
+"""No two runs keep their checkpoints in one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+
+from axonlaunch.checkpoint import storage
+from axonlaunch.config import ConfigError, RunConfig, load
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.runs import Request, load_all
+
+Begin = Callable[[RunConfig], AbstractContextManager[object]]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*overrides: str) -> RunConfig:
+    return load(["launch.nproc=1", *overrides])
+
+
+def opened(config: RunConfig) -> AbstractContextManager[RunConfig]:
+    return run_dir.open_run_dir(config, announce=lambda line: None)
+
+
+def checked(config: RunConfig) -> AbstractContextManager[None]:
+    return nullcontext(run_dir.check_run_dir(config))
+
+
+def refusal(begin: Begin, config: RunConfig) -> str:
+    with pytest.raises(ConfigError) as raised, begin(config):
+        pass
+    [issue] = raised.value.problems
+    return str(issue)
+
+
+@pytest.mark.parametrize("begin", [opened, checked])
+@pytest.mark.parametrize("path", ["shared", "shared/", "link", "runs/a/../../shared"])
+def test_a_checkpoint_path_is_refused_while_another_run_has_it(path: str, begin: Begin) -> None:
+    Path("link").symlink_to("shared")
+    second = run("name=b", f"checkpoint.path={path}")
+    with opened(run("name=a", "checkpoint.path=shared")) as first:
+        storage.describe(first)
+        assert refusal(begin, second) == (
+            f"checkpoint.path={path}: the run of {Path('runs/a').absolute()} keeps its checkpoints "
+            "there; wait for it, or use another"
+        )
+    with begin(second):
+        pass
+
+
+def test_the_folder_of_a_run_that_lasts_is_no_other_s_checkpoint_path() -> None:
+    with opened(run("name=a")):
+        refused = refusal(opened, run("name=b", "checkpoint.path=runs/a"))
+    assert refused.startswith("checkpoint.path=runs/a: the run of ")
+
+
+SHARED = ["checkpoint.path=shared", "checkpoint.path=s3://bucket/shared/", "run_dir=shared"]
+
+
+def sweep(*overrides: str) -> list[RunConfig]:
+    request = Request(overrides=["name=a,b", *overrides], multirun=True)
+    return [config for _, config in load_all(request, load=load)]
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_runs_of_a_sweep_that_would_share_a_folder_are_refused(shared: str) -> None:
+    key, _, value = shared.partition("=")
+    with pytest.raises(ConfigError) as raised:
+        sweep(shared)
+    [issue] = raised.value.problems
+    own = f"'{key}={value.rstrip('/')}/${{name}}'"
+    assert str(issue) == (
+        f"{shared}: runs of the sweep would share it; give each its own, as in {own}"
+    )
+
+
+def test_a_folder_of_each_name_is_what_the_refusal_of_a_shared_one_says() -> None:
+    paths = [config.checkpoint.path for config in sweep("checkpoint.path=shared/${name}")]
+    assert paths == ["shared/a", "shared/b"]
