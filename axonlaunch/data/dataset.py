@@ -29,14 +29,17 @@ class Batch:
 
     Attributes:
         inputs: Tokens [B, T] int64, or images [B, C, H, W] fp32.
-        targets: [B, T] or [B] int64; ``IGNORE_INDEX`` where nothing counts.
+        targets: [B, T] or [B] int64, ``IGNORE_INDEX`` where nothing counts; or fp32 of any shape,
+            of which a loss of one's own knows what they mean.
         positions: Of each token in its document, [B, T] int64, for rows that hold several; a token
             attends to those of its own document alone. None: a row is one sequence.
+        surplus: Rows at the end that no loss is to see: they give every rank as many.
     """
 
     inputs: Tensor
     targets: Tensor
     positions: Tensor | None = None
+    surplus: int = 0
 
     @classmethod
     def from_numpy(
@@ -49,14 +52,16 @@ class Batch:
 
         Args:
             inputs: Tokens [B, T] int64, or images [B, C, H, W] float32.
-            targets: [B, T] or [B], of any type of integers; those of others are copied to int64.
+            targets: [B, T] or [B], of any type of integers, or floats of any shape; those of others
+                than int64 and fp32 are copied to these.
             positions: [B, T], of each token in its document; None: a row is one sequence.
         """
         import torch  # here, so that datasets can be made and checked without torch
 
+        dtype = np.float32 if np.issubdtype(targets.dtype, np.floating) else np.int64
         return cls(
             torch.from_numpy(inputs),
-            torch.from_numpy(targets.astype(np.int64, copy=False)),
+            torch.from_numpy(targets.astype(dtype, copy=False)),
             None if positions is None else torch.from_numpy(positions),
         )
 
@@ -80,8 +85,8 @@ class Batch:
 
     @property
     def is_counted(self) -> bool:
-        """Whether its loss counts: its targets say so, each for itself."""
-        return True
+        """Whether a row of it counts; of targets each says so for itself."""
+        return self.surplus < len(self)
 
     @property
     def nbytes(self) -> int:
@@ -94,24 +99,39 @@ class Batch:
         return [self.inputs], {} if self.positions is None else {"positions": self.positions}
 
     def micro_batches(self, size: int) -> Iterator[Batch]:
-        """Yield ``size`` samples at a time, as views; the last may have fewer."""
+        """Yield ``size`` samples at a time, as views; the last may have fewer.
+
+        Surplus is left out, where it is not all: every rank does as many forwards.
+        """
         for start in range(0, len(self), size):
-            yield self.rows(start, start + size)
+            part = self.rows(start, start + size)
+            counted = len(part) - part.surplus
+            yield part.rows(0, counted) if 0 < counted < len(part) else part
 
     def ready(self, size: int) -> Batch:
         """Return the same, of which micro-batches are slices."""
         del size
         return self
 
-    def uncounted(self, first: int) -> Batch:
-        """Return the same, whose targets from row ``first`` on are ``IGNORE_INDEX``."""
+    def uncounted(self, first: int, *, marks_targets: bool) -> Batch:
+        """Return the same, of which rows from ``first`` on do not count.
+
+        Args:
+            first: Of these rows.
+            marks_targets: Whether their targets become ``IGNORE_INDEX``, which a loss passes over;
+                they are surplus else.
+        """
+        if not marks_targets:
+            return replace(self, surplus=len(self) - first)
         targets = self.targets.clone()
         targets[first:] = IGNORE_INDEX
         return replace(self, targets=targets)
 
     def rows(self, start: int, stop: int) -> Batch:
         """Return the samples ``start`` to ``stop - 1``, as views."""
-        return self.map(lambda tensor: tensor[start:stop])
+        part = self.map(lambda tensor: tensor[start:stop])
+        counted = max(0, len(self) - self.surplus - start)
+        return replace(part, surplus=max(0, len(part) - counted))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Return a batch of what a function makes of each tensor.
@@ -121,7 +141,7 @@ class Batch:
                 returns has the same first dim, B.
         """
         positions = None if self.positions is None else function(self.positions)
-        return Batch(function(self.inputs), function(self.targets), positions)
+        return Batch(function(self.inputs), function(self.targets), positions, self.surplus)
 
 
 AnyBatch = Batch | Samples

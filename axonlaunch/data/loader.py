@@ -42,6 +42,7 @@ class Loader:
         num_shards: int = 1,
         shard: int = 0,
         micro_batch_size: int | None = None,
+        marks_targets: bool = True,
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
@@ -55,6 +56,8 @@ class Loader:
             shard: Which of them this is.
             micro_batch_size: Samples of which a dataset of one's own makes a batch; None: who takes
                 them says.
+            marks_targets: Whether the loss passes over targets that do not count; one's own would
+                sum them.
             prefetch: Batches that ``iterate`` loads ahead.
             pin_memory: Give batches in page-locked memory, for an accelerator.
 
@@ -70,6 +73,7 @@ class Loader:
         self._num_shards = num_shards
         self._shard = shard
         self._micro_batch_size = micro_batch_size
+        self._marks_targets = marks_targets
         self._prefetch = prefetch
         self._pin_memory = pin_memory
 
@@ -108,8 +112,8 @@ class Loader:
     ) -> Iterator[AnyBatch]:
         """Yield this shard's rows of the held-out samples, each sample once over all shards.
 
-        Every shard gets as many batches of one shape. Rows that are left over at the end have
-        targets that do not count.
+        Every shard gets as many batches of one shape. Rows that are left over at the end do not
+        count.
 
         Args:
             num_batches: Global batches at most, a fixed random choice of samples; None: all.
@@ -130,7 +134,8 @@ class Loader:
             positions[surplus] = 0
             indices = part.start + permute(positions, size=samples, key=_EVAL_KEY)
             batch = self.dataset.samples(indices, split="eval")
-            yield self._placed(batch.uncounted(rows - int(surplus.sum())))
+            counted = rows - int(surplus.sum())
+            yield self._placed(batch.uncounted(counted, marks_targets=self._marks_targets))
 
     def state(self, step: int) -> dict[str, Any] | None:
         """Return where the data is after so many steps; None: the number of steps says it."""
@@ -249,9 +254,8 @@ def rank_loader(
         pin_memory: Give batches in page-locked memory, for an accelerator.
     """
     return _loader(
+        config,
         dataset,
-        seed=config.seed,
-        global_batch_size=config.train.global_batch_size,
         num_shards=layout.data_ranks,
         shard=layout.data_shard(rank),
         micro_batch_size=layout.micro_batch_size,
@@ -261,10 +265,13 @@ def rank_loader(
 
 def whole_loader(config: RunConfig, dataset: Dataset) -> Loader:
     """Return what gives a run's global batches, undivided."""
-    return _loader(dataset, seed=config.seed, global_batch_size=config.train.global_batch_size)
+    return _loader(config, dataset)
 
 
-def _loader(dataset: Dataset, **options: Any) -> Loader:
+def _loader(config: RunConfig, dataset: Dataset, **options: Any) -> Loader:
+    options["seed"] = config.seed
+    options["global_batch_size"] = config.train.global_batch_size
+    options["marks_targets"] = config.train.loss is None
     if isinstance(dataset, StreamedSamples):
         return StreamLoader(dataset, **options)
     return Loader(dataset, **options)

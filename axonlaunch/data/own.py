@@ -61,8 +61,38 @@ def adapt_dataset(
     )
 
 
+class _Divided:
+    """A map-style dataset and what is held out: its ``held_out``, or else its last samples."""
+
+    def __init__(self, dataset: Any, eval_fraction: float, refusal: Refusal) -> None:
+        self._dataset, self._held_out = dataset, _held_out(dataset, refusal)
+        if self._held_out is None:
+            self.num_eval_samples = round(len(dataset) * eval_fraction)
+            self.num_samples = len(dataset) - self.num_eval_samples
+        else:
+            self.num_eval_samples, self.num_samples = len(self._held_out), len(dataset)
+
+    def item(self, index: int, split: Split) -> Any:
+        """Return one sample."""
+        if split == "train":
+            return self._dataset[index]
+        if self._held_out is None:
+            return self._dataset[self.num_samples + index]
+        return self._held_out[index]
+
+    def name(self, index: int, split: Split) -> str:
+        """Return what an error calls a sample."""
+        if split == "eval" and self._held_out is not None:
+            return f"held_out[{index}]"
+        return f"sample {index + (self.num_samples if split == 'eval' else 0)}"
+
+
 class PairsDataset(NoText):
-    """A map-style dataset whose items are ``(inputs, targets)``; its last samples are held out."""
+    """A map-style dataset whose items are ``(inputs, targets)``.
+
+    Attributes:
+        has_float_targets: Whether targets are no classes, but numbers for a loss of one's own.
+    """
 
     def __init__(
         self, pairs: Any, num_classes: int | None, eval_fraction: float, refusal: Refusal
@@ -70,62 +100,64 @@ class PairsDataset(NoText):
         """Look at the first item.
 
         Raises:
-            ConfigError: The number of classes is not known.
+            ConfigError: The number of classes is not known, or ``held_out`` is no dataset.
         """
-        self._pairs, self._refusal = pairs, refusal
-        inputs = np.asarray(pairs[0][0])
+        self._pairs, self._refusal = _Divided(pairs, eval_fraction, refusal), refusal
+        inputs, targets = (np.asarray(part) for part in pairs[0])
+        self.has_float_targets = _is_float(targets)
         self.kind: Kind = "tokens" if np.issubdtype(inputs.dtype, np.integer) else "images"
         self.sample_shape = inputs.shape
-        self.num_classes = _num_classes(pairs, num_classes, refusal)
-        self.num_eval_samples = round(len(pairs) * eval_fraction)
-        self.num_samples = len(pairs) - self.num_eval_samples
+        known = self.has_float_targets
+        self.num_classes = 0 if known else _num_classes(pairs, num_classes, refusal)
+        self.num_eval_samples = self._pairs.num_eval_samples
+        self.num_samples = self._pairs.num_samples
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
         """Return the samples of these indices, in their order.
 
         Raises:
-            ConfigError: Their shapes differ.
+            ConfigError: Their shapes differ, or a target is no class where others are.
         """
-        first = self.num_samples if split == "eval" else 0
-        places = [first + int(index) for index in indices]
-        pairs = [self._pairs[place] for place in places]
+        pairs = [self._pairs.item(int(index), split) for index in indices]
+        names = [self._pairs.name(int(index), split) for index in indices]
         dtype = np.int64 if self.kind == "tokens" else np.float32
         inputs = [np.asarray(pair[0], dtype=dtype) for pair in pairs]
         targets = [np.asarray(pair[1]) for pair in pairs]
         for what, arrays in (("inputs", inputs), ("targets", targets)):
-            self._check_shapes(what, arrays, places)
-        return Batch.from_numpy(np.stack(inputs), np.stack(targets))
+            self._check_shapes(what, arrays, names)
+        return Batch.from_numpy(np.stack(inputs), self._of_one_type(targets, names))
 
-    def _check_shapes(self, what: str, arrays: list[npt.NDArray[Any]], places: list[int]) -> None:
-        for array, place in zip(arrays, places, strict=True):
+    def _of_one_type(self, targets: list[npt.NDArray[Any]], names: list[str]) -> npt.NDArray[Any]:
+        if self.has_float_targets:
+            return np.stack(targets).astype(np.float32)
+        for target, name in zip(targets, names, strict=True):
+            if _is_float(target):
+                raise self._refusal(
+                    f"targets of {name} are {target.dtype}, that of sample 0 an integer; "
+                    "give all as floats, or all as integers"
+                )
+        return np.stack(targets)
+
+    def _check_shapes(self, what: str, arrays: list[npt.NDArray[Any]], names: list[str]) -> None:
+        for array, name in zip(arrays, names, strict=True):
             if array.shape != arrays[0].shape:
                 raise self._refusal(
-                    f"{what} of sample {place} have shape {list(array.shape)}, those of sample "
-                    f"{places[0]} {list(arrays[0].shape)}: a batch has samples of one shape; pad "
+                    f"{what} of {name} have shape {list(array.shape)}, those of {names[0]} "
+                    f"{list(arrays[0].shape)}: a batch has samples of one shape; pad "
                     "them, or make batches by a function of your own, data.collate"
                 )
 
 
 class _OwnSamples(NoText):
-    """Samples of any structure, and those that are held out."""
+    """Samples of any structure."""
 
     kind: Kind = "structured"
     num_classes = 0
     sample_shape: tuple[int, ...] = ()
 
-    def __init__(self, dataset: Any, collate: Collate | None, refusal: Refusal) -> None:
-        """Look for what is held out.
-
-        Raises:
-            ConfigError: It has no length, or can't be indexed.
-        """
+    def __init__(self, collate: Collate | None) -> None:
+        """Choose what makes a batch of them."""
         self.collate = collating(collate)
-        self._held_out: Any = getattr(dataset, "held_out", None)
-        fits = hasattr(self._held_out, "__getitem__") and hasattr(self._held_out, "__len__")
-        if self._held_out is not None and not fits:
-            kind = type(self._held_out).__name__
-            raise refusal(f"its held_out is {kind}, without __len__ and __getitem__; it needs both")
-        self.num_eval_samples = 0 if self._held_out is None else len(self._held_out)
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Samples:
         """Return the samples of these indices, in their order."""
@@ -133,8 +165,7 @@ class _OwnSamples(NoText):
 
     def item(self, index: int, split: Split) -> Any:
         """Return one sample."""
-        assert split == "eval"
-        return self._held_out[index]
+        raise NotImplementedError
 
 
 class IndexedSamples(_OwnSamples):
@@ -143,20 +174,19 @@ class IndexedSamples(_OwnSamples):
     def __init__(
         self, dataset: Any, collate: Collate | None, eval_fraction: float, refusal: Refusal
     ) -> None:
-        """Divide it."""
-        super().__init__(dataset, collate, refusal)
-        self._dataset = dataset
-        if self._held_out is None:
-            self.num_eval_samples = round(len(dataset) * eval_fraction)
-        self.num_samples = len(dataset) - (
-            0 if self._held_out is not None else self.num_eval_samples
-        )
+        """Divide it.
+
+        Raises:
+            ConfigError: ``held_out`` is no dataset.
+        """
+        super().__init__(collate)
+        self._divided = _Divided(dataset, eval_fraction, refusal)
+        self.num_eval_samples = self._divided.num_eval_samples
+        self.num_samples = self._divided.num_samples
 
     def item(self, index: int, split: Split) -> Any:
         """Return one sample."""
-        if split == "eval" and self._held_out is not None:
-            return self._held_out[index]
-        return self._dataset[index + (self.num_samples if split == "eval" else 0)]
+        return self._divided.item(index, split)
 
 
 class StreamedSamples(_OwnSamples):
@@ -171,10 +201,12 @@ class StreamedSamples(_OwnSamples):
         """Look at what it offers.
 
         Raises:
-            ConfigError: It has half of what a state takes, or its state is nothing JSON can hold.
+            ConfigError: It has half of what a state takes, its state is nothing JSON can hold, or
+                ``held_out`` is no dataset.
         """
-        super().__init__(dataset, collate, refusal)
-        self._dataset = dataset
+        super().__init__(collate)
+        self._dataset, self._held_out = dataset, _held_out(dataset, refusal)
+        self.num_eval_samples = 0 if self._held_out is None else len(self._held_out)
         try:
             self.num_samples = len(dataset)
         except (TypeError, NotImplementedError):
@@ -215,6 +247,25 @@ class StreamedSamples(_OwnSamples):
         """Yield the samples of a pass, or of a state that was loaded those that are left of it."""
         yield from self._dataset
 
+    def item(self, index: int, split: Split) -> Any:
+        """Return one sample that is held out."""
+        assert split == "eval"
+        return self._held_out[index]
+
+
+def _held_out(dataset: Any, refusal: Refusal) -> Any:
+    """Return what a dataset has as ``held_out``; None: it has none.
+
+    Raises:
+        ConfigError: It has no length, or can't be indexed.
+    """
+    held_out: Any = getattr(dataset, "held_out", None)
+    fits = hasattr(held_out, "__getitem__") and hasattr(held_out, "__len__")
+    if held_out is not None and not fits:
+        kind = type(held_out).__name__
+        raise refusal(f"its held_out is {kind}, without __len__ and __getitem__; it needs both")
+    return held_out
+
 
 def _is_stream(dataset: Any) -> bool:
     """Say whether it is torch's ``IterableDataset``, whose ``__getitem__`` only fails."""
@@ -228,6 +279,10 @@ def _is_pair(item: Any) -> bool:
     if not isinstance(item, tuple | list) or len(item) != 2:
         return False
     return all(hasattr(part, "__array__") or isinstance(part, int | float) for part in item)
+
+
+def _is_float(array: npt.NDArray[Any]) -> bool:
+    return np.issubdtype(array.dtype, np.floating)
 
 
 def _num_classes(pairs: Any, asked: int | None, refusal: Refusal) -> int:

@@ -96,8 +96,9 @@ class Samples:
         """Return the same with its micro-batches made."""
         return replace(self, parts=tuple(self.micro_batches(size)))
 
-    def uncounted(self, first: int) -> Samples:
-        """Return the same with nothing to count from a sample on."""
+    def uncounted(self, first: int, *, marks_targets: bool) -> Samples:
+        """Return the same with nothing to count from a sample on; nobody knows its targets."""
+        del marks_targets
         return self.counting(place < first for place in range(len(self)))
 
     def counting(self, counted: Iterable[bool]) -> Samples:

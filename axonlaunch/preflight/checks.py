@@ -42,7 +42,7 @@ from axonlaunch.preflight.devices import accelerators, device_problems, memory_o
 from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.module_trace import trace_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
-from axonlaunch.preflight.own_data import own_data_problems
+from axonlaunch.preflight.own_data import needs_own_loss, own_data_problems
 from axonlaunch.preflight.parallelism import (
     context_problems,
     first_four,
@@ -151,7 +151,7 @@ def _examine(
         problems += sample_problems(config, dataset)
     if spec is not None and dataset is not None:
         unfit = list(_fit_each_other(config, spec, dataset))
-        if dataset.kind == "structured" or config.train.loss is not None:
+        if needs_own_loss(dataset) or config.train.loss is not None:
             unfit = list(own_data_problems(config, model, dataset))
         elif not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
             unfit = list(_named(config, output_problems(model, spec, dataset)))

@@ -32,11 +32,13 @@ def own_data_problems(
     """
     structured = dataset is not None and dataset.kind == "structured"
     name = config.data.name
-    if structured and config.train.loss is None:
-        message = f"data={name} gives batches of which the model's loss does not know the targets"
-        yield ConfigIssue(
-            "train.loss", f"{message}; name a loss of yours, registered by register_loss", None
+    if dataset is not None and needs_own_loss(dataset) and config.train.loss is None:
+        gives = "batches of which the model's loss does not know the targets"
+        gives = (
+            gives if structured else "targets that are floats, and the model's loss takes classes"
         )
+        message = f"data={name} gives {gives}; name a loss of yours, registered by register_loss"
+        yield ConfigIssue("train.loss", message, None)
     if structured or config.train.loss is not None:
         yield from _undivided(config, structured=structured)
     if structured and model is not None:
@@ -47,6 +49,11 @@ def own_data_problems(
             yield from error.problems
             return
         yield from _forward_problems(config, model, batch)
+
+
+def needs_own_loss(dataset: Dataset) -> bool:
+    """Say whether no loss of a model knows what its targets mean."""
+    return dataset.kind == "structured" or getattr(dataset, "has_float_targets", False)
 
 
 def first_batch(dataset: Dataset, *, size: int) -> CollatedSamples:

@@ -247,7 +247,8 @@ def _fingerprints(batch: AnyBatch) -> list[bytes]:
     if not isinstance(batch, Batch):
         made = [part.whole for part in batch.micro_batches(len(batch))]
         return [_digest([leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)])]
-    rows = zip(batch.inputs, batch.targets, strict=True)
+    counted = len(batch) - batch.surplus
+    rows = zip(batch.inputs[:counted], batch.targets[:counted], strict=True)
     return [_digest(row) for row in rows if bool((row[1] != IGNORE_INDEX).any())]
 
 

@@ -37,9 +37,9 @@ _DROPOUTS = (
 def uneven(batch: AnyBatch, *, step: int, shard: int = 0) -> AnyBatch:
     """Leave targets out, as many as a row's place in the global batch and the step say.
 
-    Of sequences [B, T] up to five eighths of each, of classes [B] every fourth row; of samples of
-    any structure, whose targets nobody knows, three of eleven samples, side by side. One document
-    of a packed row becomes two, elsewhere in each row.
+    Of sequences [B, T] up to five eighths of each, of classes [B] every fourth row, of floats none;
+    of samples of any structure, whose targets nobody knows, three of eleven samples, side by side.
+    One document of a packed row becomes two, elsewhere in each row.
 
     Args:
         batch: One of the equal parts of a global batch.
@@ -50,7 +50,7 @@ def uneven(batch: AnyBatch, *, step: int, shard: int = 0) -> AnyBatch:
     if not isinstance(batch, Batch):
         return batch.counting((place + step * 3) % 11 < _COUNTED_OF_11 for place in places)
     targets = batch.targets.clone()
-    for row, place in enumerate(places):
+    for row, place in enumerate(() if targets.is_floating_point() else places):
         if targets.ndim > 1:
             length = targets.shape[1]
             targets[row, : (place * 7 + step * 3) % 11 * length // 16] = IGNORE_INDEX

@@ -91,7 +91,10 @@ def loss_sum(spec: ModelSpec, outputs: Any, targets: Tensor) -> Tensor:
 def count_of(own: OwnLoss | None, batch: AnyBatch, *, micro_batch_size: int) -> int:
     """Return what the sum of a global batch's losses is divided by, as ``register_loss`` says."""
     if isinstance(batch, Batch) and (own is None or own.count is None):
-        return int((batch.targets != IGNORE_INDEX).sum())
+        targets = batch.targets[: len(batch) - batch.surplus]
+        return (
+            targets.numel() if targets.is_floating_point() else int((targets != IGNORE_INDEX).sum())
+        )
     counted = [part for part in micro_batches_of(batch, micro_batch_size) if part.is_counted]
     if own is None or own.count is None:
         return sum(part.num_samples for part in counted)
@@ -110,8 +113,11 @@ def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
     """Yield micro-batches, without the code that the engines cut a batch by."""
     for part in (slice(start, start + size) for start in range(0, len(batch), size)):
         if isinstance(batch, Batch):
+            end = len(batch) - batch.surplus
+            surplus = 0 if part.start < end else len(batch.inputs[part])
+            part = part if surplus else slice(part.start, min(part.stop, end))
             positions = None if batch.positions is None else batch.positions[part]
-            yield Batch(batch.inputs[part], batch.targets[part], positions)
+            yield Batch(batch.inputs[part], batch.targets[part], positions, surplus)
             continue
         items = batch.items[part]
         counted = [True] * len(items) if batch.counted is None else batch.counted[part]
@@ -125,7 +131,7 @@ def mapped(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatc
     if isinstance(batch, CollatedSamples):
         return replace(batch, whole=map_tensors(function, batch.whole))
     positions = None if batch.positions is None else function(batch.positions)
-    return Batch(function(batch.inputs), function(batch.targets), positions)
+    return Batch(function(batch.inputs), function(batch.targets), positions, batch.surplus)
 
 
 def forward_arguments(model: nn.Module, batch: MicroBatch) -> tuple[list[Any], dict[str, Any]]:

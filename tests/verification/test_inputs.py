@@ -30,7 +30,7 @@ def test_of_samples_of_any_structure_the_same_ones_count_however_they_are_divide
 
 
 def test_samples_that_were_not_counted_stay_so() -> None:
-    left = Samples(range(24), collate=list).uncounted(2)
+    left = Samples(range(24), collate=list).uncounted(2, marks_targets=True)
     assert counted(uneven(left, step=0), size=12) == [[0, 1], []]
 
 

@@ -64,7 +64,10 @@ class Losses:
     def count(self, batch: AnyBatch, *, micro_batch_size: int) -> Tensor:
         """Return what the losses of a rank's share of a batch are divided by, 0-dim int64."""
         if isinstance(batch, Batch) and (self.own is None or self.own.count is None):
-            return (batch.targets != IGNORE_INDEX).sum()
+            targets = batch.targets[: len(batch) - batch.surplus]
+            if targets.is_floating_point():
+                return torch.tensor(targets.numel())
+            return (targets != IGNORE_INDEX).sum()
         counted = [part for part in batch.micro_batches(micro_batch_size) if part.is_counted]
         count = self.own.count if self.own else None
         counts = [part.num_samples if count is None else int(count(part.whole)) for part in counted]
