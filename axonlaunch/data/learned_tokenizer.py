@@ -69,7 +69,7 @@ def _complete(complete: Path, write: Callable[[Path], None]) -> None:
     """Make a folder by a name that is its own once it is complete, by one process of several."""
     partial = complete.with_name(f"{complete.name}.partial")
     while not complete.is_dir():
-        with token_cache.folder_lock(partial, waits=lambda: None) as is_current:
+        with token_cache.writer_lock(partial, waits=lambda: None) as is_current:
             if is_current and not complete.exists():
                 write(partial)
                 partial.rename(complete)

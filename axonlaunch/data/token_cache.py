@@ -168,7 +168,7 @@ class Corpus:
         while (shard := self._opened(complete)) is None:
             partial = complete.with_name(f"{complete.name}.partial")
             waits = Tokenising(files[start.file].name, 0.0, waits=True)
-            with folder_lock(partial, waits=functools.partial(self._report, waits)) as is_current:
+            with writer_lock(partial, waits=functools.partial(self._report, waits)) as is_current:
                 if not is_current or complete.exists():
                     continue  # another process has completed it
                 self._maker.make(partial, files, start, self._report_in_all)
@@ -219,7 +219,7 @@ def _groups(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:
 
 
 @contextmanager
-def folder_lock(partial: Path, *, waits: Callable[[], None]) -> Iterator[bool]:
+def writer_lock(partial: Path, *, waits: Callable[[], None]) -> Iterator[bool]:
     """Hold a folder, made if it is not there; give whether it still is what others would find.
 
     The kernel lets go of it however a process ends.

@@ -227,7 +227,7 @@ def test_killed_in_the_middle_it_continues_where_it_stopped(
 
 def hold(folder: str, ready: Any) -> None:
     """Tokenise as another process would, slowly."""
-    with token_cache.folder_lock(Path(folder), waits=lambda: None):
+    with token_cache.writer_lock(Path(folder), waits=lambda: None):
         ready.set()
         time.sleep(30)
 

@@ -20,7 +20,7 @@ from axonlaunch.comm import World
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.build import build_engine
 
-PACKAGE = Path(__file__).parent / "plugin_package"
+PACKAGE = Path(__file__).parents[1] / "plugin_package"
 CHOSEN = ["model=tiny", "data=squares", "optimizer=signum", "loggers=[table]", "launch=noted"]
 OVERRIDES = [*CHOSEN, "launch.nproc=2", "train.global_batch_size=8", "train.log_every=1"]
 OVERRIDES += ["train.steps=4", "train.eval_batches=1"]

@@ -16,7 +16,7 @@ import torch
 
 from axonlaunch import config as configuration
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PARTS = ("memory", "speed", "check", "failures")
 NAMES = ("table", *PARTS, "transfers")
 

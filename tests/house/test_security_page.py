@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "axonlaunch" / "docs" / "security.md"
 
 

@@ -15,7 +15,7 @@ import yaml
 from command import Served
 from served import Server
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "axonlaunch" / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 ALL_PAGES = [*PAGES, ROOT / "scripts/benches/README.md", ROOT / "tests/parity/README.md"]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import subprocess
 import sys
-from pathlib import Path
 
 import axonlaunch as ax
 from axonlaunch.comm import __all__ as comm_names
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_every_public_name_is_listed_once_sorted_and_there() -> None:
@@ -62,35 +58,3 @@ def test_help_imports_few_modules() -> None:
     """The time to help is the time of its imports: 170 modules, most of them Python's own."""
     ran = _run("-X", "importtime", "-m", "axonlaunch", "--help")
     assert sum("|" in line for line in ran.stderr.splitlines()) < 230
-
-
-def test_no_public_name_stands_for_two_things_in_two_modules() -> None:
-    """But for what modules of one kind all have, by which others call them."""
-    of_commands, of_models = {"HELP", "EXAMPLES", "command"}, {"SPEC"}
-    of_launchers, of_processes = {"check", "launch"}, {"main"}
-    homes: dict[str, set[Path]] = {}
-    for path in (ROOT / "axonlaunch").rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            for name in _defined(node):
-                homes.setdefault(name, set()).add(path)
-    shared = {name for name, where in homes.items() if len(where) > 1 and name[0] != "_"}
-    assert shared <= of_commands | of_models | of_launchers | of_processes
-
-
-def _defined(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Assign):
-        inside = [name for target in node.targets for name in ast.walk(target)]  # A, B = 1, 2
-    else:
-        inside = [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [name.id for name in inside if isinstance(name, ast.Name)]
-
-
-def test_no_file_of_the_package_is_longer_than_the_house_allows() -> None:
-    long = {
-        path.name: lines
-        for path in (ROOT / "axonlaunch").rglob("*.py")
-        if (lines := len(path.read_text().splitlines())) > 400
-    }
-    assert not long
