@@ -47,8 +47,12 @@ def read_chat(row: Row | str, *, field: str | None) -> Chat:
         raise ValueError(f"is text; a row of chat is an object with {field or _FORMS}")
     messages = _messages(row, field)
     system = row.get("system")
-    if isinstance(system, str) and system and messages[0].get("role") != "system":
-        messages = [{"role": "system", "content": system}, *messages]
+    if isinstance(system, str) and system:
+        instruction = {"role": "system", "content": system}
+        if messages[0]["role"] != "system":
+            messages = [instruction, *messages]
+        elif messages[0] != instruction:
+            raise ValueError("has a system field and begins with a system message; leave one out")
     tools = row.get("tools") or None
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"tools is {_kind(tools)}, not a list of JSON schemas")

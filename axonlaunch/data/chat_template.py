@@ -19,6 +19,8 @@ from axonlaunch.data.chat_rows import Chat, Message
 from axonlaunch.data.rows import BadRow
 from axonlaunch.data.tokenizer import PretrainedTokenizer, Tokenizer
 
+_SPOKEN = ("reasoning_content", "tool_calls", "function_call")
+"""What a message says beside its content."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _Span = tuple[int, int]
 Written = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8] | None]
@@ -99,11 +101,39 @@ class ChatTemplate:
             text = self._render(chat.messages, chat)
         except ValueError as error:
             return BadRow(str(error))
+        lost = next(self._lost_parts(chat, text), None)
+        return text if lost is None else BadRow(f"the chat template leaves out {lost}")
+
+    def _lost_parts(self, chat: Chat, text: str) -> Iterator[str]:
+        """Yield what of a chat makes no difference to the text.
+
+        Earlier turns may lose their reasoning: it is looked for as if no turn followed.
+        """
+        if chat.tools is not None and self._writes_alike(chat.messages, Chat([]), text):
+            yield "tools"
         for number, message in enumerate(chat.messages, start=1):
-            if not _is_written(message, text):
-                role = message["role"]
-                return BadRow(f"the chat template leaves out message {number}, of role {role}")
-        return text
+            before, after = chat.messages[: number - 1], chat.messages[number:]
+            which = f"message {number}, of role {message['role']}"
+            is_again = number > 1 and message["role"] == "system"
+            if not _is_written(message, text) or (
+                is_again and self._writes_alike([*before, *after], chat, text)
+            ):
+                yield which
+            for key in (key for key in _SPOKEN if message.get(key)):
+                shorter = {name: value for name, value in message.items() if name != key}
+                try:
+                    whole = self._render([*before, message], chat)
+                except ValueError:  # what it refuses to end with it has looked at
+                    continue
+                if self._writes_alike([*before, shorter], chat, whole):
+                    yield f"{key} of {which}"
+
+    def _writes_alike(self, messages: Sequence[Message], chat: Chat, text: str) -> bool:
+        """Say whether messages are written as a text is, with the tools of a chat."""
+        try:
+            return self._render(messages, chat) == text
+        except ValueError:
+            return False
 
     def _marked(self, chats: Sequence[tuple[Chat, str]]) -> Iterator[Written]:
         """Yield tokens by the template's marks; chats that have the same tools go together."""

@@ -173,17 +173,19 @@ def test_marks_of_a_template_are_read_as_transformers_reads_them(
 def test_tools_reach_the_template(chats: Chats, tmp_path: Path) -> None:
     template = "{{ tools | tojson if tools else '' }}" + chat_templates.MARKED
     folder = corpus.save_tokenizer(tmp_path / "tools", chat_template=template)
-    tool = {"type": "function", "function": {"name": "add"}}
-    rows = [{"messages": SINGLE, "tools": [tool]}, {"messages": SINGLE}]
+    rows = [{"messages": SINGLE, "tools": [TOOL]}, {"messages": SINGLE}]
     file = corpus.write_jsonl(tmp_path / "tools.jsonl", rows)
     config = ChatConfig(
         files=[str(file)], cache_dir=str(tmp_path), packing="none", held_out=0, sequence_length=300
     )
     dataset: Any = build_dataset(config, TokenizerConfig(path=str(folder)))
     texts = [dataset.decode(tokens) for tokens, _ in tokens_and_counted(dataset)]
-    assert [json.dumps(tool) in text for text in texts] == [True, False]
+    assert [json.dumps(TOOL) in text for text in texts] == [True, False]
 
 
+TOOL = {"type": "function", "function": {"name": "add"}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 BAD = [
     ({"text": "a"}, "CHATML", "has no messages, conversations, prompt and completion, or "),
     ({"messages": []}, "CHATML", "messages is empty"),
@@ -200,6 +202,23 @@ BAD = [
         "the chat template refuses it: Only user and assistant roles are supported!",
     ),
     ({"messages": CHAT}, "SILENT", "the chat template leaves out message 1, of role system"),
+    (
+        {"messages": [*SINGLE, CALLED]},
+        "CHATML",
+        "the chat template leaves out tool_calls of message 3",
+    ),
+    (
+        {"messages": [*SINGLE, {**SINGLE[1], "reasoning_content": "1 + 2"}]},
+        "MARKED",
+        "the chat template leaves out reasoning_content of message 3, of role assistant",
+    ),
+    ({"messages": SINGLE, "tools": [TOOL]}, "CHATML", "the chat template leaves out tools"),
+    (
+        {"messages": [CHAT[0], {"role": "system", "content": "Python."}, *CHAT[1:]]},
+        "FIRST_SYSTEM",
+        "the chat template leaves out message 2, of role system",
+    ),
+    ({"messages": CHAT, "system": "Be brief."}, "CHATML", "has a system field and begins with a"),
     ({"messages": CHAT[1:]}, "CHANGING", "the chat template writes message 2 in another way when"),
     ({"messages": CHAT[2:]}, "CHATML", "begins with the assistant, and the chat template has no"),
     (
@@ -284,3 +303,11 @@ def test_packed_chats_count_the_same_tokens_as_each_by_itself(chats: Chats) -> N
         packed = chats(rows, packing=packing)
         assert packed.num_samples < 20
         assert alone == sorted(t for _, counted in tokens_and_counted(packed) for t in counted)
+
+
+def test_what_a_template_writes_beside_the_content_is_trained_on(chats: Chats) -> None:
+    reasoned = {**SINGLE[1], "reasoning_content": "1 + 2"}
+    rows = [{"messages": [*SINGLE[:1], reasoned, *SINGLE]}, {"messages": [*SINGLE, CALLED]}]
+    dataset = chats(rows, "AGENT")
+    texts = [dataset.decode(tokens) for tokens, _ in tokens_and_counted(dataset)]
+    assert [json.dumps([CALL]) in text for text in texts] == [False, True]

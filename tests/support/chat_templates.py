@@ -38,6 +38,18 @@ SILENT = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 """Leaves out roles that it does not know."""
+FIRST_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n' }}{% endif %}"
+    + SILENT
+)
+"""Has a place for one system message; others are lost, though their words may be elsewhere."""
+AGENT = REASONING.replace(
+    "{{ content.strip()",
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+    "{% if message.reasoning_content and loop.last %}{{ message.reasoning_content }}{% endif %}"
+    "{{ content.strip()",
+)
+"""As Qwen3's, with calls of tools, and with the reasoning of the last answer alone."""
 CHANGING = (
     "{% for message in messages %}{{ message['role'] ~ ' of ' ~ (messages | length > 2) ~ ': ' "
     "~ message['content'] ~ '\n' }}{% endfor %}"
