@@ -1,12 +1,13 @@
-"""What ``checkpoint.resume`` means to a run, which may have checkpoints of its own by now."""
+"""What ``checkpoint.resume`` means to a run that may have checkpoints of its own by now."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from axonlaunch.checkpoint.step_folders import find_checkpoint
-from axonlaunch.checkpoint.storage import is_remote, reaching, storage_path
+from axonlaunch.checkpoint.storage import is_remote, reaching, root, storage_path
 from axonlaunch.config import RunConfig
+from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
 
 
 def own_folder(config: RunConfig) -> Path | None:
@@ -39,6 +40,34 @@ def resume_of(config: RunConfig) -> str:
         return resume
     with reaching(own):
         return resume if find_checkpoint(own) is None else "auto"
+
+
+def resume_of_restart(config: RunConfig, *, launched_by: str) -> str:
+    """Return what a run resumes from that its launcher starts again, by the same command.
+
+    ``never`` is of what others saved: the run would be refused, as its folder is there. A path of
+    its own goes back to that checkpoint once: again, it would put aside what was saved since.
+
+    Args:
+        config: Its ``run_dir`` is resolved.
+        launched_by: What its launcher is called in the folder's events.
+    """
+    resume = config.checkpoint.resume
+    if resume == "auto" or (resume != "never" and not is_of(storage_path(resume), root(config))):
+        return resume
+    try:
+        events = read_run(Path(config.run_dir)).events
+    except NotARunError:
+        return resume
+    since_others: set[str] = set()
+    is_ours = False
+    for event in events:
+        if event["event"] == "launched":
+            is_ours = event.get("by") == launched_by
+            since_others = since_others if is_ours else set()
+        if is_ours:
+            since_others.add(event["event"])
+    return "auto" if ("launched" if resume == "never" else "started") in since_others else resume
 
 
 def is_of(place: Path, run_dir: Path) -> bool:

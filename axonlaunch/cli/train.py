@@ -113,7 +113,11 @@ def command(
             summaries = [summary] if summary else []
         else:
             options = LaunchOptions(
-                context=server(), started=STARTED, as_json=as_json, render=render
+                context=server(),
+                started=STARTED,
+                as_json=as_json,
+                render=render,
+                identity=launcher.identity,
             )
             # What torch's store says of strangers that knock is not for the user; set after the
             # server was started, whose ranks may still write.

@@ -46,6 +46,38 @@ SLURM = RankVariables(
     "SLURM_STEP_NUM_NODES",
     "SLURM_NODEID",
 )
+_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+
+
+@dataclass(frozen=True)
+class LaunchIdentity:
+    """What is the same in all starts of a run by its launcher or scheduler.
+
+    Attributes:
+        name: Of a SLURM job, or of the launcher's process; empty where neither is known.
+        is_restart: Whether this is a later start.
+    """
+
+    name: str = ""
+    is_restart: bool = False
+
+    @classmethod
+    def detect(cls, environment: Mapping[str, str], *, launcher: str) -> LaunchIdentity:
+        """Return what the environment says.
+
+        Args:
+            environment: ``os.environ``.
+            launcher: What names the process that started this one; empty where it is not known.
+        """
+        job = environment.get("SLURM_JOB_ID")
+        return cls(
+            name=f"SLURM job {job}" if job else launcher,
+            is_restart=any(environment.get(count, "0") != "0" for count in _RESTARTS),
+        )
+
+
+UNKNOWN_LAUNCH = LaunchIdentity()
+"""Of a run that nothing starts again."""
 
 
 def may_be_rank(environment: Mapping[str, str]) -> bool:

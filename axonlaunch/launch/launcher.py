@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 from axonlaunch.config import Composed, RunConfig
 from axonlaunch.config.launch import LAUNCHERS, Launcher
 from axonlaunch.config.layout import nodes
+from axonlaunch.launch.environment_variables import UNKNOWN_LAUNCH, LaunchIdentity
 from axonlaunch.system import forked_call
 from axonlaunch.system.targets import load_target
 from axonlaunch.verification.result import Proof
@@ -32,6 +33,7 @@ class LaunchOptions:
             by a command.
         proof: What is known of the run's layout; None: nobody asked for it.
         again: What is to be added to the command to resume the run; None: the run's name.
+        identity: What is the same in all starts of the run by its launcher or scheduler.
         show: Takes what is being done, as text for the user who waits.
     """
 
@@ -43,6 +45,7 @@ class LaunchOptions:
     again: str | None = None
     composed: Composed | None = None
     proof: Proof | None = None
+    identity: LaunchIdentity = UNKNOWN_LAUNCH
     show: Callable[[str], None] = lambda text: None
 
 

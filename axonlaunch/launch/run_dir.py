@@ -19,7 +19,7 @@ from typing import Any
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import storage
 from axonlaunch.checkpoint.run_lock import lock_checkpoints
-from axonlaunch.checkpoint.start import resume_of
+from axonlaunch.checkpoint.start import resume_of, resume_of_restart
 from axonlaunch.config import (
     CONFIG,
     Composed,
@@ -36,6 +36,7 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.origins import origins_of
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
+from axonlaunch.launch.environment_variables import LaunchIdentity
 from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.files import (
@@ -65,6 +66,7 @@ def open_run_dir(
     composed: Composed | None = None,
     sharing: int | None = None,
     is_submitted: bool = False,
+    launched_by: str = "",
 ) -> Iterator[RunConfig]:
     """Make the folder, freeze the configuration in it, and hold it while the run lasts.
 
@@ -77,6 +79,7 @@ def open_run_dir(
         composed: What the run's files, overrides and environment say, where that is known.
         sharing: How many ranks share the cores that this process may use; None: all of the node's.
         is_submitted: The run waits in a queue: it is launched later, from this folder.
+        launched_by: What is the same in all starts of the run by its launcher or scheduler.
 
     Raises:
         ConfigError: The folder can't be made, or holds a run that must not be continued; or another
@@ -95,13 +98,13 @@ def open_run_dir(
         for note in _differences(config):
             announce(note)
         try:
+            if not is_submitted:  # before its configuration, by which it would be refused again
+                about = {"host": socket.gethostname(), "commit": commit_of(Path.cwd())}
+                append_event(folder, "launched", {**about, "by": launched_by or None})
             replace_text(folder / CONFIG, to_yaml(config))
             (folder / CRASH).unlink(missing_ok=True)  # of a run before
             if composed is not None:
                 write_json(folder / ORIGINS, origins_of(composed, config))
-            if not is_submitted:
-                about = {"host": socket.gethostname(), "commit": commit_of(Path.cwd())}
-                append_event(folder, "launched", about)
         except OSError as error:
             raise _cannot_create(error) from None
         yield config
@@ -129,6 +132,14 @@ def _held(folder: Path) -> Iterator[None]:
 def _with_resume(config: RunConfig) -> RunConfig:
     """Decide what a run resumes from, for all its ranks."""
     return with_values(config, {"checkpoint.resume": resume_of(config)})
+
+
+def resumes_if_restarted(config: RunConfig, identity: LaunchIdentity) -> RunConfig:
+    """Let a run that its own launcher starts again resume from what it has saved itself."""
+    if not (identity.name and identity.is_restart) or config.name == config.run_dir == "auto":
+        return config  # without a name each start makes a folder of its own
+    resume = resume_of_restart(with_run_dir(config), launched_by=identity.name)
+    return with_values(config, {"checkpoint.resume": resume})
 
 
 def check_run_dir(config: RunConfig) -> None:

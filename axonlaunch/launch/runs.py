@@ -146,7 +146,8 @@ class Runs:
         """
 
         def load(overrides: Sequence[str]) -> RunConfig:
-            return request.load(overrides, environment, server=lambda: options.context)
+            loaded = request.load(overrides, environment, server=lambda: options.context)
+            return run_dir.resumes_if_restarted(loaded, options.identity)
 
         loaded = load_all(request, load=load)
         composed = [

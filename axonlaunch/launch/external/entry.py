@@ -11,6 +11,7 @@ from typing import Any
 
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.launch import LaunchConfig
+from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.runs import Request
@@ -49,6 +50,7 @@ def be_rank(
         config = request.load(
             request.overrides, counted, server=server, accelerators=lambda: counted.devices
         )
+        config = run_dir.resumes_if_restarted(config, launcher.identity)
         resolved = checks.resolve(config, devices=counted.devices)
         if resolved.launch.backend == "mock":
             message = f"its ranks are threads of one process, and {environment.launcher} starts "

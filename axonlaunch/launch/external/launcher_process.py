@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
 import time
 from pathlib import Path
 
-from axonlaunch.launch.environment_variables import OPEN_MPI, PMI, SLURM
+from axonlaunch.launch.environment_variables import OPEN_MPI, PMI, SLURM, LaunchIdentity
 from axonlaunch.system.process_state import state
 
 GRACE_S = 8.0
@@ -33,6 +34,7 @@ class LauncherProcess:
         name: ``torchrun``, ``mpirun`` or ``srun``.
         pid: None where it is not seen: out of this container, or a person's shell.
         is_gone: Set when it has ended.
+        identity: What is the same in all of its starts of this run.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,6 +42,9 @@ class LauncherProcess:
         self.name = name
         self.pid = _ancestor_without(_SET_BY.get(name, ()))
         self.is_gone = threading.Event()
+        began = "" if self.pid is None else "".join(_stat(self.pid)[19:20])
+        itself = f"{name} {self.pid} of {socket.gethostname()} since {began}" if began else ""
+        self.identity = LaunchIdentity.detect(os.environ, launcher=itself)
         if self.pid is None and name == "mpirun" and _is_unread(1):
             self.is_gone.set()  # it was killed before this process could look for it
 

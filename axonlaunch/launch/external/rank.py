@@ -102,7 +102,11 @@ def main(
                 if proof is not None:
                     announce(proof)
                 opened = run_dir.open_run_dir(
-                    resolved, announce=announce, composed=composed, sharing=_sharing(resolved)
+                    resolved,
+                    announce=announce,
+                    composed=composed,
+                    sharing=_sharing(resolved),
+                    launched_by=launcher.identity.name,
                 )
                 config = folder.enter_context(opened)
                 named = [member["host"] for member in members or ()]

@@ -19,7 +19,6 @@ from typing import Any
 from axonlaunch import config as configuration
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import gathering
-from axonlaunch.config.url import is_url
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
 from axonlaunch.launch.multinode import token
@@ -63,10 +62,6 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         *(python, "-P", "-m", "axonlaunch", "train", "--config-dir", folder),
         *("--config-name", Path(JOB).stem, "launch.name=auto"),
     ]
-    checkpoints = config.checkpoint.path or folder
-    is_saved = f" && compgen -G {shlex.quote(f'{checkpoints}/checkpoints/step_*')} >/dev/null"
-    if is_url(checkpoints):  # the shell can't look there
-        is_saved = ""
     # sbatch divides such a line at blanks, and takes quotes as a shell does.
     options = [*map(shlex.quote, options), *launch.slurm.extra_args]
     lines = [
@@ -75,16 +70,11 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         "",
         f"cd {shlex.quote(str(Path.cwd()))}",
         *launch.slurm.prologue,
-        "# Requeued, it resumes from its own checkpoints, whatever it started from.",
-        "resume=()",
-        f'if [ -n "$SLURM_RESTART_COUNT" ]{is_saved}; then',
-        "    resume=(checkpoint.resume=auto)",
-        "fi",
         "# Shortly before the time limit: checkpoint and requeue.",
         "again=",
         "trap 'again=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
         *([] if cpus is None else ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"]),
-        f'srun --kill-on-bad-exit=1 --cpu-bind=none {shlex.join(command)} "${{resume[@]}}" &',
+        f"srun --kill-on-bad-exit=1 --cpu-bind=none {shlex.join(command)} &",
         "while true; do",
         "    wait $!",
         "    status=$?",

@@ -103,7 +103,12 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
     with ExitStack() as stack:
         rendezvous = stack.enter_context(_rendezvous(config))
-        opened = run_dir.open_run_dir(config, announce=console.line, composed=options.composed)
+        opened = run_dir.open_run_dir(
+            config,
+            announce=console.line,
+            composed=options.composed,
+            launched_by=options.identity.name,
+        )
         config = stack.enter_context(opened)
         record = RunRecorder(options.started, console, proof=options.proof)
         record.prediction = stack.enter_context(closing(BackgroundEstimate(context, config)))

@@ -83,7 +83,13 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
             problems = error.problems
         if proof is not None:
             console.line(str(proof))
-    me = NodeMembership(config, problems, console, composed=options.composed)
+    me = NodeMembership(
+        config,
+        problems,
+        console,
+        composed=options.composed,
+        launched_by=options.identity.name,
+    )
     with ExitStack() as folder:
         record = RunRecorder(options.started, console, proof=proof)
         try:

@@ -59,6 +59,7 @@ class NodeMembership:
         console: RunConsole,
         *,
         composed: Composed | None = None,
+        launched_by: str = "",
     ) -> None:
         """Listen on node 0, or reach it.
 
@@ -67,6 +68,7 @@ class NodeMembership:
             problems: What it can't run it for.
             console: Takes lines for the user.
             composed: What the run's files, overrides and environment say on this node.
+            launched_by: What is the same in all starts of the run by its scheduler.
 
         Raises:
             ConfigError: The address is not node 0's, its port is taken, nobody answers, or the
@@ -75,7 +77,7 @@ class NodeMembership:
         self._given = config
         self._problems = problems
         self._console = console
-        self._composed = composed
+        self._composed, self._launched_by = composed, launched_by
         self._hosts = _is_first(config)
         secret = token.read_token(config.launch)
         if secret is None:
@@ -261,7 +263,10 @@ class NodeMembership:
             if self._frozen is None:
                 self._frozen = folder.enter_context(
                     run_dir.open_run_dir(
-                        asked, announce=self._console.line, composed=self._composed
+                        asked,
+                        announce=self._console.line,
+                        composed=self._composed,
+                        launched_by=self._launched_by,
                     )
                 )
         except ConfigError as error:

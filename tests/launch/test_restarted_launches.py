@@ -1,0 +1,135 @@
+"""A run that torchrun or SLURM starts again is the same run, whatever its command begins from."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+from command import Command
+
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.environment_variables import LaunchIdentity
+from axonlaunch.launch.external import entry, rank
+from axonlaunch.launch.external.launcher_process import LauncherProcess
+from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.runs import Request, Runs
+from axonlaunch.system.run_files import append_event
+
+NEVER = "checkpoint.resume=never"
+OWN = "checkpoint.resume=runs/run/checkpoints/step_2"
+OTHER = "checkpoint.resume=runs/other"
+JOB = {"SLURM_JOB_ID": "41"}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (OWN, OTHER):
+        Path(folder.partition("=")[2]).mkdir(parents=True)
+
+
+def start(variables: dict[str, str], *overrides: str, until: str = "started") -> RunConfig:
+    """Start a run as a command does, until it has been launched or its ranks have started."""
+    identity = LaunchIdentity.detect(variables, launcher="")
+    context = multiprocessing.get_context("forkserver")
+    options = LaunchOptions(context=context, started=0.0, identity=identity)
+    request = Request(overrides=["name=run", "launch.nproc=1", *overrides])
+    runs = Runs.load(request, ClusterEnvironment(), options)
+    [(_, config)] = runs.loaded
+    by = identity.name
+    with run_dir.open_run_dir(config, announce=lambda line: None, launched_by=by) as opened:
+        if until == "started":
+            append_event(Path(opened.run_dir), "started", {})
+        return opened
+
+
+@pytest.mark.parametrize("begun", [NEVER, OWN])
+def test_a_job_that_is_queued_again_resumes_from_its_own_checkpoints(begun: str) -> None:
+    assert start(JOB, begun).checkpoint.resume == begun.partition("=")[2]
+    for count in ("1", "2"):
+        again = start({**JOB, "SLURM_RESTART_COUNT": count}, begun, until="launched")
+        assert again.checkpoint.resume == "auto"
+
+
+def test_a_job_that_was_ended_before_it_went_back_to_a_checkpoint_goes_back_to_it() -> None:
+    start(JOB, OWN, until="launched")
+    again = start({**JOB, "SLURM_RESTART_COUNT": "1"}, OWN)
+    assert again.checkpoint.resume == OWN.partition("=")[2]
+
+
+def test_a_job_that_is_queued_again_before_it_saved_begins_from_the_same_place() -> None:
+    start(JOB, OTHER)
+    again = start({**JOB, "SLURM_RESTART_COUNT": "1"}, OTHER)
+    assert again.checkpoint.resume == "runs/other"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, JOB, {**JOB, "SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "1"}],
+    ids=["by hand", "the same job, not restarted", "another job"],
+)
+def test_what_another_launch_began_is_not_resumed_under_never(variables: dict[str, str]) -> None:
+    start(JOB, NEVER)
+    with pytest.raises(ConfigError) as raised:
+        start(variables, NEVER)
+    [issue] = raised.value.problems
+    assert "already contains a run; choose another name" in str(issue)
+
+
+def test_a_folder_that_somebody_used_since_is_not_the_job_s_any_more() -> None:
+    start(JOB, NEVER)
+    start({}, "checkpoint.resume=auto")
+    with pytest.raises(ConfigError):
+        start({**JOB, "SLURM_RESTART_COUNT": "1"}, NEVER)
+
+
+def test_attempts_of_one_torchrun_have_one_identity_and_the_later_are_restarts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    identities = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        identities.append(LauncherProcess("torchrun").identity)
+    first, second = identities
+    assert first.name == second.name
+    assert first.name.startswith(f"torchrun {os.getppid()} of ")
+    assert (first.is_restart, second.is_restart) == (False, True)
+
+
+def test_a_rank_that_torchrun_starts_again_resumes_from_its_own_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank, "main", lambda environment, resolve, **_: (0, resolve(environment)))
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
+    environment = ClusterEnvironment.detect({**world, **address})
+    request = Request(overrides=["name=own", "train.steps=1", NEVER])
+    Path("runs/own").mkdir()
+    resumes = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        launcher = LauncherProcess("torchrun")
+        _, resolved = entry.be_rank(
+            request, environment, launcher, server=pytest.fail, started=0.0, as_json=False
+        )
+        config: RunConfig = resolved[1]  # type: ignore[index]
+        resumes.append(config.checkpoint.resume)
+        append_event(Path("runs/own"), "launched", {"by": launcher.identity.name})
+        Path("runs/own/config.yaml").write_text("name: own\n")
+    assert resumes == ["never", "auto"]
+
+
+def test_the_command_of_a_job_that_is_queued_again_resumes_from_what_it_saved(
+    served: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["name=own", "strategy=single", "checkpoint.every=1", NEVER]
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    served.train(*command, "train.steps=1")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert "resumed from runs/own/checkpoints/step_1" in served.train(*command).stdout
