@@ -32,7 +32,7 @@ def generate(
         prompt_tokens: At least one token.
         max_new_tokens: Tokens to add.
         context_length: Tokens that the model is shown at most: the last ones.
-        temperature: Divides the logits; 0 takes the likeliest token.
+        temperature: Divides the logits; 0 takes the likeliest token, as what is close to it does.
         top_k: Draw among so many likeliest tokens; None: among all.
         seed: Random seed.
         is_over: Says of the new tokens whether there are to be no more.
@@ -45,7 +45,7 @@ def generate(
     """
     if not prompt_tokens:
         raise ValueError("the prompt is empty; give at least one token")
-    if temperature < 0:
+    if not temperature >= 0:  # nor is NaN
         raise ValueError(f"temperature={temperature}: must be 0 or more; 0 is greedy")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: must be at least 1, or None for all tokens")
@@ -85,5 +85,6 @@ def _draw(
         logits, indices = logits.topk(top_k)
     else:
         indices = torch.arange(len(logits))
-    chances = (logits / temperature).softmax(-1)
+    # In fp64, and 0 for the likeliest: over a tiny temperature no other number is one.
+    chances = ((logits - logits.max()).double() / temperature).softmax(-1).float()
     return int(indices[torch.multinomial(chances, 1, generator=generator)])

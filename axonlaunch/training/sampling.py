@@ -47,12 +47,16 @@ class TrainedText:
     tokenizer: Tokenizer
 
     def generate(self, prompt: Sequence[int], **options: Any) -> list[int]:
-        """Return the tokens that continue a prompt; ``models.generation`` says by which options."""
+        """Return the tokens that continue a prompt; ``models.generation`` says by which options.
+
+        The tokenizer's end of a text ends them.
+        """
         from axonlaunch.models.generation import generate
 
         def logits_of_tokens(inputs: Tensor) -> Tensor:
             return self.model(inputs)[..., : self.tokenizer.vocab_size]
 
+        options.setdefault("is_over", lambda tokens: tokens[-1] == self.tokenizer.end)
         return generate(logits_of_tokens, prompt, context_length=self.context_length, **options)
 
 

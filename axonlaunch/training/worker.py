@@ -22,34 +22,27 @@ from axonlaunch.checkpoint.start import is_of
 from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.dataset import Dataset, sample_inputs
-from axonlaunch.data.first_question import first_question
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.data.mix import AnyText
 from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
-from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerated, Started
+from axonlaunch.events import NOBODY, Finished, Listener, Monitor, Started
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.flops import training_flops_per_token
-from axonlaunch.models.generation import generate
 from axonlaunch.system import gpus
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
-from axonlaunch.training.conversation import Conversation
+from axonlaunch.training.closing_sample import generate_sample
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.module_trace.run import RunTracer
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.profiling import StepProfiler
-from axonlaunch.training.sampling import TrainedText
 from axonlaunch.training.trainer import fit
-
-_PROMPT = "def "
-"""What a model of text continues where nothing is asked for."""
 
 
 def run(
@@ -122,7 +115,7 @@ def run(
             ],
         )
         if not finished.interrupted:
-            _sample(config, engine, dataset, monitor.report)
+            generate_sample(config, engine.predict, dataset, report=monitor.report)
     return finished
 
 
@@ -291,28 +284,6 @@ def _on_main(
     resumed_at = None if resumed is None else resumed.step
     loggers = RunLoggers(config, world_size=world.world_size, resumed_at=resumed_at, report=report)
     return loggers, loggers.notes, loggers
-
-
-def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listener) -> None:
-    """Let a model of text continue the prompt; every rank calls this."""
-    if not config.sample.max_new_tokens or dataset.kind != "tokens" or not dataset.is_text:
-        return
-    prompt = config.sample.prompt or _PROMPT
-    if isinstance(config.data, ChatConfig) and isinstance(dataset, AnyText):
-        prompt = config.sample.prompt or first_question(config.data)
-        trained = TrainedText(engine.predict, dataset.sample_shape[0], dataset.tokenizer)
-        most = config.sample.max_new_tokens
-        conversation = Conversation(trained, tokens=most, seed=config.seed)
-        report(SampleGenerated(prompt, f"\n{conversation.answer(prompt)}"))
-        return
-    tokens = generate(
-        engine.predict,
-        dataset.encode(prompt),
-        max_new_tokens=config.sample.max_new_tokens,
-        context_length=dataset.sample_shape[0],
-        seed=config.seed,
-    )
-    report(SampleGenerated(prompt, dataset.decode(tokens)))
 
 
 def _put_superseded_aside(resumed: Checkpoint | None, root: Path, world: World) -> list[str]:

@@ -34,6 +34,15 @@ def test_no_temperature_takes_the_likeliest_token(model):
     assert greedy == expected
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 5e-324])
+def test_a_tiny_temperature_takes_the_likeliest_token(model, temperature):
+    greedy, tiny = (
+        generate(model, [5, 6], max_new_tokens=6, context_length=100, temperature=value)
+        for value in (0, temperature)
+    )
+    assert tiny == greedy
+
+
 def test_the_model_sees_no_more_than_its_context():
     seen = []
 
@@ -56,6 +65,7 @@ def test_a_model_in_training_is_so_again_afterwards(model):
     [
         ([], {}, "the prompt is empty"),
         ([1], {"temperature": -1.0}, "temperature=-1.0: must be 0 or more"),
+        ([1], {"temperature": float("nan")}, "temperature=nan: must be 0 or more"),
         ([1], {"top_k": 0}, "top_k=0: must be at least 1"),
     ],
 )
