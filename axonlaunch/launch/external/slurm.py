@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,16 @@ from axonlaunch.system.files import replace_text
 SCRIPT = "job.sbatch"
 JOB = "job.yaml"
 TOKEN = "token"
-_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
+UNKNOWN = "UNKNOWN"
+"""The state of a job that has ended, of which nobody says how."""
+_UNREACHABLE = "UNREACHABLE"
+"""The state of a job while SLURM can't be asked for it."""
+_ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT", UNKNOWN),
+)
+_ANSWER_S = 60.0
+"""Seconds in which SLURM's programs answer, which wait for a controller that is busy."""
 _POLL_S = 1.0
 
 
@@ -155,13 +165,17 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     job = submitted.stdout.strip().partition(";")[0]
     announce(f"job {job} submitted; scancel {job} ends it, Ctrl-C here only stops following it")
     content: dict[str, Any] = {"job_id": int(job), "run_dir": config.run_dir}
+    log = folder / f"slurm-{job}.out"
     try:
-        content["state"] = _follow(job, folder / f"slurm-{job}.out", announce)
+        last = _follow(job, log, announce)
     except KeyboardInterrupt:
-        announce(f"job {job} is still running; log: {folder / f'slurm-{job}.out'}")
-        return 130, {**content, "state": _state(job)}
-    announce(f"job {job}: {content['state'].lower()}")
-    return (0 if content["state"] == "COMPLETED" else 1), content
+        announce(f"job {job} is still running; log: {log}")
+        return 130, {**content, "state": _state(job).name}
+    if last.name == UNKNOWN:
+        announce(f"job {job} has ended, and how is not known: {last.detail}; see {log}")
+    else:
+        announce(f"job {job}: {last.name.lower()}{last.detail}")
+    return (0 if last == _JobState("COMPLETED") else 1), {**content, "state": last.name}
 
 
 def _write(config: RunConfig, folder: Path) -> Path:
@@ -189,14 +203,29 @@ def _job_issues(config: RunConfig) -> list[ConfigIssue]:
     return issues
 
 
-def _follow(job: str, log: Path, announce: Callable[[str], None]) -> str:
+@dataclass(frozen=True)
+class _JobState:
+    """What is known of a job.
+
+    Attributes:
+        name: As SLURM calls it, or one of ours.
+        detail: Why it is not known; or what is to be added of a job that completed.
+    """
+
+    name: str
+    detail: str = ""
+
+
+def _follow(job: str, log: Path, announce: Callable[[str], None]) -> _JobState:
     """Print a job's log until it has ended; return its last state."""
     read, state = 0, ""
     while True:
         now = _state(job)
-        if now != state and now == "PENDING":
+        if now.name != state and now.name == "PENDING":
             announce(f"job {job} is pending")
-        state = now
+        elif now.name != state and now.name == _UNREACHABLE:
+            announce(f"job {job}: SLURM can't be asked ({now.detail}); its log is followed on")
+        state = now.name
         if log.exists():
             with log.open("rb") as stream:
                 stream.seek(read)
@@ -204,18 +233,45 @@ def _follow(job: str, log: Path, announce: Callable[[str], None]) -> str:
             read += len(content)
             sys.stderr.write(content.decode(errors="replace"))
             sys.stderr.flush()
-        if state.startswith(_ENDED):
-            return state
+        if state in _ENDED:
+            return now
         time.sleep(_POLL_S)
 
 
-def _state(job: str) -> str:
-    """Return a job's state; one that the controller has forgotten ended as its accounting says."""
-    command = ["scontrol", "show", "job", job, "--oneliner"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    match = re.search(r"\bJobState=(\w+)", answer)
-    if match:
-        return match[1]
-    command = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=State", "-j", job]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return (answer.split() or ["COMPLETED"])[0]
+def _state(job: str) -> _JobState:
+    """Ask for a job's state; one that the controller has forgotten ended as its accounting says."""
+    answer, error = _ask("scontrol", "show", "job", job, "--oneliner")
+    if match := re.search(r"\bJobState=(\w+)", answer):
+        code = re.search(r"\bExitCode=(\d+:\d+)", answer)
+        return _with_exit_code(match[1], code[1] if code else "")
+    if "invalid job id" not in error.lower():
+        return _JobState(_UNREACHABLE, error or "scontrol says nothing of it")
+    options = ["--noheader", "--parsable2", "--allocations", "--format=State,ExitCode"]
+    answer, error = _ask("sacct", *options, "-j", job)
+    written, _, code_written = answer.partition("\n")[0].partition("|")
+    name = written.partition(" ")[0]  # CANCELLED by 1000
+    if name in _ENDED:
+        return _with_exit_code(name, code_written)
+    reason = error or (f"sacct has it as {name}" if name else "sacct does not know it")
+    return _JobState(UNKNOWN, f"its controller has forgotten it, and {reason}")
+
+
+def _with_exit_code(name: str, code: str) -> _JobState:
+    failed = name == "COMPLETED" and code not in ("", "0:0")
+    return _JobState(name, f" with exit code {code}" if failed else "")
+
+
+def _ask(*command: str) -> tuple[str, str]:
+    """Return what a program of SLURM's prints, and where it fails, why."""
+    program = command[0]
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_ANSWER_S
+        )
+    except OSError:
+        return "", f"there is no {program} here"
+    except subprocess.TimeoutExpired:
+        return "", f"{program} does not answer"
+    if ran.returncode:
+        return "", f"{program}: {' '.join(ran.stderr.split()) or f'exit status {ran.returncode}'}"
+    return ran.stdout, ""

@@ -1,0 +1,117 @@
+"""How a SLURM job ended is what SLURM says, and where it says nothing, nobody guesses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from axonlaunch import config as configuration
+from axonlaunch.launch.external import slurm
+
+FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+UNREACHABLE = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+NO_ACCOUNTING = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
+
+
+def says(state: str, code: str = "0:0") -> str:
+    return f"echo 'JobId=7 JobName=job JobState={state} Reason=None ExitCode={code}'"
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs, all that is found."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(slurm, "_POLL_S", 0.0)
+    (tmp_path / "bin").mkdir()
+    return tmp_path / "bin"
+
+
+def submitted(programs: Path, **scripts: str) -> tuple[int, str, list[str]]:
+    """Submit a job where each program is a script; return status, state and what was announced."""
+    for name, script in {"sbatch": "echo 7", **scripts}.items():
+        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+        (programs / name).chmod(0o755)
+    config = configuration.load(["launch=slurm", "launch.nproc=1", "name=job"])
+    lines: list[str] = []
+    status, content = slurm.submit(config, announce=lines.append)
+    return status, content["state"], lines[1:]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *("BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+        *("PREEMPTED", "REVOKED", "TIMEOUT"),
+    ],
+)
+def test_a_job_that_did_not_complete_has_ended_and_failed(state: str, programs: Path) -> None:
+    ended = submitted(programs, scontrol=says(state))
+    assert ended == (1, state, [f"job 7: {state.lower()}"])
+
+
+def test_a_job_that_completed_succeeded(programs: Path) -> None:
+    ended = submitted(programs, scontrol=says("COMPLETED"))
+    assert ended == (0, "COMPLETED", ["job 7: completed"])
+
+
+def test_a_job_that_completed_with_an_exit_code_failed(programs: Path) -> None:
+    ended = submitted(programs, scontrol=says("COMPLETED", code="3:0"))
+    assert ended == (1, "COMPLETED", ["job 7: completed with exit code 3:0"])
+
+
+@pytest.mark.parametrize(
+    ("written", "status", "state"),
+    [("COMPLETED|0:0", 0, "COMPLETED"), ("CANCELLED by 1000|0:15", 1, "CANCELLED")],
+)
+def test_a_job_that_the_controller_has_forgotten_ended_as_its_accounting_says(
+    written: str, status: int, state: str, programs: Path
+) -> None:
+    ended = submitted(programs, scontrol=FORGOTTEN, sacct=f"echo '{written}'")
+    assert ended[:2] == (status, state)
+
+
+@pytest.mark.parametrize(
+    ("accounting", "reason"),
+    [
+        ({}, "there is no sacct here"),
+        ({"sacct": NO_ACCOUNTING}, "sacct: Slurm accounting storage is disabled"),
+        ({"sacct": "true"}, "sacct does not know it"),
+        ({"sacct": "echo 'RUNNING|0:0'"}, "sacct has it as RUNNING"),
+    ],
+)
+def test_where_nobody_knows_how_a_job_ended_that_is_said_and_is_no_success(
+    accounting: dict[str, str], reason: str, programs: Path
+) -> None:
+    status, state, lines = submitted(programs, scontrol=FORGOTTEN, **accounting)
+    log = Path("runs/job/slurm-7.out").absolute()
+    assert (status, state) == (1, "UNKNOWN")
+    assert lines == [
+        f"job 7 has ended, and how is not known: its controller has forgotten it, and {reason}; "
+        f"see {log}"
+    ]
+
+
+def test_a_job_whose_controller_can_not_be_reached_is_followed_on(programs: Path) -> None:
+    once = programs / "once"
+    answers = f"if [ ! -e {once} ]; then : > {once}; {UNREACHABLE}; fi; {says('COMPLETED')}"
+    status, _, lines = submitted(programs, scontrol=answers)
+    assert status == 0
+    assert lines == [
+        "job 7: SLURM can't be asked (scontrol: slurm_load_jobs error: Unable to contact slurm "
+        "controller); its log is followed on",
+        "job 7: completed",
+    ]
+
+
+def test_programs_that_hang_are_not_waited_for(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "_ANSWER_S", 0.05)
+    lasting = f"exec {os.defpath.split(':')[-1]}/sleep 60"
+    once = programs / "once"
+    answers = f"if [ ! -e {once} ]; then : > {once}; {lasting}; fi; {says('COMPLETED')}"
+    _, _, lines = submitted(programs, scontrol=answers)
+    assert lines[0].startswith("job 7: SLURM can't be asked (scontrol does not answer); ")
