@@ -129,7 +129,7 @@ class ContextConfig:
     """How each sample's sequence is divided among ranks."""
 
     degree: int = field(default=1, metadata={"min": 1})
-    """ranks that share every sequence, by ring attention; for gpt and llama"""
+    """ranks that share every sequence, by ring attention; axonlaunch inspect says if they can"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,6 +156,17 @@ class ModelSpec:
             if not getattr(block, "is_stand_in", False)
         }
 
+    def undivided_sequences(self) -> str:
+        """Return why ranks can't each compute a part of its sequences; empty if they can."""
+        if why := self.refused_axes.get("context"):
+            return why
+        if self.divide is not None:
+            why = self.undivided()
+            return why and f"its sequences can't be divided: {why}"
+        if self.positions is None:
+            return "the model can't compute on a part of a sequence; use 1"
+        return ""
+
     def head_of(self, module: nn.Module) -> nn.Module | None:
         """Return the head that a module, or a stage of it, has; None where it has none."""
         try:

@@ -109,7 +109,11 @@ def search(config: RunConfig, devices: int, overridden: Sequence[str], wanted: i
     forkserver.lead_group()  # it forks a process for each trace
     import_plugins(config.plugins)
     values = configuration.flatten(config)
-    fixed = {key: values[key] for key in candidates.SEARCHED if key in overridden}
+    fixed = {
+        key: values[key]
+        for key in candidates.SEARCHED
+        if key in overridden and values[key] not in ("auto", None)
+    }
     try:
         return search.search_layouts(
             config, devices=devices, fixed=fixed, check=resolve_anywhere, wanted=wanted

@@ -36,17 +36,8 @@ def context_problems(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigIssue
     degree = config.strategy.context.degree
     if degree == 1:
         return
-    if why := spec.refused_axes.get("context"):
+    if why := spec.undivided_sequences():
         yield ConfigIssue("strategy.context.degree", why, degree)
-        return
-    if spec.divide is not None:
-        if why := spec.undivided():
-            message = f"its sequences can't be divided: {why}"
-            yield ConfigIssue("strategy.context.degree", message, degree)
-            return
-    elif spec.positions is None:
-        message = f"model={config.model.name} can't compute on a part of a sequence; use 1"
-        yield ConfigIssue("strategy.context.degree", message, degree)
         return
     if config.train.compile:
         message = "ring attention of strategy.context.degree can't be compiled; use false"

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from hf_families import without_folder
+from torch import nn
+
+import axonlaunch as ax
 from axonlaunch import config
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.rules import broken_world_rules, find_rule_violations
@@ -23,6 +28,16 @@ TINY = [
 def listed(*overrides: str, devices: int = 8, **fixed: Any) -> list[Candidate]:
     chosen = config.load([*TINY, *overrides])
     return [*candidates(chosen, devices=devices, in_node=4, fixed=fixed)]
+
+
+class Stacked(nn.Module):
+    """Blocks of somebody's own, with a tensor plan that knows of sequences."""
+
+    def __init__(self, width: int = 16, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.head = nn.Linear(width, 256)
 
 
 def test_each_fills_the_devices_and_breaks_no_rule() -> None:
@@ -88,12 +103,65 @@ def test_context_is_for_long_sequences_and_few_samples() -> None:
     assert {c.layout.context for c in listed(**{"strategy.context.degree": 2})} == {2}
 
 
-def test_what_the_user_has_set_stays() -> None:
-    key = "strategy.tensor.degree"
+@pytest.mark.parametrize(("kind", "degrees"), [("qwen3", {1, 2, 4}), ("falcon", {1})])
+def test_a_model_of_transformers_gets_context_where_its_sequences_can_be_divided(
+    kind: str, degrees: set[int]
+) -> None:
+    long = without_folder(kind, "data.sequence_length=32768", "train.global_batch_size=4")
+    choices = candidates(config.load(long), devices=4, in_node=4, fixed={})
+    assert {c.layout.context for c in choices} == degrees
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+def test_a_registered_model_gets_what_it_was_registered_with(sequences: bool) -> None:
+    plan = {"layers.*": "column"}
+    ax.register_model("stacked", layers="layers", tensor_plan=plan, sequence_parallel=sequences)(
+        Stacked
+    )
+    chosen = config.load(["model=stacked", *TINY[3:]])
+    choices = [*candidates(chosen, devices=4, in_node=4, fixed={})]
+    assert {c.layout.tensor for c in choices} == {1, 2, 4}
+    assert {c.layout.pipeline for c in choices} == {1, 2, 4}
+    divided = {c.config.strategy.tensor.sequence_parallel for c in choices if c.layout.tensor > 1}
+    assert divided == {sequences}
+
+
+def test_a_model_without_a_tensor_plan_is_offered_no_tensor_ranks() -> None:
+    ax.register_model("stacked", layers="layers")(Stacked)
+    choices = candidates(config.load(["model=stacked", *TINY[3:]]), devices=4, in_node=4, fixed={})
+    assert {c.layout.tensor for c in choices} == {1}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "more"),
+    [
+        ("strategy.tensor.degree", 2, {}),
+        ("strategy.tensor.sequence_parallel", False, {"strategy.tensor.degree": 2}),
+        ("strategy.pipeline.schedule", "gpipe", {"strategy.pipeline.degree": 2}),
+        ("strategy.pipeline.degree", 2, {}),
+        ("strategy.fsdp.sharding", "no_shard", {}),
+        ("strategy.fsdp.cpu_offload", "full", {}),
+        ("strategy.fsdp.replicate", 2, {}),
+        ("strategy.data_parallel", "fsdp", {"strategy.tensor.degree": 4}),
+        ("train.micro_batch_size", 3, {}),
+        ("train.activation_checkpointing", "full", {}),
+    ],
+)
+def test_what_the_user_has_set_stays(key: str, value: Any, more: dict[str, Any]) -> None:
     assert key in SEARCHED
-    choices = listed(**{key: 2})
+    choices = listed("train.global_batch_size=48", devices=4, **{key: value, **more})
     assert choices
-    assert {c.layout.tensor for c in choices} == {2}
+    assert {config.flatten(c.config)[key] for c in choices} == {value}
+    for c in choices:
+        assert find_rule_violations(c.config) == []
+        assert broken_world_rules(c.config, world_size=4) == []
+
+
+def test_a_strategy_to_start_from_leaves_the_others_among_them() -> None:
+    choices = listed("strategy=zero2")
+    assert {"ddp", "zero1", "fsdp"} <= {c.layout.data_parallel for c in choices}
+    for c in choices:
+        assert find_rule_violations(c.config) == []
 
 
 def test_a_batch_that_nothing_divides_leaves_none() -> None:

@@ -7,8 +7,9 @@ blocks in each stage, micro-batches of powers of two. It says nothing of memory 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from axonlaunch.config import RunConfig
@@ -17,6 +18,7 @@ from axonlaunch.config.errors import divisors
 from axonlaunch.config.layout import Layout, of_ranks
 from axonlaunch.config.plain import with_values
 from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.figures import ModelFigures, model_figures
 from axonlaunch.preflight.optimizer import layout_problems
 
@@ -25,24 +27,33 @@ _MOST_STAGES = 32
 _SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard")
 _LONG = 32_768
 """Positions of a sequence from which a ring of ranks is worth its merges, samples or not."""
-_CONTEXT = "strategy.context.degree"
 _KIND = "strategy.data_parallel"
+_SHARDING = "strategy.fsdp.sharding"
+_REPLICATE = "strategy.fsdp.replicate"
 _OFFLOAD = "strategy.fsdp.cpu_offload"
 _OFFLOADED = ("none", "optimizer_states", "params")
+_TENSOR = "strategy.tensor.degree"
+_SEQUENCES = "strategy.tensor.sequence_parallel"
+_CONTEXT = "strategy.context.degree"
+_PIPELINE = "strategy.pipeline.degree"
+_SCHEDULE = "strategy.pipeline.schedule"
+_MICRO_BATCH = "train.micro_batch_size"
 _RECOMPUTE = "train.activation_checkpointing"
 _RECOMPUTATION = ("none", "selective", "full")
+_NOT_SHARDED = {_SHARDING: "full_shard", _REPLICATE: "auto", _OFFLOAD: "none"}
+"""The defaults of what is refused where parameters are not sharded."""
 
 SEARCHED = (
-    "strategy.data_parallel",
-    "strategy.fsdp.sharding",
-    "strategy.fsdp.replicate",
+    _KIND,
+    _SHARDING,
+    _REPLICATE,
     _OFFLOAD,
-    "strategy.tensor.degree",
-    "strategy.tensor.sequence_parallel",
+    _TENSOR,
+    _SEQUENCES,
     _CONTEXT,
-    "strategy.pipeline.degree",
-    "strategy.pipeline.schedule",
-    "train.micro_batch_size",
+    _PIPELINE,
+    _SCHEDULE,
+    _MICRO_BATCH,
     _RECOMPUTE,
 )
 """Keys that a search sets; one that the user has set stays as it is."""
@@ -90,78 +101,94 @@ def candidates(
         fixed: What the user has set of ``SEARCHED``.
         offloads: Whether a device has a host whose memory it could use.
     """
+    options = partial(_options, fixed)
     batch, figures = config.train.global_batch_size, model_figures(config.model)
+    spec, model = spec_for(config), on_meta(config, seed=config.seed)
+    num_blocks = figures.num_blocks or len(spec.blocks(model))
+    can_divide = bool(config.strategy.tensor.plan or spec.plan(model))
     for tensor, pipeline, context in _degrees(
-        config, figures, devices=devices, in_node=in_node, context=fixed.get(_CONTEXT)
+        config,
+        figures,
+        tensors=_powers(in_node) if can_divide else [1],
+        pipelines=[n for n in divisors(devices) if n <= min(max(1, num_blocks), _MOST_STAGES)],
+        contexts=[1] if spec.undivided_sequences() else _powers(in_node),
+        devices=devices,
+        fixed=fixed,
     ):
         ranks = devices // (tensor * pipeline * context)
         if batch % ranks:
             continue
-        for schedule, parallel, size, recompute in itertools.product(
-            _SCHEDULES if pipeline > 1 else ("1f1b",),
+        for schedule, parallel, size, divides_sequences, recompute in itertools.product(
+            options(_SCHEDULE, _SCHEDULES) if pipeline > 1 else ("1f1b",),
             _kinds(
                 ranks * context,
                 in_node=max(1, in_node // tensor),
                 offloads=offloads,
-                chosen=fixed.get(_KIND),
+                fixed=fixed,
             ),
-            _powers(batch // ranks),
-            _RECOMPUTATION,
+            options(_MICRO_BATCH, _powers(batch // ranks)),
+            options(_SEQUENCES, [tensor > 1 and spec.sequence_parallel]),
+            options(_RECOMPUTE, _RECOMPUTATION),
         ):
-            if not _fits(figures.num_blocks, schedule, pipeline, batch // ranks // size):
+            if batch // ranks % size or (divides_sequences and tensor == 1):
+                continue
+            if not _fits(num_blocks, schedule, pipeline, batch // ranks // size):
                 continue
             if SCHEDULES[schedule].separate_weight_grad and recompute != "none":
                 continue  # both halves of a backward would recompute
             settings = {
                 **parallel,
-                "strategy.tensor.degree": tensor,
-                "strategy.tensor.sequence_parallel": tensor > 1 and takes_sequences(config),
+                _TENSOR: tensor,
+                _SEQUENCES: divides_sequences,
                 _CONTEXT: context,
-                "strategy.pipeline.degree": pipeline,
-                "strategy.pipeline.schedule": schedule,
-                "train.micro_batch_size": size,
+                _PIPELINE: pipeline,
+                _SCHEDULE: schedule,
+                _MICRO_BATCH: size,
                 _RECOMPUTE: recompute,
             }
-            if all(settings.get(key, value) == value for key, value in fixed.items()):
+            if all(settings[key] == value for key, value in fixed.items()):
                 made = with_values(config, {**settings, **of_ranks(devices)})
                 layout = Layout.of(made, world_size=devices)
                 if not any(layout_problems(made, layout)):
                     yield Candidate(made, layout, settings)
 
 
+def _options(fixed: Mapping[str, Any], key: str, usual: Iterable[Any]) -> Iterable[Any]:
+    """Return the values of a key that are worth a look: what the user has set, or the usual."""
+    return [fixed[key]] if key in fixed else usual
+
+
 def _degrees(
-    config: RunConfig, figures: ModelFigures, *, devices: int, in_node: int, context: int | None
+    config: RunConfig,
+    figures: ModelFigures,
+    *,
+    tensors: Sequence[int],
+    pipelines: Sequence[int],
+    contexts: Sequence[int],
+    devices: int,
+    fixed: Mapping[str, Any],
 ) -> Iterator[tuple[int, int, int]]:
     heads = figures.num_attention_heads  # without any, none are divided
-    shared, depth = figures.num_key_value_heads, max(1, figures.num_blocks)
-    length = getattr(config.data, "sequence_length", 1)
-    batch, contexts = config.train.global_batch_size, [1]
-    if context is not None:
-        contexts = [context]
-    elif takes_sequences(config):
-        contexts = _powers(in_node)
+    shared = figures.num_key_value_heads
+    batch, length = config.train.global_batch_size, getattr(config.data, "sequence_length", 1)
     for tensor, pipeline, around in itertools.product(
-        _powers(in_node), divisors(devices), contexts
+        _options(fixed, _TENSOR, tensors),
+        _options(fixed, _PIPELINE, pipelines),
+        _options(fixed, _CONTEXT, contexts),
     ):
-        if devices % (tensor * pipeline * around) or pipeline > min(depth, _MOST_STAGES):
-            continue
-        if heads % tensor or shared % tensor:
+        if devices % (tensor * pipeline * around) or heads % tensor or shared % tensor:
             continue
         if around > 1:
             if length % (2 * around * tensor) or config.train.compile:
                 continue
-            if context is None and length < _LONG and devices // (tensor * pipeline) <= batch:
+            is_usual = length >= _LONG or devices // (tensor * pipeline) > batch
+            if not is_usual and _CONTEXT not in fixed:
                 continue  # its merges cost, and there are samples for everyone
         yield tensor, pipeline, around
 
 
-def takes_sequences(config: RunConfig) -> bool:
-    """Say whether a model's sequences can be divided over ranks."""
-    return config.model.name in ("gpt", "llama")
-
-
 def _kinds(
-    ranks: int, *, in_node: int, offloads: bool, chosen: str | None
+    ranks: int, *, in_node: int, offloads: bool, fixed: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield what the data-parallel ranks can do.
 
@@ -169,24 +196,34 @@ def _kinds(
         ranks: How many there are.
         in_node: How many of them are on a node.
         offloads: Whether what is sharded may be kept in host memory.
-        chosen: The variant that the user has set, which alone need not be exact; None: none is.
+        fixed: What the user has set; a variant that they chose alone need not be exact.
     """
     for name, facts in DATA_PARALLEL.known_facts().items():
-        if (facts.averages == "nothing") != (ranks == 1) or not (facts.is_exact or name == chosen):
+        is_chosen = name == fixed.get(_KIND)
+        if facts.averages == "nothing" and ranks > 1:
+            continue
+        if not is_chosen and (not facts.is_exact or (facts.averages != "nothing" and ranks == 1)):
             continue
         if facts.shards_parameters:
-            yield from _sharded(name, ranks, in_node=in_node, offloads=offloads)
+            yield from _sharded(name, ranks, in_node=in_node, offloads=offloads, fixed=fixed)
         else:
-            yield {_KIND: name}
+            yield {_KIND: name, **_NOT_SHARDED}
 
 
-def _sharded(kind: str, ranks: int, *, in_node: int, offloads: bool) -> Iterator[dict[str, Any]]:
-    for sharding, offload in itertools.product(_SHARDINGS, _OFFLOADED if offloads else ("none",)):
-        settings = {_KIND: kind, "strategy.fsdp.sharding": sharding, _OFFLOAD: offload}
+def _sharded(
+    kind: str, ranks: int, *, in_node: int, offloads: bool, fixed: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    for sharding, offload in itertools.product(
+        _options(fixed, _SHARDING, _SHARDINGS),
+        _options(fixed, _OFFLOAD, _OFFLOADED if offloads else ("none",)),
+    ):
+        settings = {_KIND: kind, _SHARDING: sharding, _REPLICATE: "auto", _OFFLOAD: offload}
         if sharding != "hybrid_shard":
             yield settings
-        elif ranks > in_node > 1 and ranks % in_node == 0:
-            yield settings | {"strategy.fsdp.replicate": ranks // in_node}
+            continue
+        replicas = fixed.get(_REPLICATE, ranks // in_node if ranks > in_node > 1 else ranks + 1)
+        if ranks % replicas == 0:
+            yield settings | {_REPLICATE: replicas}
 
 
 def _fits(num_blocks: int, schedule: str, pipeline: int, micro_batches: int) -> bool:

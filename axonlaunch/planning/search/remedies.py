@@ -15,8 +15,8 @@ from typing import Any
 from axonlaunch.config import ConfigError, RunConfig, to_tree, typed, with_values
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import Layout, estimated_on, num_ranks
+from axonlaunch.models.build import spec_for
 from axonlaunch.planning.records import Estimate, Remedy
-from axonlaunch.planning.search.candidates import takes_sequences
 from axonlaunch.planning.search.workload import host_memory
 
 Settings = Mapping[str, Any]
@@ -227,7 +227,8 @@ def _traffic(times: float) -> str:
 def _sequence_parallel(config: RunConfig) -> Options:
     """Source: Korthikanti et al., 2022, section 4.2.2."""
     tensor = config.strategy.tensor
-    if tensor.degree == 1 or tensor.sequence_parallel:
+    can_divide = tensor.plan or spec_for(config).sequence_parallel
+    if tensor.degree == 1 or tensor.sequence_parallel or not can_divide:
         return []
     cost = "an all-gather and a reduce-scatter for each all-reduce: as much traffic"
     return [Option({"strategy.tensor.sequence_parallel": True}, cost)]
@@ -242,7 +243,7 @@ def _tensor(config: RunConfig, layout: Layout) -> Options:
     more: Settings = {}
     if layout.tensor > 1:
         cost = "smaller matrix products between as many all-reduces, over more ranks"
-    elif takes_sequences(config):
+    elif spec_for(config).sequence_parallel:
         cost = f"all-gathers and reduce-scatters: as much as {cost}"
         more = {"strategy.tensor.sequence_parallel": True}
     return [

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, flatten
+from axonlaunch.config import ConfigError, RunConfig, flatten
 from axonlaunch.config.errors import plain
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import num_ranks
@@ -22,6 +22,7 @@ from axonlaunch.models.figures import model_figures
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.records import Estimate, FitVerdict, Plan, Planned, verdict
+from axonlaunch.planning.search import refusals
 from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.throughput.analytic_work import scaled
@@ -34,7 +35,9 @@ from axonlaunch.system import forked_map
 TIMED = 6
 """Layouts whose work is traced."""
 TRIED = 4
-"""Layouts whose memory is estimated at most: a person waits."""
+"""Layouts whose memory is estimated in a round, at most: a person waits."""
+ROUNDS = 3
+"""Rounds in which nothing may fit; in the last the smallest layout is estimated."""
 _REFUSED = 200
 """Layouts that a run's own checks may refuse before the search gives up."""
 
@@ -64,27 +67,53 @@ def search_layouts(
     assert hardware is not None
     refuse_missing(hardware, _needed(config, devices))
     memory = figure(hardware, "memory_gib") * GIB / (1 + config.estimate.margin)
-    in_node = min(devices, figure(hardware, "devices_per_node"))
-    listed = list(
-        candidates(
-            config,
-            devices=devices,
-            in_node=in_node,
-            fixed=fixed,
+    per_node = figure(hardware, "devices_per_node")
+
+    def listed(run: RunConfig, count: int, settings: Mapping[str, Any]) -> Iterable[Candidate]:
+        return candidates(
+            run,
+            devices=count,
+            in_node=min(count, per_node),
+            fixed=settings,
             offloads=hardware.host_gb_s is not None,
         )
-    )
-    if not listed:
-        raise ConfigError([_indivisible(config, devices, fixed)])
+
+    choices = [*listed(config, devices, fixed)]
+    if not choices:
+        issue = refusals.none_divides(
+            config,
+            devices=devices,
+            fixed=fixed,
+            listed=lambda run, settings: listed(run, devices, settings),
+        )
+        raise ConfigError([issue])
     formulas = Formulas.of(config)
-    likely = _likely(listed, formulas=formulas, hardware=hardware, memory=memory)
-    first = _fastest(_legal(likely, check), hardware=hardware)
+    in_node = min(devices, per_node)
     num_nodes = devices // in_node if devices % in_node == 0 else 1
-    plans = _estimated(first, config=config, ranks=(num_nodes, devices // num_nodes), wanted=wanted)
-    if not any(planned.fits for planned in plans):
-        raise ConfigError([_too_large(config, devices, plans)])
+    tried, limit = _tried(
+        choices,
+        config=config,
+        ranks=(num_nodes, devices // num_nodes),
+        formulas=formulas,
+        memory=memory,
+        check=check,
+        wanted=wanted,
+    )
+    if not any(planned.fits for planned in tried):
+        issue = refusals.none_fits(
+            config,
+            tried,
+            devices=devices,
+            searched=len(choices),
+            fixed=fixed,
+            fits=lambda count, settings: any(
+                formulas.process_bytes(c.config, c.layout) <= limit
+                for c in listed(config, count, settings)
+            ),
+        )
+        raise ConfigError([issue])
     known = workload(config, searched=True)
-    return Plan(workload=known, searched=len(listed), candidates=plans)
+    return Plan(workload=known, searched=len(choices), candidates=tried[:TRIED])
 
 
 def _needed(config: RunConfig, devices: int) -> list[str]:
@@ -109,13 +138,67 @@ def _needed(config: RunConfig, devices: int) -> list[str]:
     return names + [f"{link}_{part}" for link in crossed for part in figures]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Likely:
     """A layout by analytic formulas."""
 
     candidate: Candidate
     step_s: float
     bytes: float
+
+
+def _tried(
+    listed: Sequence[Candidate],
+    *,
+    config: RunConfig,
+    ranks: tuple[int, int],
+    formulas: Formulas,
+    memory: float,
+    check: Callable[[RunConfig], RunConfig],
+    wanted: int,
+) -> tuple[list[Planned], float]:
+    """Estimate the fastest layouts until some fit, in rounds; return them, those that fit first.
+
+    Where none of a round fits, the formulas found too little for it: in the next they may find as
+    much less. The last round is of the layout that they find the smallest.
+
+    Args:
+        listed: All layouts.
+        config: The run as it was given.
+        ranks: Nodes, and ranks of each.
+        formulas: Of the run.
+        memory: Bytes that an estimate may take.
+        check: Resolves a run, or raises ``ConfigError``.
+        wanted: Layouts that fit.
+
+    Returns:
+        The layouts, and the bytes that formulas may find of one that is to fit.
+
+    Raises:
+        ConfigError: None of the first round can be run, or traced.
+    """
+    assert config.hardware is not None
+    plans: list[Planned] = []
+    limit = memory
+    for left in reversed(range(ROUNDS)):
+        likely = _likely(
+            listed, formulas=formulas, hardware=config.hardware, memory=limit if left else 0.0
+        )
+        try:
+            first = _fastest(_legal(likely, check), hardware=config.hardware)
+        except ConfigError:
+            if plans:
+                break
+            raise
+        estimates = _estimated(first, config=config, ranks=ranks, wanted=wanted)
+        plans = [*estimates.values(), *plans]
+        done = [choice.candidate.settings for choice in estimates]
+        listed = [candidate for candidate in listed if candidate.settings not in done]
+        if any(planned.fits for planned in plans) or math.isinf(likely[0].step_s) or not listed:
+            break
+        off = max(planned.process_bytes / choice.bytes for choice, planned in estimates.items())
+        limit = min(limit, memory / off)
+    return sorted(plans, key=lambda planned: not planned.fits), limit
 
 
 def _likely(
@@ -155,21 +238,22 @@ def _layers(depth: int, stages: int) -> tuple[int, ...]:
     return tuple(depth // stages + (stage < depth % stages) for stage in range(stages))
 
 
-def _legal(likely: list[_Likely], check: Callable[[RunConfig], RunConfig]) -> list[Candidate]:
+def _legal(likely: list[_Likely], check: Callable[[RunConfig], RunConfig]) -> list[_Likely]:
     """Return the first layouts that a run's own checks pass.
 
     Raises:
         ConfigError: What is wrong with the first, if no layout passes.
     """
-    legal: list[Candidate] = []
+    legal: list[_Likely] = []
     refused: list[ConfigError] = []
-    for candidate in likely:
+    for choice in likely:
         try:
-            checked = check(candidate.candidate.config)
+            checked = check(choice.candidate.config)
         except ConfigError as error:
             refused.append(error)
         else:
-            legal.append(dataclasses.replace(candidate.candidate, config=checked))
+            candidate = dataclasses.replace(choice.candidate, config=checked)
+            legal.append(dataclasses.replace(choice, candidate=candidate))
         if len(legal) == TIMED or len(refused) == _REFUSED:
             break
     if not legal:
@@ -177,19 +261,17 @@ def _legal(likely: list[_Likely], check: Callable[[RunConfig], RunConfig]) -> li
     return legal
 
 
-def _fastest(
-    first: list[Candidate], *, hardware: HardwareConfig
-) -> list[tuple[Candidate, Throughput]]:
+def _fastest(first: list[_Likely], *, hardware: HardwareConfig) -> list[tuple[_Likely, Throughput]]:
     """Trace the work of layouts; return those that can be with their speed, the fastest first.
 
     Raises:
         ConfigError: Why the first can't be traced, if none can.
     """
-    runs = [partial(_timed, candidate.config, hardware) for candidate in first]
+    runs = [partial(_timed, choice.candidate.config, hardware) for choice in first]
     works = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
     fastest = [
-        (candidate, work)
-        for candidate, work in zip(first, works, strict=True)
+        (choice, work)
+        for choice, work in zip(first, works, strict=True)
         if isinstance(work, Throughput)
     ]
     if not fastest:
@@ -207,12 +289,12 @@ def _timed(config: RunConfig, hardware: HardwareConfig) -> Throughput | ConfigEr
 
 
 def _estimated(
-    first: list[tuple[Candidate, Throughput]],
+    first: list[tuple[_Likely, Throughput]],
     *,
     config: RunConfig,
     ranks: tuple[int, int],
     wanted: int,
-) -> list[Planned]:
+) -> dict[_Likely, Planned]:
     """Estimate layouts in the order of their speed until as many fit as are wanted.
 
     Args:
@@ -221,28 +303,27 @@ def _estimated(
         ranks: Nodes, and ranks of each.
         wanted: Layouts that fit.
     """
-    plans: list[Planned] = []
-    for candidate, speed in first[:TRIED]:
+    plans: dict[_Likely, Planned] = {}
+    for choice, speed in first[:TRIED]:
+        candidate = choice.candidate
         result = estimate(candidate.config, ends=True)
-        plans.append(
-            Planned(
-                overrides=_overrides(config, candidate, ranks),
-                layout=_named(candidate),
-                mesh=candidate.layout.axes,
-                peak_bytes=result.peak_bytes,
-                host_bytes=result.host_bytes,
-                process_bytes=result.process_bytes,
-                verdict=_verdict(result, config),
-                tokens_per_s_per_device=speed.tokens_per_s_per_device,
-                step_s=speed.step_s,
-                mfu=speed.mfu,
-                breakdown=speed.breakdown,
-                host_memory=host_memory(candidate.config, result),
-            )
+        plans[choice] = Planned(
+            overrides=_overrides(config, candidate, ranks),
+            layout=_named(candidate),
+            mesh=candidate.layout.axes,
+            peak_bytes=result.peak_bytes,
+            host_bytes=result.host_bytes,
+            process_bytes=result.process_bytes,
+            verdict=_verdict(result, config),
+            tokens_per_s_per_device=speed.tokens_per_s_per_device,
+            step_s=speed.step_s,
+            mfu=speed.mfu,
+            breakdown=speed.breakdown,
+            host_memory=host_memory(candidate.config, result),
         )
-        if sum(planned.fits for planned in plans) == wanted:
+        if sum(planned.fits for planned in plans.values()) == wanted:
             break
-    return sorted(plans, key=lambda planned: not planned.fits)
+    return plans
 
 
 def _verdict(estimate: Estimate, config: RunConfig) -> FitVerdict:
@@ -275,29 +356,3 @@ def _overrides(config: RunConfig, candidate: Candidate, ranks: tuple[int, int]) 
     if num_nodes > 1:
         overrides.append(f"launch.nnodes={num_nodes}")
     return [*overrides, f"launch.nproc={of_each}"]
-
-
-def _indivisible(config: RunConfig, devices: int, fixed: Mapping[str, Any]) -> ConfigIssue:
-    batch = config.train.global_batch_size
-    message = f"no layout of {_counted(devices)} divides the model and a batch of {batch} samples"
-    if fixed:
-        message += " with " + " ".join(f"{key}={plain(value)}" for key, value in fixed.items())
-    return ConfigIssue("train.global_batch_size", f"{message}; use a multiple of {devices}", batch)
-
-
-def _counted(devices: int) -> str:
-    return "1 device" if devices == 1 else f"{devices} devices"
-
-
-def _too_large(config: RunConfig, devices: int, plans: list[Planned]) -> ConfigIssue:
-    assert config.hardware is not None
-    assert config.hardware.memory_gib is not None
-    least = min(planned.process_bytes for planned in plans) / GIB
-    margin = config.estimate.margin
-    message = (
-        f"no layout of {_counted(devices)} fits: the smallest takes {least:.1f} GiB, and a device "
-        f"has {config.hardware.memory_gib:g} GiB, of which an estimate may take "
-        f"{config.hardware.memory_gib / (1 + margin):.1f} (estimate.margin={margin:g}); use more "
-        "devices or a smaller batch or sequence"
-    )
-    return ConfigIssue("hardware", message, config.hardware.name)

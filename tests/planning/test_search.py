@@ -1,0 +1,127 @@
+"""Which layouts a search estimates, and what it says where none fits; formulas and traces made up.
+
+A layout holds 8 GiB over the ranks that divide it, by formulas; estimates are a factor above that.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from axonlaunch import config
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.hardware import GIB
+from axonlaunch.config.layout import Layout
+from axonlaunch.planning.records import Plan
+from axonlaunch.planning.search import search
+from axonlaunch.planning.search.candidates import SEARCHED
+
+MODEL = [
+    *("model.hidden_size=32", "model.num_hidden_layers=4", "model.num_attention_heads=4"),
+    *("data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=16"),
+    *("hardware=h100_80gb", "estimate.margin=0"),
+]
+
+
+def size(run: RunConfig, layout: Layout) -> float:
+    shards = layout.axes["dp_shard"] if layout.facts.shards_parameters else 1
+    return 8 * GIB / (shards * layout.tensor * layout.pipeline)
+
+
+class Speed:
+    """Each division costs: the layouts that hold most are the fastest."""
+
+    def __init__(self, run: RunConfig, layout: Layout, hardware: object) -> None:
+        self.step_s = GIB / size(run, layout)
+
+    def about(self, work: object) -> float:
+        return self.step_s
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Search with estimates that are so many times what formulas say."""
+
+    def find(*overrides: str, devices: int = 8, off: float, **fixed: Any) -> Plan:
+        def timed(first: Any, **_: Any) -> list[Any]:
+            speeds = [
+                SimpleNamespace(
+                    step_s=choice.step_s, tokens_per_s_per_device=1.0, mfu=0.1, breakdown={}
+                )
+                for choice in first
+            ]
+            return [*zip(first, speeds, strict=True)]
+
+        def estimate(run: RunConfig, **_: Any) -> Any:
+            num_bytes = int(off * size(run, Layout.of(run, world_size=devices)))
+            return SimpleNamespace(
+                peak_bytes=num_bytes, process_bytes=num_bytes, host_bytes=0, saved_bytes=0
+            )
+
+        formulas = SimpleNamespace(process_bytes=size, one=SimpleNamespace(layers=(4,)))
+        monkeypatch.setattr(search.Formulas, "of", lambda run: formulas)
+        monkeypatch.setattr(search, "scaled", lambda *_, **__: None)
+        monkeypatch.setattr(search, "StepTime", Speed)
+        monkeypatch.setattr(search, "_fastest", timed)
+        monkeypatch.setattr(search, "estimate", estimate)
+        run = config.load([*MODEL, *overrides, *(f"{k}={v}" for k, v in fixed.items())])
+        return search.search_layouts(
+            run, devices=devices, fixed=fixed, check=lambda checked: checked
+        )
+
+    return find
+
+
+def test_where_the_fastest_do_not_fit_the_next_are_estimated(found: Any) -> None:
+    plan = found("hardware.memory_gib=4.5", off=1.5)
+    best = plan.candidates[0]
+    assert best.fits
+    assert best.process_bytes == 3 * GIB  # not the smallest, which is slower
+    assert len(plan.candidates) <= search.TRIED
+
+
+def test_where_none_fits_the_closest_is_named_with_what_it_misses(found: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        found("hardware.memory_gib=1.25", off=1.5)
+    [issue] = raised.value.problems
+    assert "no layout of 8 devices fits: " in issue.message
+    assert "takes 1.50 GiB, 0.25 more than an estimate may take" in issue.message
+    assert issue.message.endswith("; use 16 devices: a layout is expected to fit then")
+
+
+def test_a_setting_without_which_a_layout_fits_is_named(found: Any) -> None:
+    key = "strategy.data_parallel"
+    assert key in SEARCHED
+    with pytest.raises(ConfigError) as raised:
+        found("hardware.memory_gib=1.5", off=1.0, **{key: "ddp", "strategy.tensor.degree": 1})
+    [issue] = raised.value.problems
+    assert issue.message.endswith(
+        "; remove strategy.data_parallel=ddp: a layout is expected to fit then"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"strategy.tensor.degree": 3}, "strategy.tensor.degree=3: .* use 1, 2 or 4$"),
+        ({"train.micro_batch_size": 5}, "train.micro_batch_size=5: .* use 1, 2, 4 or 8$"),
+        (
+            {"strategy.data_parallel": "ddp", "train.micro_batch_size": 3},
+            "train.micro_batch_size=3: .* use 1, 2, 4 or 8$",
+        ),
+    ],
+)
+def test_a_setting_that_no_layout_has_is_named_with_what_others_have(
+    found: Any, fixed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        found(off=1.0, **fixed)
+
+
+def test_a_batch_that_devices_do_not_divide_is_named(found: Any) -> None:
+    with pytest.raises(ConfigError, match=r"train.global_batch_size=16: .* use a multiple of 5$"):
+        found(off=1.0, devices=5)
+    with pytest.raises(ConfigError, match=r"train.global_batch_size=16: .* use 80$"):
+        found(off=1.0, devices=5, **{"strategy.data_parallel": "ddp"})
