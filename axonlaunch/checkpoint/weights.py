@@ -19,7 +19,12 @@ from axonlaunch.config.adapter import is_of_adapter
 from axonlaunch.config.data import DATASETS, NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
-from axonlaunch.data.tokenizer import PretrainedTokenizer, foreign_files, read_foreign
+from axonlaunch.data.tokenizer import (
+    PretrainedTokenizer,
+    foreign_files,
+    model_of_folder,
+    read_foreign,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -193,8 +198,9 @@ def export_weights(
     content[TRAINED_ON] = {"data": config.data.name}
     if length := getattr(config.data, "sequence_length", None):
         content[TRAINED_ON]["sequence_length"] = length
-    if files := _copy_tokenizer(checkpoint.path.parent.parent, folder):
-        content[TRAINED_ON]["tokenizer"] = "here"
+    run_dir = checkpoint.path.parent.parent
+    if files := _copy_tokenizer(run_dir, folder):
+        content[TRAINED_ON]["tokenizer"] = model_of_folder(run_dir / TOKENIZER)
         copied = [*(name for name in copied if name not in files), *files]
     own = base.kept_dtype(config) if left_out else entries[names[0]].properties.dtype
     content["dtype"] = str(dtype or own).removeprefix("torch.")
@@ -218,9 +224,11 @@ def exported_tokenizer(folder: Path) -> PretrainedTokenizer | None:
     """
     from axonlaunch.checkpoint.safetensors import CONFIG_FILE, read_json
 
-    if read_json(folder / CONFIG_FILE).get(TRAINED_ON, {}).get("tokenizer") is None:
+    model = read_json(folder / CONFIG_FILE).get(TRAINED_ON, {}).get("tokenizer")
+    if model is None:
         return None
-    return read_foreign(folder)
+    # Of earlier versions it is no object. The folder's own model may be of another type.
+    return read_foreign(folder, model=model if isinstance(model, dict) else {})
 
 
 def _naturally(name: str) -> list[tuple[bool, int, str]]:

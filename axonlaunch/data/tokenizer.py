@@ -9,6 +9,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,9 @@ _FILES = (
     *("special_tokens_map.json", "chat_template.*"),
 )
 """What of a model's folder is its tokenizer's."""
+_MODEL_FILE = "config.json"
+_MODEL_KEYS = ("model_type", "tokenizer_class", "model_name")
+"""What transformers chooses the class of a tokenizer by, beside the tokenizer's own files."""
 
 
 class Tokenizer(Protocol):
@@ -98,11 +102,12 @@ class PretrainedTokenizer:
 
     Attributes:
         transformers: What transformers makes of it: chat templates are its.
+        model: What the configuration beside it says of its model, by which its class was chosen.
     """
 
-    def __init__(self, files: Mapping[str, bytes], loaded: Any) -> None:
-        """Take over a tokenizer and the contents of the files that it was read from, by name."""
-        self.transformers = loaded
+    def __init__(self, files: Mapping[str, bytes], loaded: Any, model: Mapping[str, str]) -> None:
+        """Take over a tokenizer, its model, and the files that it was read from, by name."""
+        self.transformers, self.model = loaded, dict(model)
         self._files = dict(sorted(files.items()))
         self.vocab_size = max(len(loaded), 1 + max(loaded.get_vocab().values(), default=0))
         self.end: int | None = loaded.eos_token_id
@@ -135,11 +140,12 @@ class PretrainedTokenizer:
         return text
 
     def keep(self, folder: Path) -> list[str]:
-        """Copy the files into a folder."""
+        """Copy the files into a folder, and what its class was chosen by."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self._files.items():
+        files = _with_model(self._files, self.model)
+        for name, content in files.items():
             (folder / name).write_bytes(content)  # which a remote place has too
-        return [*self._files]
+        return [*files]
 
     def _ended(self, tokens: list[int]) -> list[int]:
         missing = self.end is not None and tokens[-1:] != [self.end]
@@ -182,7 +188,8 @@ def load_kept(run_dir: Path) -> PretrainedTokenizer | None:
     Raises:
         ConfigError: It can't be read.
     """
-    return read_foreign(run_dir / FOLDER)
+    folder = run_dir / FOLDER
+    return read_foreign(folder, model=model_of_folder(folder))
 
 
 def foreign_files(folder: Path) -> dict[str, bytes]:
@@ -204,8 +211,26 @@ def foreign_files(folder: Path) -> dict[str, bytes]:
     return contents
 
 
-def read_foreign(folder: Path) -> PretrainedTokenizer | None:
+def model_of_folder(folder: Path) -> dict[str, str]:
+    """Return what a folder's configuration says of a model, by which a tokenizer's class is chosen.
+
+    Where it can't be read it says nothing, as to transformers.
+    """
+    try:
+        with open_regular(folder / _MODEL_FILE) as stream:
+            content = json.loads(stream.read(_LARGEST))
+    except (OSError, ValueError):
+        return {}
+    found = content if isinstance(content, dict) else {}
+    return {key: found[key] for key in _MODEL_KEYS if isinstance(found.get(key), str)}
+
+
+def read_foreign(folder: Path, *, model: Mapping[str, str]) -> PretrainedTokenizer | None:
     """Read a tokenizer of a folder that others may have prepared; None: it has none.
+
+    Args:
+        folder: Where its files are.
+        model: What its class is chosen by.
 
     Raises:
         ConfigError: It can't be read.
@@ -213,9 +238,14 @@ def read_foreign(folder: Path) -> PretrainedTokenizer | None:
     if not (contents := foreign_files(folder)):
         return None
     with TemporaryDirectory() as own:
-        for name, content in contents.items():
+        for name, content in _with_model(contents, model).items():
             Path(own, name).write_bytes(content)
         return _read(Path(own), contents, path=str(folder))
+
+
+def _with_model(contents: Mapping[str, bytes], model: Mapping[str, str]) -> dict[str, bytes]:
+    """Return a tokenizer's files, and one that says what its class is chosen by."""
+    return {**contents, **({_MODEL_FILE: json.dumps(model).encode()} if model else {})}
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -242,7 +272,7 @@ def _read(folder: Path, contents: Mapping[str, bytes], *, path: str) -> Pretrain
         loaded = transformers.AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-        return PretrainedTokenizer(contents, loaded)
+        return PretrainedTokenizer(contents, loaded, model_of_folder(folder))
     except Exception as error:  # parsers of others, written in several languages
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise _refused(f"can't be read: {reason}", path) from None

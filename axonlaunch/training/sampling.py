@@ -20,6 +20,7 @@ from axonlaunch.data.tokenizer import (
     ByteTokenizer,
     Tokenizer,
     load_kept,
+    model_of_folder,
     read_foreign,
     tokenizer_files,
 )
@@ -146,7 +147,7 @@ def _of_its_model(saved: RunConfig) -> Tokenizer | None:
     from axonlaunch.models.hf import files
 
     folder = files.folder(saved.model)
-    return None if folder is None else read_foreign(folder)
+    return None if folder is None else read_foreign(folder, model=model_of_folder(folder))
 
 
 def _exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
@@ -157,7 +158,7 @@ def _exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
     tokenizer = weights.exported_tokenizer(folder)
     described: Any
     if tokenizer is None and not weights.was_trained_on_text(folder) and tokenizer_files(folder):
-        tokenizer = read_foreign(folder)
+        tokenizer = read_foreign(folder, model=model_of_folder(folder))
         described = HuggingFaceConfig(path=str(folder.absolute()), init="random")
         length = None
     else:

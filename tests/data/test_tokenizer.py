@@ -8,9 +8,16 @@ from pathlib import Path
 import corpus
 import pytest
 
+from axonlaunch.checkpoint.weights import TRAINED_ON, exported_tokenizer
 from axonlaunch.config import ConfigError
 from axonlaunch.config.tokenizer import TokenizerConfig
-from axonlaunch.data.tokenizer import FOLDER, Tokenizer, load_kept, load_tokenizer
+from axonlaunch.data.tokenizer import (
+    FOLDER,
+    PretrainedTokenizer,
+    Tokenizer,
+    load_kept,
+    load_tokenizer,
+)
 
 pytest.importorskip("transformers")
 
@@ -73,6 +80,36 @@ def test_the_files_that_are_kept_are_the_same_tokenizer(folder: Path, tmp_path: 
     assert load_kept(tmp_path / "elsewhere") is None
     other = corpus.save_tokenizer(tmp_path / "other", chat_template="{{ messages }}")
     assert loaded(other).fingerprint != tokenizer.fingerprint
+
+
+def test_what_is_kept_is_of_the_class_that_the_models_configuration_chose(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As gpt2 is published: what its tokens are begins with ``model_type`` in ``config.json``."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (source / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 8}))
+    read, plain = loaded(source), loaded(source / "tokenizer.json")
+    assert isinstance(read, PretrainedTokenizer)
+    assert read.transformers.eos_token == "<|endoftext|>"
+    read.keep(tmp_path / FOLDER)
+    kept = load_kept(tmp_path)
+    assert kept is not None
+    assert type(kept.transformers) is type(read.transformers)
+    assert (kept.end, kept.fingerprint) == (read.end, plain.fingerprint)
+
+
+def test_an_exported_tokenizer_is_not_of_the_class_of_the_weights_beside_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    for tokenizer, end in (({"model_type": "gpt2"}, "<|endoftext|>"), ({}, None)):
+        content = {"model_type": "llama", TRAINED_ON: {"tokenizer": tokenizer}}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        read = exported_tokenizer(tmp_path)
+        assert read is not None
+        assert read.transformers.eos_token == end
 
 
 def test_a_tokenizer_that_was_written_again_is_read_again(tmp_path: Path) -> None:
