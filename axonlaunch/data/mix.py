@@ -89,6 +89,15 @@ class TextMix:
         """Held-out rows of all sources."""
         return int(self._first["eval"][-1])
 
+    def order(self, positions: Indices, *, seed: int) -> Indices:
+        """Return which row stands at each global sample index.
+
+        Those of the second pass are counted on from those of the first: of a source of which a pass
+        has a part, each has another one.
+        """
+        rows = dataset_indices(positions, num_samples=self.num_samples, seed=seed)
+        return rows + positions // self.num_samples * self.num_samples
+
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
         """Return the rows of these indices, in their order."""
         import torch
@@ -130,11 +139,12 @@ class TextMix:
         """Return which source, and which of its rows, samples are.
 
         Of a source of 10 rows with 2.5 epochs the samples 0 to 9 and 10 to 19 are each row once,
-        and 20 to 24 five of them.
+        and 20 to 24 five of them; those of the next pass begin with the other five.
         """
         firsts = self._first[split]
+        passes, indices = np.divmod(indices, firsts[-1])
         owners = np.searchsorted(firsts, indices, side="right") - 1
-        rows = indices - firsts[owners]
+        rows = indices - firsts[owners] + passes * np.diff(firsts)[owners]
         for number in np.unique(owners) if split == "train" else ():
             here, size = owners == number, self._sources[number].num_samples
             # Which rows a part of a pass has must not depend on a run's seed.

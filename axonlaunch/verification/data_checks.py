@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from axonlaunch.config.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
 from axonlaunch.data.dataset import AnyBatch, Batch, Dataset, Split
 from axonlaunch.data.loader import Loader, StreamLoader, order_of
-from axonlaunch.data.mix import AnyText
+from axonlaunch.data.mix import AnyText, TextMix
 from axonlaunch.data.own import PairsDataset
 from axonlaunch.verification.inputs import evaluated
 
@@ -112,12 +112,15 @@ def order_problem(loader: Loader, *, seed: int) -> str:
         seed: The run's.
     """
     dataset = loader.dataset
-    if isinstance(loader, StreamLoader) or hasattr(dataset, "order"):
+    is_mix = isinstance(dataset, TextMix)  # which counts on from one pass to the next
+    if isinstance(loader, StreamLoader) or (hasattr(dataset, "order") and not is_mix):
         return ""  # which sample comes when is somebody else's to say
     samples = dataset.num_samples
     begins = np.arange(min(samples, _PLACES))
     by_place = [order_of(dataset, begins + epoch * samples, seed=seed) for epoch in (0, 1)]
     by_step = [_at_ends(loader, epoch) for epoch in (0, 1)]
+    if is_mix:
+        by_place, by_step = ([part % samples for part in parts] for parts in (by_place, by_step))
     for part in (*by_place, *by_step):
         if len(np.unique(part)) < len(part):
             return "the data: an epoch reads a sample twice"

@@ -68,6 +68,15 @@ def test_a_source_is_seen_as_often_as_its_epochs_say(folder: Path) -> None:
     assert dataset.notes[0] == "data.mix: 45 rows: 44.4% a (0.5 epochs), 55.6% b (2.5 epochs)"
 
 
+def test_a_part_of_a_source_is_another_one_in_the_next_pass(folder: Path) -> None:
+    dataset = mixed(folder, a=", epochs: 0.5", b=", epochs: 2.5")
+    loader = Loader(dataset, seed=0, global_batch_size=45)
+    counts = Counter(text for step in (0, 1) for text in texts(dataset, loader.indices(step)))
+    assert {n for text, n in counts.items() if text.startswith("a")} == {1}
+    assert {n for text, n in counts.items() if text.startswith("b")} == {5}
+    assert len(counts) == 50
+
+
 def test_weights_are_shares_of_a_pass_in_which_each_row_is_seen(folder: Path) -> None:
     dataset = mixed(folder, a=", weight: 2", b=", weight: 3")
     counts = Counter(texts(dataset, range(dataset.num_samples)))
