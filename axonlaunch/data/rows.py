@@ -108,7 +108,7 @@ class RowReader:
         if form in (".csv", ".tsv"):
             yield from self._of_csv(stream, "\t" if form == ".tsv" else ",")
         elif form == ".txt":
-            yield 1, stream.read().decode("utf-8-sig")
+            yield 1, _text(stream.read())
         elif form == ".json" and _begins_array(stream):
             yield from self._of_array(json.load(stream))
         else:
@@ -224,6 +224,17 @@ class RowReader:
     def _note_position(self) -> None:
         assert self._raw is not None
         self.fraction = min(1.0, self._raw.tell() / max(1, self._source.size))
+
+
+def _text(content: bytes) -> str | BadRow:
+    """Return the text of a file, or why it is none."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return BadRow(
+            f"is not UTF-8 ({error.reason} at byte {error.start}); convert it, as in "
+            "iconv -f LATIN1 -t UTF-8"
+        )
 
 
 def _begins_array(stream: io.BufferedReader) -> bool:

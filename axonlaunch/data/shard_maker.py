@@ -143,7 +143,7 @@ class ShardMaker:
 
         Raises:
             BadRowsError: A row is none, and rows are not skipped.
-            UnreadableFileError: A file can't be read, or holds no rows.
+            UnreadableFileError: A file can't be read, or holds no rows and rows are not skipped.
             OSError: The folder can't be written.
         """
         try:
@@ -158,7 +158,7 @@ class ShardMaker:
                 progress = self._add_file(written, pool, files, progress, report)
                 is_full = progress.characters >= SHARD_SIZE
                 if not progress.row:
-                    raise UnreadableFileError(f"{files[progress.file].name} holds no rows")
+                    progress = self._without_rows(progress, files[progress.file])
                 if is_full or progress.file == len(files) - 1:
                     break
                 progress = progress.at_next_file()
@@ -194,6 +194,17 @@ class ShardMaker:
             encoding = after
         self._open = opened
         return progress
+
+    def _without_rows(self, progress: Progress, source: SourceFile) -> Progress:
+        """Return the same with a file counted among what is left out.
+
+        Raises:
+            UnreadableFileError: Nothing is to be left out.
+        """
+        reason = f"{source.name} holds no rows"
+        if not self._skip_bad:
+            raise UnreadableFileError(reason)
+        return replace(progress, bad=progress.bad + 1, listed=(*progress.listed, reason)[:_LISTED])
 
     def _refuse_bad(self, progress: Progress) -> None:
         if progress.bad and not self._skip_bad:

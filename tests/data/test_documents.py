@@ -304,6 +304,25 @@ def test_rows_of_files_with_other_schemas_are_bad_rows_of_theirs(
         documents(files=[str(first), str(two)])
 
 
+def test_files_that_hold_no_row_or_no_text_are_left_out_and_counted_where_bad_rows_are(
+    documents: Documents, tmp_path: Path
+) -> None:
+    good = corpus.write_jsonl(tmp_path / "good.jsonl", [{"text": "a good row"}])
+    empty, latin = tmp_path / "empty.jsonl", tmp_path / "latin.txt"
+    empty.write_text("")
+    latin.write_bytes("très bon".encode("latin-1"))
+    keys = {"files": [str(empty), str(good), str(latin)], "bytes_": True, "held_out": 0}
+    dataset = documents(on_bad_row="skip", packing="none", **keys)
+    assert pieces(dataset) == [list(b"a good row")]
+    assert f"rows left out: 2, the first: {empty} holds no rows" in dataset.notes[-1]
+    with pytest.raises(ConfigError, match=r"empty\.jsonl holds no rows"):
+        documents(**keys)
+    with pytest.raises(
+        ConfigError, match=r"latin\.txt, row 1: is not UTF-8 .*byte 2.*iconv -f LATIN1"
+    ):
+        documents(**{**keys, "files": [str(latin)]})
+
+
 def test_files_without_a_row_are_refused(documents: Documents, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"empty\.jsonl holds no rows"):
