@@ -79,6 +79,7 @@ class Saver:
         layout: str = "",
         background: bool = False,
         wrote: Callable[[], object] = lambda: None,
+        warn: Callable[[str], object] = lambda text: None,
     ) -> None:
         """Prepare to save; every rank calls this.
 
@@ -91,6 +92,7 @@ class Saver:
             background: Write while training continues, from a copy in host memory.
             wrote: Called after each tensor that is written while training waits, and now and then
                 while other ranks write and this one has written its part.
+            warn: Takes a line on the main rank for each checkpoint that can't be deleted.
         """
         self._run_dir = run_dir
         self._world = world
@@ -106,7 +108,9 @@ class Saver:
         self._group: dist.ProcessGroup | None = None
         self._in_flight: _InFlight | None = None
         self._pruner = ThreadPoolExecutor(max_workers=1)
-        self._pruning: Future[None] | None = None
+        self._pruning: Future[dict[Path, OSError]] | None = None
+        self._warn = warn
+        self._not_deleted: set[Path] = set()
 
     def save(
         self,
@@ -244,13 +248,24 @@ class Saver:
             SaveError: It could not be written.
         """
         completed = self.finished(wait=True)
-        if self._pruning is not None:
-            try:
-                self._pruning.result()
-            except OSError as error:
-                message = f"a checkpoint that is not kept could not be deleted: {_reason(error)}"
-                raise SaveError(message) from error
+        self._warn_of_not_deleted()
         return completed
+
+    def _warn_of_not_deleted(self) -> None:
+        """Wait until nothing is deleted any more; say once what could not be.
+
+        It ends no run: a run that saves has what it needs, and a disk that fills by it says so.
+        """
+        if self._pruning is None:
+            return
+        try:
+            left = self._pruning.result()
+        except OSError as error:
+            left = {self._run_dir: error}
+        self._pruning = None
+        for path in left.keys() - self._not_deleted:
+            self._warn(f"{path} is not kept and could not be deleted: {_reason(left[path])}")
+        self._not_deleted |= left.keys()
 
 
 def _reason(error: BaseException) -> str:

@@ -210,19 +210,38 @@ def files(checkpoint: Checkpoint) -> dict[str, Sum]:
     return manifest.read_manifest(checkpoint.path).files
 
 
-def prune(run_dir: Path, retention: Retention) -> None:
-    """Delete the checkpoints that are not to be kept, but for those that someone reads."""
+def prune(run_dir: Path, retention: Retention) -> dict[Path, OSError]:
+    """Delete the checkpoints that are not to be kept, but for those that someone reads.
+
+    Returns:
+        Those that could not be deleted, each with the reason.
+
+    Raises:
+        OSError: They can't be listed or read.
+    """
+    left: dict[Path, OSError] = {}
     for checkpoint in superseded(list_checkpoints(run_dir), retention):
-        if is_remote(checkpoint.path):
-            _unmake(checkpoint.path)
-            continue
-        with open_regular(checkpoint.path / MANIFEST) as stream:
-            if not _locked(stream, fcntl.LOCK_EX):
-                continue
-            # Renamed first: a folder of a checkpoint's name is never half deleted.
-            doomed = partial_of(checkpoint.path)
-            checkpoint.path.rename(doomed)
-        delete(doomed)
+        try:
+            _delete_unless_read(checkpoint.path)
+        except FileNotFoundError:
+            continue  # somebody else has deleted it
+        except OSError as error:
+            left[checkpoint.path] = error
+    return left
+
+
+def _delete_unless_read(folder: Path) -> None:
+    """Delete a checkpoint that nobody reads now."""
+    if is_remote(folder):
+        _unmake(folder)
+        return
+    with open_regular(folder / MANIFEST) as stream:
+        if not _locked(stream, fcntl.LOCK_EX):
+            return
+        # Renamed first: a folder of a checkpoint's name is never half deleted.
+        doomed = partial_of(folder)
+        folder.rename(doomed)
+    delete(doomed)
 
 
 def superseded(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
@@ -257,17 +276,19 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def sweep_partial(run_dir: Path) -> list[str]:
-    """Delete what interrupted saves left; return the names."""
+    """Delete what interrupted saves left; return the names of what is gone."""
     if is_remote(run_dir):
         left = [folder for folder in _folders(run_dir) if _is_begun(folder)]
     else:
         checkpoints = run_dir / CHECKPOINTS
         names = [name for name in sizes(checkpoints) if name.startswith(_NAME)]
         left = [checkpoints / name for name in names if name.endswith(PARTIAL)]
+    deleted = []
     for folder in left:
         with suppress(OSError):
             delete(folder)
-    return sorted(folder.name for folder in left)
+            deleted.append(folder.name)
+    return sorted(deleted)
 
 
 def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) -> None:
@@ -295,7 +316,8 @@ def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) 
         replaced = folder.with_name(f"{folder.name}.replaced{PARTIAL}")
         folder.rename(replaced)
         partial.rename(folder)
-        delete(replaced)
+        with suppress(OSError):  # what is left of it is swept before the next save
+            delete(replaced)
     else:
         partial.rename(folder)
     _sync_folder(folder.parent)

@@ -31,7 +31,7 @@ from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
-from axonlaunch.events import NOBODY, Finished, Listener, Monitor, Started
+from axonlaunch.events import NOBODY, Finished, Listener, Monitor, Noted, Started
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.system import gpus
@@ -201,6 +201,7 @@ def _saver(
         layout=str(Layout.of(config, world_size=world.world_size)),
         background=config.checkpoint.async_save,
         wrote=lambda: monitor.report_phase("saving", step=engine.step),
+        warn=lambda text: monitor.report(Noted(text)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -96,6 +97,54 @@ def test_what_someone_reads_is_not_deleted(three: Path) -> None:
         assert steps(three) == [1, 3]
     step_folders.prune(three, Retention(newest=1))
     assert steps(three) == [3]
+
+
+def in_the_way(run_dir: Path, step: int) -> None:
+    """Let no checkpoint of a step be deleted: its folder can't get the name that it needs first."""
+    (run_dir / f"checkpoints/step_{step}.partial/file").mkdir(parents=True, exist_ok=True)
+
+
+def test_a_checkpoint_that_can_not_be_deleted_keeps_no_other_from_it(three: Path) -> None:
+    in_the_way(three, step=1)
+    [path] = step_folders.prune(three, Retention(newest=1))
+    assert path.name == "step_1"
+    assert steps(three) == [1, 3]
+
+
+def test_a_checkpoint_that_can_not_be_deleted_is_reported_once_and_saves_continue(
+    tmp_path: Path,
+) -> None:
+    warnings: list[str] = []
+
+    def on_rank(world: World) -> None:
+        saver = Saver(
+            tmp_path,
+            world=world,
+            retention=Retention(newest=1),
+            wrote=lambda: in_the_way(tmp_path, step=1),  # after it is swept
+            warn=warnings.append,
+        )
+        for step in (2, 3):
+            saver.save(STATE, step=step, samples=8 * step)
+        saver.close()
+
+    save(tmp_path, 1)
+    World.mock(1).run(on_rank)
+    assert steps(tmp_path) == [1, 3]
+    [warning] = warnings
+    path = tmp_path / "checkpoints/step_1"
+    assert warning.startswith(f"{path} is not kept and could not be deleted: OSError: ")
+
+
+def test_what_an_interrupted_save_left_and_is_still_there_is_not_said_to_be_deleted(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    in_the_way(three, step=4)
+    monkeypatch.setattr(step_folders, "delete", refuse)
+    assert step_folders.sweep_partial(three) == []
 
 
 def test_a_disk_without_room_is_reported_before_anything_is_written(

@@ -13,6 +13,7 @@ import torch
 from configured import run_config
 
 from axonlaunch import checkpoint
+from axonlaunch.checkpoint import step_folders
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import AnyBatch, Batch
@@ -136,6 +137,17 @@ def test_a_resumed_run_continues_where_it_was_and_logs_no_step_twice(tmp_path: P
     lines = (tmp_path / "metrics.jsonl").read_text()
     steps = [json.loads(line)["step"] for line in lines.splitlines()]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_continues_beside_a_checkpoint_that_can_not_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = {tmp_path / "checkpoints/step_1": PermissionError(13, "Permission denied")}
+    monkeypatch.setattr(step_folders, "prune", lambda *_: left)
+    events = train(tmp_path, "train.steps=3", "checkpoint.every=1", "checkpoint.keep_last=1")
+    assert of(Finished, events)[0].step == 3
+    [note] = of(Noted, events)
+    assert note.text.startswith(f"{tmp_path}/checkpoints/step_1 is not kept and could not be ")
 
 
 def test_never_resuming_starts_at_the_first_step(tmp_path: Path) -> None:
