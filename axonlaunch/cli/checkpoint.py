@@ -198,7 +198,7 @@ def export(
         typer.Option(help="fp32, bf16 or fp16; default: as saved.", show_default=False),
     ] = None,
     file_gb: Annotated[
-        float, typer.Option("--file-gb", min=0.001, help="Maximum shard size in GB.")
+        float, typer.Option("--file-gb", min=0.001, max=1e6, help="Maximum shard size in GB.")
     ] = 5.0,
     merge: Annotated[
         bool,

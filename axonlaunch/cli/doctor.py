@@ -21,9 +21,9 @@ EXAMPLES = """Examples:
 
 
 def command(
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="Where runs are written.")] = Path(
-        "runs"
-    ),
+    run_dir: Annotated[
+        Path, typer.Option("--run-dir", file_okay=False, help="Where runs are written.")
+    ] = Path("runs"),
     measure: Annotated[
         bool,
         typer.Option(

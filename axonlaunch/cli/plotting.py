@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from axonlaunch.cli.output_files import check_file, writing
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -22,18 +24,11 @@ def check_plot(path: Path) -> None:
         ConfigError: The ending is neither .png nor .svg, there is no such folder, the path is a
             folder itself, or matplotlib is not installed.
     """
-    reason = ""
-    if path.is_dir():
-        reason = "is a folder; give a file in it, ending in .png or .svg"
-    elif path.suffix.lower() not in (".png", ".svg"):
-        reason = "must end in .png or .svg"
-    elif not path.parent.is_dir():
-        reason = f"there is no folder {path.parent}; make it, or write elsewhere"
-    elif find_spec("matplotlib") is None:
-        reason = "matplotlib is not installed; pip install 'axonlaunch[plot]'"
-    if reason:
+    check_file("--plot", path, endings=(".png", ".svg"))
+    if find_spec("matplotlib") is None:
         from axonlaunch.config import ConfigError, ConfigIssue
 
+        reason = "matplotlib is not installed; pip install 'axonlaunch[plot]'"
         raise ConfigError([ConfigIssue("--plot", reason, str(path))])
 
 
@@ -45,10 +40,5 @@ def save(figure: Figure, path: Path) -> None:
     """
     drawn = io.BytesIO()  # the file appears whole or not at all
     figure.savefig(drawn, format=path.suffix.lower()[1:], dpi=150, facecolor="white")
-    try:
+    with writing("--plot", path):
         path.write_bytes(drawn.getvalue())
-    except OSError as error:
-        from axonlaunch.config import ConfigError, ConfigIssue
-
-        reason = f"can't be written: {error.strerror}"
-        raise ConfigError([ConfigIssue("--plot", reason, str(path))]) from None

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from axonlaunch.cli.options import Json, print_json
+from axonlaunch.cli.output_files import check_file, writing
 from axonlaunch.cli.run_folders import read_runs
 from axonlaunch.launch.output.spinner import spinner
 
@@ -40,12 +41,15 @@ def command(
     from axonlaunch.diagnostics.report.page_data import labels, page_data
     from axonlaunch.system.files import replace_text
 
+    if output is not None:
+        check_file("--output", output)
     with spinner("reading"):
         records = read_runs(runs)
         page = page_of(page_data(records), title=", ".join(labels(records)))
     if output is None:
         output = Path("report.html") if "://" in runs[0] else records[0].path / "report.html"
-    replace_text(output, page)
+    with writing("--output", output):
+        replace_text(output, page)
     if as_json:
         print_json({"page": str(output), "bytes": len(page.encode())})
     else:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -32,10 +33,16 @@ class _Condition:
     value: str
 
     def holds(self, run: RunRecord) -> bool:
-        """Whether a run has this status, or this setting."""
+        """Whether a run has this status, or this setting; numbers are compared as numbers."""
         from axonlaunch.config.errors import plain
 
-        return plain(run.status if self.key == "status" else run.config.get(self.key)) == self.value
+        if self.key == "status":
+            return run.status == self.value
+        there = run.config.get(self.key)
+        if isinstance(there, int | float) and not isinstance(there, bool):
+            with suppress(ValueError):
+                return float(self.value) == there
+        return plain(there) == self.value
 
 
 def command(
@@ -58,9 +65,12 @@ def command(
     conditions = [_condition(text) for text in where or []]
     if not folder.is_dir():
         refuse(f"{folder}: there is no such folder")
-    runs = [
-        run for run in find_runs(folder) if all(condition.holds(run) for condition in conditions)
-    ]
+    runs, keys = [], set[str]()
+    for run in find_runs(folder):
+        keys.update(run.config)
+        if all(condition.holds(run) for condition in conditions):
+            runs.append(run)
+    _check_conditions(conditions, keys, folder)
     rows = sorted((_row(run) for run in runs), key=lambda row: -row["changed_at"])
     if as_json:
         print_json({"runs": rows})
@@ -75,6 +85,28 @@ def _condition(text: str) -> _Condition:
     if not equals or not key:
         refuse(f"--where {text}: write KEY=VALUE, model.name=llama or status=failed")
     return _Condition(key, value)
+
+
+def _check_conditions(conditions: list[_Condition], keys: set[str], folder: Path) -> None:
+    """Refuse what no run could have: a key that none is configured by, or an unknown status.
+
+    Raises:
+        ConfigError: It says which, and what was probably meant.
+    """
+    from axonlaunch.config.did_you_mean import nearest, unknown
+    from axonlaunch.diagnostics.report.run_record import RunStatus
+
+    for condition in conditions:
+        if condition.key == "status":
+            if condition.value not in get_args(RunStatus):
+                message = unknown("status", condition.value, get_args(RunStatus))
+                refuse(f"--where status={condition.value}: {message}")
+        elif keys and condition.key not in keys:
+            ends = [key for key in sorted(keys) if key.endswith(f".{condition.key}")]
+            close = ends[0] if ends else nearest(condition.key, sorted(keys))
+            reason = f"no run in {folder} has such a key"
+            reason += f"; did you mean {close}?" if close else ""
+            refuse(f"--where {condition.key}={condition.value}: {reason}")
 
 
 def _row(run: RunRecord) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import typer
 
 from axonlaunch.cli.early_server import preloads
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.output_files import writing
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.system.terminal import console_on
 
@@ -81,6 +82,9 @@ def command(
     """Check numerical parity with a single process."""
     from axonlaunch.system import forkserver
 
+    if dump is not None:
+        with writing("--dump", dump):
+            dump.mkdir(parents=True, exist_ok=True)
     with forkserver.warm(preload=preloads(overrides)) as context:
         from axonlaunch.config import compose
         from axonlaunch.planning.auto_strategy import load_auto_strategy

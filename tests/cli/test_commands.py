@@ -55,6 +55,9 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
         (["sample", "nowhere"], "error: nowhere: no run folder"),
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
         (["doctor", "--ranks", "0"], "error: --ranks=0: must be at least 1"),
+        (["doctor", "--run-dir", __file__], "error: Invalid value for '--run-dir': "),
+        (["verify", "--dump", "/proc/x"], "error: --dump=/proc/x: can't be written: "),
+        (["verify", "--dump", f"{__file__}/x"], f"error: --dump={__file__}/x: can't be written: "),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(

@@ -109,7 +109,10 @@ def test_runs_lists_them_with_their_status_and_filters(run: Path, served: Comman
     ("condition", "number"),
     [
         ("train.steps=1", 1),
+        ("train.steps=1e0", 1),
         ("train.steps=true", 0),
+        ("optimizer.lr=3e-3", 1),
+        ("optimizer.lr=fast", 0),
         ("model.is_causal=true", 1),
         ("plugins=[]", 1),
         ("seed=null", 1),
@@ -118,7 +121,7 @@ def test_runs_lists_them_with_their_status_and_filters(run: Path, served: Comman
 def test_a_condition_holds_for_the_value_as_it_is_written(
     condition: str, number: int, served: Command
 ) -> None:
-    extra = "model.is_causal: true\nplugins: []\nseed: null\n"
+    extra = "model.is_causal: true\nplugins: []\nseed: null\noptimizer.lr: 0.003\n"
     run_folder(served.folder / "runs/demo", steps=1, extra_config=extra)
     listed = json.loads(served("runs", "--where", condition, "--json").stdout)["runs"]
     assert len(listed) == number
@@ -171,6 +174,41 @@ def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> N
 )
 def test_a_users_mistake_is_a_line(overrides: list[str], message: str, served: Command) -> None:
     assert message in served(*overrides, status=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        ("lr=3e-3", "lr=3e-3: no run in runs has such a key; did you mean optimizer.lr?"),
+        ("train.step=1", "no run in runs has such a key; did you mean train.steps?"),
+        ("status=finished", "there is no status 'finished'; known: running, done, "),
+    ],
+)
+def test_a_condition_that_no_run_can_meet_is_refused(
+    condition: str, message: str, served: Command
+) -> None:
+    run_folder(served.folder / "runs/demo", extra_config="optimizer.lr: 0.003\n")
+    assert message in served("runs", "--where", condition, status=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("pages", "is a folder; give a file in it"),
+        ("nowhere/a.html", "there is no folder nowhere; make it, or write elsewhere"),
+        ("file/a.html", "file is a file; write elsewhere"),
+        ("/proc/a.html", "can't be written"),
+    ],
+)
+def test_a_report_that_cant_be_written_is_refused(
+    output: str, message: str, served: Command
+) -> None:
+    run_folder(served.folder / "runs/demo")
+    (served.folder / "pages").mkdir()
+    (served.folder / "file").touch()
+    refused = served("report", "runs/demo", "--output", output, status=2).stderr
+    assert refused.startswith(f"error: --output={output}: ")
+    assert message in refused
 
 
 @pytest.mark.parametrize("width", [80, 140])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from configured import run_config
 from hf_families import without_folder
+from torch import Tensor, nn
 
 from axonlaunch.config import ConfigError, RunConfig, with_values
 from axonlaunch.config.data import SyntheticTokensConfig
@@ -141,3 +142,22 @@ def test_a_model_of_one_s_own_is_proved_as_it_is() -> None:
         "train.prove=always",
     ]
     assert proof.prove(run_config([*overrides, *TENSOR])).outcome == "proved"
+
+
+class Untrained(nn.Module):
+    """Outputs that depend on no parameter, so that no layout could differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(784, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.flatten(1)) * 0.0
+
+
+def test_a_model_that_nothing_can_be_proved_of_is_trained_unproved() -> None:
+    own = ["model=custom", f"model.target={__name__}:Untrained", "data=digits"]
+    config = run_config([*own, "strategy=ddp", "launch.nproc=2", "train.prove=always"])
+    reported = proof.prove(config)
+    assert reported.outcome == "not proved"
+    assert "no parameter" in reported.reason
