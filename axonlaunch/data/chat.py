@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from axonlaunch.data.chat_rows import Chat, read_chat
+from axonlaunch.data.chat_rows import Chat, chat_columns, read_chat
 from axonlaunch.data.chat_template import ChatTemplate
 from axonlaunch.data.encoding import Encoded
 from axonlaunch.data.rows import BadRow, Row
@@ -42,6 +42,10 @@ class ChatEncoder:
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
         self.vocab_size = tokenizer.vocab_size
         self.masks = assistant_only
+
+    def columns(self, names: list[str]) -> list[str]:
+        """Return which of a table's columns it reads; all where they are of no form of a chat."""
+        return chat_columns(names, field=self._field)
 
     def encode(self, rows: Sequence[Row | str]) -> Encoded:
         """Return a document of each row; one of which no token counts is a bad row."""

@@ -16,6 +16,14 @@ Message = dict[str, Any]
 _LISTS = ("messages", "conversations")
 _ROLES = {"human": "user", "gpt": "assistant"}
 """ShareGPT's names of roles; others are the template's own."""
+_PARTS = (
+    *(((name,), ()) for name in _LISTS),
+    (("prompt", "completion"), ()),
+    (("instruction", "output"), ("input", "history")),
+)
+"""Of each form what it needs, and what else of a row is of it."""
+_BESIDE = ("system", "tools")
+"""Fields of rows of any form."""
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
 _KINDS = {"list": "a list", "dict": "an object", "str": "text", "NoneType": "null"}
 
@@ -60,6 +68,18 @@ def read_chat(row: Row | str, *, field: str | None) -> Chat:
         for text in (value for value in message.values() if isinstance(value, str)):
             _refuse_surrogates(text, number)
     return Chat(messages, tools)
+
+
+def chat_columns(names: list[str], *, field: str | None) -> list[str]:
+    """Return which of a table's columns chats are made of; all where that is of no form.
+
+    Args:
+        names: Of its columns.
+        field: Name of the one that holds the messages; None: recognised.
+    """
+    forms = _PARTS if field is None else (((field,), ()),)
+    read = {name for needed, more in forms if {*needed} <= {*names} for name in (*needed, *more)}
+    return [name for name in names if name in read or name in _BESIDE] if read else names
 
 
 def _messages(row: Row, field: str | None) -> list[Message]:

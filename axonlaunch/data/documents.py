@@ -35,6 +35,10 @@ class DocumentEncoder:
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
         self.vocab_size = tokenizer.vocab_size
 
+    def columns(self, names: list[str]) -> list[str]:
+        """Return which of a table's columns it reads; all where that of the text is missing."""
+        return [self._field] if self._field in names else names
+
     def encode(self, rows: Sequence[Row | str]) -> Encoded:
         """Return a document of each row, but for those that have no token to predict."""
         texts: list[str] = []

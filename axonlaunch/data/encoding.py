@@ -52,6 +52,9 @@ class Encoder(Protocol):
     vocab_size: int
     masks: bool
 
+    def columns(self, names: list[str]) -> list[str]:
+        """Return which of a table's columns it reads; all where what it needs is not there."""
+
     def encode(self, rows: Sequence[Row | str]) -> Encoded:
         """Return the documents of rows, in their order; a row may have none."""
 

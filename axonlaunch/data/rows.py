@@ -15,7 +15,7 @@ import lzma
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
@@ -23,6 +23,8 @@ from typing import Any, BinaryIO, cast
 from axonlaunch.data.sources import SourceFile
 
 Row = dict[str, Any]
+Columns = Callable[[list[str]], list[str]]
+"""The names of a table's columns to those that are read of it."""
 _AT_ONCE = 1024
 """Rows of a table that are made Python's at once."""
 _BLOCK = 1 << 20
@@ -56,7 +58,14 @@ class RowReader:
         skip: Number of the last row that is passed over; it may grow while rows are read.
     """
 
-    def __init__(self, source: SourceFile, *, skip: int = 0, offset: int = 0) -> None:
+    def __init__(
+        self,
+        source: SourceFile,
+        *,
+        skip: int = 0,
+        offset: int = 0,
+        columns: Columns | None = None,
+    ) -> None:
         """Choose a file.
 
         Args:
@@ -64,11 +73,13 @@ class RowReader:
             skip: Number of the last row that is passed over.
             offset: What a reader's offset was when it had read that row; what lies before it need
                 not be looked at.
+            columns: Of a table's columns, those that rows are to have; None: all.
         """
         self.fraction = 0.0
         self.offset = offset
         self.skip = skip
         self._source = source
+        self._columns = columns or list
         self._raw: BinaryIO | None = None
 
     def __iter__(self) -> Iterator[tuple[int, Row | str | BadRow]]:
@@ -195,12 +206,13 @@ class RowReader:
                 self._raw, page_checksum_verification=True, buffer_size=_BLOCK, pre_buffer=False
             )
             total, first = max(1, file.metadata.num_rows), 1
+            columns = self._columns(file.schema_arrow.names)
             for group in range(file.metadata.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if first + rows <= self.skip + 1:
                     first += rows
                     continue
-                for batch in file.iter_batches(batch_size=_AT_ONCE, row_groups=[group]):
+                for batch in file.iter_batches(_AT_ONCE, row_groups=[group], columns=columns):
                     yield first, batch
                     first += batch.num_rows
                     self.fraction = (first - 1) / total
@@ -216,6 +228,7 @@ class RowReader:
             reader = (file.get_batch(index) for index in range(file.num_record_batches))
         first = 1
         for batch in reader:
+            batch = batch.select(self._columns(batch.schema.names))
             for start in range(0, batch.num_rows, _AT_ONCE):
                 yield first + start, batch.slice(start, _AT_ONCE)
             first += batch.num_rows

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from axonlaunch.data.encoding import Encoded, Encoder, OnProgress, Tokenising
-from axonlaunch.data.rows import BadRow, Row, RowReader, UnreadableFileError
+from axonlaunch.data.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
 from axonlaunch.data.sources import SourceFile
 from axonlaunch.system.files import replace_text
 
@@ -179,7 +179,7 @@ class ShardMaker:
         # What fails is not continued from: its end would look like that of the file.
         opened, self._open = self._open, None
         if opened is None or not opened.can_continue(source, progress):
-            opened = _OpenFile(source, progress)
+            opened = _OpenFile(source, progress, self._encoder.columns)
         encoding = None
         # A chunk is encoded, outside of Python's lock, while the next one is read.
         for chunk in itertools.chain(opened.chunks(progress), [None]):
@@ -231,10 +231,11 @@ class _Chunk:
 class _OpenFile:
     """A file, read up to some row."""
 
-    def __init__(self, source: SourceFile, progress: Progress) -> None:
+    def __init__(self, source: SourceFile, progress: Progress, columns: Columns) -> None:
         self._source = source
         self._row = progress.row
-        self.reader = RowReader(source, skip=progress.row, offset=progress.offset)
+        skip, offset = progress.row, progress.offset
+        self.reader = RowReader(source, skip=skip, offset=offset, columns=columns)
         self._rows = iter(self.reader)
 
     def can_continue(self, source: SourceFile, progress: Progress) -> bool:

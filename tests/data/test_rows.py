@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from axonlaunch.config import ConfigError
+from axonlaunch.data.chat_rows import chat_columns
 from axonlaunch.data.rows import BadRow, RowReader, UnreadableFileError
 from axonlaunch.data.sources import find_sources
 
@@ -83,6 +84,23 @@ def test_the_rows_of_each_format_are_read_and_some_can_be_passed_over(
     rows = read(tmp_path / name)
     assert [row for _, row in rows] == ROWS
     assert read(tmp_path / name, skip=rows[1233][0]) == rows[1234:]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "b.arrow"])
+def test_columns_of_a_table_that_are_not_asked_for_are_not_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(FILES[name]())
+    [source] = find_sources([str(tmp_path / name)])
+    read = [row for _, row in RowReader(source, columns=lambda names: [names[1]])]
+    assert read == [{"n": row["n"]} for row in ROWS]
+
+
+def test_a_chat_of_a_table_is_read_of_the_columns_of_its_form() -> None:
+    names = ["id", "image", "tools", "messages", "input"]
+    assert chat_columns(names, field=None) == ["tools", "messages"]
+    assert chat_columns(names, field="input") == ["tools", "input"]
+    assert chat_columns(["id", "prompt", "tools"], field=None) == ["id", "prompt", "tools"]
+    alpaca = ["instruction", "input", "output"]
+    assert chat_columns([*alpaca, "text"], field=None) == alpaca
 
 
 def test_a_text_file_is_one_row(tmp_path: Path) -> None:
