@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +28,7 @@ from axonlaunch.system.run_files import (
     SUMMARY,
 )
 
-RunStatus = Literal["running", "done", "interrupted", "failed", "killed"]
+RunStatus = Literal["running", "done", "interrupted", "failed", "killed", "unknown"]
 
 FILES = (CONFIG, ORIGINS, METRICS, EVENTS, SUMMARY, CRASH, ESTIMATE, STEP_TIME)
 """Of a run's folder, all that is read."""
@@ -42,7 +44,8 @@ class RunRecord:
     Attributes:
         path: Its folder.
         name: As its configuration has it, else the folder's.
-        status: How it ended, or that it runs; killed: it neither runs nor said how it ended.
+        status: How it ended, or that it runs; killed: it neither runs nor said how it ended;
+            unknown: only another node can say which of the two.
         config: Its frozen configuration by dotted key.
         origins: What set each of its values, by the same keys; {} where that is not known.
         summary: ``summary.json``; {} where there is none, or it is of an earlier attempt.
@@ -132,8 +135,8 @@ def _record(
     ]
     summary = files.object(SUMMARY) or {}
     crash = files.object(CRASH)
-    status = _status(path, summary, crash, events)
-    if status in ("running", "killed"):
+    status = _status(path, config, summary, crash, events)
+    if status in ("running", "killed", "unknown"):
         summary = {}  # an earlier attempt's
     return RunRecord(
         path=path,
@@ -179,18 +182,41 @@ def is_running(folder: Path) -> bool:
 
 
 def _status(
-    path: Path, summary: dict[str, Any], crash: dict[str, Any] | None, events: list[dict[str, Any]]
+    path: Path,
+    config: dict[str, Any],
+    summary: dict[str, Any],
+    crash: dict[str, Any] | None,
+    events: list[dict[str, Any]],
 ) -> RunStatus:
     """Say how a run ended; the latest attempt decides, and an older summary says nothing of it."""
     if is_running(path):
         return "running"
     kinds = [event["event"] for event in events if event["event"] in (_STARTED, _ENDED, "failed")]
     if kinds and kinds[-1] == _STARTED:
-        return "killed"
+        return _unended(path, config, events)
     status = summary.get("status")
     if status in ("done", "interrupted", "failed"):
         return status  # type: ignore[no-any-return]
-    return "killed" if crash is None else "failed"
+    return _unended(path, config, events) if crash is None else "failed"
+
+
+def _unended(path: Path, config: dict[str, Any], events: list[dict[str, Any]]) -> RunStatus:
+    """Say what became of a run that no process of this node holds and that has said nothing.
+
+    A node sees no locks of another's: there a run lasts if it has written within the seconds after
+    which one that makes no progress is ended.
+    """
+    hosts = [event.get("host") for event in events if event["event"] == "launched"]
+    if not hosts or hosts[-1] == socket.gethostname():
+        return "killed"
+    within_s = config.get("launch.timeout_s")
+    files = [path / name for name in (METRICS, EVENTS)]
+    try:
+        written = max(file.stat().st_mtime for file in files if file.exists())
+    except (OSError, AttributeError):  # of a remote place that has no times
+        return "unknown"
+    lasts = _is_number(within_s) and time.time() - written < float(str(within_s))
+    return "running" if lasts else "unknown"
 
 
 def _in_order(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:

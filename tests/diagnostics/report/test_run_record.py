@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
+import time
 from pathlib import Path
 
 import fsspec
@@ -33,10 +35,33 @@ def test_a_finished_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert run.notes == []
 
 
+@pytest.fixture
+def on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read runs on the node that launched them."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-0")
+
+
+@pytest.mark.usefixtures("on_its_node")
 def test_a_run_that_said_nothing_of_its_end_was_killed(tmp_path: Path) -> None:
     assert read_run(run_folder(tmp_path / "demo", status=None)).status == "killed"
 
 
+@pytest.mark.parametrize(("ago_s", "status"), [(60, "running"), (700, "unknown")])
+def test_a_run_on_another_node_runs_while_it_writes_and_is_not_taken_to_be_killed(
+    ago_s: float, status: str, tmp_path: Path
+) -> None:
+    limit = "launch:\n  timeout_s: 600.0\n"
+    folder = run_folder(tmp_path / "demo", status=None, extra_config=limit)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        os.utime(folder / name, 2 * (time.time() - ago_s,))
+    assert read_run(folder).status == status
+
+
+def test_a_run_on_another_node_that_ended_is_what_it_said(tmp_path: Path) -> None:
+    assert read_run(run_folder(tmp_path / "demo", status="failed")).status == "failed"
+
+
+@pytest.mark.usefixtures("on_its_node")
 def test_an_older_summary_says_nothing_of_an_attempt_that_was_killed(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "demo")
     with (folder / "events.jsonl").open("a") as stream:
