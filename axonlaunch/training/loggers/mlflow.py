@@ -6,9 +6,10 @@ It uses the client alone, and sets nothing of the process that ``mlflow.start_ru
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
@@ -19,6 +20,11 @@ from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
 _LONGEST, _MOST = 6000, 100
 """Characters of a parameter's value and parameters of one request, as MLflow takes them."""
+
+
+_REFUSED = re.compile(r"[^/\w.\- ]")
+"""What no name of a parameter or a metric may have on every system; one request refuses all."""
+_Value = TypeVar("_Value")
 
 
 class MLflowLogger(Logger):
@@ -47,7 +53,7 @@ class MLflowLogger(Logger):
     def log(self, metrics: Mapping[str, Number], *, step: int) -> None:
         """Send the numbers of a step."""
         now = int(time.time() * 1000)
-        sent = [Metric(name, value, now, step) for name, value in metrics.items()]
+        sent = [Metric(name, value, now, step) for name, value in _with_names(metrics).items()]
         self._client.log_batch(self._id, metrics=sent)
 
     def close(self, *, failed: bool) -> None:
@@ -62,5 +68,16 @@ class MLflowLogger(Logger):
 
 
 def _params(config: dict[str, Any]) -> Iterator[Param]:
-    for key, value in flatten(config).items():
-        yield Param(key, str(value)[:_LONGEST])
+    for name, value in _with_names(flatten(config)).items():
+        yield Param(name, str(value)[:_LONGEST])
+
+
+def _with_names(values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Return values by names that MLflow takes, as many: patterns and sources have any."""
+    named: dict[str, _Value] = {}
+    for key, value in values.items():
+        name = _REFUSED.sub("_", key)
+        while name in named:
+            name += "_"
+        named[name] = value
+    return named
