@@ -191,13 +191,13 @@ class StreamLoader(Loader):
                 "epoch": self._epoch,
                 "dataset": self.dataset.state(),
             }
+            # Who takes batches has come so far that nobody asks for it any more.
+            self._states.pop(step - self._prefetch, None)
         own = self.indices(step) - first
         return self._placed(Samples(items[own[0] : own[-1] + 1], self.dataset.collate))
 
     def state(self, step: int) -> dict[str, Any] | None:
         """Return where the stream was when the batch of a step had been read."""
-        for earlier in [known for known in list(self._states) if known < step]:
-            del self._states[earlier]
         return self._states.get(step)
 
     def resume(self, state: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ import torch
 from axonlaunch.config.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, NoText
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.loader import Loader, StreamLoader
+from axonlaunch.data.own import StreamedSamples
 
 
 class Numbers(NoText):
@@ -186,3 +187,32 @@ def test_for_a_device_every_batch_is_in_page_locked_memory(monkeypatch):
     assert list(batches.eval_batches()) == pinned[1:]
     loader(Numbers()).batch(0)
     assert len(pinned) == 3
+
+
+class Counted:
+    """A stream of numbers whose state is the last one."""
+
+    at = 0
+
+    def __iter__(self):
+        while True:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2, 5])
+def test_a_stream_has_its_states_of_the_step_that_was_done_and_of_none_long_before(prefetch):
+    dataset = StreamedSamples(Counted(), list, ValueError)
+    loading = StreamLoader(dataset, seed=0, global_batch_size=4, prefetch=prefetch)
+    with closing(loading.iterate()) as batches:
+        for step, _ in zip(range(1, 30), batches, strict=False):
+            if step > 20:
+                assert loading.state(step)["dataset"] == f'{{"at": {4 * step}}}'
+            elif step == 20:
+                assert not any(loading.state(earlier) for earlier in range(20 - prefetch))
