@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 from axonlaunch.cli.early_server import preloads
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.output_files import writing
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.system.terminal import console_on
 
@@ -53,8 +55,16 @@ def command(
     """Search the fastest layouts that fit."""
     from axonlaunch.planning.plan import experiment, plan_run
     from axonlaunch.system import forkserver
+    from axonlaunch.system.files import replace_text
 
-    count = _checked(devices, write)
+    count = _checked(devices, write, overrides or [])
+    written = partial(
+        experiment, overrides or [], config_name=config_name, config_dirs=config_dir or []
+    )
+    if write is not None:
+        written()  # what a file can't say is refused before the search
+        with writing("--write", write):
+            write.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with forkserver.warm(preload=preloads(overrides)) as context, spinner("searching layouts"):
         plan = plan_run(
@@ -66,8 +76,8 @@ def command(
         )
     seconds = time.monotonic() - began
     if write is not None:
-        write.parent.mkdir(parents=True, exist_ok=True)
-        write.write_text(experiment(overrides or [], plan.candidates[0].overrides))
+        with writing("--write", write):
+            replace_text(write, written(plan.candidates[0].overrides))
     if as_json:
         print_json(plan_to_json(plan, seconds))
         return
@@ -75,9 +85,11 @@ def command(
     print_plan(plan, console, seconds=seconds)
     if write is not None:
         console.print(f"\nwritten to {write}", markup=False, soft_wrap=True)
-        if write.parent.name == "experiment":
-            there = f"--config-dir {write.parent.parent} experiment={write.stem}"
-            console.print(f"axonlaunch train {there}", markup=False, soft_wrap=True)
+        folders = [write.parent.parent, *(config_dir or [])]
+        places = [f"--config-dir {folder}" for folder in dict.fromkeys(folders)]
+        places += [f"--config-name {config_name}"] if config_name != "config" else []
+        there = f"{' '.join(places)} experiment={write.stem}"
+        console.print(f"axonlaunch train {there}", markup=False, soft_wrap=True)
 
 
 def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
@@ -113,11 +125,11 @@ def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
             console.print(textwrap.indent(lines, "   "), markup=False)
 
 
-def _checked(devices: int | None, write: Path | None) -> int:
+def _checked(devices: int | None, write: Path | None, overrides: list[str]) -> int:
     """Refuse what is wrong with the options, before anything is searched; return the devices.
 
     Raises:
-        ConfigError: No number of devices, or a file that can't be written.
+        ConfigError: No number of devices, or a file that can't be written or chosen.
     """
     from axonlaunch.config import ConfigError, ConfigIssue
 
@@ -127,8 +139,17 @@ def _checked(devices: int | None, write: Path | None) -> int:
         problems.append(
             ConfigIssue("--devices", "must be the number of devices to plan for, 1 or more", value)
         )
+    reason = ""
     if write is not None and write.suffix != ".yaml":
-        problems.append(ConfigIssue("--write", "must end in .yaml", str(write)))
+        reason = "must end in .yaml"
+    elif write is not None and write.parent.name != "experiment":
+        reason = f"is not in a folder experiment, where it is found; write experiment/{write.name}"
+    elif write is not None and write.exists():
+        reason = "is there already; give another name, or remove it"
+    elif write is not None and f"experiment={write.stem}" in overrides:
+        reason = f"would begin with itself, experiment={write.stem}; give another name"
+    if reason:
+        problems.append(ConfigIssue("--write", reason, str(write)))
     if problems:
         raise ConfigError(problems)
     assert devices is not None

@@ -116,7 +116,7 @@ class Composer:
         from omegaconf import OmegaConf
 
         self._check_primary(config_name)
-        asked, problems = self._normalise(overrides, config_name)
+        asked, problems = self.sort_overrides(overrides, config_name)
         with _composing():
             unregistered = self._unregistered(self._files, config_name, asked.groups)
             absent = [f"{group}/{name}" for group, name in unregistered.items()]
@@ -186,18 +186,19 @@ class Composer:
             message = unknown("config", config_name, dict.fromkeys(known))
             raise ConfigError([ConfigIssue("", f"--config-name {config_name}: {message}")])
 
-    def _normalise(
+    def sort_overrides(
         self, overrides: Sequence[str], config_name: str
-    ) -> tuple[_Asked, list[ConfigIssue]]:
+    ) -> tuple[Asked, list[ConfigIssue]]:
         """Sort overrides into those that choose files and those that set values.
 
         ``strategy=x`` and ``+strategy=x`` mean the same. A value is always added by force (``++``):
-        whether its key exists is checked by the schema, for all keys at once.
+        whether its key exists is checked by the schema, for all keys at once. What is wrong with
+        those that are left out is returned beside them.
         """
         from hydra.core.override_parser.types import OverrideType
 
         parsed, problems = self._parse(overrides)
-        asked = _Asked([], [], {})
+        asked = Asked([], [], {})
         for override in parsed:
             text, key = override.input_line, override.key_or_group
             if key == "hydra" or key.startswith("hydra."):
@@ -306,7 +307,7 @@ class Composer:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """Overrides as Hydra takes them.
 
     Attributes:

@@ -16,7 +16,6 @@ from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunC
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.layout import nodes
 from axonlaunch.config.plugins import import_plugins
-from axonlaunch.config.schema import GROUPS
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
@@ -126,29 +125,52 @@ def search(config: RunConfig, devices: int, overridden: Sequence[str], wanted: i
         raise
 
 
-def experiment(overrides: Sequence[str], layout: Sequence[str]) -> str:
+def experiment(
+    overrides: Sequence[str],
+    layout: Sequence[str] = (),
+    *,
+    config_name: str = "config",
+    config_dirs: Sequence[Path] = (),
+) -> str:
     """Return YAML of the group ``experiment`` that says what these overrides say.
 
     Args:
-        overrides: Of the run, as given.
+        overrides: Of the run, as given; one of the group itself is what the new one begins with.
         layout: Of the layout.
-    """
-    import yaml
+        config_name: The primary config.
+        config_dirs: Folders of a user's own YAML.
 
-    groups: list[dict[str, str]] = []
-    values: dict[str, Any] = {}
-    for override in [*overrides, *layout]:
-        key, _, text = override.lstrip("+").partition("=")
-        if key in GROUPS:
-            groups.append({f"override /{key}": text})
-            continue
-        *path, last = key.split(".")
-        place = values
-        for name in path:
-            place = place.setdefault(name, {})
-        place[last] = yaml.safe_load(text)
-    content = {"defaults": groups, **values} if groups else values
-    return "# @package _global_\n" + str(yaml.safe_dump(content, sort_keys=False))
+    Raises:
+        ConfigError: A file can't say one of them.
+    """
+    from hydra.core.override_parser.types import OverrideType
+    from omegaconf import OmegaConf
+
+    composer = configuration.composer_of(config_dirs)
+    asked, _ = composer.sort_overrides([*overrides, *layout], config_name)
+    begun: list[Any] = []
+    chosen: dict[str, Any] = {}
+    for override in asked.groups:
+        group, option = override.key_or_group, override.value()
+        if group == "experiment":
+            begun = [option] if option else []
+        else:
+            is_new = override.type == OverrideType.ADD
+            chosen[f"/{group}" if is_new else f"override /{group}"] = option
+    values = OmegaConf.create()
+    for override in asked.values:
+        if override.is_delete():
+            message = f"{override.input_line}: a file can't take a key away; leave out --write"
+            raise ConfigError([ConfigIssue("", message)])
+        OmegaConf.update(values, override.key_or_group, override.value(), force_add=True)
+    # What an experiment overrides has to stand last in its list.
+    groups = sorted(({key: option} for key, option in chosen.items()), key=_overrides_group)
+    content = OmegaConf.create({"defaults": [*begun, "_self_", *groups]})
+    return f"# @package _global_\n{OmegaConf.to_yaml(OmegaConf.merge(content, values))}"
+
+
+def _overrides_group(default: dict[str, Any]) -> bool:
+    return next(iter(default)).startswith("override ")
 
 
 def _sets(override: str, key: str) -> bool:

@@ -14,6 +14,7 @@ from served import Server
 
 from axonlaunch import config
 from axonlaunch.cli.plan import print_plan
+from axonlaunch.config import ConfigError
 from axonlaunch.planning.plan import experiment
 from axonlaunch.planning.records import FitVerdict, HostMemory, Plan, Planned, Workload
 from axonlaunch.planning.reports.plan_table import why_slower
@@ -68,6 +69,10 @@ def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: S
     estimated = json.loads(axonlaunch("estimate", *overrides, *best["overrides"], "--json").stdout)
     assert estimated["peak_bytes"] == best["peak_bytes"]
     assert estimated["mesh"] == best["mesh"]
+    again = axonlaunch(
+        "plan", *overrides, "--devices", "2", "--write", "experiment/best.yaml", status=2
+    )
+    assert "experiment/best.yaml: is there already" in again.stderr
     chosen = config.load(["experiment=best"], config_dirs=[tmp_path])
     assert chosen == config.load([*overrides, *best["overrides"]])
 
@@ -94,6 +99,15 @@ def test_what_fits_no_other_way_is_offloaded(tmp_path: Path, server: Server) -> 
         (["--devices", "2"], "hardware: is needed: speed and memory depend on the devices; use "),
         (["hardware=h100_80gb"], "--devices: must be the number of devices to plan for, 1 or more"),
         (["--devices", "2", "--write", "a.json"], "--write=a.json: must end in .yaml"),
+        (["--devices", "2", "--write", "a.yaml"], "--write=a.yaml: is not in a folder experiment"),
+        (
+            ["--devices", "2", "--write", "/proc/experiment/a.yaml"],
+            "--write=/proc/experiment/a.yaml: can't be written: ",
+        ),
+        (
+            ["--devices", "2", "--write", "experiment/x.yaml", "experiment=x"],
+            "--write=experiment/x.yaml: would begin with itself, experiment=x",
+        ),
         (
             ["--devices", "3", *MODEL, "model.num_hidden_layers=2"],
             "train.global_batch_size=2: no layout of 3 devices divides the model and a batch",
@@ -153,9 +167,36 @@ def test_what_does_not_fit_is_reported_so() -> None:
 def test_a_plan_is_kept_as_groups_and_values() -> None:
     text = experiment(["model=gpt", "+strategy=fsdp", "train.steps=3"], ["launch.nproc=4"])
     assert text == (
-        "# @package _global_\ndefaults:\n- override /model: gpt\n- override /strategy: fsdp\n"
-        "train:\n  steps: 3\nlaunch:\n  nproc: 4\n"
+        "# @package _global_\ndefaults:\n- _self_\n- override /model: gpt\n"
+        "- override /strategy: fsdp\ntrain:\n  steps: 3\nlaunch:\n  nproc: 4\n"
     )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["experiment=tiny_llama", "strategy=ddp", "optimizer=sgd", "optimizer.lr=3e-4"],
+        ["strategy=null", "hardware=null", "strategy.data_parallel=null"],
+        ["launch=slurm", "launch.slurm.time=10:00:00", "name=0123"],
+        ["name=1e3", "run_dir=runs/${name}"],
+        ["model=custom", "model.target=m:x", "model.arguments={a: {b: 1, c: null}}"],
+        ["optimizer.groups={'*.bias': {weight_decay: 0}}", "++train.log_every=5"],
+    ],
+)
+def test_a_plan_that_is_kept_says_what_its_arguments_said(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    overrides = ["data=synthetic_tokens", *overrides]
+    (tmp_path / "experiment").mkdir()
+    text = experiment(overrides, ["launch.nproc=4"])
+    (tmp_path / "experiment/best.yaml").write_text(text)
+    kept = config.load(["experiment=best"], config_dirs=[tmp_path])
+    assert kept == config.load([*overrides, "launch.nproc=4"])
+
+
+def test_a_key_that_is_taken_away_cant_be_kept() -> None:
+    with pytest.raises(ConfigError, match=r"^~train\.eval_every: a file can't take a key away"):
+        experiment(["~train.eval_every"])
 
 
 def test_a_layout_that_offloads_more_than_a_node_has_does_not_fit() -> None:
