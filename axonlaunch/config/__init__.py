@@ -143,11 +143,9 @@ def typed(
     problems += [rule for rule in find_rule_violations(checked.config) if rule.key not in reported]
     if problems:
         sources = origins()
-        placed: list[ConfigIssue] = []
-        for problem in problems:
-            if (issue := _placed(_chosen(problem, sources), sources)) not in placed:
-                placed.append(issue)
-        raise ConfigError(placed)
+        placed = (_placed(_chosen(problem, sources), sources) for problem in problems)
+        # Of keys that another option left, each has the same one.
+        raise ConfigError([*{str(issue): issue for issue in placed}.values()])
     assert isinstance(checked.config, RunConfig)
     return checked.config
 
