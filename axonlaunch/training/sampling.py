@@ -1,7 +1,7 @@
 """Text from a saved run, or from exported weights, in this process alone.
 
-It is for models of text, as bytes, by a tokenizer that was kept, or by that of a folder of
-transformers, whatever layout trained them; others are refused.
+It is for models of text, as bytes, by a tokenizer that was kept, by the run's own dataset, or by
+that of a folder of transformers, whatever layout trained them; others are refused.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from axonlaunch import checkpoint, config
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.data import DATASETS
+from axonlaunch.config.data import DATASETS, CustomDataConfig
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.tokenizer import (
     ByteTokenizer,
     Tokenizer,
@@ -31,6 +32,27 @@ if TYPE_CHECKING:
 _EXPORTED = "config.json"
 _CONTEXT = 2048
 """Tokens that a model is shown whose configuration has no longest sequence."""
+
+
+class _DatasetText(ByteTokenizer):
+    """The text side of a dataset, in the form of a tokenizer.
+
+    Attributes:
+        length: Tokens of a sample.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self.vocab_size, self.length = dataset.num_classes, dataset.sample_shape[0]
+
+    def encode(self, text: str) -> list[int]:
+        """Turn a text that is to be continued into tokens."""
+        return self._dataset.encode(text)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Turn tokens into text."""
+        del special
+        return self._dataset.decode(tokens)
 
 
 @dataclass(frozen=True)
@@ -121,8 +143,10 @@ def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
     if newest is None:
         message = f"{folder}: the run has no checkpoint; train with checkpoint.every=N"
         raise ConfigError([ConfigIssue("", message)])
-    tokenizer = load_kept(folder) or _of_its_model(saved)
-    if tokenizer is None or (length := getattr(saved.data, "sequence_length", None)) is None:
+    own = _of_its_dataset(saved.data)
+    tokenizer = own or load_kept(folder) or _of_its_model(saved)
+    length = own.length if own else getattr(saved.data, "sequence_length", None)
+    if tokenizer is None or length is None:
         length = _length(saved.data, where=f"{folder}: the run")
     import torch
 
@@ -138,6 +162,20 @@ def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
             state[name].copy_(tensor)
     checkpoint.load_model(newest, {n: t for n, t in state.items() if n not in left_out})
     return model, length, tokenizer or ByteTokenizer()
+
+
+def _of_its_dataset(data: Any) -> _DatasetText | None:
+    """Return what makes tokens of a run on a dataset of one's own; None: it is none, or no text.
+
+    Raises:
+        ConfigError: The dataset can't be made here.
+    """
+    if DATASETS.is_included(data.name) and not isinstance(data, CustomDataConfig):
+        return None
+    from axonlaunch.data import build_dataset
+
+    dataset = build_dataset(data)
+    return _DatasetText(dataset) if dataset.is_text else None
 
 
 def _of_its_model(saved: RunConfig) -> Tokenizer | None:

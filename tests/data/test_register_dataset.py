@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -14,11 +15,14 @@ import pytest
 from configured import estimate_config, run_config
 
 from axonlaunch import config
+from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.data import SampleShape
 from axonlaunch.data import build_dataset, register_dataset
 from axonlaunch.data.dataset import Batch, NoText
 from axonlaunch.planning import estimate_cache
+from axonlaunch.training import worker
+from axonlaunch.training.sampling import continue_prompt
 
 SMALL = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 SMALL += ["train.global_batch_size=8"]
@@ -281,3 +285,36 @@ def test_what_is_no_dataset_is_refused_before_anything_starts(target: str, messa
     with pytest.raises(ConfigError) as error:
         run_config([*SMALL, "data=custom", f"data.target={target}"])
     assert str(error.value) == f"data.target={target}: {message}"
+
+
+class Letters(Counts):
+    """Text of a to z, as the numbers of its letters."""
+
+    is_text, num_classes = True, 26
+
+    def __init__(self, config: CountsConfig) -> None:
+        self.first, self.sample_shape = 0, (config.sequence_length,)
+
+    def samples(self, indices: Any, *, split: str) -> Batch:
+        rows = np.asarray(indices)[:, None] + np.arange(self.sample_shape[0] + 1)
+        return Batch.from_numpy(rows[:, :-1] % 26, rows[:, 1:] % 26)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def test_a_run_on_ones_own_text_is_sampled_by_what_its_dataset_reads_and_writes(
+    tmp_path: Path,
+) -> None:
+    register_dataset("letters_of_a_test", config=CountsConfig)(Letters)
+    there = [f"run_dir={tmp_path}", f"data.file={tmp_path}", "data=letters_of_a_test"]
+    short = ["strategy=single", "launch.nproc=1", "train.steps=1", "checkpoint.every=1"]
+    short += ["train.eval_batches=0", "sample.max_new_tokens=0"]
+    chosen = run_config([*SMALL, *there, *short])
+    (tmp_path / "config.yaml").write_text(config.to_yaml(chosen))
+    World.mock(1).run(lambda world: worker.run(chosen, world))
+    text = continue_prompt(tmp_path, "abc", tokens=9, temperature=0.8, top_k=None, seed=0)
+    assert re.fullmatch("[a-z]{9}", text)
