@@ -113,7 +113,7 @@ def add_adapters(module: nn.Module, config: LoraConfig, spec: ModelSpec) -> None
     """
     module.requires_grad_(False)
     for name, layer in _linear_layers(module, spec).items():
-        if _is_target(name, config):
+        if _is_target(name, config, spec):
             inputs, outputs = _sizes(layer)
             layer.__class__ = _adapted(cast("Any", type(layer)))
             lora = cast("LoraLayer", layer)
@@ -122,7 +122,7 @@ def add_adapters(module: nn.Module, config: LoraConfig, spec: ModelSpec) -> None
             lora.lora_magnitude_vector = LoraMagnitude(outputs) if config.dora else None
             lora.lora_dropout, lora.lora_scale = config.dropout, config.scale
     for name, (owner, key) in packed_experts(module).items():
-        if config.targets != "all-linear" and _is_target(name, config):
+        if config.targets != "all-linear" and _is_target(name, config, spec):
             adapt_experts(owner, key, config)
 
 
@@ -187,11 +187,12 @@ def adapter_problems(
         spec: The model's.
     """
     layers, experts = _linear_layers(module, spec), packed_experts(module)
-    if not layers and config.targets == "all-linear":
+    if config.targets == "all-linear" and not any(_is_target(n, config, spec) for n in layers):
         yield ConfigIssue("adapter.targets", "the model has no linear layer beside its head")
         return
     patterns = [] if config.targets == "all-linear" else config.targets
-    yield from _experts_problems([n for n in experts if patterns and _is_target(n, config)], config)
+    adapted = [name for name in experts if patterns and _is_target(name, config, spec)]
+    yield from _experts_problems(adapted, config)
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in [*layers, *experts]):
             message = _why_none(pattern, module, layers, spec)
@@ -250,9 +251,11 @@ def _sizes(layer: Any) -> tuple[int, int]:
     return inputs, outputs
 
 
-def _is_target(name: str, config: LoraConfig) -> bool:
+def _is_target(name: str, config: LoraConfig, spec: ModelSpec) -> bool:
     if config.targets == "all-linear":
-        return True
+        # Of a model that does not name its head, it is among what a pipeline's last stage keeps.
+        last = spec.ends[1] if spec.ends else ()
+        return not any(f"{name}.".startswith(f"{end}.") for end in last)
     return any(_matches(name, pattern) for pattern in config.targets)
 
 

@@ -18,6 +18,7 @@ from axonlaunch.config.adapter import is_of_adapter
 from axonlaunch.models.build import build_model, construct
 from axonlaunch.models.lora import LoraLayer
 from axonlaunch.models.parameter_facts import TrainingShares
+from axonlaunch.models.registry import register_model
 from axonlaunch.verification import compare
 from axonlaunch.verification.plan import ComparisonPlan
 
@@ -80,6 +81,30 @@ def test_nothing_but_adapters_and_what_is_unfrozen_is_trained() -> None:
         f"layers.{n}.{end}" for n in range(4) for end in ("self_attn.q_proj", "mlp.down_proj")
     }
     assert adapted == layers
+
+
+class Ended(nn.Module):
+    """A model that says by its ends alone which layer is its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_all_linear_layers_are_not_those_of_the_end_unless_they_are_named() -> None:
+    register_model("ended_of_a_test", layers="layers", ends=(("embed",), ("head",)))(Ended)
+    chosen = [*DATA, "model=ended_of_a_test", "adapter=lora", "adapter.rank=2"]
+    for more, adapted in ([], {"layers.0", "layers.1"}), (["adapter.targets=[head]"], {"head"}):
+        config = run_config([*chosen, *more, "strategy=single", "launch.nproc=1"])
+        layers = construct(config, seed=0).named_modules()
+        assert {name for name, layer in layers if isinstance(layer, LoraLayer)} == adapted
 
 
 def test_an_adapter_starts_as_that_of_peft_and_changes_no_output() -> None:
