@@ -39,7 +39,9 @@ _LONGEST_NAME, _LONGEST_PATH = 240, 2048
 """Bytes of a folder's name and of a path, with room for what a run adds to them."""
 _WHOLE_STEPS = 16
 """Steps of which all elements may be written: of a billion parameters each takes 10 GB and more."""
-_NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
+_NODES = re.compile(r"[1-9]\d{0,8}(:[1-9]\d{0,8})?")
+_SIZES = 8
+"""Problems of different numbers of nodes that are reported: a range of a million has no end."""
 
 
 def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
@@ -75,7 +77,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
 
 
 def broken_sizes(config: RunConfig) -> list[ConfigIssue]:
-    """Return the problems of every world that the run may have."""
+    """Return the problems of the worlds that the run may have, the first of them."""
     assert config.launch.nproc != "auto"
     least, most = nodes(config)
     if least == most:
@@ -87,6 +89,8 @@ def broken_sizes(config: RunConfig) -> list[ConfigIssue]:
         problems = broken_world_rules(resized, world_size=size)
         where = f"with {count} node{'s' if count > 1 else ''}: "
         violations += [dataclasses.replace(p, message=where + p.message) for p in problems]
+        if len(violations) >= _SIZES:
+            break
     return violations
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from axonlaunch import config
+from axonlaunch.config import rules
 from axonlaunch.config.layout import Layout, model_ranks, resolved
 
 TENSOR, PIPELINE = "strategy.tensor.degree=2", "strategy.pipeline.degree=2"
@@ -119,3 +120,26 @@ def test_a_pipeline_runs_in_rounds() -> None:
     chosen = ["strategy=pipeline", "train.micro_batch_size=1", "strategy.pipeline.microbatches=4"]
     layout = Layout.of(config.load(["train.global_batch_size=32", *chosen]), world_size=2)
     assert (layout.micro_batches, layout.microbatches_per_round, layout.rounds) == (32, 4, 8)
+
+
+@pytest.mark.parametrize("nnodes", ["1:10000000", "9000000:99999999"])
+def test_a_range_of_nodes_without_end_is_refused_by_its_first_sizes(
+    nnodes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    check = rules.broken_world_rules
+
+    def counted(run: config.RunConfig, *, world_size: int) -> list[config.ConfigIssue]:
+        assert len(sizes) < 100
+        sizes.append(world_size)
+        return check(run, world_size=world_size)
+
+    monkeypatch.setattr(rules, "broken_world_rules", counted)
+    with pytest.raises(config.ConfigError) as raised:
+        config.load([f"launch.nnodes={nnodes}", "launch.nproc=2"])
+    assert 1 <= len(raised.value.problems) < 20
+
+
+def test_a_number_of_nodes_that_no_integer_holds_is_refused() -> None:
+    with pytest.raises(config.ConfigError, match="expected a number of nodes"):
+        config.load([f"launch.nnodes=1:{'9' * 5000}"])
