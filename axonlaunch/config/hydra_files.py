@@ -144,7 +144,10 @@ class HydraFiles:
         if key not in self._trees:
             self._trees[key] = self._merged(config_name, self.chosen(config_name, groups))
         tree = copy.deepcopy(self._trees[key])
-        self._loader._apply_overrides_to_config(list(values), tree)
+        for override in values:
+            if not override.is_delete() and isinstance(override.value(), list):
+                _make_way(tree, override.key_or_group)
+            self._loader._apply_overrides_to_config([override], tree)
         return tree
 
     def content(self, config_name: str, default: Any) -> Any:
@@ -206,6 +209,17 @@ class HydraFiles:
 
 _OWN_PACKAGE = {"package": None}
 """Header of a file whose keys are its group's."""
+
+
+def _make_way(tree: Any, key: str) -> None:
+    """Take away keys in whose place a list is to stand.
+
+    Hydra can't merge it into them; the schema then says what is expected there.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    if isinstance(OmegaConf.select(tree, key, throw_on_resolution_failure=False), DictConfig):
+        OmegaConf.update(tree, key, None, merge=False)
 
 
 def _key(config_name: str, groups: Sequence[Any]) -> tuple[str, ...]:

@@ -169,7 +169,7 @@ class TrainConfig:
     """how often the training rows are seen, in place of steps, rounded up to whole global batches;
     null: as steps says
     """
-    global_batch_size: int = field(default=32, metadata={"min": 1})
+    global_batch_size: int = field(default=32, metadata={"min": 1, "max": 10_000_000})
     """samples per optimizer step over the whole world, so that a layout never changes what is
     learned
     """
