@@ -68,6 +68,12 @@ class RemoteNodes(Protocol):
     def root_cause(self, reports: list[Report]) -> Crash:
         """Agree with them on who failed first; ``reports`` are this node's failures."""
 
+    def request_stop(self) -> None:
+        """Let them know that this node was asked to stop."""
+
+    def is_stopping(self) -> bool:
+        """Return whether one of them was."""
+
     def is_awaited(self) -> bool:
         """Return whether a node waits to join, which it could after a restart."""
 
@@ -111,7 +117,9 @@ class Supervisor:
             numbers.append(signal.SIGHUP)
         previous = {number: signal.signal(number, self._note) for number in numbers}
         try:
-            return replace(self._follow(), stop_requested=bool(self._signals))
+            outcome = self._follow()
+            is_stopping = self.others is not None and self.others.is_stopping()
+            return replace(outcome, stop_requested=bool(self._signals) or is_stopping)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -145,6 +153,8 @@ class Supervisor:
                 if handled > 1:
                     return self._ended_at_once()
                 self.announce("stopping after this step; press Ctrl-C again to stop immediately")
+                if self.others is not None:
+                    self.others.request_stop()
                 self._stop()
             elif not self._makes_room and self.others is not None and self.others.is_awaited():
                 self._makes_room = True

@@ -32,7 +32,8 @@ class Coordinator:
     One class for member 0, which leads, and the others: most of what they do is the same. A run of
     two nodes, in which a rank of node 1 crashes; each line is a key of the store and who writes it:
 
-        heartbeat/0, /1   both, every 0.3 s: a count, and this member's failures
+        heartbeat/0, /1   both, every 0.3 s: a count, this member's failures, and whether it was
+                          asked to stop
         heartbeat/1       member 1: with the report of its rank, as soon as it is known
         root_cause        member 0, as soon as that explains it: which rank failed first, and why
         left/1, left/0    both: read, and gone; member 0 waits for the others, for it has the store
@@ -95,7 +96,7 @@ class Coordinator:
         self._finished: list[list[dict[str, Any]]] = []
         self._contact = time.monotonic()
         self._is_done = self._is_over = self._all_left = self._gone = False
-        self._is_awaited = self.will_restart = False
+        self._is_awaited = self.will_restart = self._is_stopping = False
 
     @property
     def is_lead(self) -> bool:
@@ -152,6 +153,18 @@ class Coordinator:
         """Return whether somebody waits to join; only member 0 knows."""
         return self._is_awaited
 
+    def request_stop(self) -> None:
+        """Let all members know that this one was asked to stop: none restarts what then fails."""
+        self._is_stopping = True
+        self._wake.set()
+
+    def is_stopping(self) -> bool:
+        """Return whether a member was asked to stop, as far as this one knows.
+
+        With the root cause of a failure all know the same.
+        """
+        return self._is_stopping
+
     def report(self, report: Report) -> None:
         """Report a failure without waiting for the root cause."""
         with self._lock:
@@ -197,7 +210,7 @@ class Coordinator:
             reason = "the store by which it follows the others can't be used any more"
             reports.append(Report(rank=self._first_ranks[0], kind="connection", reason=reason))
         crash = find_root_cause([*reports, *(self._silence(member) for member in lost)])
-        self._send("root_cause", crash.to_json())
+        self._send("root_cause", {"crash": crash.to_json(), "is_stopping": self._is_stopping})
         self.leave()
         return crash
 
@@ -267,7 +280,8 @@ class Coordinator:
         """
         with self._lock:
             reports = [] if self.is_lead else [report.to_json() for report in self._reports]
-        self.channel.put(f"heartbeat/{self.member}", {"count": count, "reports": reports})
+        content = {"count": count, "reports": reports, "is_stopping": self._is_stopping}
+        self.channel.put(f"heartbeat/{self.member}", content)
 
     def _flush(self) -> None:
         """Write every message again: what a stranger wrote over one of them does not last."""
@@ -281,7 +295,8 @@ class Coordinator:
     def _poll_leader(self) -> None:
         """Read what member 0 published."""
         if (root_cause := self._said("root_cause")) is not None:
-            self._root_cause = Crash.from_json(root_cause)
+            self._is_stopping |= root_cause["is_stopping"]
+            self._root_cause = Crash.from_json(root_cause["crash"])
         elif self._is_done and (over := self._said("over")) is not None:
             self.will_restart = over == _AGAIN
             self._is_over = True
@@ -309,6 +324,7 @@ class Coordinator:
                 if heartbeat is None:
                     continue
                 self._note_heartbeat(member, heartbeat)
+                self._is_stopping |= heartbeat["is_stopping"]
                 new = heartbeat["reports"][self._read[member] :]
                 self._reports += [Report.from_json(line) for line in new]
                 self._read[member] += len(new)
