@@ -24,7 +24,8 @@ EXAMPLES = """Examples:
 \b
   axonlaunch checkpoint ls runs/gpt-fsdp
   axonlaunch checkpoint check runs/gpt-fsdp
-  axonlaunch checkpoint diff runs/a/checkpoints/step_100 runs/b/checkpoints/step_100
+  axonlaunch checkpoint diff runs/a/checkpoints/step_100 \\
+      runs/b/checkpoints/step_100
   axonlaunch checkpoint export runs/gpt-fsdp exported
   axonlaunch checkpoint import exported runs/imported
 """

@@ -25,9 +25,12 @@ HELP = "Tokenise documents and chats ahead of a run, and show rows."
 EXAMPLES = """Examples:
 
 \b
-  axonlaunch data show data=chat 'data.files=[train.jsonl]' tokenizer.path=./Qwen3-0.6B
-  axonlaunch data show data=documents 'data.files=["corpus/*.parquet"]' --samples 1 --json
-  axonlaunch data prepare data=chat 'data.files=[train.jsonl]' model.path=./Qwen3-0.6B
+  axonlaunch data show data=chat 'data.files=[train.jsonl]' \\
+      tokenizer.path=./Qwen3-0.6B
+  axonlaunch data show data=documents 'data.files=["corpus/*.parquet"]' \\
+      --samples 1 --json
+  axonlaunch data prepare data=chat 'data.files=[train.jsonl]' \\
+      model.path=./Qwen3-0.6B
 """
 data_app = typer.Typer(
     help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True

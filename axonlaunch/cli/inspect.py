@@ -24,7 +24,8 @@ EXAMPLES = """Examples:
 \b
   axonlaunch inspect ./Qwen3-0.6B
   axonlaunch inspect model=llama_debug
-  axonlaunch inspect model=hf 'model.config={model_type: gpt2, n_layer: 4}' model.init=random
+  axonlaunch inspect model=hf model.init=random \\
+      'model.config={model_type: gpt2, n_layer: 4}'
 """
 SHOWN = 12
 

@@ -19,7 +19,8 @@ EXAMPLES = """Examples:
 
 \b
   axonlaunch sample runs/gpt-fsdp --prompt "def "
-  axonlaunch sample runs/gpt-fsdp --prompt "class " --tokens 400 --temperature 0.5 --seed 1
+  axonlaunch sample runs/gpt-fsdp --prompt "class " --tokens 400 \\
+      --temperature 0.5 --seed 1
   axonlaunch sample exported --prompt "import "
   axonlaunch sample runs/llama-fsdp --chat
   axonlaunch sample runs/llama-fsdp --chat --prompt "What is a list?"

@@ -23,7 +23,8 @@ EXAMPLES = """Examples:
 
 \b
   axonlaunch schedule strategy=pipeline
-  axonlaunch schedule strategy=pipeline strategy.pipeline.degree=4 strategy.pipeline.schedule=gpipe
+  axonlaunch schedule strategy=pipeline strategy.pipeline.degree=4 \\
+      strategy.pipeline.schedule=gpipe
   axonlaunch schedule strategy=pipeline strategy.pipeline.degree=4 \\
       strategy.pipeline.schedule=zbv_zero_bubble --plot bubble.svg
   axonlaunch schedule strategy=pipeline model=llama3_8b --memory

@@ -48,7 +48,8 @@ EXAMPLES = """Examples:
   axonlaunch train strategy=ddp model=llama_debug launch.nproc=4
   axonlaunch train data=text 'data.files=["notes/*.md"]' name=notes
   axonlaunch train strategy=fsdp hardware=a100_80gb --dry-run
-  axonlaunch train launch=slurm launch.nnodes=4 launch.nproc=8 launch.slurm.partition=gpu --render
+  axonlaunch train launch=slurm launch.nnodes=4 launch.nproc=8 \\
+      launch.slurm.partition=gpu --render
   axonlaunch train -m optimizer.lr=1e-3,3e-3 model.num_hidden_layers=2,4
 """
 

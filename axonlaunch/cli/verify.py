@@ -27,10 +27,11 @@ EXAMPLES = """Examples:
 
 \b
   axonlaunch verify strategy=hybrid
-  axonlaunch verify strategy=fsdp model=llama_debug train.precision=bf16 --steps 8
-  axonlaunch verify strategy=pipeline launch.backend=gloo    (real processes)
-  axonlaunch verify strategy=ddp --features                  (what was exercised)
-  axonlaunch verify strategy=tensor --dump /tmp/sides   (keep tensors)
+  axonlaunch verify strategy=fsdp model=llama_debug train.precision=bf16 \\
+      --steps 8
+  axonlaunch verify strategy=pipeline launch.backend=gloo  (real processes)
+  axonlaunch verify strategy=ddp --features                (what it exercised)
+  axonlaunch verify strategy=tensor --dump /tmp/sides      (keep tensors)
 """
 MAX_SHOWN_PARAMETERS = 8
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from command import Served
 from served import Server
+
+from axonlaunch.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "axonlaunch" / "docs"
@@ -67,6 +72,20 @@ def test_a_table_of_a_narrow_terminal_keeps_its_words_whole(narrow: Narrow) -> N
     assert len(rows) > 25
     assert {word for row in rows for word in row.split()} <= known
     assert max(len(line) for line in shown.splitlines()) <= 80
+
+
+def examples_of(command: Any, name: str = "axonlaunch") -> Iterator[tuple[str, str]]:
+    """Yield each line below a command's help, with the command's name."""
+    yield from ((name, line) for line in (command.epilog or "").splitlines())
+    for part, inner in getattr(command, "commands", {}).items():
+        yield from examples_of(inner, f"{name} {part}")
+
+
+def test_the_examples_of_every_command_fit_a_terminal_of_80_columns() -> None:
+    lines = [*examples_of(typer.main.get_command(app))]
+    assert len({name for name, _ in lines}) > 15
+    indent = 2  # of what stands below a command's help
+    assert [(name, line) for name, line in lines if len(line) + indent > 80] == []
 
 
 def test_drawings_fit_a_terminal_of_80_columns() -> None:
