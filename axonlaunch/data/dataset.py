@@ -197,6 +197,22 @@ def sample_inputs(dataset: Dataset) -> Tensor:
     return torch.empty(dataset.sample_shape, dtype=dtype, device="meta")
 
 
+def sample_targets(dataset: Dataset) -> Tensor:
+    """Return one sample's targets, shape and type alone."""
+    import torch
+
+    if (shape := float_targets(dataset)) is not None:
+        return torch.empty(shape, device="meta")
+    shape = dataset.sample_shape if dataset.kind == "tokens" else ()
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def float_targets(dataset: Dataset) -> tuple[int, ...] | None:
+    """Return the shape of a sample's targets where they are no classes; None: they are classes."""
+    shape: tuple[int, ...] | None = getattr(dataset, "float_targets", None)
+    return shape
+
+
 def holds_documents(dataset: Dataset) -> bool:
     """Say whether rows hold several documents, so that batches have positions."""
     return bool(getattr(dataset, "is_packed", False))

@@ -91,7 +91,8 @@ class PairsDataset(NoText):
     """A map-style dataset whose items are ``(inputs, targets)``.
 
     Attributes:
-        has_float_targets: Whether targets are no classes, but numbers for a loss of one's own.
+        float_targets: Shape of a sample's targets where they are no classes, but numbers for a
+            loss of one's own; None: they are classes.
     """
 
     def __init__(
@@ -104,11 +105,11 @@ class PairsDataset(NoText):
         """
         self._pairs, self._refusal = _Divided(pairs, eval_fraction, refusal), refusal
         inputs, targets = (np.asarray(part) for part in pairs[0])
-        self.has_float_targets = _is_float(targets)
+        self.float_targets = targets.shape if _is_float(targets) else None
         self.kind: Kind = "tokens" if np.issubdtype(inputs.dtype, np.integer) else "images"
         self.sample_shape = inputs.shape
-        known = self.has_float_targets
-        self.num_classes = 0 if known else _num_classes(pairs, num_classes, refusal)
+        is_known = self.float_targets is not None
+        self.num_classes = 0 if is_known else _num_classes(pairs, num_classes, refusal)
         self.num_eval_samples = self._pairs.num_eval_samples
         self.num_samples = self._pairs.num_samples
 
@@ -128,7 +129,7 @@ class PairsDataset(NoText):
         return Batch.from_numpy(np.stack(inputs), self._of_one_type(targets, names))
 
     def _of_one_type(self, targets: list[npt.NDArray[Any]], names: list[str]) -> npt.NDArray[Any]:
-        if self.has_float_targets:
+        if self.float_targets is not None:
             return np.stack(targets).astype(np.float32)
         for target, name in zip(targets, names, strict=True):
             if _is_float(target):

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.data.dataset import Dataset
+from axonlaunch.data.dataset import Dataset, float_targets
 from axonlaunch.data.own import StreamedSamples
 from axonlaunch.data.samples import CollatedSamples, Samples, taken_names
 
@@ -53,7 +53,7 @@ def own_data_problems(
 
 def needs_own_loss(dataset: Dataset) -> bool:
     """Say whether no loss of a model knows what its targets mean."""
-    return dataset.kind == "structured" or getattr(dataset, "has_float_targets", False)
+    return dataset.kind == "structured" or float_targets(dataset) is not None
 
 
 def first_batch(dataset: Dataset, *, size: int) -> CollatedSamples:

@@ -19,6 +19,7 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import held_boxes
 from axonlaunch.models.output_regions import MicroBatchPlace, joined, region
+from axonlaunch.models.own_loss import own_loss
 from axonlaunch.verification import inputs
 from axonlaunch.verification.demands import lowered_thresholds, with_smooth_updates
 from axonlaunch.verification.layout_run import prepared_engine
@@ -235,7 +236,7 @@ def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
         read = [next(batches) for _ in range(_STEPS)]
     for number, batch in enumerate(read):
         recorder.begin()
-        engine.backward(inputs.uneven(batch, step=number, shard=shard))
+        engine.backward(inputs.uneven(batch, step=number, shard=shard, own=own_loss(config.train)))
         step = _Step(recorder.record)
         for name, updated in engine.named_updated():
             if updated.grad is not None:

@@ -17,6 +17,7 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.own_loss import own_loss
 from axonlaunch.verification import inputs
 from axonlaunch.verification.differences import Difference, of_number, of_tensor
 from axonlaunch.verification.draws import Draw, DrawProbe
@@ -60,6 +61,7 @@ class ComparedEngine:
         """
         self._engine = engine
         self._reference, self._plan = reference, plan
+        self._own = own_loss(config.train)
         self._is_fp16 = config.train.precision == "fp16"
         self._shard = Layout.of(config, world_size=world_size).data_shard(rank)
         self._dropout = inputs.Dropout(engine.modules)
@@ -82,7 +84,7 @@ class ComparedEngine:
 
     def uneven(self, batch: AnyBatch, *, step: int) -> AnyBatch:
         """Return this rank's rows of a global batch with targets left out."""
-        return inputs.uneven(batch, step=step, shard=self._shard)
+        return inputs.uneven(batch, step=step, shard=self._shard, own=self._own)
 
     def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Compare loss and gradients; targets are left out first."""

@@ -21,6 +21,7 @@ from axonlaunch.config.data import IGNORE_INDEX
 from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.data.loader import Loader
 from axonlaunch.models.dtensor_regions import local_boxes
+from axonlaunch.models.own_loss import OwnLoss
 
 _PREDICTED = 2
 """Samples of a prediction."""
@@ -34,7 +35,7 @@ _DROPOUTS = (
 )
 
 
-def uneven(batch: AnyBatch, *, step: int, shard: int = 0) -> AnyBatch:
+def uneven(batch: AnyBatch, *, step: int, shard: int = 0, own: OwnLoss | None = None) -> AnyBatch:
     """Leave targets out, as many as a row's place in the global batch and the step say.
 
     Of sequences [B, T] up to five eighths of each, of classes [B] every fourth row, of floats none;
@@ -45,6 +46,7 @@ def uneven(batch: AnyBatch, *, step: int, shard: int = 0) -> AnyBatch:
         batch: One of the equal parts of a global batch.
         step: Which global batch it is.
         shard: Which part; 0 where it is all of it.
+        own: A loss of one's own, which knows of no class that stands for none; None: the model's.
     """
     places = range(shard * len(batch), (shard + 1) * len(batch))
     if not isinstance(batch, Batch):
@@ -54,7 +56,7 @@ def uneven(batch: AnyBatch, *, step: int, shard: int = 0) -> AnyBatch:
         if targets.ndim > 1:
             length = targets.shape[1]
             targets[row, : (place * 7 + step * 3) % 11 * length // 16] = IGNORE_INDEX
-        elif place % 4 == 3:
+        elif place % 4 == 3 and own is None:
             targets[row] = IGNORE_INDEX
     if batch.positions is None or batch.positions.shape[1] < 2:
         return replace(batch, targets=targets)

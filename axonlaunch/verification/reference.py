@@ -228,7 +228,7 @@ class PlainRun:
         if self._checks_data:
             _refuse(data_checks.data_problem(self._config.data, self._loader, batch, step=number))
             _refuse("" if number else self._foresight(batch))
-        return inputs.uneven(batch, step=number)
+        return inputs.uneven(batch, step=number, own=self._own)
 
     def _num_masks(self, batch: AnyBatch) -> int:
         """Return how many masks a forward in training draws with dropout on."""
@@ -344,7 +344,7 @@ class PlainRun:
             return None, None
         if self._checks_data:
             _refuse(data_checks.held_out_problem(self._config.data, self._loader, batches))
-        uneven = [inputs.uneven(b, step=number) for number, b in enumerate(batches)]
+        uneven = [inputs.uneven(b, step=n, own=self._own) for n, b in enumerate(batches)]
         with evaluating([self.model]):
             evaluation, logits = self._mean_loss(uneven), None
             if self._own is None:

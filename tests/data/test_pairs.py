@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from configured import run_config
+from configured import estimate_config, run_config
 
 from axonlaunch import data
 from axonlaunch.comm import World
@@ -16,6 +16,7 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import build_engine
+from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.verification.compare import on_mock
 from axonlaunch.verification.plan import ComparisonPlan
 
@@ -64,6 +65,7 @@ class Slope(torch.nn.Module):
 
 @ax.register_loss("squared_of_a_test")
 def squared(outputs, batch):
+    assert outputs.shape == batch["targets"].shape
     return (outputs - batch["targets"]).square().sum()
 
 
@@ -167,3 +169,15 @@ def test_what_a_dataset_of_pairs_holds_out_is_evaluated_and_all_of_it_trained_on
     dataset = data.build_dataset(config.data)
     assert (dataset.num_samples, dataset.num_eval_samples) == (100, 3)
     assert dataset.samples([0, 2], split="eval").inputs.flatten().tolist() == [125.0, 125.25]
+
+
+def test_verify_gives_a_loss_of_ones_own_no_class_that_the_data_does_not_have() -> None:
+    config = run_config([*CHOSEN, *CLASSES, "strategy=fsdp", "launch.nproc=2"])
+    verdict = on_mock(config, ComparisonPlan(steps=2, beyond=True))
+    assert verdict.passed, verdict.failure
+
+
+def test_an_estimate_gives_a_loss_of_ones_own_targets_as_the_data_does() -> None:
+    own = ["train.loss=squared_of_a_test", "strategy=ddp", "launch.nproc=2"]
+    rank = memory_estimate.estimate(estimate_config([*CHOSEN, *own])).ranks[0]
+    assert rank.breakdown["parameters"] == 8

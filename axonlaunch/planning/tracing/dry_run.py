@@ -96,8 +96,8 @@ class FakeRank:
                 part = structured.map(lambda tensor: torch.empty_like(tensor, device="cpu"))
                 return Samples((None,) * samples, default_collate, parts=(part,) * count)
             inputs = torch.empty((samples, *sample.shape), dtype=sample.dtype)
-            shape = inputs.shape if self._reduced.is_text else inputs.shape[:1]
-            targets = torch.empty(shape, dtype=torch.int64)
+            target = self._reduced.target
+            targets = torch.empty((samples, *target.shape), dtype=target.dtype)
             positions = torch.empty_like(targets) if self._reduced.is_packed else None
             return Batch(inputs, targets, positions)
 

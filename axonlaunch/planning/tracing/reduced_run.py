@@ -20,7 +20,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.layout import Layout, num_ranks, of_ranks
 from axonlaunch.config.parameter_groups import states_of, with_options
 from axonlaunch.config.schedule_rules import SCHEDULES
-from axonlaunch.data.dataset import Dataset, holds_documents, sample_inputs
+from axonlaunch.data.dataset import Dataset, holds_documents, sample_inputs, sample_targets
 from axonlaunch.data.samples import CollatedSamples
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.split import stage_blocks
@@ -50,7 +50,7 @@ class ReducedRun:
         world_size: Ranks.
         model: Whole and undivided, on the meta device.
         sample: Inputs of one sample [...]; values don't matter.
-        is_text: Whether each input has a target; else each sample has one.
+        target: Targets of one sample.
         is_packed: Whether each input has a position in a document.
         structured: A micro-batch of samples of any structure, without bytes; None: they are inputs
             and targets.
@@ -63,7 +63,7 @@ class ReducedRun:
     world_size: int
     model: nn.Module
     sample: Tensor
-    is_text: bool
+    target: Tensor
     is_packed: bool
     structured: CollatedSamples | None
     num_blocks: int
@@ -86,7 +86,7 @@ class ReducedRun:
             ranks,
             model,
             sample,
-            is_text=dataset.kind == "tokens",
+            target=sample_targets(dataset),
             is_packed=holds_documents(dataset),
             structured=_structured(dataset, layout),
             num_blocks=len(spec.blocks(model)),
