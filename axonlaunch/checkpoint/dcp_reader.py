@@ -26,7 +26,6 @@ from torch.distributed.checkpoint import (
     LoadPlanner,
     Metadata,
 )
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader
 from torch.distributed.checkpoint.filesystem import FileSystem as LocalFileSystem
 from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
@@ -40,10 +39,8 @@ from zlib_ng.zlib_ng import crc32
 from axonlaunch.checkpoint import index, manifest
 from axonlaunch.checkpoint.manifest import CorruptCheckpointError
 from axonlaunch.checkpoint.storage import is_remote
+from axonlaunch.checkpoint.torch_internals import FsspecReader
 from axonlaunch.system import files
-
-__all__ = ["FileSystem", "LocalFileSystem", "bytes_of", "read_dcp_index", "source"]
-
 
 _BYTES = 4
 """The first format whose files are the bytes of tensors; those before hold an archive of each."""

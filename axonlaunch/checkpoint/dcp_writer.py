@@ -22,16 +22,11 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, S
 from torch.distributed.checkpoint.filesystem import (
     DEFAULT_SUFFIX,
     FileSystem,
-    _OverlappingCpuLoader,
-    _SerialCpuLoader,
-    _StorageInfo,
-    _TensorLoader,
 )
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from zlib_ng.zlib_ng import crc32
 
-from axonlaunch.checkpoint.dcp_reader import FileSystem as Remote
 from axonlaunch.checkpoint.dcp_reader import bytes_of
 from axonlaunch.checkpoint.direct_io import DirectFile
 from axonlaunch.checkpoint.index import NO_TENSOR, index_to_json
@@ -39,6 +34,13 @@ from axonlaunch.checkpoint.manifest import INDEX, Checkpoint, Sum
 from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.checkpoint.step_folders import complete, partial_of, prepare
 from axonlaunch.checkpoint.storage import is_remote
+from axonlaunch.checkpoint.torch_internals import (
+    OverlappingCpuLoader,
+    RemoteFileSystem,
+    SerialCpuLoader,
+    StoragePlace,
+    TensorLoader,
+)
 
 _LOWEST = 19
 
@@ -110,7 +112,7 @@ class Writer(FileSystemWriter):
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
             for tensor, item in self._on_host(plan.items, planner):
-                place = _StorageInfo(name, stream.tell(), tensor.nbytes)
+                place = StoragePlace(name, stream.tell(), tensor.nbytes)
                 if tensor.nbytes:
                     stream.write(bytes_of(tensor.contiguous()))
                 results.append(WriteResult(item.index, tensor.nbytes, place))
@@ -124,10 +126,10 @@ class Writer(FileSystemWriter):
     ) -> Iterator[tuple[Tensor, WriteItem]]:
         """Yield what is to be written; of a GPU more is copied while some is written."""
         resolve = planner.resolve_data
-        loader: _TensorLoader = _SerialCpuLoader(resolve)
+        loader: TensorLoader = SerialCpuLoader(resolve)
         if torch.cuda.is_available():
             ahead = self.per_thread_copy_ahead
-            loader = _OverlappingCpuLoader(resolve, inflight_threshhold=ahead)
+            loader = OverlappingCpuLoader(resolve, inflight_threshhold=ahead)
         for item in items:
             if item.tensor_data is None:
                 raise TypeError(f"{item.index.fqn} {NO_TENSOR}")
@@ -205,7 +207,7 @@ class _SummingLocal(_Sums, _Local):
     """Files of this node, summed."""
 
 
-class _SummingRemote(_Sums, Remote):
+class _SummingRemote(_Sums, RemoteFileSystem):
     """Files of a remote place, summed."""
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from axonlaunch.checkpoint.manifest import INDEX, PICKLED_INDEX, CorruptCheckpointError, Sum
+from axonlaunch.checkpoint.torch_internals import StoragePlace
 
 _DTYPES = {
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
@@ -104,7 +104,7 @@ def read_index(content: bytes, files: Mapping[str, Sum], *, pickled: bool) -> Me
 def _typed(content: Any) -> Metadata:
     """Turn JSON into torch's objects."""
     tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[MetadataIndex, StoragePlace] = {}
     for name, entry in content["tensors"].items():
         if entry["dtype"] not in _DTYPES or not name.isprintable():
             raise CorruptCheckpointError(f"gives {name!a} no dtype or name that there is")
@@ -113,7 +113,7 @@ def _typed(content: Any) -> Metadata:
             offsets, sizes = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
             chunks.append(ChunkStorageMetadata(offsets, sizes))
             offset, length = _numbers([chunk["offset"], chunk["length"]])
-            places[MetadataIndex(name, offsets)] = _StorageInfo(chunk["file"], offset, length)
+            places[MetadataIndex(name, offsets)] = StoragePlace(chunk["file"], offset, length)
         properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
         tensors[name] = TensorStorageMetadata(properties, _numbers(entry["size"]), chunks)
     return Metadata(tensors, storage_data=places)

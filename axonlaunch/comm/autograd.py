@@ -13,9 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # gives the operations below fake kernels
 from torch import Tensor
 
+# torch_internals imports what gives the operations below fake kernels.
+from axonlaunch.comm import torch_internals  # noqa: F401
 from axonlaunch.comm.process_group import ProcessGroup
 
 # The raw operations rather than torch's functional collectives: those return a tensor subclass

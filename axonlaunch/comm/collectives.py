@@ -28,7 +28,7 @@ from axonlaunch.comm.errors import say_tensor
 from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.comm.mismatch_check import check_collective, check_p2p
 from axonlaunch.comm.process_group import ProcessGroup, default_group
-from axonlaunch.comm.torch_compat import all_gather_single, reduce_scatter_single
+from axonlaunch.comm.torch_internals import all_gather_single, reduce_scatter_single
 
 _TORCH_OP = {
     ReduceOp.Sum: dist.ReduceOp.SUM,

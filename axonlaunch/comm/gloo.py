@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
 from axonlaunch.comm.errors import UnreachableRankError
+from axonlaunch.comm.torch_internals import gloo_options, set_timeout
 from axonlaunch.system.authentication import derive_key
 
 DEADLINE_S = 20.0
@@ -118,10 +119,10 @@ def connect(
     challenge = _gather(store, rank, size, world_rank, timeout)
     deadline = time.monotonic() + DEADLINE_S
     listeners = _Listeners()
-    options = _Gloo._Options()
-    options._devices = listeners.devices
-    options._threads = 2 * len(listeners.devices)
-    options._timeout = min(timeout, timedelta(seconds=DEADLINE_S))
+    until_connected = min(timeout, timedelta(seconds=DEADLINE_S))
+    options = gloo_options(
+        listeners.devices, threads=2 * len(listeners.devices), timeout=until_connected
+    )
     try:
         group: dist.ProcessGroupGloo = _Gloo(store, rank, size, options)
     except RuntimeError as error:
@@ -132,7 +133,7 @@ def connect(
         ) from error
     with listeners:
         _prove(group, store, challenge, key, deadline=deadline, listeners=listeners)
-    group._set_default_timeout(timeout)
+    set_timeout(group, timeout)
     return group
 
 
@@ -204,6 +205,9 @@ def _prove(
             except RuntimeError as error:
                 _refuse(store, rank, other, at, "did not answer", error)
             if not hmac.compare_digest(bytes(received[other].tolist()), proof(other, rank)):
+                with suppress(RuntimeError):  # that the other reads ours before we end
+                    for sending in sent:
+                        sending.wait(timedelta(seconds=max(deadline - time.monotonic(), _LEAST_S)))
                 _refuse(store, rank, other, at, "answered without the run's key", None)
         for work in sent:
             work.wait()

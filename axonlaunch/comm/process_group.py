@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from axonlaunch.comm.backend import Backend
+from axonlaunch.comm.torch_internals import limit_options
 
 _computes_on = torch.device("cpu")
 
@@ -135,7 +136,7 @@ def disjoint_group(
     """
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     if options is not None and timeout is not None:
-        options._timeout = timeout  # torch warns where the two differ
+        limit_options(options, timeout)
     members = list(ranks)
     made = dist.new_group(
         members,

@@ -14,7 +14,7 @@ from torch import Tensor
 from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.gradient_bucket import begin_mean
 from axonlaunch.comm.process_group import ProcessGroup
-from axonlaunch.comm.torch_compat import reduce_scatter_single
+from axonlaunch.comm.torch_internals import chunk_cat, reduce_scatter_single
 
 
 def rows_of(count: int, *, rank: int, ranks: int) -> slice:
@@ -104,7 +104,7 @@ class RowBucket:
         rows = [part if part.ndim else part.expand(ranks) for part in tensors if part.numel()]
         length = sum(self._lengths)
         flat = tensors[0].new_empty((ranks, length), dtype=self._dtype)
-        torch._chunk_cat(rows, dim=0, num_chunks=ranks, out=flat)
+        chunk_cat(rows, chunks=ranks, out=flat)
         # Held as long as it is read, which is until it is waited for.
         self._sent = flat.view(-1)
         self._received = flat.new_empty(length)

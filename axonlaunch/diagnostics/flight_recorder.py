@@ -75,9 +75,11 @@ class Record:
 
 def take() -> Record:
     """Return this process's record; any of its threads may ask, whatever the others wait for."""
+    from axonlaunch.comm.torch_internals import ranks_of_groups
+
     begun: dict[str, int] = {}
     open_: list[tuple[int, OpenCollective]] = []
-    ranks = _ranks_of_groups()
+    ranks = ranks_of_groups()
     for entry in _entries():
         if entry["is_p2p"]:
             continue
@@ -114,29 +116,19 @@ def dump() -> bytes:
     Without stacks: to name the lines of two thousand of them takes seconds. Empty where this build
     of torch has no recorder.
     """
+    from axonlaunch.comm.torch_internals import flight_recorders
+
     what = {"includeCollectives": True, "includeStackTraces": False, "onlyActive": False}
-    dumps = (recorder(**what) for recorder in _recorders("_dump_fr_trace", "_dump_nccl_trace"))
+    dumps = (recorder(**what) for recorder in flight_recorders(as_json=False))
     return max(dumps, key=len, default=b"")  # one that took no part has nothing to report
 
 
 def _entries() -> Iterator[dict[str, Any]]:
     """Yield what torch recorded."""
-    for recorder in _recorders("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+    from axonlaunch.comm.torch_internals import flight_recorders
+
+    for recorder in flight_recorders(as_json=True):
         yield from json.loads(recorder()).get("entries", ())
-
-
-def _recorders(*names: str) -> list[Any]:
-    """Return those that this build of torch has; NCCL has one of its own."""
-    from torch._C import _distributed_c10d as c10d
-
-    return [getattr(c10d, name) for name in names if hasattr(c10d, name)]
-
-
-def _ranks_of_groups() -> dict[str, tuple[int, ...]]:
-    from torch.distributed.distributed_c10d import _world
-
-    names, ranks = dict(_world.pg_names), dict(_world.pg_group_ranks)
-    return {str(name): tuple(ranks[group]) for group, name in names.items() if group in ranks}
 
 
 def _num_bytes(sizes: list[list[int]], dtypes: list[str]) -> int:

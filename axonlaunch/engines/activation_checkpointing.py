@@ -16,9 +16,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from axonlaunch.models.torch_internals import Dropout
+
 _KNOWN = ("torch.nn.modules.", "axonlaunch.models.", "axonlaunch.engines.")
 _DRAWING = (
-    nn.modules.dropout._DropoutNd,
+    Dropout,
     nn.RReLU,
     nn.RNNBase,
     nn.MultiheadAttention,

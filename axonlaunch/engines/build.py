@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import World
@@ -28,6 +29,7 @@ from axonlaunch.engines.data_parallel.choose_update import choose_update
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
+from axonlaunch.engines.data_parallel.torch_internals import compile_blocks_whole
 from axonlaunch.engines.device_mesh import context_group, run_mesh, sharding_mesh
 from axonlaunch.engines.forward_backward import (
     ForwardBackward,
@@ -318,10 +320,7 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
     train, blocks = plan.config.train, [*plan.spec.blocks(model).values()]
     apply_activation_checkpointing(blocks, mode=train.activation_checkpointing)
     if train.compile:
-        import torch._dynamo.config
-
-        # Under DDP it would cut a block where a bucket ends, for which a whole model has reason.
-        torch._dynamo.config.optimize_ddp = False
+        compile_blocks_whole()
         # The compiler runs `python -c "from ctypes"`, in any step: not what lies in this folder.
         os.environ["PYTHONSAFEPATH"] = "1"
         for block in blocks or [model]:

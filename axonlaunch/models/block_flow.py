@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.spec import BlockFlow, Dim, ModelOutputs
+from axonlaunch.models.torch_internals import storage_key
 
 _SAMPLES = ((2, 6), (3, 10))
 """Samples and tokens of the two runs: what an output's dims have in common are its own."""
@@ -107,9 +108,9 @@ class _Run:
         with fake_tensor_mode():
             materialize(self._model, device="cpu")
             for name, parameter in self._model.named_parameters(remove_duplicate=False):
-                self._watch.parameters.setdefault(_storage(parameter), []).append(name)
+                self._watch.parameters.setdefault(storage_key(parameter), []).append(name)
                 if not parameter.requires_grad:
-                    self._watch.fixed.add(_storage(parameter))
+                    self._watch.fixed.add(storage_key(parameter))
             tokens = torch.zeros(self._sample, dtype=torch.int64)
             self._watch.depend(tokens)
             with self._watch:
@@ -254,19 +255,20 @@ class _Watch(TorchDispatchMode):
 
     def depend(self, tensor: Tensor) -> None:
         """Take a tensor for one that depends on the tokens."""
-        self._dependent[_storage(tensor)] = tensor.untyped_storage()  # kept: its address is a key
+        # The storage is kept: another could get its key.
+        self._dependent[storage_key(tensor)] = tensor.untyped_storage()
 
     def depends(self, tensor: Tensor) -> bool:
         """Say whether a tensor depends on the tokens."""
-        return _storage(tensor) in self._dependent
+        return storage_key(tensor) in self._dependent
 
     def is_fixed(self, tensor: Tensor) -> bool:
         """Say whether a tensor is made of parameters that are not trained, before the blocks."""
-        return _storage(tensor) in self._of_fixed or _storage(tensor) in self.fixed
+        return storage_key(tensor) in self._of_fixed or storage_key(tensor) in self.fixed
 
     def forget(self, tensor: Tensor) -> None:
         """Take a tensor for one that doesn't depend on what came before it."""
-        self._dependent.pop(_storage(tensor), None)
+        self._dependent.pop(storage_key(tensor), None)
 
     def names(self) -> Iterator[str]:
         """Yield all names of parameters."""
@@ -287,7 +289,7 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         depends = is_fixed = False
         for tensor in inputs:
-            storage = _storage(tensor)
+            storage = storage_key(tensor)
             depends = depends or storage in self._dependent
             is_fixed = is_fixed or (self.phase == -1 and self.is_fixed(tensor))
             if storage in self.parameters:
@@ -297,7 +299,7 @@ class _Watch(TorchDispatchMode):
                 if depends:
                     self.depend(tensor)
                 if is_fixed:
-                    self._of_fixed[_storage(tensor)] = tensor.untyped_storage()
+                    self._of_fixed[storage_key(tensor)] = tensor.untyped_storage()
         return result
 
 
@@ -308,11 +310,6 @@ def _takes_the_shape_alone(func: Any) -> bool:
 
 def _is(value: Any) -> bool:
     return isinstance(value, Tensor)
-
-
-def _storage(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
 
 
 def _own(module: nn.Module) -> list[str]:

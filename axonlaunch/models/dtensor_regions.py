@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import sum_over
+from axonlaunch.models.torch_internals import DTensorSpec, StridedShard, TensorMeta, local_tensor
 
 Interval = tuple[int, int]
 """Offset and length."""
@@ -50,7 +50,7 @@ def packed(dim: int, *, pieces: int) -> Placement:
 
     Each of them is cut: of gate and up projections in one weight a rank has its part of both.
     """
-    return _StridedShard(dim, split_factor=pieces)
+    return StridedShard(dim, split_factor=pieces)
 
 
 def needs_boxes(tensor: Tensor) -> bool:
@@ -170,7 +170,7 @@ def _is_cut_unevenly(tensor: DTensor) -> bool:
     tensor ranks and four data ranks have, it puts other rows in their place.
     """
     cuts = _cuts(tensor)
-    for dim in {cut.dim for cut in cuts if isinstance(tensor.placements[cut.axis], _StridedShard)}:
+    for dim in {cut.dim for cut in cuts if isinstance(tensor.placements[cut.axis], StridedShard)}:
         parts = [cut.pieces * tensor.device_mesh.size(cut.axis) for cut in cuts if cut.dim == dim]
         if tensor.shape[dim] % math.prod(parts):
             return True
@@ -223,7 +223,7 @@ def _local_intervals(tensor: Tensor) -> list[list[Interval]]:
         intervals[cut.dim] = [
             interval for piece in each for interval in _chunk(piece, parts=parts, index=index)
         ]
-    local = tensor._local_tensor.shape
+    local = local_tensor(tensor).shape
     if tuple(sum(length for _, length in interval) for interval in intervals) != tuple(local):
         raise NotImplementedError(
             f"a tensor of shape {tuple(tensor.shape)} placed as {tensor.placements} is cut in an "
@@ -247,7 +247,7 @@ def _cuts(tensor: DTensor) -> list[_Cut]:
         placement = tensor.placements[axis]
         if isinstance(placement, Replicate):
             continue
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             factor, after = int(placement.split_factor), right.get(placement.dim, 1)
             if factor == after:
                 strided.append(_Cut(axis, placement.dim))

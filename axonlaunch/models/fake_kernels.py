@@ -1,7 +1,4 @@
-"""Operations whose kernel for fake tensors refuses what their kernel for a device takes.
-
-What is private to torch is here alone; ``tests/planning/test_fake_tensor_cache.py`` holds it.
-"""
+"""Operations whose kernel for fake tensors refuses what their kernel for a device takes."""
 
 from __future__ import annotations
 
@@ -10,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import fake_impls
+
+from axonlaunch.models.torch_internals import fake_impls
 
 
 @functools.cache

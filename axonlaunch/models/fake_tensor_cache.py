@@ -17,10 +17,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from axonlaunch.models import fake_kernels
+from axonlaunch.models.torch_internals import (
+    OpOverload,
+    bare_fake,
+    dispatch_keys,
+    storage_key,
+    unset_fake_temporarily,
+    without_modes,
+)
 
 _NAMESPACES = frozenset({"aten", "fsdp", "_c10d_functional"})
 _WITHOUT_TENSORS = frozenset(
@@ -61,7 +68,7 @@ def with_tensor_values() -> AbstractContextManager[Any]:
 
     No other mode follows what is done in it either.
     """
-    modes: AbstractContextManager[Any] = _disable_current_modes()
+    modes: AbstractContextManager[Any] = without_modes()
     return modes
 
 
@@ -121,10 +128,7 @@ class _Memory:
             made = FakeTensor(mode, meta, device)
             self._states[device] = dict(vars(made))
             return made
-        made = Tensor._make_subclass(
-            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
-        )
-        torch._C._set_throw_on_mutable_data_ptr(made)
+        made = bare_fake(meta, device)
         vars(made).update(state)
         return made
 
@@ -218,7 +222,7 @@ def _is_repeatable(func: Any, mode: FakeTensorMode) -> bool:
     known = _repeatable.get(func.name())
     if known is None:
         known = _repeatable[func.name()] = (
-            isinstance(func, torch._ops.OpOverload)
+            isinstance(func, OpOverload)
             and func.namespace in _NAMESPACES
             and func not in mode.lift_fns
             and not any(tag in func.tags for tag in _DECIDED_OTHERWISE)
@@ -268,7 +272,7 @@ def _overlap(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     objects: dict[int, int] = {}
     storages: dict[int, int] = {}
     pairs = tuple(
-        (objects.setdefault(id(tensor), n), storages.setdefault(tensor.untyped_storage()._cdata, n))
+        (objects.setdefault(id(tensor), n), storages.setdefault(storage_key(tensor), n))
         for n, tensor in enumerate(tensors)
     )
     return pairs if len(storages) < len(tensors) else ()
@@ -288,7 +292,7 @@ def _same(result: FakeTensor, made: Any) -> bool:
             tensor.storage_offset(),
             tensor.untyped_storage().nbytes(),
             tensor.is_neg(),
-            torch._C._dispatch_key_set(tensor),
+            dispatch_keys(tensor),
         )
 
     return bool(described(result) == described(made))

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
 from torch.overrides import TorchFunctionMode
 
 from axonlaunch.config import ConfigIssue
@@ -28,13 +27,8 @@ from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_t
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelOutputs, ModelSpec, not_a_tensor
+from axonlaunch.models.torch_internals import UNTRACEABLE
 
-_NEEDS_VALUES = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedOperatorException,
-)
-"""What says nothing of a model but that it can't be run so."""
 _SAMPLES = 2
 """Of the micro-batch: batch normalisation refuses one."""
 
@@ -64,7 +58,7 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
         return
     forward = _forward(spec.representative(model), sample_inputs(dataset))
     if isinstance(forward, Exception):
-        if spec.runs_without_values and not isinstance(forward, _NEEDS_VALUES):
+        if spec.runs_without_values and not isinstance(forward, UNTRACEABLE):
             reason = " ".join(str(forward).split())[:400]
             message = f"its forward fails with {type(forward).__name__}: {reason}"
             yield ConfigIssue("model", message)

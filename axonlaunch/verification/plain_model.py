@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import IGNORE_INDEX, AnyBatch, Batch, MicroBatch
@@ -20,6 +19,7 @@ from axonlaunch.models.build import on_meta
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.own_loss import OwnLoss
 from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.torch_internals import BatchNorm
 
 _SMALL = 20_000_000
 """Parameters of a model that computes on one thread."""
@@ -190,7 +190,7 @@ def moves_buffers(model: nn.Module) -> bool:
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Say whether a model normalises over samples."""
-    return any(isinstance(part, _BatchNorm) for part in model.modules())
+    return any(isinstance(part, BatchNorm) for part in model.modules())
 
 
 @contextmanager

@@ -176,7 +176,7 @@ def test_torch_takes_a_proven_group_for_its_own() -> None:
 
 COPIES = """
 from pathlib import Path
-from axonlaunch.comm.torch_compat import all_gather_single, reduce_scatter_single
+from axonlaunch.comm.torch_internals import all_gather_single, reduce_scatter_single
 
 MIB = 40  # from 32 on malloc gives memory back at once
 wholes = [torch.ones(MIB << 18) for _ in range(3)]

@@ -1,9 +1,9 @@
 """The private names of torch's DDP that keep one layout of buckets from the first backward on.
 
-A failure here means that torch has moved one. The fix belongs in ``_FixedBuckets`` of
+A failure here means that torch has moved one. The fix belongs in ``FixedBuckets`` of
 ``engines/data_parallel/ddp.py``: look in ``torch/nn/parallel/distributed.py`` for what builds the
 reducer's parameters and in ``torch/csrc/distributed/c10d/reducer.cpp`` for what lays buckets out
-again after the first backward. Where torch no longer does that, delete ``_FixedBuckets`` and use
+again after the first backward. Where torch no longer does that, delete ``FixedBuckets`` and use
 ``DistributedDataParallel`` itself; then raise the upper bound on torch in ``pyproject.toml``.
 """
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import axonlaunch as ax
-from axonlaunch.engines.data_parallel.ddp import _FixedBuckets
+from axonlaunch.engines.data_parallel.torch_internals import FixedBuckets
 
 Layout = list[list[torch.Size]]
 
@@ -69,7 +69,7 @@ def layouts(kind: type[DistributedDataParallel]) -> list[Layout]:
 
 
 def test_the_first_backward_has_the_buckets_of_all_that_follow() -> None:
-    first, second, third = layouts(_FixedBuckets)
+    first, second, third = layouts(FixedBuckets)
     assert first == second == third
     assert len(first) > 1
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg
 
-from axonlaunch.comm.torch_compat import all_gather_single
+from axonlaunch.comm.torch_internals import all_gather_single
 from axonlaunch.config import ConfigError
 from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.memory.analytic import Formulas

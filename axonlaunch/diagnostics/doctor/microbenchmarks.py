@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place
-from axonlaunch.comm.torch_compat import all_gather_single
+from axonlaunch.comm.torch_internals import all_gather_single
 
 _BUDGET_S = 0.15
 """Time of the tries of one figure; three are made in any case."""

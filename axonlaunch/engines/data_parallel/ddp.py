@@ -5,14 +5,12 @@ It averages gradients and copies parameters and buffers; it updates nothing.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm import ProcessGroup
@@ -22,41 +20,12 @@ from axonlaunch.engines.data_parallel.gradient_synchronizer import (
     GradientSynchronizer,
     GradSyncStrategy,
 )
-
-# torch 2.13 renamed the argument, and warns of the old name.
-_BUFFERS_KEYWORD = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
-    else "broadcast_buffers"
+from axonlaunch.engines.data_parallel.torch_internals import (
+    BUFFERS_KEYWORD,
+    FixedBuckets,
+    call_after_backward,
+    ignored_names,
 )
-
-
-class _FixedBuckets(nn.parallel.DistributedDataParallel):
-    """Torch's DDP with one layout of buckets from the first backward to the last.
-
-    Torch starts with one layout, and after the first backward changes to another, in the order in
-    which gradients came. gloo and NCCL add the ranks' values in an order that depends on where an
-    element lies in its bucket: (a + b) + c in one place, (b + c) + a in another. So on 3 or more
-    ranks the first step after a resume would round otherwise than the same step of a run that was
-    never stopped. Here both have the layout that torch makes of gradients that come in reverse
-    order of the parameters, which is about how they do.
-    """
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        if self._may_change():
-            self.reducer._push_all_rebuilt_params()
-            self.reducer._rebuild_buckets()
-
-    def _build_params_for_reducer(self) -> Any:
-        build: Any = super()._build_params_for_reducer  # torch has not typed it
-        parameters, are_sparse = build()
-        if self._may_change():
-            return parameters[::-1], are_sparse[::-1]
-        return parameters, are_sparse
-
-    def _may_change(self) -> bool:
-        return not self.find_unused_parameters
 
 
 class DDP(nn.Module):
@@ -105,9 +74,9 @@ class DDP(nn.Module):
         self._enabled = True
         self._queued = False
         self._waits_for_all = not find_unused_parameters
-        self._torch: nn.parallel.DistributedDataParallel | None = None
+        self._torch: FixedBuckets | None = None
         # torch's DDP leaves out what the module names so.
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = ignored_names(module)
         self._ignored = ignored | (dict(module.named_buffers()).keys() - module.state_dict().keys())
         self.sync_parameters()
         self.synchronizer = GradientSynchronizer(
@@ -129,12 +98,14 @@ class DDP(nn.Module):
                 "bucket_cap_mb": bucket_size_mb,
                 "gradient_as_bucket_view": gradient_as_bucket_view,
                 "find_unused_parameters": find_unused_parameters,
-                _BUFFERS_KEYWORD: broadcast_buffers,
+                BUFFERS_KEYWORD: broadcast_buffers,
             }
-            ignoring: Any = module  # torch has not typed it
-            ignoring._ddp_params_and_buffers_to_ignore = self._ignored
-            wrapped = _FixedBuckets(
-                module, process_group=self.group.torch_group, init_sync=False, **options
+            wrapped = FixedBuckets(
+                module,
+                ignored=self._ignored,
+                process_group=self.group.torch_group,
+                init_sync=False,
+                **options,
             )
             # Not a submodule: the parameters would appear twice under two names.
             object.__setattr__(self, "_torch", wrapped)
@@ -186,11 +157,7 @@ class DDP(nn.Module):
         """
         if self._torch is None or not self._waits_for_all:
             return True
-        try:
-            self._torch._check_reducer_finalized()
-        except RuntimeError:
-            return False
-        return True
+        return self._torch.is_complete()
 
     def parameters_without_grad(self) -> list[str]:
         """Return the trained parameters that no backward of this step reached."""
@@ -216,7 +183,7 @@ class DDP(nn.Module):
         self.synchronizer.add_gradient(parameter)
         if not self._queued:
             self._queued = True
-            Variable._execution_engine.queue_callback(self._sync_at_end)
+            call_after_backward(self._sync_at_end)
 
     def _forget_failed_backward(self) -> None:
         """Begin again after a backward that raised: autograd then drops what was to end it.

@@ -12,13 +12,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.engines.data_parallel.torch_internals import fsdp_parameters, unsharded
 from axonlaunch.engines.optimizer.optimizers import new_state
+from axonlaunch.models.torch_internals import local_tensor, storage_key
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,12 @@ class FSDPMemoryEstimate:
 
 def estimate_fsdp_memory(module: nn.Module, optimizer: OptimizerConfig) -> FSDPMemoryEstimate:
     """Count what a sharded module's parameters take with gradients and an optimizer's states."""
-    sharded = [_local(p) for p in module.parameters()]
+    sharded = [local_tensor(p) for p in module.parameters()]
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     dtype = torch.float32 if getattr(optimizer, "state_dtype", None) == "fp32" else None
     return FSDPMemoryEstimate(
         parameter_bytes=sum(part.nbytes for part in sharded),
-        gradient_bytes=sum(_local(p).nbytes for p in trained.values()),
+        gradient_bytes=sum(local_tensor(p).nbytes for p in trained.values()),
         optimizer_bytes=sum(
             new_state(state, p.to("meta"), device=torch.device("meta"), dtype=dtype).nbytes
             for name, p in trained.items()
@@ -136,7 +137,7 @@ class MemoryWatch:
         for tensor in _parameter_storages(self._module):
             storage = tensor.untyped_storage()
             if storage.nbytes():
-                seen[storage._cdata] = storage.nbytes()
+                seen[storage_key(tensor)] = storage.nbytes()
         return sum(seen.values())
 
 
@@ -145,17 +146,8 @@ def _parameter_storages(module: nn.Module) -> Iterator[Tensor]:
     for child in module.modules():
         if not isinstance(child, FSDPModule):
             continue
-        group = child._get_fsdp_state()._fsdp_param_group
-        if group is None:
-            continue
-        for parameter in group.fsdp_params:
-            yield _local(parameter.sharded_param)
+        for parameter in fsdp_parameters(child):
+            yield local_tensor(parameter.sharded_param)
             yield from parameter.all_gather_outputs
-            whole = getattr(parameter, "_unsharded_param", None)
-            if whole is not None:
-                yield _local(whole)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return what a DTensor holds; ``to_local`` would make a view, also of a freed storage."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if (whole := unsharded(parameter)) is not None:
+                yield local_tensor(whole)

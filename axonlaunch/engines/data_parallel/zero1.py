@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from axonlaunch.comm.gradient_bucket import BUCKET_BYTES, buckets
 from axonlaunch.comm.row_bucket import padded_lengths, padded_rows, rows_of
-from axonlaunch.comm.torch_compat import all_gather_single
+from axonlaunch.comm.torch_internals import all_gather_single
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.engines.optimizer.step import Update, local_part
 from axonlaunch.models import parameter_facts
+from axonlaunch.models.torch_internals import StridedShard
 
 _LARGE = parameter_facts.LARGE
 _FULL = BUCKET_BYTES
@@ -118,7 +118,7 @@ class ShardedUpdate(Update):
         if parameter.ndim == 0:
             return Replicate()
         if isinstance(parameter, DTensor) and getattr(parameter.placements[0], "dim", None) == 0:
-            return _StridedShard(0, split_factor=parameter.device_mesh.size())
+            return StridedShard(0, split_factor=parameter.device_mesh.size())
         return Shard(0)
 
     def _own(self, local: Tensor) -> slice:

@@ -21,6 +21,7 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.spec import BlockFlow, ModelSpec
+from axonlaunch.models.torch_internals import storage_key
 
 # fp32 parameter, gradient and AdamW's two moments.
 _BYTES_A_PARAMETER = 16
@@ -297,7 +298,7 @@ def _saved_bytes(model: nn.Module, names: Sequence[str], sample: Tensor) -> list
     """Return bytes that backward keeps: before the blocks, of each block, after them."""
     saved = [0] * (len(names) + 2)
     place = 0
-    seen: set[int] = {p.untyped_storage()._cdata for p in model.parameters()}
+    seen: set[int] = {storage_key(p) for p in model.parameters()}
     alive: list[Tensor] = []
 
     def move_to(index: int) -> None:
@@ -305,7 +306,7 @@ def _saved_bytes(model: nn.Module, names: Sequence[str], sample: Tensor) -> list
         place = index
 
     def count(tensor: Tensor) -> Tensor:
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         if key not in seen:
             seen.add(key)
             alive.append(tensor)  # or its address could be given to another

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from axonlaunch.models.block_flow import BATCH, LENGTH, TOKENS
 from axonlaunch.models.spec import BlockFlow, Dim
+from axonlaunch.models.torch_internals import is_view
 
 
 class _Leaving(BaseException):
@@ -165,7 +166,7 @@ def cut_out(
         except _Leaving as leaving:
             hidden = leaving.hidden
             # torch's stages detach what they pass on in place, which a view does not allow.
-            return hidden.clone() if hidden._is_view() else hidden
+            return hidden.clone() if is_view(hidden) else hidden
         finally:
             micro_batch.received = None
 

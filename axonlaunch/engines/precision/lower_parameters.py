@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from axonlaunch.models.convert_module import convert_module
 from axonlaunch.models.dtensor_regions import dtensor_of
+from axonlaunch.models.torch_internals import RunningNorm, local_tensor
 
 Forward = Callable[..., Any]
 _Key = TypeVar("_Key")
@@ -68,7 +68,7 @@ def lower_blocks(
 
 def has_statistics(module: nn.Module) -> bool:
     """Say whether a module has running statistics, in whose type torch takes its parameters."""
-    return isinstance(module, _NormBase) and module.running_mean is not None
+    return isinstance(module, RunningNorm) and module.running_mean is not None
 
 
 def reading_lower(module: nn.Module) -> AbstractContextManager[None]:
@@ -168,7 +168,7 @@ _cast_part: Any = _CastPart.apply
 
 
 def _with_part_in(dtype: torch.dtype, whole: DTensor) -> DTensor:
-    part, (mesh, placements) = whole._local_tensor.to(dtype), (whole.device_mesh, whole.placements)
+    part, (mesh, placements) = local_tensor(whole).to(dtype), (whole.device_mesh, whole.placements)
     return dtensor_of(part, mesh, placements, shape=whole.shape, stride=whole.stride())
 
 

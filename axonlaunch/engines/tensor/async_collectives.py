@@ -9,13 +9,9 @@ Source: PyTorch, "Introducing Async Tensor Parallelism in PyTorch", 2024; torcht
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
-from torch.distributed import _symmetric_memory
-
 from axonlaunch.comm import Backend, ProcessGroup
 from axonlaunch.comm.autograd import make_fusible
+from axonlaunch.engines.tensor.torch_internals import fuse_exchanges
 
 
 def overlap_exchanges(group: ProcessGroup) -> None:
@@ -25,12 +21,5 @@ def overlap_exchanges(group: ProcessGroup) -> None:
     """
     if group.backend is not Backend.NCCL:
         return
-    import torch._inductor.config
-
-    compiler: Any = torch._inductor.config
-    compiler._micro_pipeline_tp = True
     make_fusible(group)
-    with warnings.catch_warnings():
-        # torch 2.13 says that nobody needs to call it, and its compiler asks whether it was called.
-        warnings.simplefilter("ignore", FutureWarning)
-        _symmetric_memory.enable_symm_mem_for_group(group.torch_group.group_name)
+    fuse_exchanges(group.torch_group.group_name)

@@ -29,6 +29,7 @@ from axonlaunch.engines.tensor.local_parameters import (
     refuse_indivisible,
     to_local,
 )
+from axonlaunch.engines.tensor.torch_internals import assert_on_device
 from axonlaunch.models.attention import Attention, Packing, RotaryTable
 from axonlaunch.models.convert_module import convert_module
 
@@ -263,7 +264,7 @@ class VocabParallelEmbedding(nn.Embedding):
         """
         group, weight = self.axis.group, to_local(self.weight)
         in_vocabulary = (tokens >= 0) & (tokens < self.num_embeddings)
-        torch._assert_async(in_vocabulary.all(), UNKNOWN_TOKEN)
+        assert_on_device(in_vocabulary.all(), UNKNOWN_TOKEN)
         mine, elsewhere = own_entries(tokens, group, size=self.num_embeddings)
         padding = None
         if self.padding_idx is not None:

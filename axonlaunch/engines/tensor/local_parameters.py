@@ -21,7 +21,9 @@ from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.autograd import copy_to_group, sum_over
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.config.errors import divisor_of
+from axonlaunch.engines.tensor.torch_internals import spec_of
 from axonlaunch.models.dtensor_regions import packed
+from axonlaunch.models.torch_internals import local_tensor
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def to_local(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> T
         local: Tensor = parameter.to_local()
         return local if summed_over is None else copy_to_group(local, summed_over)
     if not (parameter.requires_grad and torch.is_grad_enabled()):
-        return parameter._local_tensor
+        return local_tensor(parameter)
     part: Tensor = _to_local(parameter, summed_over)
     return part
 
@@ -141,8 +143,8 @@ class _LocalPart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, summed_over: ProcessGroup | None) -> Tensor:
-        ctx.spec, ctx.summed_over = parameter._spec, summed_over
-        return parameter._local_tensor.detach()
+        ctx.spec, ctx.summed_over = spec_of(parameter), summed_over
+        return local_tensor(parameter).detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend
+from axonlaunch.launch.multinode.torch_internals import round_of
 from axonlaunch.system.authentication import Credentials
 
 _KEEP_ALIVE_S, _MISSED = 1, 4
@@ -108,7 +109,7 @@ class ElasticRendezvous:
             info = self._handler.next_rendezvous()
         except RendezvousTimeoutError as error:
             raise TimeoutError(str(error)) from error
-        number = int(self._handler._state_holder.state.round)
+        number = round_of(self._handler)
         return Attempt(number, info.rank, info.world_size)
 
     def newcomers(self) -> int:

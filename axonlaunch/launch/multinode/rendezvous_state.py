@@ -12,13 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    RendezvousBackend,
-    Token,
-    _NodeDesc,
-    _RendezvousState,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
+from axonlaunch.launch.multinode.torch_internals import NodeDescription, RendezvousState
 from axonlaunch.system.authentication import Credentials, ForgedMessageError
 
 _NAME = "rendezvous"
@@ -89,7 +85,7 @@ class AuthenticatedBackend(RendezvousBackend):
         return result
 
 
-def as_plain(state: _RendezvousState) -> dict[str, Any]:
+def as_plain(state: RendezvousState) -> dict[str, Any]:
     """Write a state as plain values, its nodes numbered."""
     nodes = sorted(
         {*state.participants, *state.wait_list, *state.redundancy_list, *state.last_heartbeats}
@@ -110,15 +106,17 @@ def as_plain(state: _RendezvousState) -> dict[str, Any]:
     }
 
 
-def from_plain(content: dict[str, Any]) -> _RendezvousState:
+def from_plain(content: dict[str, Any]) -> RendezvousState:
     """Read what ``as_plain`` wrote.
 
     Raises:
         KeyError, TypeError, ValueError: It is not such.
     """
-    nodes = [_NodeDesc(str(addr), int(pid), int(local)) for addr, pid, local in content["nodes"]]
+    nodes = [
+        NodeDescription(str(addr), int(pid), int(local)) for addr, pid, local in content["nodes"]
+    ]
     deadline = content["deadline"]
-    state = _RendezvousState()
+    state = RendezvousState()
     state.round, state.complete = int(content["round"]), bool(content["complete"])
     state.deadline = None if deadline is None else datetime.fromisoformat(deadline)
     state.closed = bool(content["closed"])

@@ -69,7 +69,7 @@ def recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Initialize
     typed = architecture(config)
     attention = _ATTENTION[config.attention]
     if attention is not None:
-        typed._attn_implementation = attention
+        library.choose_attention_kernel(typed, attention)
     recorder = WeightRecorder()
     try:
         # Buffers get the values that the constructors compute, which no checkpoint has.

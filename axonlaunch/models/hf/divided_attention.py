@@ -50,10 +50,10 @@ def divide_attention(model: Any, parts: SequenceParts, *, needs_mask: bool = Fal
     model._part_positions = parts.positions
     model._whole_positions = lambda part: parts.gather(part[:, None, :, None])[:, 0, :, 0]
     for config in {id(each): each for each in map(_config, model.modules()) if each}.values():
-        chosen = config._attn_implementation_internal
+        chosen = library.attention_kernel(config)
         if chosen != NAME:
             object.__setattr__(config, NAME, _Division(parts, chosen, needs_mask))
-            object.__setattr__(config, "_attn_implementation_internal", NAME)
+            library.replace_attention_kernel(config, NAME)
 
 
 def mask(
@@ -189,4 +189,4 @@ def _eager(module: nn.Module) -> Any:
 
 def _config(module: nn.Module) -> Any:
     config = getattr(module, "config", None)
-    return config if hasattr(config, "_attn_implementation_internal") else None
+    return config if library.has_attention_kernel(config) else None

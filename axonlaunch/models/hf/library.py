@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.models import attention
+from axonlaunch.models.torch_internals import is_fake, unset_fake_temporarily
 
 OLDEST = (5, 9)
 """Version of transformers from which it builds and converts as this package expects.
@@ -286,3 +286,23 @@ def reverted(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
 def ignored(model: Any) -> list[str]:
     """Return patterns of tensors that a model may find in a checkpoint and has no use for."""
     return list(model._keys_to_ignore_on_load_unexpected or ())
+
+
+def has_attention_kernel(config: Any) -> bool:
+    """Say whether something is a configuration that names what computes attention."""
+    return hasattr(config, "_attn_implementation_internal")
+
+
+def attention_kernel(config: Any) -> Any:
+    """Return the name of what computes a model's attention; None where it does not say."""
+    return getattr(config, "_attn_implementation_internal", None)
+
+
+def choose_attention_kernel(config: Any, name: str) -> None:
+    """Let a model, and the models that are parts of it, compute attention so."""
+    config._attn_implementation = name
+
+
+def replace_attention_kernel(config: Any, name: str) -> None:
+    """Let what has this very configuration compute attention so, unchecked."""
+    object.__setattr__(config, "_attn_implementation_internal", name)

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch.models.initialization import Constant, Initializer
+from axonlaunch.models.torch_internals import storage_key
 
 _aten = torch.ops.aten
 _REPLACING = {
@@ -217,7 +218,7 @@ class WeightRecorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         target = args[0] if args else None
         if isinstance(target, Tensor) and target.is_meta and func._schema.is_mutable:
-            program = self._programs.get(_storage(target))
+            program = self._programs.get(storage_key(target))
             if program is not None:
                 numbers = tuple(v for k, v in (kwargs or {}).items() if k != "generator")
                 program.note(func, target, (*args[1:], *numbers))
@@ -230,18 +231,14 @@ class WeightRecorder(TorchDispatchMode):
         if parameter is None:
             return None
         if parameter.is_meta:
-            self._programs.setdefault(_storage(parameter), _Program(parameter, None))
+            self._programs.setdefault(storage_key(parameter), _Program(parameter, None))
             return None
         original = parameter.detach().clone() if parameter.numel() <= _KEPT else None
         made = nn.Parameter(
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
         )
-        self._programs[_storage(made)] = _Program(made, original)
+        self._programs[storage_key(made)] = _Program(made, original)
         return made
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _numbers(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:

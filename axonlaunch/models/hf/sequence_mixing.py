@@ -20,9 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 from axonlaunch.models.attention import SequenceParts
 from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
+from axonlaunch.models.hf import library
 from axonlaunch.models.hf.divided_attention import divide_attention
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.spec import ModelOutputs
+from axonlaunch.models.torch_internals import storage_key
 
 _RANKS = 2
 _PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
@@ -58,7 +60,7 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
         model: Without storage; it is not changed.
         layers: Path of the list of its blocks.
     """
-    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    chosen = library.attention_kernel(getattr(model, "config", None))
     if chosen not in ("sdpa", "eager"):
         return f"its attention is {chosen}, which is not divided; use model.attention=sdpa or eager"
     model = copy.deepcopy(model)
@@ -87,7 +89,7 @@ def why_unpackable(model: nn.Module, *, layers: str) -> str:
         layers: Path of the list of its blocks.
     """
     whole: Any = copy.deepcopy(model)
-    whole.config._attn_implementation_internal = "eager"  # all that is masked is shown its mask
+    library.replace_attention_kernel(whole.config, "eager")  # all that is masked is shown its mask
     outputs = _run_on_a_part(whole, layers=layers, needs_mask=True)
     return outputs if isinstance(outputs, str) else ""
 
@@ -214,12 +216,12 @@ class _Watch(TorchDispatchMode):
         if is_hidden and not (self._block and any(part in name for part in _BY_INDEX)):
             self._refuse_counted(inputs)
         if self._counts(name, inputs, made) or (
-            any(_storage(tensor) in self._counted for tensor in inputs)
+            any(storage_key(tensor) in self._counted for tensor in inputs)
             and not name.startswith("new_")
             and not name.endswith("_like")
         ):
             for tensor in made:
-                self._counted[_storage(tensor)] = tensor.untyped_storage()
+                self._counted[storage_key(tensor)] = tensor.untyped_storage()
         return result
 
     @contextmanager
@@ -231,7 +233,7 @@ class _Watch(TorchDispatchMode):
             self._aside = before
 
     def _refuse_counted(self, tensors: list[Tensor]) -> None:
-        if any(_storage(tensor) in self._counted for tensor in tensors):
+        if any(storage_key(tensor) in self._counted for tensor in tensors):
             where = f"{self._block} counts" if self._block else "it counts"
             raise _MixingError(f"{where} positions by itself, from 0, whatever it is given")
 
@@ -281,11 +283,6 @@ class _Watch(TorchDispatchMode):
 
 def _count(tensor: Tensor, size: int) -> int:
     return sum(dim == size for dim in tensor.shape)
-
-
-def _storage(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
 
 
 def _length(model: Any) -> int:

@@ -14,11 +14,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+from axonlaunch.comm.torch_internals import AsyncCollectiveTensor, group_by_name
+from axonlaunch.models.torch_internals import in_backward
 
 Phase = Literal["forward", "recomputation", "backward", "update"]
 ExchangeKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
@@ -233,7 +235,7 @@ class OperationTrace(TorchDispatchMode):
         """
         if self._updating:
             return "update"
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             return "forward"
         return "recomputation" if torch.is_grad_enabled() else "backward"
 
@@ -318,9 +320,7 @@ def _ranks(arguments: Iterable[Any]) -> list[int]:
     """Find the ranks of the group among an operation's arguments."""
     for argument in arguments:
         if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product"):
-            resolve: Any = dist.distributed_c10d._resolve_process_group
-            group = resolve(argument)
-            return sorted(dist.get_process_group_ranks(group))
+            return sorted(dist.get_process_group_ranks(group_by_name(argument)))
         if isinstance(argument, torch.ScriptObject):
             try:
                 group = dist.ProcessGroup.unbox(argument)

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_IS_CAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+from axonlaunch.models.torch_internals import is_cast_by_autocast
+
+_IS_CAST = is_cast_by_autocast("aten::rms_norm")
 """Whether CUDA's autocast computes it in fp32; torch 2.11's does not."""
 _in_steps = nn.functional.rms_norm
 

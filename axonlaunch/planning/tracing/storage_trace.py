@@ -16,10 +16,11 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from axonlaunch.comm.torch_internals import AsyncCollectiveTensor
+from axonlaunch.models.torch_internals import in_backward, local_tensor
 from axonlaunch.planning.tracing import gloo_buffers
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
@@ -315,13 +316,12 @@ def _category() -> Category:
 
     Recomputation is a forward inside of backward, with gradients enabled.
     """
-    in_backward = torch._C._current_graph_task_id() != -1
-    return "temporary" if in_backward and not torch.is_grad_enabled() else "activations"
+    return "temporary" if in_backward() and not torch.is_grad_enabled() else "activations"
 
 
 def _plain(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
-        return _plain(tensor._local_tensor)
+        return _plain(local_tensor(tensor))
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 

@@ -8,21 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torch import nn
-from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors
+from axonlaunch.models.torch_internals import UNTRACEABLE
 from axonlaunch.system.frame_origin import frame_owner
-
-UNTRACEABLE = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedOperatorException,
-)
-"""What torch raises for an operation that needs values, or that has no fake kernel."""
 
 
 @contextmanager

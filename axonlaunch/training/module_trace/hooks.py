@@ -23,6 +23,7 @@ from axonlaunch.models.output_regions import (
     gets_partial_gradients,
     gives_partial_sums,
 )
+from axonlaunch.models.torch_internals import in_backward
 
 _PIECE = 2**16
 """Elements: 256 KiB of fp32."""
@@ -205,7 +206,7 @@ class ModuleHooks:
             if tensor is None:
                 return
             # In a backward it is computed again.
-            is_again = torch._C._current_graph_task_id() != -1
+            is_again = in_backward()
             number = self._calls[name, is_again]
             self._calls[name, is_again] += 1
             if not is_again:
