@@ -37,7 +37,7 @@ class DocumentEncoder:
 
     def columns(self, names: list[str]) -> list[str]:
         """Return which of a table's columns it reads; all where that of the text is missing."""
-        return [self._field] if self._field in names else names
+        return text_columns(names, field=self._field)
 
     def encode(self, rows: Sequence[Row | str]) -> Encoded:
         """Return a document of each row, but for those that have no token to predict."""
@@ -62,6 +62,11 @@ class DocumentEncoder:
             empty=len(documents) - len(used),
             bad=tuple(bad),
         )
+
+
+def text_columns(names: list[str], *, field: str) -> list[str]:
+    """Return which of a table's columns documents are made of; all where that is missing."""
+    return [field] if field in names else names
 
 
 def _why_no_text(text: object, row: Row | str, field: str) -> str | None:

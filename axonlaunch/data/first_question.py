@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 
 from axonlaunch.config.documents import ChatConfig, TextRowsConfig
-from axonlaunch.data.chat_rows import read_chat
+from axonlaunch.data.chat_rows import chat_columns, read_chat
 from axonlaunch.data.rows import BadRow, Row, RowReader
 from axonlaunch.data.sources import find_sources
 
@@ -30,7 +31,8 @@ def first_question(config: TextRowsConfig) -> str:
         return _GREETING
     files = chats.held_out if isinstance(chats.held_out, list) else chats.files
     for source in find_sources(files)[:1]:
-        for _, row in islice(RowReader(source), _LOOKED_AT):
+        columns = partial(chat_columns, field=chats.messages_field)
+        for _, row in islice(RowReader(source, columns=columns), _LOOKED_AT):
             for question in () if isinstance(row, BadRow) else _questions(row, chats):
                 if question.strip() and len(question) <= _LONGEST:
                     return question

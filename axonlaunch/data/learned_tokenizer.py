@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,31 @@ from axonlaunch.config.documents import ChatConfig, DocumentsConfig, TextRowsCon
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data import token_cache
-from axonlaunch.data.chat_rows import read_chat
+from axonlaunch.data.chat_rows import chat_columns, read_chat
+from axonlaunch.data.documents import text_columns
 from axonlaunch.data.encoding import OnProgress, Tokenising
-from axonlaunch.data.rows import BadRow, Row, RowReader, UnreadableFileError
+from axonlaunch.data.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
 from axonlaunch.data.sources import SourceFile, find_sources
 from axonlaunch.data.tokenizer import Tokenizer, load_tokenizer
 
-_FORMAT = 1
+_FORMAT = 2
 _LEARNED_FROM = 1 << 28
 """Characters of text at most, the first ones: more of it changes few of the pairs that are most
 frequent, and takes memory."""
 _END, _STARTS, _ENDS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}"
-    "{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% if message['reasoning_content'] %}"
+    "{{ '<think>\n' + message['reasoning_content'] + '\n</think>\n' }}{% endif %}"
+    "{{ message['content'] or '' }}"
+    "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML, with marks of what the assistant says."""
+"""ChatML, with marks of what the assistant says, and JSON of tools and of calls of them."""
 
 
 def load_or_learn(
@@ -104,7 +111,7 @@ def _texts(files: list[tuple[TextRowsConfig, SourceFile]], report: OnProgress) -
     left = _LEARNED_FROM
     for place, (config, file) in enumerate(files):
         report(Tokenising(file.name, place / len(files), learns=True))
-        for _, row in RowReader(file):
+        for _, row in RowReader(file, columns=_columns(config)):
             for text in _texts_of(row, config):
                 if left <= 0:
                     return
@@ -128,6 +135,13 @@ def _texts_of(row: Row | str | BadRow, config: TextRowsConfig) -> Iterator[str]:
     for text in texts:
         if isinstance(text, str):
             yield text.encode(errors="replace").decode()  # half of a surrogate pair is none
+
+
+def _columns(config: TextRowsConfig) -> Columns:
+    if isinstance(config, ChatConfig):
+        return partial(chat_columns, field=config.messages_field)
+    assert isinstance(config, DocumentsConfig)
+    return partial(text_columns, field=config.text_field)
 
 
 def _fields(config: TextRowsConfig) -> tuple[str, str | None]:

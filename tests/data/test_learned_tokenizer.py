@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from axonlaunch.config.documents import ChatConfig, DocumentsConfig
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.encoding import Tokenising
+from axonlaunch.data.first_question import first_question
 
 pytest.importorskip("transformers")
 
@@ -62,6 +64,33 @@ def test_chats_need_no_more_than_their_rows(tmp_path: Path) -> None:
     assert dataset.tokenizer.decode(tokens, special=True).endswith("<|im_end|>\n")
     answer = dataset.decode(tokens).strip()
     assert f"What is {int(answer) - 1} + 1?" in dataset.decode(batch.inputs[0].tolist())
+
+
+def test_a_tokenizer_and_a_question_are_of_the_columns_that_chats_are_made_of(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("pyarrow")
+    rows = [{"prompt": f"What is {n} + 1?", "completion": f"{n + 1}"} for n in range(30)]
+    file = corpus.write_parquet_with_a_broken_column(tmp_path / "chats.parquet", rows)
+    chosen = ChatConfig(files=[str(file)], cache_dir=str(tmp_path), packing="none", held_out=0)
+    assert build_dataset(chosen, TRAIN).num_samples == 30
+    assert first_question(chosen) == "What is 0 + 1?"
+
+
+def test_a_learned_tokenizer_writes_calls_of_tools_and_reasoning(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    question = {"role": "user", "content": "Add 1."}
+    called = {"role": "assistant", "reasoning_content": "So I add.", "tool_calls": [call]}
+    file = corpus.write_jsonl(
+        tmp_path / "chats.jsonl", [{"messages": [question, called], "tools": [tool]}] * 9
+    )
+    chosen = ChatConfig(files=[str(file)], cache_dir=str(tmp_path), packing="none", held_out=0)
+    dataset: Any = build_dataset(chosen, TRAIN)
+    batch = dataset.samples([0], split="train")
+    said = dataset.decode([token for token in batch.targets[0].tolist() if token != -100])
+    assert said == f"<think>\nSo I add.\n</think>\n{json.dumps([call])}\n"
+    assert json.dumps([tool]) in dataset.decode(batch.inputs[0].tolist())
 
 
 @pytest.mark.parametrize(

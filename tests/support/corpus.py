@@ -34,6 +34,19 @@ def _functions() -> Iterator[dict[str, str]]:
                 yield {"name": node.name, "doc": doc, "text": text}
 
 
+def write_parquet_with_a_broken_column(file: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows with a column ``image`` before theirs, which can't be read."""
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist([{"image": "x" * 999, **row} for row in rows])
+    pyarrow.parquet.write_table(table, file, write_page_checksum=True, use_dictionary=False)
+    image = pyarrow.parquet.ParquetFile(file).metadata.row_group(0).column(0)
+    content = bytearray(file.read_bytes())
+    content[image.data_page_offset + image.total_compressed_size - 9] ^= 1
+    file.write_bytes(bytes(content))
+    return file
+
+
 def write_jsonl(file: Path, rows: list[dict[str, Any]]) -> Path:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
