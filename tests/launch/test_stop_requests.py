@@ -19,7 +19,7 @@ from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.local.supervisor import Rank, Supervisor
 from axonlaunch.launch.multinode import coordination
 from axonlaunch.launch.multinode.coordination import Coordinator
-from axonlaunch.launch.multinode.handshake import member_name
+from axonlaunch.launch.multinode.handshake import handshake, member_name
 from axonlaunch.system.authentication import Credentials, derive_key
 
 FAILED = Report(rank=0, kind="error", reason="no space left")
@@ -29,16 +29,26 @@ FAILED = Report(rank=0, kind="error", reason="no space left")
 def nodes() -> list[Coordinator]:
     """Two nodes that have met."""
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    members = []
-    for member in range(2):
+    members: list[Coordinator] = []
+    for member in (1, 0):
         store = dist.TCPStore("127.0.0.1", master.port, timeout=timedelta(seconds=20))
         credentials = Credentials(
             key=derive_key(b"a secret"), run="run", round=1, sender=member_name(member)
         )
+        channel = Channel(store, credentials)
+        _, nonces = handshake(
+            channel,
+            member=member,
+            members=2,
+            about={},
+            timeout_s=20,
+            announce=lambda text: None,
+            confirm=lambda: None,
+        )
         members.append(
             Coordinator(
-                Channel(store, credentials),
-                nonces=[],
+                channel,
+                nonces=nonces,
                 member=member,
                 members=2,
                 first_ranks=[0, 1],
@@ -46,6 +56,7 @@ def nodes() -> list[Coordinator]:
                 are_nodes=True,
             )
         )
+    members.reverse()
     members[0].master = master  # type: ignore[attr-defined]  # it listens for as long as this lives
     return members
 
@@ -56,8 +67,9 @@ def test_every_node_knows_with_the_root_cause_that_one_was_asked_to_stop(
 ) -> None:
     monkeypatch.setattr(coordination, "_SETTLE_S", 0.0)
     lead, other = nodes
-    for node in nodes:
-        node.watch()
+    lead.watch()
+    wait_for(lambda: lead._heard)  # the heartbeat of the other's handshake
+    other.watch()
     nodes[asked].request_stop()
     wait_for(lead.is_stopping)
     with ThreadPoolExecutor() as threads:

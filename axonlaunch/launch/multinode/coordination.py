@@ -16,7 +16,7 @@ from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.events import Finished
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
-from axonlaunch.launch.multinode.handshake import member_name, read_message
+from axonlaunch.launch.multinode.handshake import heartbeat_message, member_name, read_message
 from axonlaunch.system.authentication import ForgedMessageError
 
 _BEAT_S = 0.3
@@ -280,8 +280,8 @@ class Coordinator:
         """
         with self._lock:
             reports = [] if self.is_lead else [report.to_json() for report in self._reports]
-        content = {"count": count, "reports": reports, "is_stopping": self._is_stopping}
-        self.channel.put(f"heartbeat/{self.member}", content)
+        message = heartbeat_message(count, reports=reports, is_stopping=self._is_stopping)
+        self.channel.put(f"heartbeat/{self.member}", message)
 
     def _flush(self) -> None:
         """Write every message again: what a stranger wrote over one of them does not last."""

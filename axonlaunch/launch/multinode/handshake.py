@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,19 @@ def read_message(channel: Channel, name: str, sender: str) -> Any:
         return channel.get(name, sender=sender)
     except dist.DistStoreError as error:
         raise ForgedMessageError(f"{name}: was deleted") from error
+
+
+def heartbeat_message(
+    count: int, *, reports: Sequence[str] = (), is_stopping: bool = False
+) -> dict[str, Any]:
+    """Return what a member's heartbeat says.
+
+    Args:
+        count: Of its heartbeats; a handshake sends the first.
+        reports: Its failures.
+        is_stopping: Whether it was asked to stop.
+    """
+    return {"count": count, "reports": [*reports], "is_stopping": is_stopping}
 
 
 def handshake(
@@ -68,7 +81,7 @@ def handshake(
     """
     channel.store.set_timeout(timedelta(seconds=_ANSWER_S))
     nonce = secrets.token_hex(16)
-    channel.put(f"heartbeat/{member}", {"count": 0, "reports": []})
+    channel.put(f"heartbeat/{member}", heartbeat_message(0))
     channel.put(f"joined/{member}", {"nonce": nonce, "about": about})
     if member:
         return None, [nonce]
