@@ -61,6 +61,10 @@ def test_the_folder_of_a_run_that_lasts_is_no_other_s_checkpoint_path() -> None:
     assert refused.startswith("checkpoint.path=runs/a: the run of ")
 
 
+def test_a_bucket_that_nothing_reaches_is_left_to_the_checks_that_report_it() -> None:
+    run_dir.check_run_dir(run("name=a", "checkpoint.path=gs://nowhere/run"))
+
+
 SHARED = ["checkpoint.path=shared", "checkpoint.path=s3://bucket/shared/", "run_dir=shared"]
 
 
