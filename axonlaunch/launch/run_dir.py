@@ -192,8 +192,8 @@ def _differences(config: RunConfig) -> list[str]:
     """Report the settings in which a run differs from what it resumes."""
     if config.checkpoint.resume != "auto":
         return []
-    file = Path(config.run_dir) / CONFIG
-    where = storage.root(config)
+    where = storage.root(config)  # its configuration is of who saved there last
+    file = where / CONFIG
     with storage.reaching(where):
         if not is_there(file) or checkpoint.find_checkpoint(where) is None:
             return []

@@ -209,6 +209,17 @@ def test_a_run_that_began_from_another_s_checkpoint_resumes_from_its_own(served:
     assert served.train(*begun, "train.steps=8").stdout.startswith("b is finished: ")
 
 
+def test_a_run_folder_that_takes_up_a_checkpoint_path_says_which_settings_are_others(
+    served: Command,
+) -> None:
+    common = ["strategy=single", "checkpoint.path=kept", "checkpoint.every=2"]
+    served.train(*common, "name=a", "train.steps=2")
+    taken_up = served.train(*common, "name=b", "train.steps=4", "optimizer.lr=0.5")
+    printed = " ".join(taken_up.stdout.split())
+    assert "resuming with changed settings: optimizer.lr=0.5 (was 0." in printed
+    assert "resumed from kept/checkpoints/step_2" in printed
+
+
 def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command) -> None:
     """By the same command: evaluated, summed up, and with the metrics of one never killed."""
     overrides = ["strategy=ddp", "launch.nproc=2", "checkpoint.every=3"]
