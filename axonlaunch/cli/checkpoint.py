@@ -11,6 +11,7 @@ import typer
 
 from axonlaunch.cli.options import Json, Trust, print_json, refuse, show_help
 from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.files import why_no_folder
 from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
@@ -301,4 +302,4 @@ def _folder(path: Path) -> None:
     with reaching(path):
         is_folder = path.is_dir()
     if not is_folder:
-        refuse(f"{path}: there is no such folder{meant_below_runs(path)}")
+        refuse(f"{path}: {why_no_folder(path)}{meant_below_runs(path)}")

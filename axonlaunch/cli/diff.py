@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.options import Json, print_json, refuse
+from axonlaunch.system.files import why_no_folder
 from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ def _read(
     for folder in folders:
         paths = traced_steps(folder)
         if not folder.is_dir():
-            problems.append(ConfigIssue("", f"{folder}: no such folder{meant_below_runs(folder)}"))
+            message = f"{folder}: {why_no_folder(folder)}{meant_below_runs(folder)}"
+            problems.append(ConfigIssue("", message))
         elif not paths:
             message = f"{folder}: no step was traced; train with train.trace.steps=[0]"
             problems.append(ConfigIssue("", message))

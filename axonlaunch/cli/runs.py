@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from axonlaunch.cli.options import Json, print_json, refuse
+from axonlaunch.system.files import why_no_folder
 from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def command(
 
     conditions = [_condition(text) for text in where or []]
     if not folder.is_dir():
-        refuse(f"{folder}: there is no such folder")
+        refuse(f"{folder}: {why_no_folder(folder)}")
     runs, keys = [], set[str]()
     for run in find_runs(folder):
         keys.update(run.config)

@@ -17,9 +17,10 @@ from axonlaunch.config.did_you_mean import nearest, unknown
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.hydra_files import HydraFiles
 from axonlaunch.config.other_names import FOREIGN_OPTIONS, UNSUPPORTED
-from axonlaunch.config.override_text import too_much, without_quoted_keys, without_spaces
+from axonlaunch.config.override_text import as_meant, too_much, why_unread, without_spaces
 from axonlaunch.config.plain import flatten, read_yaml
 from axonlaunch.config.registry import Registry
+from axonlaunch.system.files import why_no_folder
 
 OVERRIDE_ORIGIN = "override "
 DEFAULT_ORIGIN = "default"
@@ -83,8 +84,8 @@ class Composer:
         """Find a user's folders; what ``registries`` list are options of their groups too."""
         self.folders = [*(Path(folder).resolve() for folder in config_dirs), packaged_configs()]
         if missing := [folder for folder in self.folders if not folder.is_dir()]:
-            message = "--config-dir {}: there is no such folder"
-            raise ConfigError([ConfigIssue("", message.format(folder)) for folder in missing])
+            messages = [f"--config-dir {folder}: {why_no_folder(folder)}" for folder in missing]
+            raise ConfigError([ConfigIssue("", message) for message in messages])
         self._registries = dict(registries or {})
         self._files = HydraFiles(self.folders, open_groups=self._open_groups)
 
@@ -156,16 +157,16 @@ class Composer:
 
         parsed = []
         joined, problems = without_spaces(overrides)
-        for text in map(without_quoted_keys, joined):
+        for text in map(as_meant, joined):
             if reason := too_much(text):
                 problems.append(ConfigIssue("", f"{text[:60]}...: {reason}"))
                 continue
             try:
                 override = self._files.parse(text)
             except OverrideParseException as error:
-                reason = f" ({str(error).splitlines()[0]})" if "=" in text else ""
-                message = f"{text}: not an override{reason}; write {self._meant(text)}"
-                problems.append(ConfigIssue("", message))
+                reason = why_unread(text, str(error).splitlines()[0])
+                reason = reason or f"not an override; write {self._meant(text)}"
+                problems.append(ConfigIssue("", f"{text}: {reason}"))
                 continue
             if override.key_or_group:
                 parsed.append(override)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from axonlaunch.config.errors import ConfigIssue
 
@@ -15,7 +16,37 @@ _LONGEST, _DEEPEST = 8192, 32
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
 
-def without_quoted_keys(text: str) -> str:
+def as_meant(text: str) -> str:
+    """Return an override as Hydra's parser takes it, where that can be meant in one way alone."""
+    return _with_home(_without_quoted_keys(text))
+
+
+def _with_home(text: str) -> str:
+    """Write the home folder for ``~`` in ``key=~/data`` and ``key=[~/a,~/b]``, as a shell would."""
+    outside = re.split(f"({_QUOTED.pattern})", text)
+    home = str(Path.home())
+    outside[::2] = [re.sub(r"(?<=[=\[,:\s])~(?=/)", lambda _: home, part) for part in outside[::2]]
+    return "".join(outside)
+
+
+def why_unread(text: str, error: str) -> str:
+    """Return why the parser can't read an override, where that is known; else an empty text.
+
+    Args:
+        text: The override.
+        error: What the parser says.
+    """
+    key, equals, value = text.partition("=")
+    if not equals:
+        return ""
+    if error.startswith("LexerNoViableAltException"):
+        if value.startswith(("[", "{")):
+            return 'a value in it has a character that must be quoted; write it as in ["a;b"]'
+        return f"its value has a character that must be quoted; write '{key}=\"{value}\"'"
+    return f"not an override ({error}); write key=value"
+
+
+def _without_quoted_keys(text: str) -> str:
     """Take the quotes from the keys of ``key={"*.bias": {lr: 0}}``, where Hydra's grammar has none.
 
     Only from those that need none: it would take a comma or a colon for what ends the key.

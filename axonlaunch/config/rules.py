@@ -34,6 +34,7 @@ from axonlaunch.config.plain import with_values
 from axonlaunch.config.recording import ProfileConfig
 from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.url import is_url
+from axonlaunch.system.files import why_no_folder
 
 _LONGEST_NAME, _LONGEST_PATH = 240, 2048
 """Bytes of a folder's name and of a path, with room for what a run adds to them."""
@@ -393,5 +394,6 @@ def _resume(config: RunConfig) -> Iterator[ConfigIssue]:
     if resume in ("auto", "never") or is_url(resume):  # whether a URL is there is asked later
         return
     if not Path(resume).is_dir():
-        message = "there is no such folder; give a run folder, a checkpoint, auto or never"
+        use = "give a run folder, a checkpoint, auto or never"
+        message = f"{why_no_folder(Path(resume))}; {use}"
         yield ConfigIssue("checkpoint.resume", message, resume)

@@ -42,7 +42,8 @@ class TokenFile(TokenWindows):
 def _mapped(key: str, path: str, dtype: str) -> npt.NDArray[Any]:
     file = Path(path).expanduser()
     if not file.is_file():
-        message = f"no such file, seen from {Path.cwd()}"
+        reason = "is a folder; give a file" if file.is_dir() else "no such file"
+        message = f"{reason}, seen from {Path.cwd()}"
         raise ConfigError([ConfigIssue(key, message, path)])
     size, width = file.stat().st_size, np.dtype(dtype).itemsize
     if size == 0 or size % width:

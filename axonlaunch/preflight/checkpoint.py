@@ -25,6 +25,7 @@ from axonlaunch.data.tokenizer import FOLDER, load_kept
 from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.lora import not_saved
 from axonlaunch.models.parameter_facts import parameter_facts
+from axonlaunch.system.files import why_no_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,7 +82,8 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
         yield from _unreached(error, key, path)
         return
     if not is_folder:
-        message = "there is no such folder; give a run, a checkpoint, or a folder of safetensors"
+        use = "give a run, a checkpoint, or a folder of safetensors"
+        message = f"{why_no_folder(there)}; {use}"
         yield ConfigIssue(key, message, path)
         return
     try:

@@ -48,6 +48,11 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     return os.fdopen(_regular(path, flags), "rb")
 
 
+def why_no_folder(path: Path) -> str:
+    """Say what is at a path where a folder is wanted and there is none."""
+    return "is a file, not a folder" if path.exists() else "there is no such folder"
+
+
 def read_text(path: str | os.PathLike[str], *, at_most: int) -> str:
     """Read a regular file of UTF-8, or one of a remote place.
 

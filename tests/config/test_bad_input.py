@@ -38,8 +38,11 @@ def test_an_unknown_primary_config_lists_those_there_are() -> None:
 
 
 def test_a_missing_config_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="nowhere: there is no such folder"):
         config.load([], config_dirs=[tmp_path / "nowhere"])
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file: is a file, not a folder"):
+        config.load([], config_dirs=[tmp_path / "file"])
 
 
 def test_yaml_that_does_not_parse_is_named_with_its_line(tmp_path: Path) -> None:

@@ -88,6 +88,24 @@ def test_interpolations_are_resolved() -> None:
     assert config.load(["train.steps=40", "checkpoint.every=${train.steps}"]).checkpoint.every == 40
 
 
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("run_dir=~/r", "run_dir", "/home/me/r"),
+        ("launch.token_file=~/a b", "launch.token_file", "/home/me/a b"),
+        ("plugins=[~/a,~/b]", "plugins", ["/home/me/a", "/home/me/b"]),
+        ("model.arguments={path: ~/a}", "model.arguments.path", "/home/me/a"),
+        ('name="~/r"', "name", "~/r"),
+    ],
+)
+def test_the_home_folder_is_written_as_in_a_shell(
+    override: str, key: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    composed = Composer().compose([override])
+    assert config.flatten(composed.tree)[key] == value
+
+
 def test_a_sweep_is_every_combination_in_order() -> None:
     runs = Composer().sweep(["optimizer.lr=1,2", "strategy=ddp,fsdp", "seed=3"])
     assert runs == [

@@ -167,6 +167,7 @@ def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> N
     ("overrides", "message"),
     [
         (["runs", "nowhere"], "nowhere: there is no such folder"),
+        (["runs", __file__], f"{__file__}: is a file, not a folder"),
         (["runs", ".", "--where", "loss"], "--where loss: write KEY=VALUE, model.name=llama"),
         (["watch"], "runs holds no run; name the folder of one"),
         (["compare", "a"], "give two runs, or more"),
