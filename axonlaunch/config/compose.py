@@ -6,18 +6,24 @@ Nothing here knows the schema.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.config.composition_errors import as_config_errors
 from axonlaunch.config.did_you_mean import nearest, unknown
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.hydra_files import HydraFiles
 from axonlaunch.config.other_names import FOREIGN_OPTIONS, UNSUPPORTED
-from axonlaunch.config.override_text import as_meant, too_much, why_unread, without_spaces
+from axonlaunch.config.override_text import (
+    as_meant,
+    sweep_issues,
+    too_much,
+    why_unread,
+    without_spaces,
+)
 from axonlaunch.config.plain import flatten, read_yaml
 from axonlaunch.config.registry import Registry
 from axonlaunch.system.files import why_no_folder
@@ -118,7 +124,7 @@ class Composer:
 
         self._check_primary(config_name)
         asked, problems = self.sort_overrides(overrides, config_name)
-        with _composing():
+        with as_config_errors():
             unregistered = self._unregistered(self._files, config_name, asked.groups)
             absent = [f"{group}/{name}" for group, name in unregistered.items()]
             files = self._files.without_optional(config_name, asked.groups, absent)
@@ -146,7 +152,7 @@ class Composer:
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
         parsed, problems = self._parse(overrides)
-        if problems:
+        if problems := problems or sweep_issues(parsed):
             raise ConfigError(problems)
         batches = BasicSweeper.split_arguments(parsed, None)
         return [list(overrides) for batch in batches for overrides in batch]
@@ -225,7 +231,7 @@ class Composer:
         """Return what Hydra takes for a choice of a group: it asks whether a file names it."""
         from hydra.core.override_parser.types import OverrideType
 
-        with _composing():
+        with as_config_errors():
             named = override.key_or_group in self._files.groups_in(config_name)
         if override.value() is None:
             return [_with_type(override, OverrideType.DEL)] if named else []
@@ -329,26 +335,6 @@ def _with_type(override: Any, kind: Any) -> Any:
     return replace(override, type=kind, input_line=prefix + text)
 
 
-@contextmanager
-def _composing() -> Iterator[None]:
-    """Report what Hydra, OmegaConf and YAML find wrong with files and overrides.
-
-    Raises:
-        ConfigError: In place of an error of theirs.
-    """
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        yield
-    except OmegaConfBaseException as error:
-        raise ConfigError([_omegaconf_problem(error)]) from None
-    except Exception as error:
-        problem = _hydra_problem(error)
-        if problem is None:
-            raise
-        raise ConfigError([problem]) from None
-
-
 def _taken_preset(tree: dict[Any, Any]) -> list[ConfigIssue]:
     """Take a model's preset out of a composed tree, where it has had its effect."""
     model = tree.get("model")
@@ -364,37 +350,3 @@ def _taken_preset(tree: dict[Any, Any]) -> list[ConfigIssue]:
         for name, value in preset.items()
         if name not in known
     ]
-
-
-def _omegaconf_problem(error: Any) -> ConfigIssue:
-    message = str(getattr(error, "msg", None) or error).splitlines()[0]
-    return ConfigIssue(getattr(error, "full_key", None) or "", message)
-
-
-def _hydra_problem(error: Exception) -> ConfigIssue | None:
-    """Say a Hydra or YAML error in one line; None where it is neither.
-
-    Hydra hides the reason of "Error merging override" in ``__cause__``.
-    """
-    from hydra.errors import HydraException
-    from yaml import MarkedYAMLError, YAMLError
-
-    if isinstance(error, MarkedYAMLError):
-        mark = error.problem_mark
-        where = f"{mark.name}:{mark.line + 1}:{mark.column + 1}: " if mark else ""
-        return ConfigIssue("", f"{where}not YAML: {error.problem}")
-    if isinstance(error, UnicodeDecodeError | RecursionError | YAMLError | ValueError | IndexError):
-        reason = " ".join(str(error).split())
-        return ConfigIssue(
-            "", f"the configuration can't be composed: {type(error).__name__}: {reason}"
-        )
-    if not isinstance(error, HydraException):
-        return None
-    lines = [(str(error).splitlines() or [type(error).__name__])[0].rstrip(".")]
-    options = [line.strip() for line in str(error).splitlines() if line.startswith("\t")]
-    provider = [line for line in options if "provider=" not in line]
-    if provider:
-        lines.append("known: " + ", ".join(provider))
-    if error.__cause__ is not None:
-        lines += str(error.__cause__).splitlines()[:1]
-    return ConfigIssue("", "; ".join(lines))

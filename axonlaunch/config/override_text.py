@@ -5,14 +5,18 @@ It puts right what can only be meant in one way, and refuses what the parser wou
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from axonlaunch.config.errors import ConfigIssue
 
 _LONGEST, _DEEPEST = 8192, 32
 """Characters and levels of an override: Hydra's parser takes seconds for a multiple of it."""
+MOST_RUNS = 1000
+"""Runs of a sweep: all are checked before the first is launched."""
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
 
@@ -74,6 +78,33 @@ def too_much(text: str) -> str:
         if depth > _DEEPEST:
             return f"is nested deeper than {_DEEPEST} levels; write it to a YAML file"
     return ""
+
+
+def sweep_issues(parsed: Sequence[Any]) -> list[ConfigIssue]:
+    """Return why parsed overrides are no sweep: one has no values, or there are too many runs."""
+    runs, issues = 1, []
+    for override in parsed:
+        count, text = _num_values(override), override.input_line
+        if count:
+            runs *= count
+        else:
+            message = f"{text}: gives no value to run with; write {override.key_or_group}=1,2"
+            issues.append(ConfigIssue("", message))
+    if runs > MOST_RUNS:
+        message = f"-m: {runs:,} runs are more than one sweep takes; use {MOST_RUNS:,} at most"
+        issues.append(ConfigIssue("", message))
+    return issues
+
+
+def _num_values(override: Any) -> int:
+    """Return how many values an override gives a sweep; of a glob, which lists options, 1."""
+    sweep = override._value
+    if override.is_interval_sweep():
+        return 0
+    if override.is_range_sweep():
+        step = sweep.step or 0
+        return max(0, math.ceil((sweep.stop - sweep.start) / step)) if step else 0
+    return len(sweep.list) if hasattr(sweep, "list") else 1
 
 
 def without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[ConfigIssue]]:

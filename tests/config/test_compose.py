@@ -116,6 +116,23 @@ def test_a_sweep_is_every_combination_in_order() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.steps=range(1,100000000)"], "-m: 99,999,999 runs are more than one sweep takes"),
+        (["seed=range(0,100)", "train.steps=range(1,101)"], "-m: 10,000 runs are more than"),
+        (["train.steps=range(5,1)"], "train.steps=range(5,1): gives no value to run with"),
+        (["train.steps=range(1,5,0)"], "gives no value to run with; write train.steps=1,2"),
+        (["optimizer.lr=interval(0,1)"], "gives no value to run with; write optimizer.lr=1,2"),
+    ],
+)
+def test_a_sweep_of_no_run_or_of_too_many_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Composer().sweep(overrides)
+    [issue] = raised.value.problems
+    assert message in str(issue)
+
+
 def test_a_sweep_over_a_group_takes_globs() -> None:
     runs = Composer().sweep(["strategy=glob(zero*)"])
     assert runs == [["strategy=zero1"], ["strategy=zero2"]]
