@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from axonlaunch.checkpoint import adapters, base, reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint
+from axonlaunch.checkpoint.new_folder import new_folder
 from axonlaunch.checkpoint.storage import storage_path
 from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
@@ -150,25 +151,33 @@ def export_weights(
         The names of what was written.
 
     Raises:
-        ConfigError: The folder holds something, or PEFT has no place for what was trained.
+        ConfigError: The folder holds something or can't be written, or PEFT has no place for what
+            was trained.
         CorruptCheckpointError: A file of the checkpoint is not what was written.
     """
-    from axonlaunch.checkpoint import safetensors
-    from axonlaunch.models import hugging_face
-
     if merge and config.adapter is None:
         message = f"--merge: {checkpoint.path} has no adapter; remove this option"
         raise ConfigError([ConfigIssue("", message)])
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError([ConfigIssue("", f"{folder}: is there already; give a new folder")])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError([ConfigIssue("", f"{folder}: can't be made: {error.strerror}")]) from None
-    if config.adapter is not None and not merge:
-        reader.refuse_damage(checkpoint)
-        written = adapters.write_peft(checkpoint, config, folder)
-        return [*written, *_copy_tokenizer(checkpoint.path.parent.parent, folder)]
+    with new_folder(folder):
+        if config.adapter is not None and not merge:
+            reader.refuse_damage(checkpoint)
+            written = adapters.write_peft(checkpoint, config, folder)
+            return [*written, *_copy_tokenizer(checkpoint.path.parent.parent, folder)]
+        return _write_whole(checkpoint, config, folder, dtype=dtype, file_bytes=file_bytes)
+
+
+def _write_whole(
+    checkpoint: Checkpoint,
+    config: RunConfig,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+) -> list[str]:
+    """Write the whole model; return the names of the files."""
+    from axonlaunch.checkpoint import safetensors
+    from axonlaunch.models import hugging_face
+
     known = hugging_face.places(config.model)
     entries = reader.parameters(checkpoint)
     if config.adapter is not None:
@@ -249,7 +258,8 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
         The checkpoint's folder.
 
     Raises:
-        ConfigError: It can't be read, is no model of ours, or the run is there already.
+        ConfigError: It can't be read, is no model of ours, or the run is there already or can't be
+            written.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -257,9 +267,6 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     from axonlaunch.config import to_yaml
 
     model, data = described(folder)
-    if run_dir.exists():
-        raise ConfigError([ConfigIssue("", f"{run_dir}: is there already; give a new folder")])
-    state = read_folder(folder, model)
     config = with_values(config, {"model": model, "data": data, "name": run_dir.name})
     config = with_values(config, {"run_dir": str(run_dir.absolute())})
     about = Checkpoint(
@@ -271,9 +278,10 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
         layout="imported",
         saved_at=time.time(),
     )
-    with reader.in_one_process():
+    with new_folder(run_dir), reader.in_one_process():
+        state = read_folder(folder, model)
         dcp.save({"model": state}, storage_writer=Writer(about), no_dist=True)
-    (run_dir / RUN_CONFIG).write_text(to_yaml(config))
+        (run_dir / RUN_CONFIG).write_text(to_yaml(config))
     return about.path
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +208,45 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "out" / "mine").write_text("")
     with pytest.raises(ConfigError, match="out: is there already; give a new folder"):
         export(newest, chosen, tmp_path / "out")
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let larger files be refused by the system, as a full disk refuses them."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_export_that_can_not_be_written_leaves_nothing_and_can_be_repeated(
+    is_there: bool, tmp_path: Path
+) -> None:
+    chosen, _, saved_checkpoint = saved(tmp_path / "run", "llama")
+    out = tmp_path / "out"
+    if is_there:
+        out.mkdir()
+    with files_of_at_most(4096), pytest.raises(ConfigError) as raised:
+        export(saved_checkpoint, chosen, out)
+    reason = "File too large; free some space, or write elsewhere"
+    assert str(raised.value) == f"{out}: can't be written: {reason}"
+    assert out.exists() == is_there
+    assert export(saved_checkpoint, chosen, out)
+
+
+def test_an_import_that_can_not_be_written_leaves_nothing_and_can_be_repeated(
+    tmp_path: Path,
+) -> None:
+    chosen, _, saved_checkpoint = saved(tmp_path / "run", "llama")
+    export(saved_checkpoint, chosen, tmp_path / "out")
+    imported = tmp_path / "imported"
+    with files_of_at_most(4096), pytest.raises(ConfigError, match="can't be written: File too"):
+        weights.import_weights(tmp_path / "out", imported, chosen)
+    assert not imported.exists()
+    assert weights.import_weights(tmp_path / "out", imported, chosen).is_dir()
 
 
 def test_damage_is_not_exported(tmp_path: Path) -> None:
