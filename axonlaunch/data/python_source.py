@@ -54,12 +54,11 @@ class PythonSource(ByteWindows):
 def _read(root: Path, eval_fraction: float) -> tuple[Bytes, Bytes]:
     train: list[bytes] = []
     held_out: list[bytes] = []
-    for path in _source_files(root):
+    for name in _source_files(root):
         try:
-            content = path.read_bytes()
+            content = (root / name).read_bytes()
         except OSError:
             continue  # an unreadable file of the library is not this run's problem
-        name = path.relative_to(root).as_posix()
         (held_out if _share(name) < eval_fraction else train).append(content)
     if not train and not held_out:
         message = (
@@ -75,13 +74,15 @@ def _read(root: Path, eval_fraction: float) -> tuple[Bytes, Bytes]:
     return _joined(train), _joined(held_out)
 
 
-def _source_files(root: Path) -> list[Path]:
-    """List the library's source files in an order that depends on their names alone."""
-    sources = []
+def _source_files(root: Path) -> list[str]:
+    """List the library's source files, as paths in it, in an order of their names alone."""
+    sources: list[str] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED]
-        sources += [Path(folder, name) for name in files if name.endswith(".py")]
-    return sorted(sources, key=lambda path: path.relative_to(root).as_posix())
+        inside = folder.removeprefix(str(root)).replace(os.sep, "/").lstrip("/")
+        within = f"{inside}/" if inside else ""
+        sources += [within + name for name in files if name.endswith(".py")]
+    return sorted(sources)
 
 
 def _share(name: str) -> float:

@@ -58,9 +58,11 @@ def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Co
     [
         (["run_dir=file/run", "launch.master_port={taken}"], ["run_dir", "launch.master_port"]),
         (["run_dir=run", "train.steps=3"], ["train.steps"]),
-        (["launch=slurm", "launch.backend=mock"], ["launch.backend"]),
+        pytest.param(
+            *(["launch=slurm", "launch.backend=mock"], ["launch.backend"]), marks=pytest.mark.slow
+        ),
         (["launch.nnodes=2", "launch.node_rank=0"], ["launch.master_addr"]),
-        (["launch=env"], ["launch.name"]),
+        pytest.param(["launch=env"], ["launch.name"], marks=pytest.mark.slow),
     ],
 )
 def test_a_dry_run_reports_and_exits_as_the_launch_would(

@@ -64,6 +64,7 @@ def test_a_rank_may_have_workers_of_its_own(served: Command) -> None:
         assert "they say [0, 1, 2]" in log.read_text()
 
 
+@pytest.mark.slow  # test_truth has processes of a hybrid mesh, tests/parity its curve
 @pytest.mark.timeout(240)
 def test_eight_processes_of_a_hybrid_mesh_have_the_curve_of_one(served: Command) -> None:
     """2 x 2 x 2 on the default data, as the README's table of strategies has it."""

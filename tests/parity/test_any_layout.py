@@ -89,7 +89,7 @@ def check(run: tuple[int, str, list[str], list[str]]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("number", "examples"), [(0, 8), pytest.param(1, 600, marks=pytest.mark.slow)]
+    ("number", "examples"), [(0, 5), pytest.param(1, 600, marks=pytest.mark.slow)]
 )
 @pytest.mark.timeout(900)
 def test_a_layout_trains_as_one_process_or_is_refused(number: int, examples: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from configured import run_config
+from covers import every
 from parity import assert_trains_as_one_process
 from parity_table import MODELS
 from torch import Tensor
@@ -46,7 +47,9 @@ def test_fp16_trains_as_one_process_in_fp16(layout: str) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [["strategy=ddp"], ["strategy=zero1"], ["strategy=fsdp"], ["strategy=ddp", "x tensor"]],
+    every(
+        2, [["strategy=zero1"], ["strategy=fsdp"], ["strategy=ddp", "x tensor"], ["strategy=ddp"]]
+    ),
     ids=" ".join,
 )
 def test_gradients_summed_in_bf16_are_rounded_and_no_more(overrides: list[str]) -> None:

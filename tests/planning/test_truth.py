@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import live_storages
 import pytest
@@ -33,14 +33,15 @@ CASES: dict[int, list[str]] = {
         f"{FSDP}.cpu_offload=optimizer_states",
         f"{FSDP}.cpu_offload=full",
         "strategy=tensor strategy.tensor.sequence_parallel=true",
-        *(f"{PIPELINE}={name}" for name in SCHEDULES),
+        f"{PIPELINE}=1f1b",
+        f"{PIPELINE}=interleaved_zero_bubble",
+        f"{PIPELINE}=dualpipev",
     ],
     4: [
         "strategy=hsdp strategy.fsdp.replicate=2",
         "strategy=hybrid strategy.pipeline.degree=1 train.activation_checkpointing=selective",
         "strategy=fsdp strategy.context.degree=2",
         f"{PIPELINE}=zbv_zero_bubble strategy.data_parallel=fsdp train.freeze=[layers.*.mlp.*]",
-        "strategy=zero1 strategy.tensor.degree=2 optimizer=sgd",
     ],
 }
 SLOW_CASES: dict[int, list[str]] = {
@@ -65,8 +66,10 @@ SLOW_CASES: dict[int, list[str]] = {
         "strategy=fsdp train.activation_checkpointing=selective",
         f"{PIPELINE}=zbv_zero_bubble train.precision=bf16 train.micro_batch_size=1",
         "strategy=ddp strategy.context.degree=2",
+        *(f"{PIPELINE}={name}" for name in SCHEDULES),
     ],
     4: [
+        "strategy=zero1 strategy.tensor.degree=2 optimizer=sgd",
         "strategy=hsdp strategy.fsdp.replicate=2 train.micro_batch_size=2",
         f"{PIPELINE}=1f1b strategy.pipeline.degree=4 train.micro_batch_size=2",
         *(f"{PIPELINE}={name} strategy.data_parallel=fsdp" for name in SCHEDULES),
@@ -129,7 +132,7 @@ def differences(case: str, expected: Mapping[str, int], seen: Mapping[str, int])
     return problems
 
 
-def test_every_strategy_offload_schedule_and_axis_is_held_by_default() -> None:
+def test_every_strategy_offload_kind_of_schedule_and_axis_is_held_by_default() -> None:
     chosen = [
         live_storages.chosen(case.split(), ranks=ranks)
         for ranks, cases in CASES.items()
@@ -143,7 +146,8 @@ def test_every_strategy_offload_schedule_and_axis_is_held_by_default() -> None:
     assert {s.fsdp.cpu_offload for s in strategies} == offloads
     shardings = {"full_shard", "shard_grad_op", "no_shard", "hybrid_shard"}
     assert {s.fsdp.sharding for s in strategies} == shardings
-    assert {s.pipeline.schedule for s in strategies if s.pipeline.degree > 1} == {*SCHEDULES}
+    held = {s.pipeline.schedule for s in strategies if s.pipeline.degree > 1}
+    assert properties(held) == properties(SCHEDULES)
     axes = [{axis for axis, size in layout.axes.items() if size > 1} for layout in layouts]
     assert {"dp_shard", "cp"} in axes
     assert {"dp_shard", "pp"} in axes
@@ -151,6 +155,11 @@ def test_every_strategy_offload_schedule_and_axis_is_held_by_default() -> None:
     assert {axis for several in axes for axis in several} == {*layouts[0].axes}
     assert {c.train.precision for c in chosen} == {"fp32", "bf16", "fp16"}
     assert {c.train.activation_checkpointing for c in chosen} == {"none", "full", "selective"}
+
+
+def properties(schedules: Iterable[str]) -> set[tuple[str, object]]:
+    """Return what the rules of schedules say of any of them; two of one rule are alike."""
+    return {pair for name in schedules for pair in vars(SCHEDULES[name]).items()}
 
 
 def test_a_run_measures_what_was_estimated() -> None:

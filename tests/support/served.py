@@ -136,6 +136,10 @@ class Forked:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
+    def printed(self) -> str:
+        """Return what it has printed so far."""
+        return self._files[0].read_text()
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self._process.join(timeout)
         if self.returncode is None:
