@@ -14,8 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint import step_folders
-from axonlaunch.checkpoint.manifest import MANIFEST, Checkpoint, CorruptCheckpointError
-from axonlaunch.checkpoint.storage import kept_by, sizes
+from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
 from axonlaunch.system.files import NotRegularError
 
 if TYPE_CHECKING:
@@ -95,12 +94,9 @@ def find_for_all(path: Path, *, world: World) -> Checkpoint | None:
     step = sum_of_ranks(chosen, world=world)
     if world.is_main or step < 0:
         return found
-    folder = step_folders.follow_link(path)
-    if MANIFEST not in sizes(folder):
-        folder = step_folders.path_of(kept_by(folder), step=step)
-    seen = step_folders.read_checkpoint(folder)
+    seen = step_folders.find_checkpoint(path, step=step)
     if seen is None or seen.step != step:
-        raise CorruptCheckpointError(f"{folder}: step {step} is not seen by this rank")
+        raise CorruptCheckpointError(f"{path}: step {step} is not seen by this rank")
     return seen
 
 

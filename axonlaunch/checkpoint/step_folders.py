@@ -86,16 +86,18 @@ def latest(run_dir: Path) -> Checkpoint | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def find_checkpoint(path: Path) -> Checkpoint | None:
-    """Return the checkpoint that a path means: itself, or a run's newest; None where neither.
+def find_checkpoint(path: Path, *, step: int | None = None) -> Checkpoint | None:
+    """Return the checkpoint that a path means: itself, or a run's newest, or its one of a step.
 
-    A link that a user names is followed; those that a folder holds are not.
+    None where neither. A link that a user names is followed; those that a folder holds are not.
 
     Raises:
         OSError: It can't be listed or read.
     """
     path = follow_link(path)
-    return read_checkpoint(path) if MANIFEST in sizes(path) else latest(path)
+    if MANIFEST in sizes(path):
+        return read_checkpoint(path)
+    return latest(path) if step is None else read_checkpoint(path_of(kept_by(path), step=step))
 
 
 def follow_link(path: Path) -> Path:

@@ -110,8 +110,8 @@ def test_a_save_between_two_ranks_looks_gives_no_rank_another_step(
     save(tmp_path / "later", 2)
     look = step_folders.find_checkpoint
 
-    def saved_after(path: Path) -> checkpoint.Checkpoint | None:
-        found = look(path)
+    def saved_after(path: Path, *, step: int | None = None) -> checkpoint.Checkpoint | None:
+        found = look(path, step=step)
         later = step_folders.path_of(tmp_path / "later", step=2)
         if later.exists():
             later.rename(step_folders.path_of(tmp_path / "run", step=2))
