@@ -17,6 +17,7 @@ _LONGEST, _DEEPEST = 8192, 32
 """Characters and levels of an override: Hydra's parser takes seconds for a multiple of it."""
 MOST_RUNS = 1000
 """Runs of a sweep: all are checked before the first is launched."""
+_QUOTES = "'\""
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
 
@@ -43,10 +44,11 @@ def why_unread(text: str, error: str) -> str:
     key, equals, value = text.partition("=")
     if not equals:
         return ""
+    if not value.startswith(("[", "{")):
+        quoted = f"'{key}=\"{value.strip(_QUOTES)}\"'"
+        return f"its value has a character that must be quoted; write {quoted}"
     if error.startswith("LexerNoViableAltException"):
-        if value.startswith(("[", "{")):
-            return 'a value in it has a character that must be quoted; write it as in ["a;b"]'
-        return f"its value has a character that must be quoted; write '{key}=\"{value}\"'"
+        return 'a value in it has a character that must be quoted; write it as in ["a;b"]'
     return f"not an override ({error}); write key=value"
 
 
