@@ -139,12 +139,12 @@ def test_a_rank_that_computes_for_ever_is_named_and_stopped() -> None:
 
     failure = failure_of(compute, timeout_s=0.2)
     assert failure.rank == 0
-    assert stopped.wait(5)
+    assert stopped.wait(60)  # on a machine that is busy
 
 
 def test_a_rank_that_only_communicates_for_long_is_not_late() -> None:
     def keep_going(world: World) -> int:
-        deadline, rounds = time.monotonic() + 0.8, 0
+        deadline, rounds = time.monotonic() + 2.0, 0
         going = torch.ones(1)
         while going.item():
             time.sleep(0.02)
@@ -153,7 +153,7 @@ def test_a_rank_that_only_communicates_for_long_is_not_late() -> None:
             rounds += 1
         return rounds
 
-    rounds = World.mock(2, timeout_s=0.4).run(keep_going)
+    rounds = World.mock(2, timeout_s=1.0).run(keep_going)
     assert rounds[0] == rounds[1] > 1
 
 

@@ -157,7 +157,7 @@ def test_the_system_reports_for_how_long_a_thread_waited_for_a_core() -> None:
     time.sleep(0.05)
     after = queued_s(native)
     assert after is not None
-    assert 0 <= after - before < 5
+    assert after >= before
     assert queued_s(2**30) is None
 
 
