@@ -45,13 +45,17 @@ def test_nodes_are_numbered_in_their_order_and_rounds_have_numbers_of_their_own(
 ) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     second, first = rounds(port, 1, first=False), rounds(port, 0, first=True)
+    before = {*threading.enumerate()}
     with ThreadPoolExecutor() as threads:
         for number in (0, 1):
             reported = [*threads.map(ElasticRendezvous.next, (second, first))]
             assert reported == [Attempt(number, 1, 2), Attempt(number, 0, 2)]
     assert len({attempt.name for attempt in (Attempt(0, 0, 2), Attempt(1, 0, 2))}) == 2
-    first.leave()
-    assert threading.active_count() < 50
+    speaking = {*threading.enumerate()} - before
+    assert len(speaking) == 2  # each says that it is there
+    for node in (second, first):
+        node.leave()
+    assert not speaking & {*threading.enumerate()}
 
 
 @pytest.mark.slow
@@ -70,6 +74,8 @@ def test_a_node_that_comes_while_there_is_room_is_seen(
         wait_for(lambda: first.newcomers() == 1)
         with pytest.raises(TimeoutError):
             late.result()
+    for node in (second, first):
+        node.leave()
 
 
 def test_too_few_nodes_are_reported(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

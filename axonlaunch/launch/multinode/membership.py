@@ -204,8 +204,8 @@ class NodeMembership:
         return again
 
     def leave(self) -> None:
-        """Let nodes that come later know that the run has ended."""
-        if self._rounds is not None and self._hosts:
+        """Take part no longer; nodes that come later learn that the run has ended."""
+        if self._rounds is not None:
             self._rounds.leave()
 
     def _round(self) -> Attempt:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend
-from axonlaunch.launch.multinode.torch_internals import round_of
+from axonlaunch.launch.multinode.torch_internals import round_of, stop_heartbeats
 from axonlaunch.system.authentication import Credentials
 
 _KEEP_ALIVE_S, _MISSED = 1, 4
@@ -97,7 +97,7 @@ class ElasticRendezvous:
             keep_alive_interval=_KEEP_ALIVE_S,
             keep_alive_max_attempt=_MISSED,
         )
-        self._number = 0
+        self._first = first
 
     def next(self) -> Attempt:
         """Wait for enough nodes, and begin an attempt.
@@ -117,5 +117,11 @@ class ElasticRendezvous:
         return int(self._handler.num_nodes_waiting())
 
     def leave(self) -> None:
-        """Let a node that comes now know that there is nothing more to come to."""
-        self._handler.shutdown()
+        """Say no more that this node is there; the first lets those that come now know the end.
+
+        The thread that says it holds what would end it, so that it ends by this alone.
+        """
+        if self._first:
+            self._handler.shutdown()
+        else:
+            stop_heartbeats(self._handler)

@@ -13,9 +13,17 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState as RendezvousState,
 )
 
-__all__ = ["NodeDescription", "RendezvousState", "round_of"]
+__all__ = ["NodeDescription", "RendezvousState", "round_of", "stop_heartbeats"]
 
 
 def round_of(handler: Any) -> int:
     """Return the number of the round that a rendezvous is in."""
     return int(handler._state_holder.state.round)
+
+
+def stop_heartbeats(handler: Any) -> None:
+    """End the thread that says for a rendezvous that this node is there.
+
+    Nothing public does but ``shutdown``, which closes the rendezvous for all nodes.
+    """
+    handler._stop_heartbeats()
