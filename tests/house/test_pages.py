@@ -8,12 +8,17 @@ import shlex
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import served
+import typer
 import yaml
 from command import Served
+from configured import run_config
 from served import Server
+
+from axonlaunch.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "axonlaunch" / "docs"
@@ -166,6 +171,34 @@ def test_the_errors_of_the_pages_are_what_one_sees(tmp_path: Path, server: Serve
     for block in shown:
         command, _, expected = block.removeprefix("$ ").partition("\n")
         assert axonlaunch(*shlex.split(command)[1:], status=2).stderr == expected
+
+
+def shown_alone() -> list[str]:
+    """Return commands that pages show and no test runs: they are about files of the reader's."""
+    shown = "\n".join(block for page in PAGES for block in blocks(page, "text"))
+    commands = re.findall(
+        r"^(?:(?:torchrun|mpirun|srun) .*)?axonlaunch [a-z].*", shown, re.MULTILINE
+    )
+    return sorted(set(commands))
+
+
+@pytest.mark.parametrize("command", shown_alone())
+def test_a_command_that_is_shown_alone_lacks_nothing_but_the_readers_files(command: str) -> None:
+    from axonlaunch.cli.app import app
+
+    words = shlex.split(command.replace("=Qwen/", "=./"), comments=True)  # not fetched from the hub
+    name, *arguments = words[words.index("axonlaunch") + 1 :]
+    if name == "train":
+        try:
+            run_config(arguments)
+        except ConfigError as error:
+            named = {problem.key for problem in error.problems}
+            assert named <= {"model.path", "data.files", "tokenizer.path", "adapter.path"}
+    else:
+        parser: Any = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+        while hasattr(parser, "commands"):
+            parser = parser.commands[arguments.pop(0)]
+        parser.make_context(name, arguments)  # raises for an option that there is not
 
 
 @pytest.mark.parametrize(
