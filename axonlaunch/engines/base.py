@@ -61,8 +61,12 @@ class Engine(Protocol):
         Replicas that average no gradients have each their own.
         """
 
-    def update(self) -> tuple[Tensor | None, Tensor | None]:
-        """Clip and update; return the gradient's norm, and whether fp16 left the update out."""
+    def update(self, *, known_norm: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Clip and update; return the gradient's norm, and whether fp16 left the update out.
+
+        Args:
+            known_norm: What ``gradient_norm`` returned since ``backward``; None: it was not asked.
+        """
 
     def memory_stats(self) -> FSDPMemoryStats | None:
         """Return what this rank holds of sharded parameters; None where none are."""

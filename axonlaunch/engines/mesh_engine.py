@@ -309,13 +309,14 @@ class MeshEngine:
         counted = [t for n, t in self._update.tensors.items() if n not in self._aliases]
         return gradient_norm(counted, across=self._pipeline)
 
-    def update(self) -> tuple[Tensor | None, Tensor | None]:
+    def update(self, *, known_norm: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Clip gradients and update; return their norm, and whether fp16 left the update out."""
         self.step += 1
         norm = None
         if self._rule.grad_clip is not None or self._scale is not None:
             norm = self._update.clip_gradients(
                 self._rule.grad_clip,
+                known=known_norm,
                 uncounted=self._aliases,
                 across=self._pipeline,
                 loss_scale=None if self._scale is None else self._scale.value,

@@ -29,7 +29,7 @@ class NotFiniteError(ArithmeticError):
 
 def raise_if_nonfinite(
     engine: Engine, loss: Tensor, *, world: World, checks_gradients: bool = True
-) -> None:
+) -> Tensor | None:
     """Refuse to learn from what is not finite; every rank calls this after ``backward``.
 
     Args:
@@ -37,6 +37,9 @@ def raise_if_nonfinite(
         loss: The same on every rank.
         world: Who takes part.
         checks_gradients: Whether a gradient counts: fp16 leaves out updates by those.
+
+    Returns:
+        The norm of the gradient, where it was looked at.
 
     Raises:
         NotFiniteError: The loss is not finite, or the norm of the gradient; it names the first
@@ -47,8 +50,12 @@ def raise_if_nonfinite(
         _refuse(f"the loss of step {engine.step + 1} is {value:g}", engine, world)
     # It may be backward alone that divides by zero, and clipping then ruins every parameter.
     # Replicas need not average their gradients, so that each has a norm of its own.
-    if checks_gradients and any_rank(not _is_finite(engine.gradient_norm()), world=world):
+    if not checks_gradients:
+        return None
+    norm = engine.gradient_norm()
+    if any_rank(not _is_finite(norm), world=world):
         _refuse(f"the norm of the gradient of step {engine.step + 1} is not finite", engine, world)
+    return norm
 
 
 def raise_if_nonfinite_parameters(engine: Engine, *, world: World) -> None:

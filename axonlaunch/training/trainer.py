@@ -326,11 +326,12 @@ class _Loop:
                 loss, tokens = self.backward(batch)
             # fp16 leaves out updates by gradients that are not finite, and halves its scale.
             is_fp16 = self.config.precision == "fp16"
+            norm = None
             if is_saved or (is_logged and not is_fp16):
-                raise_if_nonfinite(
+                norm = raise_if_nonfinite(
                     self.engine, loss, world=self.world, checks_gradients=not is_fp16
                 )
-            result = StepResult(loss, tokens, *self.engine.update())
+            result = StepResult(loss, tokens, *self.engine.update(known_norm=norm))
             if is_fp16 and (is_logged or is_saved):
                 raise_if_scale_is_exhausted(self.engine)
             return result

@@ -106,15 +106,15 @@ class ComparedEngine:
         self._of_gradients = [*self._gradients(expected)]
         return loss, counted
 
-    def update(self) -> tuple[Tensor | None, Tensor | None]:
+    def update(self, *, known_norm: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Compare the gradient's norm, and what fp16 leaves out."""
         expected, number = self._expected, self.done
         self.done += 1
         if expected is None:
-            return self._engine.update()
+            return self._engine.update(known_norm=known_norm)
         if self._is_fp16 and number == self._plan.overflow:
             self._overflow(next(iter(expected.gradients)))
-        norm, skipped = self._engine.update()
+        norm, skipped = self._engine.update(known_norm=known_norm)
         self._found += [
             of_number(number, "skip", float(skipped or 0), float(expected.skipped)),
             of_number(number, "scale", self._engine.loss_scale, expected.scale),

@@ -18,6 +18,8 @@ from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.data.loader import Loader
+from axonlaunch.engines import mesh_engine
+from axonlaunch.engines.optimizer import step
 from axonlaunch.events import (
     Evaluated,
     Event,
@@ -148,6 +150,25 @@ def test_a_run_continues_beside_a_checkpoint_that_can_not_be_deleted(
     assert of(Finished, events)[0].step == 3
     [note] = of(Noted, events)
     assert note.text.startswith(f"{tmp_path}/checkpoints/step_1 is not kept and could not be ")
+
+
+def test_the_norm_of_a_gradient_is_computed_once_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms: list[float] = []
+    of_parameters = step.gradient_norm
+
+    def norm(*arguments: Any, **others: Any) -> torch.Tensor:
+        value = of_parameters(*arguments, **others)
+        norms.append(float(value))
+        return value
+
+    for module in (step, mesh_engine):
+        monkeypatch.setattr(module, "gradient_norm", norm)
+    events = train(tmp_path, "train.steps=5", "train.log_every=2", "train.grad_clip=0.1", ranks=1)
+    logged = [event.grad_norm for event in of(StepLogged, events)]
+    assert len(norms) == 5
+    assert logged == [norms[0], norms[1], norms[3], norms[4]]
 
 
 def test_never_resuming_starts_at_the_first_step(tmp_path: Path) -> None:

@@ -174,6 +174,7 @@ class Update:
         self,
         max_norm: float | None,
         *,
+        known: Tensor | None = None,
         uncounted: Container[str] = (),
         across: ProcessGroup | None = None,
         loss_scale: Tensor | None = None,
@@ -182,6 +183,7 @@ class Update:
 
         Args:
             max_norm: Largest norm; None: any.
+            known: As the function of this name takes it.
             uncounted: Names whose gradients another tensor's stand for in the norm.
             across: Ranks that hold other parameters of the model.
             loss_scale: As the function of this name takes it.
@@ -189,6 +191,7 @@ class Update:
         return clip_gradients(
             self.tensors.values(),
             max_norm=max_norm,
+            known=known,
             counted=[t for name, t in self.tensors.items() if name not in uncounted],
             across=across,
             loss_scale=loss_scale,
@@ -295,6 +298,7 @@ def clip_gradients(
     parameters: Iterable[Tensor],
     *,
     max_norm: float | None,
+    known: Tensor | None = None,
     counted: Iterable[Tensor] | None = None,
     across: ProcessGroup | None = None,
     loss_scale: Tensor | None = None,
@@ -304,6 +308,7 @@ def clip_gradients(
     Args:
         parameters: Those whose gradients are scaled: whole tensors, or DTensors of any meshes.
         max_norm: Largest norm; None: any.
+        known: The norm, where ``gradient_norm`` was asked for it already; None: it was not.
         counted: Those whose gradients make the norm; None: all. A parameter that another rank
             of ``across`` holds too counts on one of them.
         across: Ranks that hold other parameters of the model, as pipeline stages do.
@@ -315,7 +320,9 @@ def clip_gradients(
         The norm before clipping, without the scale, 0-dim fp32, the same on every rank.
     """
     parameters = list(parameters)
-    norm = gradient_norm(parameters if counted is None else counted, across=across)
+    norm = known
+    if norm is None:
+        norm = gradient_norm(parameters if counted is None else counted, across=across)
     if loss_scale is not None:
         norm = norm / loss_scale
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
