@@ -13,8 +13,7 @@ from axonlaunch.checkpoint.start import own_folder
 from axonlaunch.checkpoint.storage import is_remote
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
-from axonlaunch.diagnostics.report.run_record import is_running
-from axonlaunch.system.files import folder_lock, read_text
+from axonlaunch.system.files import folder_lock, is_locked, read_text
 
 
 @contextmanager
@@ -58,4 +57,4 @@ def _holder(folder: Path) -> str:
         run_dir = Path(str(read_yaml(read_text(folder / CONFIG, at_most=LARGEST_YAML))["run_dir"]))
     except (OSError, ValueError, KeyError):
         return "another run"
-    return f"the run of {run_dir}" if is_running(run_dir) else "another run"
+    return f"the run of {run_dir}" if is_locked(run_dir / "logs") else "another run"

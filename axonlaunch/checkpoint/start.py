@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from axonlaunch.checkpoint.step_folders import find_checkpoint
 from axonlaunch.checkpoint.storage import is_remote, reaching, root, storage_path
 from axonlaunch.config import RunConfig
-from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
 
 
 def own_folder(config: RunConfig) -> Path | None:
@@ -42,7 +43,9 @@ def resume_of(config: RunConfig) -> str:
         return resume if find_checkpoint(own) is None else "auto"
 
 
-def resume_of_restart(config: RunConfig, *, launched_by: str) -> str:
+def resume_of_restart(
+    config: RunConfig, events: Iterable[Mapping[str, Any]], *, launched_by: str
+) -> str:
     """Return what a run resumes from that its launcher starts again, by the same command.
 
     ``never`` is of what others saved: the run would be refused, as its folder is there. A path of
@@ -50,14 +53,11 @@ def resume_of_restart(config: RunConfig, *, launched_by: str) -> str:
 
     Args:
         config: Its ``run_dir`` is resolved.
+        events: Those of its folder.
         launched_by: What its launcher is called in the folder's events.
     """
     resume = config.checkpoint.resume
     if resume == "auto" or (resume != "never" and not is_of(storage_path(resume), root(config))):
-        return resume
-    try:
-        events = read_run(Path(config.run_dir)).events
-    except NotARunError:
         return resume
     since_others: set[str] = set()
     is_ours = False

@@ -36,6 +36,7 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.origins import origins_of
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
+from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity
 from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
@@ -138,7 +139,12 @@ def resumes_if_restarted(config: RunConfig, identity: LaunchIdentity) -> RunConf
     """Let a run that its own launcher starts again resume from what it has saved itself."""
     if not (identity.name and identity.is_restart) or config.name == config.run_dir == "auto":
         return config  # without a name each start makes a folder of its own
-    resume = resume_of_restart(with_run_dir(config), launched_by=identity.name)
+    placed = with_run_dir(config)
+    try:
+        events = read_run(Path(placed.run_dir)).events
+    except NotARunError:
+        return config
+    resume = resume_of_restart(placed, events, launched_by=identity.name)
     return with_values(config, {"checkpoint.resume": resume})
 
 

@@ -171,6 +171,19 @@ def folder_lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this node has locked a folder, which is asked without touching it.
+
+    Trying the lock would refuse who takes it just then.
+    """
+    try:
+        inode = folder.stat().st_ino
+        with Path("/proc/locks").open(encoding="ascii") as stream:
+            return any(line.split()[5].rpartition(":")[2] == str(inode) for line in stream)
+    except (OSError, AttributeError, IndexError, TypeError):
+        return False
+
+
 def _regular(path: str | os.PathLike[str], flags: int) -> int:
     try:
         descriptor = os.open(path, flags, 0o666)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from axonlaunch.config import CONFIG
 from axonlaunch.config.plain import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
-from axonlaunch.system.files import open_regular
+from axonlaunch.system.files import is_locked, open_regular
 from axonlaunch.system.run_files import (
     CRASH,
     ESTIMATE,
@@ -169,16 +169,8 @@ def find_runs(folder: Path) -> Iterator[RunRecord]:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process of this node holds a run's folder, which is asked without touching it.
-
-    A run locks ``logs`` while it lasts; trying that lock would refuse a run that starts just then.
-    """
-    try:
-        inode = (folder / "logs").stat().st_ino
-        with Path("/proc/locks").open(encoding="ascii") as stream:
-            return any(line.split()[5].rpartition(":")[2] == str(inode) for line in stream)
-    except (OSError, AttributeError, IndexError, TypeError):
-        return False
+    """Whether a process of this node runs what a run's folder is of: it locks ``logs``."""
+    return is_locked(folder / "logs")
 
 
 def _status(
