@@ -14,6 +14,8 @@ from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.system.targets import load_target
 
 PACKAGE = Path(axonlaunch.__file__).parent
+MOST_PAIRS = 74
+"""Of packages, the first of which imports something of the second."""
 MODULE = re.compile(r"axonlaunch(\.\w+){2,}")
 TARGET = re.compile(r"(axonlaunch|torch)(\.\w+)+:\w+")
 
@@ -82,3 +84,35 @@ def _written() -> set[object]:
         node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)
     ]
     return {constant.value for constant in constants}
+
+
+def test_no_folder_has_more_rooms_than_a_picture_of_it() -> None:
+    for folder in ("engines", "launch", "planning"):
+        rooms = [path for path in (PACKAGE / folder).iterdir() if _is_room(path)]
+        assert len(rooms) <= 12, folder
+
+
+def test_packages_import_no_more_of_each_other_than_they_did() -> None:
+    """Where one has to, another that is not needed goes: a picture of more can't be read."""
+    pairs = {
+        (path.relative_to(PACKAGE).parts[0], name.split(".")[1])
+        for path in PACKAGE.rglob("*/*.py")
+        for name in _imported(ast.parse(path.read_text()))
+        if name.startswith("axonlaunch.")
+    }
+    assert len({pair for pair in pairs if pair[0] != pair[1]}) <= MOST_PAIRS
+
+
+def _is_room(path: Path) -> bool:
+    is_folder = path.is_dir() and path.name != "__pycache__"
+    return is_folder or (path.suffix == ".py" and path.name != "__init__.py")
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "axonlaunch":
+            yield from (f"axonlaunch.{each.name}" for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
