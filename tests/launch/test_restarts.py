@@ -1,0 +1,93 @@
+"""When a run that failed is started again; its ranks are made up."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from axonlaunch.config import load
+from axonlaunch.events import Finished
+from axonlaunch.launch.failures.outcome import Outcome
+from axonlaunch.launch.failures.report import Crash, Report
+from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.local import launcher
+from axonlaunch.launch.multinode.membership import NodeMembership
+
+CRASH = Crash(Report(rank=0, kind="error", reason="out of memory"), ())
+FAILED = Outcome(crash=CRASH)
+STOPPED = Outcome(crash=CRASH, stop_requested=True)
+DONE = Outcome(finished=Finished(6, False, 1.0, None, None, None))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "outcomes", "ends_with", "restarted"),
+    [
+        (2, [DONE], DONE, [False]),
+        (2, [FAILED, DONE], DONE, [False, True]),
+        (2, [FAILED, FAILED, FAILED, DONE], FAILED, [False, True, True]),
+        (0, [FAILED, DONE], FAILED, [False]),
+        (2, [STOPPED, DONE], STOPPED, [False]),
+        (2, [FAILED, STOPPED, DONE], STOPPED, [False, True]),
+    ],
+)
+def test_a_run_on_one_node_is_started_again_as_often_as_allowed_unless_it_was_stopped(
+    allowed: int,
+    outcomes: list[Outcome],
+    ends_with: Outcome,
+    restarted: list[bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun: list[bool] = []
+    left = iter(outcomes)
+
+    def run_ranks(*arguments: object, restarted: bool = False) -> Outcome:
+        del arguments
+        begun.append(restarted)
+        return next(left)
+
+    monkeypatch.setattr(launcher, "run_ranks", run_ranks)
+    monkeypatch.setattr(launcher, "report_crash", lambda *_: None)
+    monkeypatch.setattr(
+        launcher, "finish_run", lambda config, outcome, *_, **__: (0, {"outcome": outcome})
+    )
+    overrides = ["launch.nproc=1", "name=run", "estimate.background=false"]
+    config = load([*overrides, f"launch.max_restarts={allowed}"])
+    options = LaunchOptions(context=multiprocessing.get_context("forkserver"), started=0.0)
+    _, ended = launcher.launch(config, options)
+    assert ended == {"outcome": ends_with}
+    assert begun == restarted
+
+
+def node(*, restarts: int, is_headless: bool = False, will_restart: bool = False) -> NodeMembership:
+    """Return a node of a run that may be started again twice."""
+    member = NodeMembership.__new__(NodeMembership)
+    member._given = load(["launch.max_restarts=2"])
+    member._peers = cast("Any", SimpleNamespace(is_headless=is_headless, will_restart=will_restart))
+    member.restarts = member.attempts = restarts
+    return member
+
+
+@pytest.mark.parametrize(
+    ("state", "outcome", "again", "counted"),
+    [
+        ({"restarts": 1}, FAILED, True, 2),
+        ({"restarts": 2}, FAILED, False, 2),
+        ({"restarts": 0}, STOPPED, False, 0),
+        ({"restarts": 0, "is_headless": True}, FAILED, False, 0),
+        ({"restarts": 0}, DONE, False, 0),
+        ({"restarts": 2, "will_restart": True}, DONE, True, 2),  # makes room for a node
+    ],
+)
+def test_a_run_on_several_nodes_is_started_again_as_often_unless_it_was_stopped(
+    state: dict[str, Any], outcome: Outcome, again: bool, counted: int
+) -> None:
+    member = node(**state)
+    before = member.attempts
+    assert member.should_restart(outcome) == again
+    assert (member.restarts, member.attempts - before) == (counted, int(again))
