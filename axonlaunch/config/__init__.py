@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,7 @@ def typed(
     problems: Sequence[ConfigIssue] = (),
     *,
     origins: Callable[[], dict[str, str]] = dict,
+    searched: Collection[str] = (),
 ) -> RunConfig:
     """Type a tree of plain values and check the rules between them.
 
@@ -133,13 +134,14 @@ def typed(
         tree: As composed.
         problems: What is already known to be wrong with it.
         origins: What set each leaf, for who asks which of a user's files is wrong.
+        searched: Keys that break no rule yet: those that they have to go with are searched.
 
     Raises:
         ConfigError: Everything that is wrong, all at once.
     """
     checked = validate(tree, RunConfig)
     problems = [*problems, *checked.problems]
-    reported = {problem.key for problem in problems}
+    reported = {*searched, *(problem.key for problem in problems)}
     problems += [rule for rule in find_rule_violations(checked.config) if rule.key not in reported]
     if problems:
         sources = origins()

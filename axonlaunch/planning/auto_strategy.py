@@ -17,7 +17,7 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.layout import is_on_cpu, nodes, num_ranks, resolved
-from axonlaunch.planning.plan import search_composed
+from axonlaunch.planning.plan import fixed_keys, search_composed
 from axonlaunch.system import forked_call
 
 Compose = Callable[[Sequence[str]], Composed]
@@ -44,8 +44,13 @@ def load_auto_strategy(
 
     def typed(arguments: Sequence[str]) -> tuple[Composed, RunConfig]:
         composed = compose(arguments)
+        strategy = composed.tree.get("strategy")
+        is_searched = isinstance(strategy, dict) and strategy.get("auto") is True
         return composed, configuration.typed(
-            composed.tree, composed.problems, origins=composed.origins
+            composed.tree,
+            composed.problems,
+            origins=composed.origins,
+            searched=fixed_keys(composed) if is_searched else (),
         )
 
     composed, config = typed(overrides)

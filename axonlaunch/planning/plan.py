@@ -16,8 +16,10 @@ from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunC
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.layout import nodes
 from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.rules import find_rule_violations
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning.records import Plan
+from axonlaunch.planning.search.keys import SEARCHED
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
 from axonlaunch.system import forked_call, forkserver
 
@@ -44,7 +46,10 @@ def plan_run(
     """
     composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
     config = configuration.typed(
-        naming_files(composed.tree), composed.problems, origins=composed.origins
+        naming_files(composed.tree),
+        composed.problems,
+        origins=composed.origins,
+        searched=fixed_keys(composed),
     )
     return search_composed(context, composed, config, devices=devices, config_dirs=config_dirs)
 
@@ -82,40 +87,41 @@ def search_composed(
             raise ConfigError([ConfigIssue("hardware", message, hardware.name)])
         hardware = measured_hardware.of_this_node(context, hardware, ranks=devices)
         config = configuration.with_values(config, {"hardware": hardware})
-    overridden = [key for key, text in composed.given.items() if _sets(text, key)]
+    values = configuration.flatten(config)
+    fixed = {key: values[key] for key in fixed_keys(composed)}
     plan: Plan = forked_call.call(
         context,
         "axonlaunch.planning.plan:search",
         replace_with_synthetic(config),
         devices,
-        overridden,
+        {key: value for key, value in fixed.items() if value not in ("auto", None)},
         wanted,
     )
     return plan
 
 
-def search(config: RunConfig, devices: int, overridden: Sequence[str], wanted: int) -> Plan:
+def search(config: RunConfig, devices: int, fixed: dict[str, Any], wanted: int) -> Plan:
     """Search, in a process forked from the server.
 
     Raises:
         ConfigError: No layout fits, it can't be estimated, or its model or data can't be made.
     """
     from axonlaunch.models.build import spec_for
-    from axonlaunch.planning.search import candidates, search
+    from axonlaunch.planning.search import search
     from axonlaunch.preflight.checks import build_on_meta, resolve_anywhere
     from axonlaunch.preflight.dataset import described_dataset
 
     forkserver.lead_group()  # it forks a process for each trace
     import_plugins(config.plugins)
-    values = configuration.flatten(config)
-    fixed = {
-        key: values[key]
-        for key in candidates.SEARCHED
-        if key in overridden and values[key] not in ("auto", None)
-    }
+
+    def check(layout: RunConfig) -> RunConfig:
+        if problems := find_rule_violations(layout):
+            raise ConfigError(problems)
+        return resolve_anywhere(layout)
+
     try:
         return search.search_layouts(
-            config, devices=devices, fixed=fixed, check=resolve_anywhere, wanted=wanted
+            config, devices=devices, fixed=fixed, check=check, wanted=wanted
         )
     except Exception as error:
         # Where a model or data can't be made, say so, rather than what became of it in a trace.
@@ -171,6 +177,12 @@ def experiment(
 
 def _overrides_group(default: dict[str, Any]) -> bool:
     return next(iter(default)).startswith("override ")
+
+
+def fixed_keys(composed: Composed) -> list[str]:
+    """Return the keys of a layout that an override sets, each by itself."""
+    given = composed.given
+    return [key for key in SEARCHED if key in given and _sets(given[key], key)]
 
 
 def _sets(override: str, key: str) -> bool:

@@ -16,7 +16,7 @@ from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.search import search
-from axonlaunch.planning.search.candidates import SEARCHED
+from axonlaunch.planning.search.keys import SEARCHED
 
 MODEL = [
     *("model.hidden_size=32", "model.num_hidden_layers=4", "model.num_attention_heads=4"),

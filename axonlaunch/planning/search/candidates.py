@@ -20,6 +20,7 @@ from axonlaunch.config.plain import with_values
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.figures import ModelFigures, model_figures
+from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
@@ -27,36 +28,10 @@ _MOST_STAGES = 32
 _SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard")
 _LONG = 32_768
 """Positions of a sequence from which a ring of ranks is worth its merges, samples or not."""
-_KIND = "strategy.data_parallel"
-_SHARDING = "strategy.fsdp.sharding"
-_REPLICATE = "strategy.fsdp.replicate"
-_OFFLOAD = "strategy.fsdp.cpu_offload"
 _OFFLOADED = ("none", "optimizer_states", "params")
-_TENSOR = "strategy.tensor.degree"
-_SEQUENCES = "strategy.tensor.sequence_parallel"
-_CONTEXT = "strategy.context.degree"
-_PIPELINE = "strategy.pipeline.degree"
-_SCHEDULE = "strategy.pipeline.schedule"
-_MICRO_BATCH = "train.micro_batch_size"
-_RECOMPUTE = "train.activation_checkpointing"
 _RECOMPUTATION = ("none", "selective", "full")
-_NOT_SHARDED = {_SHARDING: "full_shard", _REPLICATE: "auto", _OFFLOAD: "none"}
+_NOT_SHARDED = {keys.SHARDING: "full_shard", keys.REPLICATE: "auto", keys.OFFLOAD: "none"}
 """The defaults of what is refused where parameters are not sharded."""
-
-SEARCHED = (
-    _KIND,
-    _SHARDING,
-    _REPLICATE,
-    _OFFLOAD,
-    _TENSOR,
-    _SEQUENCES,
-    _CONTEXT,
-    _PIPELINE,
-    _SCHEDULE,
-    _MICRO_BATCH,
-    _RECOMPUTE,
-)
-"""Keys that a search sets; one that the user has set stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +51,12 @@ class Candidate:
     @property
     def family(self) -> tuple[Any, ...]:
         """Return what it shares with candidates that recompute or offload more or less."""
-        return tuple(v for k, v in self.settings.items() if k not in (_RECOMPUTE, _OFFLOAD))
+        return tuple(v for k, v in self.settings.items() if k not in (keys.RECOMPUTE, keys.OFFLOAD))
 
     @property
     def offload(self) -> str:
         """Return what it keeps in host memory."""
-        return str(self.settings.get(_OFFLOAD, "none"))
+        return str(self.settings.get(keys.OFFLOAD, "none"))
 
 
 def candidates(
@@ -98,7 +73,7 @@ def candidates(
         config: The run, but for its layout.
         devices: Ranks.
         in_node: Devices of a node.
-        fixed: What the user has set of ``SEARCHED``.
+        fixed: What the user has set of ``keys.SEARCHED``.
         offloads: Whether a device has a host whose memory it could use.
     """
     options = partial(_options, fixed)
@@ -119,16 +94,16 @@ def candidates(
         if batch % ranks:
             continue
         for schedule, parallel, size, divides_sequences, recompute in itertools.product(
-            options(_SCHEDULE, _SCHEDULES) if pipeline > 1 else ("1f1b",),
+            options(keys.SCHEDULE, _SCHEDULES) if pipeline > 1 else ("1f1b",),
             _kinds(
                 ranks * context,
                 in_node=max(1, in_node // tensor),
                 offloads=offloads,
                 fixed=fixed,
             ),
-            options(_MICRO_BATCH, _powers(batch // ranks)),
-            options(_SEQUENCES, [tensor > 1 and spec.sequence_parallel]),
-            options(_RECOMPUTE, _RECOMPUTATION),
+            options(keys.MICRO_BATCH, _powers(batch // ranks)),
+            options(keys.SEQUENCES, [tensor > 1 and spec.sequence_parallel]),
+            options(keys.RECOMPUTE, _RECOMPUTATION),
         ):
             if batch // ranks % size or (divides_sequences and tensor == 1):
                 continue
@@ -138,13 +113,13 @@ def candidates(
                 continue  # both halves of a backward would recompute
             settings = {
                 **parallel,
-                _TENSOR: tensor,
-                _SEQUENCES: divides_sequences,
-                _CONTEXT: context,
-                _PIPELINE: pipeline,
-                _SCHEDULE: schedule,
-                _MICRO_BATCH: size,
-                _RECOMPUTE: recompute,
+                keys.TENSOR: tensor,
+                keys.SEQUENCES: divides_sequences,
+                keys.CONTEXT: context,
+                keys.PIPELINE: pipeline,
+                keys.SCHEDULE: schedule,
+                keys.MICRO_BATCH: size,
+                keys.RECOMPUTE: recompute,
             }
             if all(settings[key] == value for key, value in fixed.items()):
                 made = with_values(config, {**settings, **of_ranks(devices)})
@@ -172,9 +147,9 @@ def _degrees(
     shared = figures.num_key_value_heads
     batch, length = config.train.global_batch_size, getattr(config.data, "sequence_length", 1)
     for tensor, pipeline, around in itertools.product(
-        _options(fixed, _TENSOR, tensors),
-        _options(fixed, _PIPELINE, pipelines),
-        _options(fixed, _CONTEXT, contexts),
+        _options(fixed, keys.TENSOR, tensors),
+        _options(fixed, keys.PIPELINE, pipelines),
+        _options(fixed, keys.CONTEXT, contexts),
     ):
         if devices % (tensor * pipeline * around) or heads % tensor or shared % tensor:
             continue
@@ -182,7 +157,7 @@ def _degrees(
             if length % (2 * around * tensor) or config.train.compile:
                 continue
             is_usual = length >= _LONG or devices // (tensor * pipeline) > batch
-            if not is_usual and _CONTEXT not in fixed:
+            if not is_usual and keys.CONTEXT not in fixed:
                 continue  # its merges cost, and there are samples for everyone
         yield tensor, pipeline, around
 
@@ -199,7 +174,7 @@ def _kinds(
         fixed: What the user has set; a variant that they chose alone need not be exact.
     """
     for name, facts in DATA_PARALLEL.known_facts().items():
-        is_chosen = name == fixed.get(_KIND)
+        is_chosen = name == fixed.get(keys.KIND)
         if facts.averages == "nothing" and ranks > 1:
             continue
         if not is_chosen and (not facts.is_exact or (facts.averages != "nothing" and ranks == 1)):
@@ -207,23 +182,28 @@ def _kinds(
         if facts.shards_parameters:
             yield from _sharded(name, ranks, in_node=in_node, offloads=offloads, fixed=fixed)
         else:
-            yield {_KIND: name, **_NOT_SHARDED}
+            yield {keys.KIND: name, **_NOT_SHARDED}
 
 
 def _sharded(
     kind: str, ranks: int, *, in_node: int, offloads: bool, fixed: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     for sharding, offload in itertools.product(
-        _options(fixed, _SHARDING, _SHARDINGS),
-        _options(fixed, _OFFLOAD, _OFFLOADED if offloads else ("none",)),
+        _options(fixed, keys.SHARDING, _SHARDINGS),
+        _options(fixed, keys.OFFLOAD, _OFFLOADED if offloads else ("none",)),
     ):
-        settings = {_KIND: kind, _SHARDING: sharding, _REPLICATE: "auto", _OFFLOAD: offload}
+        settings = {
+            keys.KIND: kind,
+            keys.SHARDING: sharding,
+            keys.REPLICATE: "auto",
+            keys.OFFLOAD: offload,
+        }
         if sharding != "hybrid_shard":
             yield settings
             continue
-        replicas = fixed.get(_REPLICATE, ranks // in_node if ranks > in_node > 1 else ranks + 1)
+        replicas = fixed.get(keys.REPLICATE, ranks // in_node if ranks > in_node > 1 else ranks + 1)
         if ranks % replicas == 0:
-            yield settings | {_REPLICATE: replicas}
+            yield settings | {keys.REPLICATE: replicas}
 
 
 def _fits(num_blocks: int, schedule: str, pipeline: int, micro_batches: int) -> bool:

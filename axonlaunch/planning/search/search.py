@@ -55,7 +55,7 @@ def search_layouts(
     Args:
         config: A run; its layout is what is looked for.
         devices: Ranks.
-        fixed: Settings of ``candidates.SEARCHED`` that stay as they are.
+        fixed: Settings of ``keys.SEARCHED`` that stay as they are.
         check: Resolves a run, or raises ``ConfigError`` where no node can do it.
         wanted: Layouts that fit.
 

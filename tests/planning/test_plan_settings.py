@@ -1,0 +1,75 @@
+"""What ``plan`` hands to its search: settings of the user, which rules wait for the search."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from axonlaunch import config
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.planning import plan
+from axonlaunch.planning.search import search
+from axonlaunch.system import forked_call, forkserver
+
+MODEL = ["data=synthetic_tokens", "data.sequence_length=16", "hardware=h100_80gb"]
+Patch = pytest.MonkeyPatch
+
+
+def fixed(monkeypatch: Patch, *overrides: str) -> dict[str, Any]:
+    handed: list[dict[str, Any]] = []
+
+    def call(context: object, target: str, run: RunConfig, devices: int, keys: Any, n: int) -> None:
+        handed.append(keys)
+
+    monkeypatch.setattr(forked_call, "call", call)
+    context = cast("Any", None)
+    plan.plan_run(context, [*MODEL, *overrides], devices=4, config_name="config", config_dirs=[])
+    return handed[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("strategy.pipeline.schedule=gpipe", "gpipe"),
+        ("strategy.tensor.sequence_parallel=true", True),
+        ("strategy.fsdp.cpu_offload=params", "params"),
+        ("strategy.fsdp.sharding=no_shard", "no_shard"),
+    ],
+)
+def test_a_setting_waits_for_those_that_it_goes_with(
+    override: str, value: object, monkeypatch: Patch
+) -> None:
+    assert fixed(monkeypatch, override) == {override.partition("=")[0]: value}
+    with pytest.raises(ConfigError):
+        config.load([*MODEL, override])
+
+
+def test_what_is_left_open_is_not_fixed(monkeypatch: Patch) -> None:
+    open_ = ["train.micro_batch_size=auto", "strategy.data_parallel=null"]
+    assert fixed(monkeypatch, *open_) == {}
+
+
+def test_other_rules_hold_before_the_search(monkeypatch: Patch) -> None:
+    with pytest.raises(ConfigError, match=r"^strategy\.pipeline\.stages_per_rank=2: "):
+        fixed(monkeypatch, "strategy.pipeline.stages_per_rank=2")
+
+
+def test_a_layout_that_breaks_a_rule_is_none(monkeypatch: Patch) -> None:
+    """As full recomputation of compiled blocks whose layers are divided."""
+    checks: list[Any] = []
+
+    def searched(run: RunConfig, *, check: Any, **_: Any) -> None:
+        checks.append(check)
+
+    monkeypatch.setattr(search, "search_layouts", searched)
+    monkeypatch.setattr(forkserver, "lead_group", lambda: None)
+    run = config.load([*MODEL, "train.compile=true"])
+    plan.search(run, 4, {}, 3)
+    layout = {
+        "strategy.tensor.degree": 2,
+        "train.activation_checkpointing": "full",
+        "launch.nproc": 2,
+    }
+    with pytest.raises(ConfigError, match="compiler can't compute again"):
+        checks[0](config.with_values(run, layout))
