@@ -56,10 +56,12 @@ class LaunchIdentity:
     Attributes:
         name: Of a SLURM job, or of the launcher's process; empty where neither is known.
         is_restart: Whether this is a later start.
+        has_one_run: Whether nothing else is started under that name; a job may have several runs.
     """
 
     name: str = ""
     is_restart: bool = False
+    has_one_run: bool = False
 
     @classmethod
     def detect(cls, environment: Mapping[str, str], *, launcher: str) -> LaunchIdentity:
@@ -73,6 +75,7 @@ class LaunchIdentity:
         return cls(
             name=f"SLURM job {job}" if job else launcher,
             is_restart=any(environment.get(count, "0") != "0" for count in _RESTARTS),
+            has_one_run=not job and launcher != "",
         )
 
 

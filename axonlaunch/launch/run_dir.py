@@ -36,7 +36,7 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.origins import origins_of
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
-from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
+from axonlaunch.diagnostics.report.run_record import NotARunError, find_launched, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity
 from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
@@ -137,8 +137,13 @@ def _with_resume(config: RunConfig) -> RunConfig:
 
 def resumes_if_restarted(config: RunConfig, identity: LaunchIdentity) -> RunConfig:
     """Let a run that its own launcher starts again resume from what it has saved itself."""
-    if not (identity.name and identity.is_restart) or config.name == config.run_dir == "auto":
-        return config  # without a name each start makes a folder of its own
+    if not (identity.name and identity.is_restart):
+        return config
+    if config.name == config.run_dir == "auto":
+        begun = find_launched(Path("runs"), by=identity.name) if identity.has_one_run else None
+        if begun is None:
+            return config
+        config = with_values(config, {"run_dir": str(begun)})
     placed = with_run_dir(config)
     try:
         events = read_run(Path(placed.run_dir)).events

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import Command
 
-from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config import ConfigError, RunConfig, load
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.environment_variables import LaunchIdentity
@@ -100,6 +100,28 @@ def test_attempts_of_one_torchrun_have_one_identity_and_the_later_are_restarts(
     assert first.name == second.name
     assert first.name.startswith(f"torchrun {os.getppid()} of ")
     assert (first.is_restart, second.is_restart) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_the_same"),
+    [
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ({"TORCHELASTIC_RESTART_COUNT": "0"}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "1", **JOB}, False),  # which may have several runs
+    ],
+)
+def test_a_run_without_a_name_that_torchrun_starts_again_is_found(
+    variables: dict[str, str], is_the_same: bool
+) -> None:
+    request = ["launch.nproc=1"]
+    for by in ("torchrun 1", "torchrun 2"):
+        with run_dir.open_run_dir(load(request), announce=lambda line: None, launched_by=by):
+            pass
+    identity = LaunchIdentity.detect(variables, launcher="torchrun 1")
+    config = run_dir.resumes_if_restarted(load(request), identity)
+    assert (config.run_dir != "auto") == is_the_same
+    if is_the_same:
+        assert run_dir.with_run_dir(config).name == "gpt-single"
 
 
 def test_a_rank_that_torchrun_starts_again_resumes_from_its_own_checkpoints(

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -166,6 +167,17 @@ def find_runs(folder: Path) -> Iterator[RunRecord]:
             yield read_run(Path(parent))
             names.clear()
         names.sort()
+
+
+def find_launched(folder: Path, *, by: str) -> Path | None:
+    """Return the run in a folder that was last launched by somebody, the newest; None: none was."""
+    runs = {path.parent: path.stat().st_mtime for path in folder.glob(f"*/{EVENTS}")}
+    for path in sorted(runs, key=lambda run: runs[run], reverse=True):
+        with suppress(NotARunError):
+            launches = read_run(path).of_kind("launched")
+            if launches and launches[-1].get("by") == by:
+                return path
+    return None
 
 
 def is_running(folder: Path) -> bool:
