@@ -20,6 +20,8 @@ _NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 """What opening a link, a socket or a folder fails with."""
 
 
+LOCKS = Path("/proc/locks")
+"""Where the kernel lists the locks of this node."""
 _BLOB = r"\.\./\.\./blobs/([0-9a-f]{40,64})"
 
 
@@ -177,11 +179,31 @@ def is_locked(folder: Path) -> bool:
     Trying the lock would refuse who takes it just then.
     """
     try:
-        inode = folder.stat().st_ino
-        with Path("/proc/locks").open(encoding="ascii") as stream:
-            return any(line.split()[5].rpartition(":")[2] == str(inode) for line in stream)
-    except (OSError, AttributeError, IndexError, TypeError):
+        place = f"{_device(folder)}:{folder.stat().st_ino}"
+        with LOCKS.open(encoding="ascii") as stream:
+            return any(line.split()[5] == place for line in stream)
+    except (OSError, AttributeError, IndexError, TypeError, ValueError):
         return False
+
+
+def _device(folder: Path) -> str:
+    """Return the device of a folder's disk, as the kernel lists locks: ``08:01``, in hexadecimal.
+
+    ``stat`` has another for a part of a btrfs; that of its mount is the same.
+
+    Raises:
+        OSError: It can't be found out.
+    """
+    descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    try:
+        about = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+    finally:
+        os.close(descriptor)
+    [mount] = re.findall(r"^mnt_id:\s*(\d+)$", about, re.MULTILINE)
+    mounts = Path("/proc/self/mountinfo").read_text()
+    [device] = re.findall(rf"^{mount} \d+ (\d+:\d+) ", mounts, re.MULTILINE)
+    major, _, minor = device.partition(":")
+    return f"{int(major):02x}:{int(minor):02x}"
 
 
 def _regular(path: str | os.PathLike[str], flags: int) -> int:

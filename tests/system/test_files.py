@@ -65,3 +65,15 @@ def test_what_is_too_large_is_refused(tmp_path: Path) -> None:
     assert files.read_text(tmp_path / "file", at_most=11) == "x" * 11
     with pytest.raises(files.TooLargeError, match="is larger than 10 bytes"):
         files.read_text(tmp_path / "file", at_most=10)
+
+
+def test_a_lock_of_a_folder_with_the_same_number_on_another_disk_is_none_of_this(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with files.folder_lock(tmp_path):
+        assert files.is_locked(tmp_path)
+    elsewhere = tmp_path / "locks"
+    line = f"1: FLOCK  ADVISORY  WRITE 1 fff:fffff:{tmp_path.stat().st_ino} 0 EOF\n"
+    elsewhere.write_text(line)
+    monkeypatch.setattr(files, "LOCKS", elsewhere)
+    assert not files.is_locked(tmp_path)
