@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,8 @@ EXAMPLES = """Examples:
   axonlaunch doctor --json
   axonlaunch doctor --measure --ranks 4
 """
+
+_RANKS_PER_CORE = 8
 
 
 def command(
@@ -40,6 +43,9 @@ def command(
 
     if ranks < 1:
         raise ConfigError([ConfigIssue("--ranks", "must be at least 1", ranks)])
+    if ranks > (most := _RANKS_PER_CORE * (os.cpu_count() or 1)):
+        message = f"are more than this node's cores can time; use {most} at most"
+        raise ConfigError([ConfigIssue("--ranks", message, ranks)])
     report = diagnose(run_dir, ranks=ranks if measure else None)
     if as_json:
         print_json(report)

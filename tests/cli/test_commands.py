@@ -55,6 +55,7 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
         (["sample", "nowhere"], "error: nowhere: no run folder"),
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
         (["doctor", "--ranks", "0"], "error: --ranks=0: must be at least 1"),
+        (["doctor", "--ranks", "99999"], "error: --ranks=99999: are more than this node's cores"),
         (["doctor", "--run-dir", __file__], "error: Invalid value for '--run-dir': "),
         (["verify", "--dump", "/proc/x"], "error: --dump=/proc/x: can't be written: "),
         (["verify", "--dump", f"{__file__}/x"], f"error: --dump={__file__}/x: can't be written: "),
