@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from command import wait_for
 
+from axonlaunch.launch.multinode import rendezvous
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.system.authentication import Credentials
 
@@ -56,6 +57,19 @@ def test_nodes_are_numbered_in_their_order_and_rounds_have_numbers_of_their_own(
     for node in (second, first):
         node.leave()
     assert not speaking & {*threading.enumerate()}
+
+
+def test_a_node_whose_network_is_gone_leaves_without_waiting_for_it(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    node = rounds(port, 1, first=False)
+    answered = threading.Event()
+    monkeypatch.setattr(rendezvous, "stop_heartbeats", lambda handler: answered.wait())
+    monkeypatch.setattr(rendezvous, "_KEEP_ALIVE_S", 0.01)
+    node.leave()
+    assert not answered.is_set()
+    answered.set()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -119,9 +120,12 @@ class ElasticRendezvous:
     def leave(self) -> None:
         """Say no more that this node is there; the first lets those that come now know the end.
 
-        The thread that says it holds what would end it, so that it ends by this alone.
+        The thread that says it holds what would end it, so that it ends by this alone. Where the
+        network is gone, it may never return from what it says, and is not waited for.
         """
         if self._first:
             self._handler.shutdown()
         else:
-            stop_heartbeats(self._handler)
+            stopping = threading.Thread(target=stop_heartbeats, args=(self._handler,), daemon=True)
+            stopping.start()
+            stopping.join(timeout=_KEEP_ALIVE_S * _MISSED)
