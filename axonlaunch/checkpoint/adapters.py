@@ -74,7 +74,7 @@ def read_peft(folder: Path) -> PeftFolder:
         files = f"{_CONFIG_FILE} and {_WEIGHTS_FILE}"
         message = f"is not a folder of PEFT's, {files}: {str(error).splitlines()[0]}"
         raise ConfigError([ConfigIssue("adapter.path", message, str(folder))]) from None
-    if problems := [*_unsupported(content, shapes)]:
+    if problems := [*_unsupported_parts(content, shapes)]:
         raise ConfigError(
             [ConfigIssue("adapter.path", problem, str(folder)) for problem in problems]
         )
@@ -96,7 +96,7 @@ def read_peft(folder: Path) -> PeftFolder:
     )
 
 
-def _unsupported(content: dict[str, Any], shapes: Iterable[str]) -> Iterator[str]:
+def _unsupported_parts(content: dict[str, Any], shapes: Iterable[str]) -> Iterator[str]:
     if content.get("peft_type") != "LORA":
         yield f"its peft_type is {content.get('peft_type')}; only LORA can be read"
         return

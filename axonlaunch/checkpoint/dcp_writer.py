@@ -224,7 +224,7 @@ class _SummedStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.sum = _added(self.sum, view)
+        self.sum = _add_to_sum(self.sum, view)
         self._stream.write(view)
         self._wrote()
         return len(view)
@@ -233,5 +233,5 @@ class _SummedStream(io.RawIOBase):
         return self.sum.bytes
 
 
-def _added(known: Sum, view: memoryview) -> Sum:
+def _add_to_sum(known: Sum, view: memoryview) -> Sum:
     return Sum(known.bytes + len(view), crc32(view, known.crc32 or 0))

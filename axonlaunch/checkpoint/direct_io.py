@@ -35,7 +35,7 @@ class DirectFile(io.RawIOBase):
         Raises:
             OSError: It can't be made.
         """
-        self._file = _opened(path)
+        self._file = _open_descriptor(path)
         # Memory that is mapped is aligned as pages are.
         self._buffers = [np.frombuffer(mmap.mmap(-1, _BUFFER), np.uint8) for _ in range(2)]
         self._filled = 0
@@ -100,7 +100,7 @@ class DirectFile(io.RawIOBase):
             self._storing.result()
 
 
-def _opened(path: str | os.PathLike[str]) -> int:
+def _open_descriptor(path: str | os.PathLike[str]) -> int:
     file = new_descriptor(path)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | _DIRECT)

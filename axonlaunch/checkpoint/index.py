@@ -61,12 +61,12 @@ def index_to_json(metadata: Metadata) -> bytes:
         tensors[name] = {
             "dtype": str(entry.properties.dtype).removeprefix("torch."),
             "size": list(entry.size),
-            "chunks": [_written(name, chunk, metadata) for chunk in entry.chunks],
+            "chunks": [_chunk_to_json(name, chunk, metadata) for chunk in entry.chunks],
         }
     return json.dumps({"tensors": tensors}, separators=(",", ":")).encode()
 
 
-def _written(name: str, chunk: ChunkStorageMetadata, metadata: Metadata) -> dict[str, Any]:
+def _chunk_to_json(name: str, chunk: ChunkStorageMetadata, metadata: Metadata) -> dict[str, Any]:
     where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
     assert not where.transform_descriptors, "what is written is not transformed"
     return {
@@ -91,7 +91,7 @@ def read_index(content: bytes, files: Mapping[str, Sum], *, pickled: bool) -> Me
     """
     name = PICKLED_INDEX if pickled else INDEX
     try:
-        index = _Index(io.BytesIO(content)).load() if pickled else _typed(json.loads(content))
+        index = _Index(io.BytesIO(content)).load() if pickled else _metadata_of(json.loads(content))
         _refuse_impossible(index, files)
     except (CorruptCheckpointError, pickle.UnpicklingError) as error:
         raise CorruptCheckpointError(f"has an {name} that {error}") from None
@@ -101,7 +101,7 @@ def read_index(content: bytes, files: Mapping[str, Sum], *, pickled: bool) -> Me
     return index
 
 
-def _typed(content: Any) -> Metadata:
+def _metadata_of(content: Any) -> Metadata:
     """Turn JSON into torch's objects."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, StoragePlace] = {}

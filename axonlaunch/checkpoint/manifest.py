@@ -132,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
         if _number(about["format"], above=0) > FORMAT:
             known = f"and this version knows up to {FORMAT}"
             raise CorruptCheckpointError(f"is of format {about['format']}, {known}")
-        manifest = Manifest(_described(folder, about), about["format"], _sums(about))
+        manifest = Manifest(_checkpoint_of(folder, about), about["format"], _sums(about))
     except _NOT_UNDERSTOOD:
         raise CorruptCheckpointError(f"has a {MANIFEST} that can't be understood") from None
     _refuse_edited(manifest, about)
@@ -180,7 +180,7 @@ def _own_sum(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _described(folder: Path, about: Mapping[str, Any]) -> Checkpoint:
+def _checkpoint_of(folder: Path, about: Mapping[str, Any]) -> Checkpoint:
     """Type what a manifest says of the checkpoint.
 
     Raises:

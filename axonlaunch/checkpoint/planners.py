@@ -42,7 +42,7 @@ class WritesBoxes(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank writes."""
-        plan, boxed = super().create_local_plan(), _boxed(self.state_dict)
+        plan, boxed = super().create_local_plan(), _boxes_of(self.state_dict)
         items = [item for item in plan.items if item.index.fqn not in boxed]
         items += [item for key, tensor in boxed.items() for item in _writes(key, tensor)]
         self.plan = dataclasses.replace(plan, items=items)
@@ -60,7 +60,7 @@ class ReadsBoxes(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank reads."""
         assert self.metadata is not None
-        plan, boxed = super().create_local_plan(), _boxed(self.state_dict)
+        plan, boxed = super().create_local_plan(), _boxes_of(self.state_dict)
         items = [item for item in plan.items if item.dest_index.fqn not in boxed]
         for key, tensor in boxed.items():
             saved: Any = self.metadata.state_dict_metadata[key]
@@ -80,7 +80,7 @@ class ReadsBoxes(DefaultLoadPlanner):
         )
 
 
-def _boxed(state: dict[str, Any]) -> dict[str, DTensor]:
+def _boxes_of(state: dict[str, Any]) -> dict[str, DTensor]:
     return {
         key: value
         for key, value in state.items()

@@ -30,7 +30,7 @@ from axonlaunch.checkpoint.reader import MODEL
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models import hugging_face
-from axonlaunch.models.hf.conversion import Computed, conversion, saved
+from axonlaunch.models.hf.conversion import Computed, as_saved, conversion
 from axonlaunch.models.hf.structure import structure
 from axonlaunch.models.hugging_face import ParameterMapping
 from axonlaunch.models.pieces import Laid
@@ -68,7 +68,7 @@ class Reader(StorageReader):
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._files: dict[str, Path] = {}
         for file in _files(folder):
-            with _opened(file) as content:
+            with _open_safetensors(file) as content:
                 for name in content.offset_keys():
                     entry = content.get_slice(name)
                     dtype = _DTYPES.get(entry.get_dtype(), torch.uint8)
@@ -125,7 +125,7 @@ class Reader(StorageReader):
             def read(name: str, region: tuple[slice, ...]) -> Tensor:
                 file = self._files[name]
                 if file not in opened:
-                    opened[file] = stack.enter_context(_opened(file))
+                    opened[file] = stack.enter_context(_open_safetensors(file))
                 part: Tensor = (
                     opened[file].get_slice(name)[region]
                     if region
@@ -197,9 +197,9 @@ def write_safetensors(
 
     if isinstance(model, HuggingFaceConfig):
         structure_of_model = structure(model)
-        named = saved(structure_of_model.model, tensors, blocks=structure_of_model.layers)
+        named = as_saved(structure_of_model.model, tensors, blocks=structure_of_model.layers)
     else:
-        named = _joined(tensors, hugging_face.places(model))
+        named = _join_parts(tensors, hugging_face.places(model))
     for name, tensor in named:
         cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         if shard_bytes and shard_bytes + cast.nbytes > file_bytes:
@@ -208,7 +208,7 @@ def write_safetensors(
         batch[name] = cast.contiguous()
         shard_bytes, total = shard_bytes + cast.nbytes, total + cast.nbytes
     flush()
-    files = _named(folder, [*written])
+    files = _rename_files(folder, [*written])
     if len(files) > 1:
         pairs = zip(files, written.values(), strict=True)
         index = {name: file for file, names in pairs for name in names}
@@ -217,7 +217,7 @@ def write_safetensors(
     return files
 
 
-def _joined(
+def _join_parts(
     tensors: Iterator[tuple[str, Tensor]], places: Mapping[str, ParameterMapping] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors under their names, parts put together and turned."""
@@ -236,7 +236,7 @@ def _joined(
     assert not pieces, "parts of a tensor are missing"
 
 
-def _named(folder: Path, written: Sequence[Path]) -> list[str]:
+def _rename_files(folder: Path, written: Sequence[Path]) -> list[str]:
     """Give files the names that Hugging Face looks for, which say how many there are."""
     count = len(written)
     names = [WHOLE]
@@ -295,7 +295,7 @@ def read_json(file: Path, key: str | None = None) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _open_safetensors(file: Path) -> Iterator[Any]:
     """Open a regular file of safetensors.
 
     Raises:

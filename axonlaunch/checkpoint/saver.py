@@ -169,7 +169,7 @@ class Saver:
         done = self._begin(about, state)
         stalled = time.perf_counter() - began
         self._in_flight = _InFlight(done, about.path, step, began, stalled)
-        return before + self.finished(wait=not self._background)
+        return before + self.take_completed(wait=not self._background)
 
     def _begin(self, about: Checkpoint, state: dict[str, Any]) -> Future[Any]:
         """Write in the background, or until it is done or has failed."""
@@ -222,7 +222,7 @@ class Saver:
         """Delete what is not kept; that takes a while for gigabytes, and nobody waits for it."""
         self._pruning = self._pruner.submit(step_folders.prune, self._run_dir, self._retention)
 
-    def finished(self, *, wait: bool = False) -> list[Completed]:
+    def take_completed(self, *, wait: bool = False) -> list[Completed]:
         """Return the checkpoint that was written since, if one was.
 
         Args:
@@ -247,7 +247,7 @@ class Saver:
         Raises:
             SaveError: It could not be written.
         """
-        completed = self.finished(wait=True)
+        completed = self.take_completed(wait=True)
         self._warn_of_not_deleted()
         return completed
 

@@ -33,16 +33,16 @@ class HostCopies:
             state: Nested, of tensors.
         """
         devices: set[torch.device] = set()
-        copied = self._copied(state, (), devices)
+        copied = self._copy_state(state, (), devices)
         for device in devices:
             _wait(device)
         return copied
 
-    def _copied(
+    def _copy_state(
         self, state: dict[str, Any], name: _Name, devices: set[torch.device]
     ) -> dict[str, Any]:
         return {
-            key: self._copied(value, (*name, key), devices)
+            key: self._copy_state(value, (*name, key), devices)
             if isinstance(value, dict)
             else self._on_host(value.detach(), (*name, key), devices)
             for key, value in state.items()

@@ -222,7 +222,7 @@ def prune(run_dir: Path, retention: Retention) -> dict[Path, OSError]:
         OSError: They can't be listed or read.
     """
     left: dict[Path, OSError] = {}
-    for checkpoint in superseded(list_checkpoints(run_dir), retention):
+    for checkpoint in list_superseded(list_checkpoints(run_dir), retention):
         try:
             _delete_unless_read(checkpoint.path)
         except FileNotFoundError:
@@ -238,7 +238,7 @@ def _delete_unless_read(folder: Path) -> None:
         _unmake(folder)
         return
     with open_regular(folder / MANIFEST) as stream:
-        if not _locked(stream, fcntl.LOCK_EX):
+        if not _can_lock(stream, fcntl.LOCK_EX):
             return
         # Renamed first: a folder of a checkpoint's name is never half deleted.
         doomed = partial_of(folder)
@@ -246,7 +246,7 @@ def _delete_unless_read(folder: Path) -> None:
     delete(doomed)
 
 
-def superseded(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
+def list_superseded(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
     """Return which of a run's checkpoints, given by step, are not to be kept."""
     judged = [
         (c.eval_loss, -c.step, c)
@@ -271,7 +271,7 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
     try:
         with open_regular(checkpoint.path / MANIFEST) as stream:
             if not is_remote(checkpoint.path):
-                _locked(stream, fcntl.LOCK_SH)
+                _can_lock(stream, fcntl.LOCK_SH)
             yield
     except FileNotFoundError as error:
         raise CorruptCheckpointError(f"{error.filename}: it is gone") from None
@@ -381,7 +381,7 @@ def _crc32(file: Path) -> int:
     return checksum
 
 
-def _locked(manifest: BinaryIO, kind: int) -> bool:
+def _can_lock(manifest: BinaryIO, kind: int) -> bool:
     """Say whether an open manifest could be locked; where the disk has no locks, it could."""
     try:
         fcntl.flock(manifest, kind | fcntl.LOCK_NB)

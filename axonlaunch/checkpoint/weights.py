@@ -266,7 +266,7 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     from axonlaunch.checkpoint.dcp_writer import Writer
     from axonlaunch.config import to_yaml
 
-    model, data = described(folder)
+    model, data = describe_folder(folder)
     config = with_values(config, {"model": model, "data": data, "name": run_dir.name})
     config = with_values(config, {"run_dir": str(run_dir.absolute())})
     about = Checkpoint(
@@ -285,7 +285,7 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     return about.path
 
 
-def described(
+def describe_folder(
     folder: Path,
 ) -> tuple[GPTConfig | LlamaConfig | HuggingFaceConfig, PythonSourceConfig | SyntheticTokensConfig]:
     """Return the model of a folder of safetensors, and data such as it was trained on.

@@ -47,7 +47,7 @@ def command(
     composed = configuration.compose(
         overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
-    config = configuration.typed(composed.tree, composed.problems, origins=composed.origins)
+    config = configuration.type_config(composed.tree, composed.problems, origins=composed.origins)
     config = written_out(config, accelerators=_accelerators())
     if explain:
         _explain(config, origins_of(composed, config), as_json)

@@ -50,7 +50,7 @@ def show_rows(
 ) -> None:
     """Show tokens, and which count, of the first rows of a run."""
     config = _load(overrides or [], config_dir, config_name)
-    dataset, _ = _tokenised(config)
+    dataset, _ = _tokenised_dataset(config)
     rows = _first_rows(dataset, samples, seed=config.seed)
     if as_json:
         print_json({**_to_json_dicts(dataset.summaries()), "samples": rows})
@@ -61,7 +61,7 @@ def show_rows(
         console.print(f"row {row['row']}", style="bold")
         for piece in row["pieces"]:
             console.print(piece["source"], style="dim", markup=False)
-            console.print(_marked(piece, in_colour=console.color_system is not None))
+            console.print(_mark_tokens(piece, in_colour=console.color_system is not None))
     meaning = "green" if console.color_system is not None else "⟦between brackets⟧"
     console.print(f"What counts is {meaning}.", style="dim")
     _print_notes(dataset)
@@ -76,7 +76,7 @@ def prepare_data(
 ) -> None:
     """Tokenise files into the cache; an interrupted one resumes."""
     started = time.perf_counter()
-    dataset, made = _tokenised(_load(overrides or [], config_dir, config_name))
+    dataset, made = _tokenised_dataset(_load(overrides or [], config_dir, config_name))
     seconds, summaries = time.perf_counter() - started, dataset.summaries()
     if as_json:
         content = {**_to_json_dicts(summaries), "tokenised": made, "seconds": seconds}
@@ -112,7 +112,7 @@ def _load(overrides: Sequence[str], config_dirs: list[Any] | None, config_name: 
     return config
 
 
-def _tokenised(config: RunConfig) -> tuple[AnyText, bool]:
+def _tokenised_dataset(config: RunConfig) -> tuple[AnyText, bool]:
     """Return the dataset, and whether anything was not tokenised yet.
 
     Raises:
@@ -166,7 +166,7 @@ def _first_rows(dataset: AnyText, count: int, *, seed: int) -> list[dict[str, An
     ]
 
 
-def _marked(piece: dict[str, Any], *, in_colour: bool) -> Text:
+def _mark_tokens(piece: dict[str, Any], *, in_colour: bool) -> Text:
     """Return a document's tokens: by colour what counts, by shade where each begins."""
     from rich.text import Text
 

@@ -146,7 +146,7 @@ class _Report:
                 "ratio": difference.ratio,
                 "rms": [difference.ours.rms, difference.theirs.rms],
                 "elements": _elements(difference),
-                "what": self._described(difference),
+                "what": self._describe(difference),
                 "likely_cause": self._cause(difference) or None,
             }
             for difference in self.found.differences
@@ -203,7 +203,7 @@ class _Report:
         from axonlaunch.diagnostics.module_trace.difference import last_same
 
         first, *_ = self.found.differences
-        parts = [self._named(first), self._cause(first)]
+        parts = [self._name_of(first), self._cause(first)]
         if same := last_same(first, self.traces[0][first.step]):
             parts.append(f"while that of {same}'s output is the same")
         console.print(f"[red]they part[/red] at step {first.step}: ", end="", soft_wrap=True)
@@ -214,16 +214,16 @@ class _Report:
         if after:
             _line(console, f"of the same step, after it, {len(after)} more differ")
         for difference in after[:_SHOWN]:
-            _line(console, f"  {self._named(difference)}")
+            _line(console, f"  {self._name_of(difference)}")
 
-    def _named(self, difference: TracedDifference) -> str:
+    def _name_of(self, difference: TracedDifference) -> str:
         return (
-            f"{difference.module}: {self._described(difference)}"
+            f"{difference.module}: {self._describe(difference)}"
             if difference.module
-            else self._described(difference)
+            else self._describe(difference)
         )
 
-    def _described(self, difference: TracedDifference) -> str:
+    def _describe(self, difference: TracedDifference) -> str:
         from axonlaunch.diagnostics.module_trace.difference import describe_difference
 
         return describe_difference(difference, self._names)

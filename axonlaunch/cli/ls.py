@@ -116,9 +116,9 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     """
     from axonlaunch.config import ConfigError, ConfigIssue
     from axonlaunch.config.did_you_mean import unknown
-    from axonlaunch.verification.proved import proved
+    from axonlaunch.verification.proved import proved_table
 
-    table = proved()
+    table = proved_table()
     families = _like(like, table.named)
     if not families:
         raise ConfigError([ConfigIssue("", unknown("model_type", str(like), table.named))])

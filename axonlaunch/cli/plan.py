@@ -57,7 +57,7 @@ def command(
     from axonlaunch.system import forkserver
     from axonlaunch.system.files import replace_text
 
-    count = _checked(devices, write, overrides or [])
+    count = _check_options(devices, write, overrides or [])
     written = partial(
         experiment, overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
@@ -125,7 +125,7 @@ def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
             console.print(textwrap.indent(lines, "   "), markup=False)
 
 
-def _checked(devices: int | None, write: Path | None, overrides: list[str]) -> int:
+def _check_options(devices: int | None, write: Path | None, overrides: list[str]) -> int:
     """Refuse what is wrong with the options, before anything is searched; return the devices.
 
     Raises:

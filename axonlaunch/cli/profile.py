@@ -55,7 +55,7 @@ def command(
         ]
     except step_breakdown.UnreadableTraceError as error:
         raise ConfigError([ConfigIssue("", str(error))]) from error
-    predicted, reason = _predicted(config)
+    predicted, reason = _predict_parts(config)
     if as_json:
         print_json(
             {
@@ -69,7 +69,7 @@ def command(
     _show(folder, breakdowns, predicted, reason)
 
 
-def _predicted(config: RunConfig) -> tuple[dict[str, float] | None, str]:
+def _predict_parts(config: RunConfig) -> tuple[dict[str, float] | None, str]:
     """Return what ``plan`` predicts of the run's step, in the same parts, or why it does not."""
     from axonlaunch.config import ConfigError
     from axonlaunch.launch.output.spinner import spinner

@@ -48,7 +48,7 @@ def command(
     """Draw the pipeline schedule."""
     from axonlaunch.config.layout import Layout, num_ranks
 
-    config = _checked(overrides or [], config_name, config_dir or [])
+    config = _load_pipeline(overrides or [], config_name, config_dir or [])
     layout = Layout.of(config, world_size=num_ranks(config))
     if plot is not None:
         check_plot(plot)
@@ -65,7 +65,9 @@ def command(
     times = timeline(
         schedule, forward=1 / schedule.stages_per_rank, backward=2 / schedule.stages_per_rank
     )
-    stats = _traced(config, schedule) if memory else PipelineMemoryStats.from_schedule(schedule)
+    stats = (
+        _trace_memory(config, schedule) if memory else PipelineMemoryStats.from_schedule(schedule)
+    )
     if plot is not None:
         from axonlaunch.engines.pipeline.timeline_plot import draw_timeline
 
@@ -76,7 +78,7 @@ def command(
         _show(schedule, layout, times, stats, plot)
 
 
-def _checked(overrides: list[str], config_name: str, config_dirs: list[Path]) -> RunConfig:
+def _load_pipeline(overrides: list[str], config_name: str, config_dirs: list[Path]) -> RunConfig:
     """Return the configuration of a pipeline, with as many ranks as its degrees need.
 
     No accelerators are counted: the schedule is the same whatever this node has.
@@ -99,7 +101,7 @@ def _checked(overrides: list[str], config_name: str, config_dirs: list[Path]) ->
     return config
 
 
-def _traced(config: RunConfig, schedule: PipelineSchedule) -> PipelineMemoryStats:
+def _trace_memory(config: RunConfig, schedule: PipelineSchedule) -> PipelineMemoryStats:
     """Return the statistics of a schedule with the bytes of activations, from a traced step."""
     from axonlaunch.config import with_values
     from axonlaunch.planning.estimate import cached_estimate

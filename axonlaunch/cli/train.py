@@ -126,7 +126,7 @@ def command(
             runs = Runs.load(request, environment.of_node(), options)
             for config, chosen in runs:
                 launch = launch_function(config)
-                runs.ended(*launch(config, chosen))
+                runs.record_end(*launch(config, chosen))
             status, summaries = runs.status, runs.summaries
     if as_json:
         if multirun:

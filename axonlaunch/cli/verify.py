@@ -119,7 +119,7 @@ def _show(verdict: ParityResult, console: Console, *, features: bool) -> None:
     console.print(f"{verdict.layout} vs. single process, {steps}", markup=False)
     if verdict.failure is None:
         console.print(_table(verdict))
-        console.print(_proved(verdict), markup=False, soft_wrap=True)
+        console.print(_coverage_text(verdict), markup=False, soft_wrap=True)
     else:
         console.print(verdict.failure, markup=False, soft_wrap=True)
     for feature, how in verdict.features.items() if features else ():
@@ -154,7 +154,7 @@ def _table(verdict: ParityResult) -> Table:
     return table
 
 
-def _proved(verdict: ParityResult) -> str:
+def _coverage_text(verdict: ParityResult) -> str:
     """Say how many parameters the comparison says something about, and which it does not."""
     proved = (
         f"{verdict.parameters_with_gradient} of {verdict.parameters} parameters got a gradient, "

@@ -246,11 +246,14 @@ class _Listeners:
         sockets = {number for number, kind in made.items() if kind.startswith("socket:")}
         # Another thread may have opened a port at the same time; gloo's own are in a new loop.
         self._listening = {
-            number: loop for loop in loops for number in _watched(loop) if number in sockets
+            number: loop
+            for loop in loops
+            for number in _watched_descriptors(loop)
+            if number in sockets
         }
         self.addresses = []
         for number in self._listening:
-            with _borrowed(number) as listener:
+            with _borrow_socket(number) as listener:
                 self.addresses.append("{}:{}".format(*listener.getsockname()[:2]))
 
     def __enter__(self) -> None:
@@ -258,19 +261,19 @@ class _Listeners:
 
     def __exit__(self, *error: object) -> None:
         for number, loop in self._listening.items():
-            with select.epoll.fromfd(os.dup(loop)) as events, _borrowed(number) as listener:
+            with select.epoll.fromfd(os.dup(loop)) as events, _borrow_socket(number) as listener:
                 events.unregister(number)
                 listener.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
-def _borrowed(number: int) -> Iterator[socket.socket]:
+def _borrow_socket(number: int) -> Iterator[socket.socket]:
     """Use another's socket, which stays open."""
     with socket.socket(fileno=os.dup(number)) as borrowed:
         yield borrowed
 
 
-def _watched(loop: int) -> list[int]:
+def _watched_descriptors(loop: int) -> list[int]:
     """Return the descriptors that an epoll waits for (proc_pid_fdinfo(5))."""
     lines = Path(f"/proc/self/fdinfo/{loop}").read_text().splitlines()
     return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]

@@ -186,7 +186,7 @@ def meet_at(host: str, port: int, *, listens: bool, timeout: timedelta) -> dist.
 def is_own(host: str) -> bool:
     """Say whether a host is this node, by trying to be it."""
     try:
-        family, address = _resolved(host, 0)
+        family, address = _resolve_address(host, 0)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind(address)
     except OSError:
@@ -194,7 +194,7 @@ def is_own(host: str) -> bool:
     return True
 
 
-def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+def _resolve_address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     """Return what a socket connects to, by IPv4 where a host has both.
 
     Raises:
@@ -212,7 +212,7 @@ def listen(host: str, port: int) -> socket.socket:
         ValueError: The address is not this node's, or the port is taken.
     """
     try:
-        family, address = _resolved(host, port)
+        family, address = _resolve_address(host, port)
     except OSError as error:
         raise ValueError(f"MASTER_ADDR={host}: {error.strerror or error}") from error
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -261,7 +261,7 @@ def interface_towards(host: str) -> str | None:
     if is_loopback(host):
         return next((name for name in ("lo", "lo0") if name in names), None)
     try:
-        family, address = _resolved(host, 9)
+        family, address = _resolve_address(host, 9)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # of datagrams: nothing is sent
             own = probe.getsockname()[0].partition("%")[0]

@@ -34,12 +34,12 @@ __all__ = [
     "import_code",
     "load",
     "meant_below_runs",
-    "parsed",
+    "parse_frozen",
     "read",
     "with_values",
     "to_tree",
     "to_yaml",
-    "typed",
+    "type_config",
 ]
 
 
@@ -64,7 +64,7 @@ def load(
         ConfigError: Everything that is wrong and can be detected without torch, all at once.
     """
     composed = compose(overrides, config_name=config_name, config_dirs=config_dirs)
-    return typed(composed.tree, composed.problems, origins=composed.origins)
+    return type_config(composed.tree, composed.problems, origins=composed.origins)
 
 
 def compose(
@@ -121,7 +121,7 @@ def _of_ours() -> Composer:
     return composer_of()
 
 
-def typed(
+def type_config(
     tree: dict[str, Any],
     problems: Sequence[ConfigIssue] = (),
     *,
@@ -222,7 +222,7 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
     tree = _read_tree(text, name=str(file))
     if not trusted and (problems := foreign_code(tree, text, file=str(file))):
         raise ConfigError(problems)
-    return typed(tree, _import_plugins(tree))
+    return type_config(tree, _import_plugins(tree))
 
 
 def meant_below_runs(path: Path) -> str:
@@ -231,14 +231,14 @@ def meant_below_runs(path: Path) -> str:
     return f"; did you mean {run}?" if (run / CONFIG).is_file() else ""
 
 
-def parsed(text: str, *, name: str = "the frozen configuration") -> RunConfig:
+def parse_frozen(text: str, *, name: str = "the frozen configuration") -> RunConfig:
     """Read the text of a ``config.yaml`` that this very run has frozen, and import what it names.
 
     Raises:
         ConfigError: It does not fit this version's schema.
     """
     tree = _read_tree(text, name=name)
-    return typed(tree, _import_plugins(tree))
+    return type_config(tree, _import_plugins(tree))
 
 
 def _read_tree(text: str, *, name: str) -> dict[str, Any]:

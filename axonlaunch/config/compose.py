@@ -125,10 +125,10 @@ class Composer:
         self._check_primary(config_name)
         asked, problems = self.sort_overrides(overrides, config_name)
         with as_config_errors():
-            unregistered = self._unregistered(self._files, config_name, asked.groups)
+            unregistered = self._unregistered_options(self._files, config_name, asked.groups)
             absent = [f"{group}/{name}" for group, name in unregistered.items()]
             files = self._files.without_optional(config_name, asked.groups, absent)
-            unregistered = self._unregistered(files, config_name, asked.groups)
+            unregistered = self._unregistered_options(files, config_name, asked.groups)
             composed = files.compose(config_name, asked.groups, asked.values)
             tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
         assert isinstance(tree, dict)
@@ -267,7 +267,7 @@ class Composer:
         message = f"there is no such option; {meant}known: {', '.join(options)}{own}"
         return ConfigIssue(group, message, value)
 
-    def _unregistered(
+    def _unregistered_options(
         self, files: HydraFiles, config_name: str, groups: Sequence[Any]
     ) -> dict[str, str]:
         """Return ``{group: option}`` of what files name, and nobody has a file for or registers."""

@@ -142,7 +142,7 @@ class HydraFiles:
         """
         key = _key(config_name, groups)
         if key not in self._trees:
-            self._trees[key] = self._merged(config_name, self.chosen(config_name, groups))
+            self._trees[key] = self._merge_files(config_name, self.chosen(config_name, groups))
         tree = copy.deepcopy(self._trees[key])
         for override in values:
             if not override.is_delete() and isinstance(override.value(), list):
@@ -169,7 +169,7 @@ class HydraFiles:
             )
         return self._lists[key]
 
-    def _merged(self, config_name: str, files: list[Any]) -> Any:
+    def _merge_files(self, config_name: str, files: list[Any]) -> Any:
         from omegaconf import OmegaConf
 
         repository = self._repository(config_name)

@@ -64,24 +64,24 @@ def _keys(config: Any, prefix: str) -> Iterator[Key]:
             for number, item in enumerate(value):
                 yield from _keys(item, f"{name}[{number}].")
         else:
-            allowed = _allowed(hints[spec.name], spec.metadata)
+            allowed = _allowed_values(hints[spec.name], spec.metadata)
             yield Key(name, value, allowed, meanings.get(spec.name, ""))
 
 
-def _allowed(hint: Any, limits: Mapping[str, Any]) -> str:
+def _allowed_values(hint: Any, limits: Mapping[str, Any]) -> str:
     if "allowed" in limits:
         return str(limits["allowed"])
     if "names" in limits:
         return " | ".join([*limits["names"].names(), "null"])
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " | ".join(_allowed(option, limits) for option in inside)
+        return " | ".join(_allowed_values(option, limits) for option in inside)
     if origin is Literal:
         return " | ".join(plain(choice) for choice in inside)
     if origin in (list, tuple):
-        return f"list of {_allowed(inside[0], limits)}"
+        return f"list of {_allowed_values(inside[0], limits)}"
     if origin is dict:
-        return f"keys, each with {_allowed(inside[1], limits)}"
+        return f"keys, each with {_allowed_values(inside[1], limits)}"
     allowed = _TYPES.get(hint, "a group of keys")
     if hint in (int, float):
         bounds = [

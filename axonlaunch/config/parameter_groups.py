@@ -120,7 +120,7 @@ def group_problems(config: Any, parameters: Iterable[ParameterFacts]) -> Iterato
         key = f"optimizer.groups.{pattern}"
         matched = [candidate for candidate in parameters if fnmatchcase(candidate.name, pattern)]
         if not matched:
-            message = f"matches no parameter that is trained{unmatched(pattern, names)}"
+            message = f"matches no parameter that is trained{explain_unmatched(pattern, names)}"
             yield ConfigIssue(key, message)
         flat = [candidate.name for candidate in matched if len(candidate.shape) != 2]
         if options.get("algorithm") == "muon" and flat:
@@ -136,7 +136,7 @@ def group_problems(config: Any, parameters: Iterable[ParameterFacts]) -> Iterato
             yield ConfigIssue("optimizer.name", message, "muon")
 
 
-def unmatched(pattern: str, names: list[str]) -> str:
+def explain_unmatched(pattern: str, names: list[str]) -> str:
     """Say which name, beginning or ending a pattern that matches nothing was probably meant for."""
     ends = {
         end

@@ -52,7 +52,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         return [ConfigIssue("launch.nnodes", message, config.launch.nnodes)]
     problems = [
         *_name(config),
-        *_unused(config),
+        *_unused_settings(config),
         *_parameters_in_bf16(config),
         *_compile_mode(config),
         *_attention_kernel(config),
@@ -122,7 +122,7 @@ def _name(config: RunConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue(key, message, path)
 
 
-def _unused(config: RunConfig) -> Iterator[ConfigIssue]:
+def _unused_settings(config: RunConfig) -> Iterator[ConfigIssue]:
     """A setting of an engine that is not the chosen one would silently do nothing."""
     name, chosen = config.strategy.data_parallel or DEFAULT, data_parallel_facts(config.strategy)
     sections: dict[str, str] = {}

@@ -28,11 +28,11 @@ def foreign_code(tree: dict[str, Any], text: str, *, file: str) -> list[ConfigIs
             f"{file}:{line_of(text, key)}: {ConfigIssue(key, f'would {verb}', value)}; "
             "add --trust if you trust who wrote it",
         )
-        for key, value, verb in _named(tree)
+        for key, value, verb in _named_code(tree)
     ]
 
 
-def _named(tree: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _named_code(tree: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield key, value, and what would be done with it."""
     plugins = tree.get("plugins") or []
     for module in plugins if isinstance(plugins, list) else [plugins]:

@@ -119,7 +119,7 @@ class _Walk:
             return typed
         if "variants" in facts:
             return self._variant(value, facts["variants"], spec, key)
-        if (nested := _nested(hint, value)) is not None:
+        if (nested := _nested_dataclass(hint, value)) is not None:
             return self.dataclass(value, nested, key)
         if isinstance(value, str) and (reason := facts.get("refused", {}).get(value)):
             raise Rejected(reason)
@@ -182,7 +182,7 @@ class _Walk:
             group = {"name": item} if isinstance(item, str) else item
             if isinstance(group, dict) and "target" in group:
                 group = {"name": "custom", **group}
-            if message := _unnamed(group, key, variants):
+            if message := _explain_unnamed(group, key, variants):
                 self._add(f"{key}[{number}]", message, item)
             else:
                 typed.append(self._variant(group, variants, None, f"{key}[{number}]"))
@@ -192,7 +192,7 @@ class _Walk:
         self.problems.append(ConfigIssue(key, message, value))
 
 
-def _unnamed(group: Any, key: str, variants: Registry[Any, Any]) -> str:
+def _explain_unnamed(group: Any, key: str, variants: Registry[Any, Any]) -> str:
     """Say how an item of a list is written that names no entry, or code as if it were one."""
     own = f"{{target: package.module:Class}} is your own {variants.kind}"
     if not isinstance(group, dict):
@@ -249,7 +249,7 @@ def _default(spec: Any) -> Any:
     return spec.default_factory() if spec.default is MISSING else spec.default
 
 
-def _nested(hint: Any, value: Any) -> type | None:
+def _nested_dataclass(hint: Any, value: Any) -> type | None:
     """Return the dataclass that a hint names, unless the value is the null that it allows."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     candidates = [option for option in options if dataclasses.is_dataclass(option)]
@@ -295,7 +295,7 @@ def _paths(schema: type, prefix: str = "") -> list[str]:
     for spec in dataclasses.fields(schema):
         key = f"{prefix}{spec.name}"
         paths.append(key)
-        nested = _nested(hints[spec.name], {})
+        nested = _nested_dataclass(hints[spec.name], {})
         variants = spec.metadata.get("variants")
         options = [*variants.configs().values()] if variants else [nested] if nested else []
         for option in options:

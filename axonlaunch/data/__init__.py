@@ -50,14 +50,14 @@ def build_dataset(
     facts = DATASETS.facts(config.name)
     if facts is None or not facts.takes_tokenizer:
         made = build(config)
-        return made if DATASETS.is_included(config.name) else _adapted(made, config)
+        return made if DATASETS.is_included(config.name) else _as_dataset(made, config)
     from axonlaunch.data.learned_tokenizer import load_or_learn
 
     made_by = load_or_learn(tokenizer or TokenizerConfig(), config, report=report)
     return build(config, made_by, report=report)
 
 
-def _adapted(made: Any, config: Any) -> Dataset:
+def _as_dataset(made: Any, config: Any) -> Dataset:
     """Return what a registered builder made in the form of a dataset.
 
     Raises:

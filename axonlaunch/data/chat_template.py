@@ -71,7 +71,7 @@ class ChatTemplate:
         pairs = zip(chats, texts, strict=True)
         good = [(chat, text) for chat, text in pairs if not isinstance(text, BadRow)]
         by_marks = self._marks_assistant and self._has_marks
-        written = iter(self._marked(good) if by_marks else self._by_turns(good))
+        written = iter(self._mark_tokens(good) if by_marks else self._by_turns(good))
         return [text if isinstance(text, BadRow) else next(written) for text in texts]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -135,7 +135,7 @@ class ChatTemplate:
         except ValueError:
             return False
 
-    def _marked(self, chats: Sequence[tuple[Chat, str]]) -> Iterator[Written]:
+    def _mark_tokens(self, chats: Sequence[tuple[Chat, str]]) -> Iterator[Written]:
         """Yield tokens by the template's marks; chats that have the same tools go together."""
         for tools, group in itertools.groupby((chat for chat, _ in chats), lambda one: one.tools):
             rendered = self._tokenizer.apply_chat_template(

@@ -77,7 +77,7 @@ class TextMix:
         firsts = self._first["eval"].tolist()
         parts = zip(self._names, firsts, firsts[1:], strict=False)
         self.eval_parts = {name: range(start, end) for name, start, end in parts if start < end}
-        self.notes = (*self._mixed(counts), *self._of_sources())
+        self.notes = (*self._describe_mix(counts), *self._of_sources())
 
     @property
     def num_samples(self) -> int:
@@ -153,7 +153,7 @@ class TextMix:
             )
         return owners, rows
 
-    def _mixed(self, counts: Sequence[int]) -> Iterator[str]:
+    def _describe_mix(self, counts: Sequence[int]) -> Iterator[str]:
         """Say what the mix is of."""
         shares = [
             f"{count / self.num_samples:.1%} {name} ({count / source.num_samples:.3g} epochs)"

@@ -71,7 +71,7 @@ def _read(root: Path, eval_fraction: float) -> tuple[Bytes, Bytes]:
             f"all {len(train) + len(held_out)} files fall on one side; use a share nearer 0.05"
         )
         raise ConfigError([ConfigIssue("data.eval_fraction", message, eval_fraction)])
-    return _joined(train), _joined(held_out)
+    return _join_files(train), _join_files(held_out)
 
 
 def _source_files(root: Path) -> list[str]:
@@ -90,5 +90,5 @@ def _share(name: str) -> float:
     return int.from_bytes(blake2b(name.encode(), digest_size=6).digest()) / 2**48
 
 
-def _joined(contents: list[bytes]) -> Bytes:
+def _join_files(contents: list[bytes]) -> Bytes:
     return np.frombuffer(b"\n".join(contents), dtype=np.uint8)

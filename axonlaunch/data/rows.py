@@ -115,7 +115,7 @@ class RowReader:
         if form in (".parquet", ".arrow"):
             yield from self._of_tables(form)
             return
-        stream = self._decompressed(stack)
+        stream = self._open_decompressed(stack)
         if form in (".csv", ".tsv"):
             yield from self._of_csv(stream, "\t" if form == ".tsv" else ",")
         elif form == ".txt":
@@ -125,7 +125,7 @@ class RowReader:
         else:
             yield from self._of_lines(stream)
 
-    def _decompressed(self, stack: ExitStack) -> io.BufferedReader:
+    def _open_decompressed(self, stack: ExitStack) -> io.BufferedReader:
         raw, compression = self._raw, self._source.compression
         assert raw is not None
         opened: Any = raw
@@ -188,7 +188,7 @@ class RowReader:
                 raise UnreadableFileError(message)
             for row in rows:
                 self._note_position()
-                yield rows.line_num, _checked(row, columns=len(rows.fieldnames or ()))
+                yield rows.line_num, _check_row(row, columns=len(rows.fieldnames or ()))
 
     def _of_tables(self, form: str) -> Iterator[tuple[int, Row | BadRow]]:
         for first, batch in self._tables(form):
@@ -258,7 +258,7 @@ def _no_object(row: Any) -> BadRow:
     return BadRow(f"is {type(row).__name__}, not an object with fields")
 
 
-def _checked(row: dict[Any, Any], *, columns: int) -> Row | BadRow:
+def _check_row(row: dict[Any, Any], *, columns: int) -> Row | BadRow:
     """Return a row of CSV, or why it is none."""
     if None in row:
         return BadRow(f"has {columns + len(row[None])} columns, and the header {columns}")

@@ -183,7 +183,7 @@ class ShardMaker:
         encoding = None
         # A chunk is encoded, outside of Python's lock, while the next one is read.
         for chunk in itertools.chain(opened.chunks(progress), [None]):
-            after = None if chunk is None else pool.submit(_encoded, chunk, self._encoder)
+            after = None if chunk is None else pool.submit(_encode_chunk, chunk, self._encoder)
             if encoding is not None:
                 done, encoded, bad = encoding.result()
                 where = f"{source.name}, {opened.reader.what}"
@@ -270,7 +270,7 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-def _encoded(chunk: _Chunk, encoder: Encoder) -> tuple[_Chunk, Encoded, list[tuple[int, str]]]:
+def _encode_chunk(chunk: _Chunk, encoder: Encoder) -> tuple[_Chunk, Encoded, list[tuple[int, str]]]:
     """Return a chunk, its documents with their rows' numbers, and what is wrong by number."""
     good = [(number, row) for number, row in chunk.rows if not isinstance(row, BadRow)]
     bad = [(number, row.reason) for number, row in chunk.rows if isinstance(row, BadRow)]

@@ -30,7 +30,7 @@ from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.shuffle import Indices, permute
 from axonlaunch.data.sources import find_sources
-from axonlaunch.data.text_rows import TextRows, corpus, explained, refuse_overlap
+from axonlaunch.data.text_rows import TextRows, corpus, explain_failures, refuse_overlap
 from axonlaunch.data.token_cache import Shard
 from axonlaunch.data.tokenizer import Tokenizer
 from axonlaunch.system.files import replace_text
@@ -75,7 +75,7 @@ class ShardedRows:
         refuse_overlap(config, sources)
         self._corpus = corpus(config, sources, tokenizer, report)
         # It is at hand for good: what is held out is of it, which another thread evaluates.
-        self._first = self._filled(0, held_out=config.held_out)
+        self._first = self._rows_of_shard(0, held_out=config.held_out)
         if not self._first.num_samples:
             message = "the first shard has no row to train on; data.shuffle=all takes all files"
             raise ConfigError([ConfigIssue("data.files", message, config.files)])
@@ -117,7 +117,7 @@ class ShardedRows:
 
     def summaries(self) -> dict[str, TextSummary]:
         """Count what there is of all shards, which are tokenised for it."""
-        with explained(self._config):
+        with explain_failures(self._config):
             shards = range(len([*self._corpus]))
         summaries = [self._rows(shard).summaries()[""] for shard in shards]
         return {"": TextSummary.together(summaries)}
@@ -153,18 +153,18 @@ class ShardedRows:
         if shard in self._open:
             self._open.move_to_end(shard)
             return self._open[shard]
-        rows = self._open[shard] = self._filled(shard, held_out=0)
+        rows = self._open[shard] = self._rows_of_shard(shard, held_out=0)
         if len(self._open) > _OPEN:
             self._open.popitem(last=False)
         return rows
 
-    def _filled(self, number: int, *, held_out: int | float | list[str]) -> TextRows:
+    def _rows_of_shard(self, number: int, *, held_out: int | float | list[str]) -> TextRows:
         """Return the rows of a shard, tokenised if it is not yet.
 
         Raises:
             ConfigError: It can't be.
         """
-        with explained(self._config):
+        with explain_failures(self._config):
             shard = self._corpus.shard(number)
         assert shard is not None
         config = replace(self._config, held_out=held_out)
@@ -174,7 +174,7 @@ class ShardedRows:
         """Count shards until one has a row; return whether there is such a row in a pass."""
         while self._first_rows[-1] <= row:
             number = len(self._first_rows) - 1
-            with explained(self._config):
+            with explain_failures(self._config):
                 shard = self._corpus.shard(number)
             if shard is None:
                 return False
@@ -207,16 +207,16 @@ class ShardedRows:
     def _row_at(self, position: int, seed: int) -> int:
         if self._know(position):
             shard, place = self._place(position)
-            return self._shuffled(shard, place, 0, seed)
+            return self._shuffled_place(shard, place, 0, seed)
         epoch, place = divmod(position, self._first_rows[-1])
         sizes = np.diff(self._first_rows)
         shards = permute(np.arange(len(sizes)), size=len(sizes), key=(seed, _SHARDS_KEY, epoch))
         ends = np.cumsum(sizes[shards])
         number = int(np.searchsorted(ends, place, side="right"))
         shard = int(shards[number])
-        return self._shuffled(shard, place - int(ends[number] - sizes[shard]), epoch, seed)
+        return self._shuffled_place(shard, place - int(ends[number] - sizes[shard]), epoch, seed)
 
-    def _shuffled(self, shard: int, place: int, epoch: int, seed: int) -> int:
+    def _shuffled_place(self, shard: int, place: int, epoch: int, seed: int) -> int:
         first, end = self._first_rows[shard : shard + 2]
         key = (seed, _ROWS_KEY, epoch, shard)
         return first + int(permute(np.array([place]), size=end - first, key=key)[0])

@@ -48,7 +48,7 @@ class Untokenised:
     kind: Kind = "tokens"
 
 
-def untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Untokenised:
+def find_untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Untokenised:
     """Look at all that is cheap to look at.
 
     Raises:
@@ -115,9 +115,9 @@ class TextRows:
         if shards is None:
             sources = find_sources(config.files)
             refuse_overlap(config, sources)
-            with explained(config):
+            with explain_failures(config):
                 shards = [*corpus(config, sources, tokenizer, report)]
-        with explained(config):
+        with explain_failures(config):
             self._shards: list[Shard] = [*shards, *corpus(config, eval_sources, tokenizer, report)]
         train_shards = len(shards)
         self._first_token = np.cumsum([0, *(shard.progress.tokens for shard in self._shards)])
@@ -213,7 +213,7 @@ class TextRows:
         number = int(np.searchsorted(self._first_token, start, side="right")) - 1
         shard, first = self._shards[number], start - int(self._first_token[number])
         tokens = shard.tokens()[first : first + count].astype(np.int64)
-        counted = shard.counted()
+        counted = shard.counted_tokens()
         if counted is None:
             return tokens, np.ones(count, dtype=bool)
         return tokens, counted[first : first + count] != 0
@@ -329,7 +329,7 @@ def corpus(
 
 
 @contextmanager
-def explained(config: TextRowsConfig) -> Iterator[None]:
+def explain_failures(config: TextRowsConfig) -> Iterator[None]:
     """Say of which key it is that a shard can't be made, and what to write instead.
 
     Raises:

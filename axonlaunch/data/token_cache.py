@@ -77,13 +77,13 @@ class Shard:
 
     def tokens(self) -> npt.NDArray[Any]:
         """Return all tokens, memory-mapped."""
-        return _mapped(str(self.folder / TOKENS_FILE), self.dtype, self.made)
+        return _map_file(str(self.folder / TOKENS_FILE), self.dtype, self.made)
 
-    def counted(self) -> npt.NDArray[Any] | None:
+    def counted_tokens(self) -> npt.NDArray[Any] | None:
         """Return for each token whether it counts; None: all do."""
         if not self.masks:
             return None
-        return _mapped(str(self.folder / COUNTED_FILE), "uint8", self.made)
+        return _map_file(str(self.folder / COUNTED_FILE), "uint8", self.made)
 
     def place(self, document: int) -> str:
         """Return the file and the row of a document."""
@@ -165,7 +165,7 @@ class Corpus:
         begins = [start.file, start.row, start.offset, shard_maker.SHARD_SIZE]
         text = json.dumps([_FORMAT, self._encoder.fingerprint, named, begins])
         complete = self._folder / hashlib.sha256(text.encode()).hexdigest()[:32]
-        while (shard := self._opened(complete)) is None:
+        while (shard := self._open_shard(complete)) is None:
             partial = complete.with_name(f"{complete.name}.partial")
             waits = Tokenising(files[start.file].name, 0.0, waits=True)
             with writer_lock(partial, waits=functools.partial(self._report, waits)) as is_current:
@@ -181,7 +181,7 @@ class Corpus:
         fraction = (before + state.fraction * size) / max(1, sum(self._sizes))
         self._report(replace(state, fraction=fraction, tokens=self._tokens + state.tokens))
 
-    def _opened(self, folder: Path) -> Shard | None:
+    def _open_shard(self, folder: Path) -> Shard | None:
         """Return a complete shard; None where it is not there, or was corrupt and is gone."""
         if not folder.is_dir():
             return None
@@ -246,7 +246,7 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 
 @functools.lru_cache(maxsize=_OPEN_SHARDS)
-def _mapped(file: str, dtype: str, made: int) -> npt.NDArray[Any]:
+def _map_file(file: str, dtype: str, made: int) -> npt.NDArray[Any]:
     del made  # of a shard in whose place another one may be by now
     if not os.stat(file).st_size:  # noqa: PTH116 - and nothing can be mapped of nothing
         return np.empty(0, dtype=dtype)

@@ -126,7 +126,7 @@ class PretrainedTokenizer:
             rows = [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts))]
         else:
             rows = self.transformers(list(texts))["input_ids"] if texts else []
-        return [np.array(self._ended(row), dtype=np.uint32) for row in rows]
+        return [np.array(self._with_end(row), dtype=np.uint32) for row in rows]
 
     def encode(self, text: str) -> list[int]:
         """Turn text into tokens, without the end that some tokenizers add."""
@@ -147,7 +147,7 @@ class PretrainedTokenizer:
             (folder / name).write_bytes(content)  # which a remote place has too
         return [*files]
 
-    def _ended(self, tokens: list[int]) -> list[int]:
+    def _with_end(self, tokens: list[int]) -> list[int]:
         missing = self.end is not None and tokens[-1:] != [self.end]
         return [*tokens, self.end] if missing and self.end is not None else tokens
 
@@ -265,7 +265,7 @@ def _read(folder: Path, contents: Mapping[str, bytes], *, path: str) -> Pretrain
         ConfigError: transformers is not installed, or can't read them.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise _refused("needs transformers; pip install 'axonlaunch[hf]'", path)
+        raise _refusal("needs transformers; pip install 'axonlaunch[hf]'", path)
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     try:
@@ -275,7 +275,7 @@ def _read(folder: Path, contents: Mapping[str, bytes], *, path: str) -> Pretrain
         return PretrainedTokenizer(contents, loaded, model_of_folder(folder))
     except Exception as error:  # parsers of others, written in several languages
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise _refused(f"can't be read: {reason}", path) from None
+        raise _refusal(f"can't be read: {reason}", path) from None
 
 
 @functools.lru_cache(maxsize=4)
@@ -299,16 +299,16 @@ def _files(path: str) -> list[Path]:
     here = Path(path).expanduser()
     if here.is_file():
         if here.name != _FILE:
-            raise _refused(f"is a file; give the folder it is in, or a {_FILE}", path)
+            raise _refusal(f"is a file; give the folder it is in, or a {_FILE}", path)
         return tokenizer_files(here.parent)
-    folder = here if here.is_dir() else _cached(path)
+    folder = here if here.is_dir() else _cached_folder(path)
     if not (files := tokenizer_files(folder)):
         message = f"has no {_FILE} or other file of a tokenizer; give a folder that has, or null"
-        raise _refused(message, path)
+        raise _refusal(message, path)
     return files
 
 
-def _cached(path: str) -> Path:
+def _cached_folder(path: str) -> Path:
     """Return the folder of a model id in the Hub's cache.
 
     Raises:
@@ -323,8 +323,8 @@ def _cached(path: str) -> Path:
     message = f"there is no such folder, seen from {Path.cwd()}"
     if not path.startswith((".", "/", "~")):  # it may be a model id
         message += f"; of a model id, run hf download {path} first"
-    raise _refused(message, path)
+    raise _refusal(message, path)
 
 
-def _refused(message: str, path: str) -> ConfigError:
+def _refusal(message: str, path: str) -> ConfigError:
     return ConfigError([ConfigIssue("tokenizer.path", message, path)])

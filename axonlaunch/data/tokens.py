@@ -27,9 +27,9 @@ class TokenFile(TokenWindows):
         Raises:
             ConfigError: A file is missing, of a wrong size, or too short for a sample.
         """
-        tokens = _mapped("data.path", config.path, config.dtype)
+        tokens = _map_file("data.path", config.path, config.dtype)
         if config.eval_path is not None:
-            train, held_out = tokens, _mapped("data.eval_path", config.eval_path, config.dtype)
+            train, held_out = tokens, _map_file("data.eval_path", config.eval_path, config.dtype)
         else:
             split = len(tokens) - round(len(tokens) * config.eval_fraction)
             train, held_out = tokens[:split], tokens[split:]
@@ -39,7 +39,7 @@ class TokenFile(TokenWindows):
         )
 
 
-def _mapped(key: str, path: str, dtype: str) -> npt.NDArray[Any]:
+def _map_file(key: str, path: str, dtype: str) -> npt.NDArray[Any]:
     file = Path(path).expanduser()
     if not file.is_file():
         reason = "is a folder; give a file" if file.is_dir() else "no such file"

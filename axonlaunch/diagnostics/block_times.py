@@ -61,7 +61,7 @@ class BlockTimes:
         self._has_stepped |= phase == "stepping"  # the first step compiles and tries kernels out
         self._phase, self._since = phase, now
 
-    def seen(self) -> list[float]:
+    def seconds_by_kind(self) -> list[float]:
         """Return seconds of waiting for data, of computing and of the rest, and 0 of no core.
 
         All are 0 until the device has done the step.

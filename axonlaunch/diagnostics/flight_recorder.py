@@ -105,7 +105,7 @@ def take() -> Record:
     return Record(begun=begun, open=tuple(first))
 
 
-def begun() -> list[tuple[int, str]]:
+def begun_collectives() -> list[tuple[int, str]]:
     """Return when each collective was begun, in nanoseconds since the epoch, and its axis."""
     return sorted((entry["time_created_ns"], entry["process_group"][1]) for entry in _entries())
 

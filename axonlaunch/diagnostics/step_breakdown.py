@@ -135,15 +135,15 @@ def _innermost(events: Sequence[Mapping[str, Any]], *, thread: tuple[Any, Any]) 
     open_: list[list[Any]] = []  # end, kind, and from when on nothing inside has covered it
     for event in sorted(operations, key=lambda e: (float(e["ts"]), -float(e["dur"]))):
         start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
-        yield from _closed(open_, start)
+        yield from _close_spans(open_, start)
         if open_:
             yield open_[-1][2], start, open_[-1][1]
         open_.append([end, _kind(event), start])
-    yield from _closed(open_, float("inf"))
+    yield from _close_spans(open_, float("inf"))
     yield from _spans(event for event in events if event.get("cat") == WAIT)
 
 
-def _closed(open_: list[list[Any]], until: float) -> Iterator[_Span]:
+def _close_spans(open_: list[list[Any]], until: float) -> Iterator[_Span]:
     while open_ and open_[-1][0] <= until:
         end, kind, covered = open_.pop()
         yield covered, end, kind

@@ -106,7 +106,7 @@ class _Samples:
         """Take what the trainer says that it does: ``reading`` is time for data."""
         self._phase = phase
 
-    def seen(self) -> list[float]:
+    def seconds_by_kind(self) -> list[float]:
         """Return the sampled seconds of each kind, and those without a core."""
         return [*self.seconds, self.queued_s]
 
@@ -165,11 +165,11 @@ class Stragglers:
             return
         # Without the other, who is slow could be the nodes' doing, and nobody could say.
         can_tell = bool(blocks) if has_device else queued_s(threading.get_native_id()) is not None
-        if not all(map(bool, _gathered(torch.tensor([int(can_tell)])))):
+        if not all(map(bool, _gather_rows(torch.tensor([int(can_tell)])))):
             return
         self._times = BlockTimes(blocks) if has_device else _Samples()
         name = socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
-        names = _gathered(torch.tensor(list(name), dtype=torch.uint8))
+        names = _gather_rows(torch.tensor(list(name), dtype=torch.uint8))
         self._nodes = [
             bytes(encoded.tolist()).decode(errors="replace").strip() for encoded in names
         ]
@@ -179,7 +179,7 @@ class Stragglers:
         if self._times is not None:
             self._times.note(phase)
 
-    def measured(self, *, step: int) -> tuple[RankTimes, Straggler] | None:
+    def compare(self, *, step: int) -> tuple[RankTimes, Straggler] | None:
         """Return what all ranks did since the last report, and who worked most; all call this.
 
         What the slowest costs is the share of time by which it works longer than the median of the
@@ -190,8 +190,8 @@ class Stragglers:
         """
         if self._times is None:
             return None
-        own = torch.tensor(self._times.seen(), dtype=torch.float64)
-        seen = [sample.tolist() for sample in _gathered(own)]
+        own = torch.tensor(self._times.seconds_by_kind(), dtype=torch.float64)
+        seen = [sample.tolist() for sample in _gather_rows(own)]
         if min(sum(seconds) for *seconds, _ in seen) < self._times.enough_s:
             return None
         self._times.clear()
@@ -209,7 +209,7 @@ class Stragglers:
             self._times.close()
 
 
-def _gathered(own: torch.Tensor) -> list[torch.Tensor]:
+def _gather_rows(own: torch.Tensor) -> list[torch.Tensor]:
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
     return gathered

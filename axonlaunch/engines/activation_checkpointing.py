@@ -99,7 +99,7 @@ def may_draw(block: nn.Module) -> bool:
 def _recomputing(forward: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
     """Return a forward that recomputes; a function of ours, for torch.compile skips torch's."""
 
-    def recomputed(*inputs: Any, **options: Any) -> Any:
+    def forward_again(*inputs: Any, **options: Any) -> Any:
         return checkpoint(forward, *inputs, **kwargs, **options)
 
-    return recomputed
+    return forward_again

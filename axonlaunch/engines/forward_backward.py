@@ -70,7 +70,7 @@ class LocalForwardBackward:
         left = -(-len(batch) // self._size)
         for micro_batch in batch.micro_batches(self._size):
             left -= 1
-            with self._synchronised(last=not left):
+            with self._synchronise(last=not left):
                 loss_of_part = self._loss(micro_batch, loss)
                 loss_of_part.backward()
             losses.append(loss_of_part.detach())
@@ -98,7 +98,7 @@ class LocalForwardBackward:
         total = loss(self._forward(*inputs, **named), batch)
         return total if batch.is_counted else total * 0
 
-    def _synchronised(self, last: bool) -> AbstractContextManager[None]:
+    def _synchronise(self, last: bool) -> AbstractContextManager[None]:
         """Replicas agree once, in the last backward; shards are reduced in each, to stay small."""
         if isinstance(self._forward, DDP) and not last:
             return self._forward.no_sync()

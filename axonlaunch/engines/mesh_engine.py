@@ -169,7 +169,7 @@ class MeshEngine:
         self._seed_draws()
         batch = self._own_part(batch)
         # Summed where the model is: the host of a GPU would have to wait for what other hosts send.
-        tokens = unwaited(self._count(batch) * int(self._reports_loss), self._world.device)
+        tokens = push_to(self._count(batch) * int(self._reports_loss), self._world.device)
         counting = self._sum_async(tokens)
         factor: Tensor | None = None
 
@@ -231,7 +231,7 @@ class MeshEngine:
         if not self._reports_loss:
             return torch.zeros(2, dtype=torch.float64, device=self._world.device)
         total = torch.stack([loss.double() for loss in losses]).sum()
-        return torch.stack([total, unwaited(self._count(batch).double(), total.device)])
+        return torch.stack([total, push_to(self._count(batch).double(), total.device)])
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ class MeshEngine:
             )
         overflowed = None
         if self._scale is not None and norm is not None:
-            overflowed = self._scale.update(unwaited(~torch.isfinite(norm), self._world.device))
+            overflowed = self._scale.update(push_to(~torch.isfinite(norm), self._world.device))
         self._update.apply(
             rate=lambda peak: self._rule.rate(self.step - 1, peak=peak), unless=overflowed
         )
@@ -384,7 +384,7 @@ class MeshEngine:
         return work
 
 
-def unwaited(value: Tensor, device: torch.device) -> Tensor:
+def push_to(value: Tensor, device: torch.device) -> Tensor:
     """Return a value of the host on a device, without waiting for what the device still computes.
 
     Pageable memory is copied once the device has done everything before it: the host would then

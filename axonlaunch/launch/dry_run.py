@@ -96,10 +96,10 @@ def _dry_run(config: RunConfig, options: LaunchOptions, *, missing: list[ConfigI
         if not finished:
             check_function(config)(config, options)
     proof = foresee_proof(context, ready)
-    return DryRun(ready, _estimated(context, ready), issues, proof, finished)
+    return DryRun(ready, _estimate(context, ready), issues, proof, finished)
 
 
-def _estimated(context: ForkServerContext, config: RunConfig) -> Forecast:
+def _estimate(context: ForkServerContext, config: RunConfig) -> Forecast:
     """Estimate a run; of one that can't be traced, its states alone."""
     try:
         return forecast(context, config)
@@ -114,7 +114,7 @@ def _missing(composed: Composed) -> list[ConfigIssue]:
     if naming_files(composed.tree) == composed.tree:
         return []
     try:
-        configuration.typed(composed.tree, composed.problems, origins=composed.origins)
+        configuration.type_config(composed.tree, composed.problems, origins=composed.origins)
     except ConfigError as error:
         return [problem for problem in error.problems if problem.key.startswith("data.")]
     return []

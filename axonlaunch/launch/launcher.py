@@ -77,15 +77,15 @@ def launcher(name: str) -> Launcher:
 
 def check_function(config: RunConfig) -> Check:
     """Import and return what checks a run."""
-    return cast("Check", _imported(launcher(launcher_of(config)).check))
+    return cast("Check", _import_function(launcher(launcher_of(config)).check))
 
 
 def launch_function(config: RunConfig) -> Launch:
     """Import and return what launches a run."""
-    return cast("Launch", _imported(launcher(launcher_of(config)).launch))
+    return cast("Launch", _import_function(launcher(launcher_of(config)).launch))
 
 
-def _imported(function: str | Callable[..., Any]) -> Callable[..., Any]:
+def _import_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
     target: Callable[..., Any] = load_target(function) if isinstance(function, str) else function
     return target
 

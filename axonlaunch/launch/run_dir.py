@@ -87,12 +87,12 @@ def open_run_dir(
             run keeps its checkpoints where this one does.
     """
     try:
-        config = _with_threads(_named(config), sharing)
+        config = _with_threads(_make_folder(config), sharing)
         folder = Path(config.run_dir)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise _cannot_create(error) from None
-    with _held(folder), lock_checkpoints(config, makes=not is_submitted):
+    with _hold(folder), lock_checkpoints(config, makes=not is_submitted):
         given, config = config.checkpoint.resume, _with_resume(config)
         if given != config.checkpoint.resume:
             announce(f"{config.name} has checkpoints of its own: resuming from them, not {given}")
@@ -112,7 +112,7 @@ def open_run_dir(
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _hold(folder: Path) -> Iterator[None]:
     """Hold a run's folder, which the kernel lets go of however the process ends.
 
     Raises:
@@ -165,7 +165,7 @@ def check_run_dir(config: RunConfig) -> None:
         folder = Path(config.run_dir)
         _refuse_overwriting(config)
         if (folder / "logs").exists():
-            with _held(folder):
+            with _hold(folder):
                 pass
     with lock_checkpoints(config):
         pass
@@ -321,7 +321,7 @@ def _cannot_create(error: OSError) -> ConfigError:
     return ConfigError([ConfigIssue("run_dir", message)])
 
 
-def _named(config: RunConfig) -> RunConfig:
+def _make_folder(config: RunConfig) -> RunConfig:
     """Resolve ``name`` and ``run_dir``, and make the folder."""
     if config.name == config.run_dir == "auto":
         folder = create_unique(default_name(config))

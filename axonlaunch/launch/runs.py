@@ -68,7 +68,7 @@ class Request:
             overrides, config_name=self.config_name, config_dirs=self.config_dirs
         )
 
-    def composed(
+    def compose_run(
         self, overrides: Sequence[str], environment: ClusterEnvironment, config: RunConfig
     ) -> Composed:
         """Return what the files, the overrides and the environment say of a run.
@@ -151,7 +151,7 @@ class Runs:
 
         loaded = load_all(request, load=load)
         composed = [
-            request.composed(overrides, environment, config) for overrides, config in loaded
+            request.compose_run(overrides, environment, config) for overrides, config in loaded
         ]
         return cls(loaded, options, composed)
 
@@ -160,7 +160,7 @@ class Runs:
         """The first exit status that is not 0."""
         return next((status for status in self._statuses if status), 0)
 
-    def ended(self, status: int, summary: dict[str, Any] | None) -> None:
+    def record_end(self, status: int, summary: dict[str, Any] | None) -> None:
         """Record how the last launched run ended."""
         self._statuses.append(status)
         if summary is not None:
@@ -173,7 +173,7 @@ class Runs:
             ConfigError: One can't be run; none was launched.
         """
         if not launcher(self.launcher_name()).on_this_node:
-            for config in checked(self.loaded, self.options):
+            for config in check_all(self.loaded, self.options):
                 yield config, self._options(0)
                 if self.status:
                     return
@@ -206,21 +206,21 @@ class Runs:
         if (summary := run_dir.finished_summary(loaded)) is None:
             with spinner("checking") as show:
                 options = dataclasses.replace(self._options(0), show=show)
-                [config] = checked(self.loaded, options)
-            [proof] = self._proved([config])
+                [config] = check_all(self.loaded, options)
+            [proof] = self._prove_layouts([config])
             yield config, dataclasses.replace(self._options(0), proof=proof)
             return
         print(run_dir.finished_text(loaded, summary), file=self._stream)
-        self.ended(0, summary)
+        self.record_end(0, summary)
 
     def _each(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
         """Yield a sweep's runs but for those that were done before, and compare all at the end."""
         before = [run_dir.finished_summary(config) for _, config in self.loaded]
         with spinner("checking"):
             pairs = zip(self.loaded, before, strict=True)
-            runs = checked([run for run, summary in pairs if summary is None], self.options)
-        left = zip(runs, self._proved(runs), strict=True)
-        varied = sweep.varied([overrides for overrides, _ in self.loaded])
+            runs = check_all([run for run, summary in pairs if summary is None], self.options)
+        left = zip(runs, self._prove_layouts(runs), strict=True)
+        varied = sweep.varied_overrides([overrides for overrides, _ in self.loaded])
         again = sweep.again([config for _, config in self.loaded])
         started = self.options.started
         for number, summary in enumerate(before, start=1):
@@ -232,7 +232,7 @@ class Runs:
                 is_done=summary is not None,
             )
             if summary is not None:
-                self.ended(0, summary)
+                self.record_end(0, summary)
                 continue
             config, proof = next(left)
             yield (
@@ -246,7 +246,7 @@ class Runs:
             started = time.time()
         sweep.print_sweep_table(varied, self.summaries, stream=self._stream)
 
-    def _proved(self, configs: Sequence[RunConfig]) -> list[Proof | None]:
+    def _prove_layouts(self, configs: Sequence[RunConfig]) -> list[Proof | None]:
         """Prove the layout of each run that asks for it, and say in a line what is known.
 
         Raises:
@@ -286,7 +286,7 @@ def load_all(
     return list(zip(batches, configs, strict=True))
 
 
-def checked(
+def check_all(
     loaded: Sequence[tuple[list[str], RunConfig]], options: LaunchOptions
 ) -> list[RunConfig]:
     """Let each run's launcher check and complete its configuration.
@@ -319,7 +319,7 @@ def _all(runs: Sequence[tuple[list[str], Callable[[], RunConfig]]]) -> list[RunC
         except ConfigError as error:
             if len(runs) == 1:
                 raise
-            where = sweep.written(overrides)
+            where = sweep.as_written(overrides)
             problems += [
                 dataclasses.replace(problem, key="", message=f"{where}: {problem}")
                 for problem in error.problems

@@ -54,10 +54,10 @@ def construct(config: Any, *, seed: int) -> nn.Module:
     spec = spec_for(config)
     if spec.initializers is not None:
         with torch.device("meta"):
-            return _built(spec, config)
+            return _call_builder(spec, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _built(spec, config)
+        return _call_builder(spec, config)
 
 
 def on_meta(config: Any, *, seed: int) -> nn.Module:
@@ -71,14 +71,14 @@ def on_meta(config: Any, *, seed: int) -> nn.Module:
     refuse_problems(config)
     try:
         with torch.device("meta"):
-            return _built(spec_for(config), config)
+            return _call_builder(spec_for(config), config)
     except (RuntimeError, NotImplementedError):
         module = construct(config, seed=seed)
         materialize(module, device="meta")
         return module
 
 
-def _built(spec: ModelSpec, config: Any) -> nn.Module:
+def _call_builder(spec: ModelSpec, config: Any) -> nn.Module:
     """Call a model's builder.
 
     Raises:

@@ -26,13 +26,13 @@ def convert_module(module: nn.Module, kind: type[ModuleT], *, beneath: bool = Fa
         beneath: Whether its own forward stays, which calls that of ``kind`` as the one above it.
     """
     classes: Any = kind, type(module)
-    module.__class__ = _joined(*classes, beneath)
+    module.__class__ = _join_classes(*classes, beneath)
     assert isinstance(module, kind)
     return module
 
 
 @functools.cache
-def _joined(kind: Any, own: Any, beneath: bool) -> Any:
+def _join_classes(kind: Any, own: Any, beneath: bool) -> Any:
     if issubclass(kind, own):
         return kind
     named = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}

@@ -45,7 +45,7 @@ class Box:
         return local
 
 
-def packed(dim: int, *, pieces: int) -> Placement:
+def packed_placement(dim: int, *, pieces: int) -> Placement:
     """Return the placement of a dim that is ``pieces`` equal tensors one behind the other.
 
     Each of them is cut: of gate and up projections in one weight a rank has its part of both.

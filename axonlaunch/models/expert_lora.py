@@ -114,7 +114,7 @@ def packed_experts(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 def adapt_experts(owner: nn.Module, key: str, config: LoraConfig) -> None:
     """Add an adapter to a parameter of a module in place, without values."""
     if not isinstance(owner, LoraExperts):
-        owner.__class__ = _adapted(cast("Any", type(owner)))
+        owner.__class__ = _adapted_class(cast("Any", type(owner)))
     weight = owner._parameters[key]
     assert weight is not None
     is_transposed = bool(getattr(owner, "is_transposed", False))
@@ -122,6 +122,6 @@ def adapt_experts(owner: nn.Module, key: str, config: LoraConfig) -> None:
 
 
 @functools.cache
-def _adapted(cls: Any) -> Any:
+def _adapted_class(cls: Any) -> Any:
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "base_class": cls}
     return type(cls.__name__, (LoraExperts, cls), named)

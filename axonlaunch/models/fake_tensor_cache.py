@@ -139,7 +139,9 @@ class _Memory:
         if type(result) in (tuple, list):
             recipes = [self._recipe(mode, item, tensors) for item in result]
             made = [item for item in result if isinstance(item, FakeTensor)]
-            fresh = [item.untyped_storage() for item in made if _shared(item, tensors) is None]
+            fresh = [
+                item.untyped_storage() for item in made if _sharing_tensor(item, tensors) is None
+            ]
             if None in recipes or len({id(storage) for storage in fresh}) < len(fresh):
                 return None
             return _Parts(type(result), [part for part in recipes if part is not None])
@@ -153,7 +155,7 @@ class _Memory:
         if result.requires_grad:
             return None
         recipe = _Made(
-            _shared(result, tensors),
+            _sharing_tensor(result, tensors),
             tuple(result.shape),
             result.stride(),
             int(result.storage_offset()),
@@ -278,7 +280,7 @@ def _overlap(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     return pairs if len(storages) < len(tensors) else ()
 
 
-def _shared(result: Tensor, tensors: Sequence[Tensor]) -> int | None:
+def _sharing_tensor(result: Tensor, tensors: Sequence[Tensor]) -> int | None:
     """Return which tensor's storage a result stands in."""
     storage = result.untyped_storage()
     return next(
@@ -287,7 +289,7 @@ def _shared(result: Tensor, tensors: Sequence[Tensor]) -> int | None:
 
 
 def _same(result: FakeTensor, made: Any) -> bool:
-    def described(tensor: Any) -> Any:
+    def describe(tensor: Any) -> Any:
         return (
             tensor.storage_offset(),
             tensor.untyped_storage().nbytes(),
@@ -295,7 +297,7 @@ def _same(result: FakeTensor, made: Any) -> bool:
             dispatch_keys(tensor),
         )
 
-    return bool(described(result) == described(made))
+    return bool(describe(result) == describe(made))
 
 
 def silence_fake_tensors() -> None:

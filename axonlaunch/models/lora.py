@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.adapter import MAGNITUDE, LoraConfig
-from axonlaunch.config.parameter_groups import unmatched
+from axonlaunch.config.parameter_groups import explain_unmatched
 from axonlaunch.models.dora import LoraMagnitude, adapted_norms, fill_magnitudes
 from axonlaunch.models.expert_lora import ExpertMatrices, LoraExperts, adapt_experts, packed_experts
 from axonlaunch.models.initialization import Constant, Initializer, Uniform
@@ -63,9 +63,9 @@ class LoraLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
-        return self.adapted(super().forward(x), x, self._read)
+        return self.adapt(super().forward(x), x, self._read)
 
-    def adapted(
+    def adapt(
         self,
         output: Tensor,
         x: Tensor,
@@ -115,7 +115,7 @@ def add_adapters(module: nn.Module, config: LoraConfig, spec: ModelSpec) -> None
     for name, layer in _linear_layers(module, spec).items():
         if _is_target(name, config, spec):
             inputs, outputs = _sizes(layer)
-            layer.__class__ = _adapted(cast("Any", type(layer)))
+            layer.__class__ = _adapted_classes(cast("Any", type(layer)))
             lora = cast("LoraLayer", layer)
             lora.lora_A = LoraMatrix(inputs, config.rank, bias=False)
             lora.lora_B = LoraMatrix(config.rank, outputs, bias=False)
@@ -222,7 +222,7 @@ def _why_none(
             return f"names {name}, of type {type(other).__name__}; adapters are for linear layers"
     experts = packed_experts(module)
     kinds = "linear layer" if not experts else "linear layer and no packed experts"
-    return f"matches no {kinds}{unmatched(pattern, [*layers, *experts])}"
+    return f"matches no {kinds}{explain_unmatched(pattern, [*layers, *experts])}"
 
 
 def _linear_layers(module: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
@@ -264,6 +264,6 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 @functools.cache
-def _adapted(cls: Any) -> Any:
+def _adapted_classes(cls: Any) -> Any:
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "base_class": cls}
     return type(cls.__name__, (LoraLayer, cls), named)

@@ -51,7 +51,7 @@ def gets_partial_gradients(module: nn.Module) -> bool:
     return getattr(module, "gets_partial_gradients", False)
 
 
-def joined(calls: Sequence[Tensor], layout: Layout) -> Tensor | None:
+def join_outputs(calls: Sequence[Tensor], layout: Layout) -> Tensor | None:
     """Return a plain model's output for the whole batch; None: its calls don't make one.
 
     Args:

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from axonlaunch.config import ConfigIssue
-from axonlaunch.config.parameter_groups import unmatched
+from axonlaunch.config.parameter_groups import explain_unmatched
 from axonlaunch.config.schema import TrainConfig
 
 
@@ -45,7 +45,9 @@ def frozen_problems(module: nn.Module, train: TrainConfig) -> Iterator[ConfigIss
         for pattern in patterns:
             if not _matches_any(names, pattern):
                 matched = False
-                yield ConfigIssue(key, f"{pattern} matches no parameter{unmatched(pattern, names)}")
+                yield ConfigIssue(
+                    key, f"{pattern} matches no parameter{explain_unmatched(pattern, names)}"
+                )
     if matched and not any(parameter.requires_grad for parameter in module.parameters()):
         message = "leaves no parameter that is trained; name fewer, or name some in train.unfreeze"
         yield ConfigIssue("train.freeze", message, train.freeze)

@@ -42,18 +42,18 @@ def load_auto_strategy(
         ConfigError: The configuration is wrong, or no layout can be planned.
     """
 
-    def typed(arguments: Sequence[str]) -> tuple[Composed, RunConfig]:
+    def compose_and_type(arguments: Sequence[str]) -> tuple[Composed, RunConfig]:
         composed = compose(arguments)
         strategy = composed.tree.get("strategy")
         is_searched = isinstance(strategy, dict) and strategy.get("auto") is True
-        return composed, configuration.typed(
+        return composed, configuration.type_config(
             composed.tree,
             composed.problems,
             origins=composed.origins,
             searched=fixed_keys(composed) if is_searched else (),
         )
 
-    composed, config = typed(overrides)
+    composed, config = compose_and_type(overrides)
     if not config.strategy.auto:
         return config
     context = server()
@@ -61,7 +61,7 @@ def load_auto_strategy(
     nproc = resolved(config, accelerators=len(devices)).launch.nproc
     if config.hardware is None:
         option = _option(devices, config, config_dirs)
-        composed, config = typed([*overrides, f"hardware={option}"])
+        composed, config = compose_and_type([*overrides, f"hardware={option}"])
     assert config.hardware is not None
     if config.hardware.devices_per_node is None and nodes(config)[1] == 1:
         config = configuration.with_values(config, {"hardware.devices_per_node": nproc})
@@ -73,7 +73,7 @@ def load_auto_strategy(
     best = plan.candidates[0]
     print(f"planned {best.layout}: the fastest of {plan.searched} layouts", file=sys.stderr)
     layout = [word for word in best.overrides if not word.startswith("launch.")]
-    _, config = typed([*overrides, *layout])
+    _, config = compose_and_type([*overrides, *layout])
     return configuration.with_values(config, {"strategy.auto": False, "launch.nproc": nproc})
 
 

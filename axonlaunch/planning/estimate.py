@@ -145,7 +145,7 @@ def suggest_changes(
     try:
         ended: Searched = yield from forked_call.stream(
             context,
-            "axonlaunch.planning.estimate:remedied",
+            "axonlaunch.planning.estimate:find_remedies",
             replace_with_synthetic(config),
             forecast.estimate,
         )
@@ -231,7 +231,7 @@ def traced_estimate(config: RunConfig, exact: bool = False) -> Estimate:
     return memory_estimate.estimate(resolve_anywhere(config), exact=exact)
 
 
-def remedied(config: RunConfig, estimate: Estimate) -> Generator[Remedy, None, Searched]:
+def find_remedies(config: RunConfig, estimate: Estimate) -> Generator[Remedy, None, Searched]:
     """Look for what makes a run fit, in a process forked from the server.
 
     Args:

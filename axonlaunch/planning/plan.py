@@ -45,7 +45,7 @@ def plan_run(
         ConfigError: The configuration is wrong, no layout fits, or it can't be estimated.
     """
     composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
-    config = configuration.typed(
+    config = configuration.type_config(
         naming_files(composed.tree),
         composed.problems,
         origins=composed.origins,

@@ -47,11 +47,11 @@ def checkpoint_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigI
     try:
         yield from _resume(config, model)
     except ConfigError as error:
-        yield from _unreached(error, key, where)
+        yield from _explain_unreached(error, key, where)
     yield from _weights(config, model)
 
 
-def _unreached(error: ConfigError, key: str, where: str) -> Iterator[ConfigIssue]:
+def _explain_unreached(error: ConfigError, key: str, where: str) -> Iterator[ConfigIssue]:
     """Yield, as problems of a key, that a place can't be reached."""
     for problem in error.problems:
         yield ConfigIssue(key, problem.message.removeprefix(f"{where}: "), where)
@@ -79,7 +79,7 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
         with reaching(there):
             is_folder = there.is_dir()
     except ConfigError as error:
-        yield from _unreached(error, key, path)
+        yield from _explain_unreached(error, key, path)
         return
     if not is_folder:
         use = "give a run, a checkpoint, or a folder of safetensors"
@@ -231,7 +231,7 @@ def _other_states(
     field = fields.pop() if len(fields) == 1 else None
     if field is not None:
         use = "use what it was saved with, above 0" if saved else "use 0, as it was saved with"
-        message = f"{checkpoint.path} has {_listed(kinds)}; {use}"
+        message = f"{checkpoint.path} has {_list_kinds(kinds)}; {use}"
         yield ConfigIssue(f"optimizer.{field}", message, getattr(optimizer, field))
     elif kinds == wanted_kinds:
         other = sorted(saved ^ wanted)[0]
@@ -239,7 +239,9 @@ def _other_states(
         message = f"{checkpoint.path} was saved with other groups: it {where} {other}; use the same"
         yield ConfigIssue("optimizer.groups", message, getattr(optimizer, "groups", ...))
     else:
-        message = f"{checkpoint.path} was saved with a different optimizer; it has {_listed(kinds)}"
+        message = (
+            f"{checkpoint.path} was saved with a different optimizer; it has {_list_kinds(kinds)}"
+        )
         yield ConfigIssue("optimizer.name", message, optimizer.name)
 
 
@@ -255,7 +257,9 @@ def _other_types(
         own = parameter.dtype if is_kept else dtype
         seen = _dtype(saved.get(f"{reader.MODEL}{name}"))
         if seen is not None and parameter.is_floating_point() and seen != own:
-            message = f"{checkpoint.path} has {name} in {_named(seen)}; use that, or model.weights"
+            message = (
+                f"{checkpoint.path} has {name} in {_dtype_name(seen)}; use that, or model.weights"
+            )
             yield ConfigIssue("train.param_dtype", message, config.train.param_dtype)
             return
         updated = torch.float32 if getattr(optimizer, "state_dtype", None) == "fp32" else own
@@ -265,7 +269,7 @@ def _other_types(
             seen = _dtype(saved.get(f"optimizer.{name}.{state}"))
             if kind.dtype == "parameter" and seen is not None and seen != updated:
                 use = "fp32" if seen is torch.float32 else "parameter"
-                message = f"{checkpoint.path} has {name}.{state} in {_named(seen)}; use {use}"
+                message = f"{checkpoint.path} has {name}.{state} in {_dtype_name(seen)}; use {use}"
                 yield ConfigIssue("optimizer.state_dtype", message, optimizer.state_dtype)
                 return
 
@@ -275,7 +279,7 @@ def _dtype(entry: Any) -> torch.dtype | None:
     return dtype
 
 
-def _named(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return next((name for name, known in _DTYPES.items() if known == dtype), str(dtype))
 
 
@@ -283,5 +287,5 @@ def _kinds(states: set[str]) -> set[str]:
     return {name.rpartition(".")[2] for name in states}
 
 
-def _listed(kinds: set[str]) -> str:
+def _list_kinds(kinds: set[str]) -> str:
     return f"states {', '.join(sorted(kinds))}" if kinds else "no states"

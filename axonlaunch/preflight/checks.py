@@ -67,7 +67,7 @@ def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
         ConfigError: Every problem, all at once.
     """
     devices = accelerators(config) if devices is None else devices
-    return _resolved(config, devices=devices, here=True)
+    return _resolve(config, devices=devices, here=True)
 
 
 def resolving(
@@ -81,7 +81,7 @@ def resolving(
     devices = accelerators(config) if devices is None else devices
     states: SimpleQueue[Tokenising | None] = SimpleQueue()
     with ThreadPoolExecutor(1, thread_name_prefix="checking") as pool:
-        checking = pool.submit(_resolved, config, devices=devices, here=True, report=states.put)
+        checking = pool.submit(_resolve, config, devices=devices, here=True, report=states.put)
         checking.add_done_callback(lambda _: states.put(None))
         while (state := states.get()) is not None:
             yield state
@@ -95,10 +95,10 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
         ConfigError: Every problem, all at once.
     """
     devices = accelerators(config) if config.launch.nproc == "auto" else 0
-    return _resolved(config, devices=devices, here=False)
+    return _resolve(config, devices=devices, here=False)
 
 
-def _resolved(
+def _resolve(
     config: RunConfig, *, devices: int, here: bool, report: OnProgress = lambda state: None
 ) -> RunConfig:
     import_plugins(config.plugins)  # the parent did, but this is another process
@@ -154,7 +154,7 @@ def _examine(
         if needs_own_loss(dataset) or config.train.loss is not None:
             unfit = list(own_data_problems(config, model, dataset))
         elif not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
-            unfit = list(_named(config, output_problems(model, spec, dataset)))
+            unfit = list(_name_model(config, output_problems(model, spec, dataset)))
         problems += unfit
         chunk = config.train.loss_chunk
         if not unfit and model is not None and chunk is not None:
@@ -282,7 +282,7 @@ def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Ite
     yield from _image_shape(config, dataset)
 
 
-def _named(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[ConfigIssue]:
+def _name_model(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[ConfigIssue]:
     """Say of which model the problems are: by what the user chose it."""
     for problem in problems:
         if isinstance(config.model, CustomConfig):

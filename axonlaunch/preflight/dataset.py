@@ -16,7 +16,7 @@ from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.data.dataset import Dataset, holds_documents, is_unsized
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.own import StreamedSamples
-from axonlaunch.data.text_rows import untokenised
+from axonlaunch.data.text_rows import find_untokenised
 from axonlaunch.models.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
@@ -28,7 +28,7 @@ def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return make_dataset(config, lambda state: None)
     try:
-        return untokenised(config.data, config.tokenizer), []  # type: ignore[arg-type]
+        return find_untokenised(config.data, config.tokenizer), []  # type: ignore[arg-type]
     except ConfigError as error:
         return None, error.problems
 

@@ -110,7 +110,7 @@ def _forward(model: nn.Module, sample: Tensor, *, head: str | None = None) -> _F
     silence_fake_tensors()
     try:
         model = copy.deepcopy(model)
-        with _silenced(), torch.no_grad(), fake_tensor_mode():
+        with _silence(), torch.no_grad(), fake_tensor_mode():
             materialize(model, device="cpu")
             inputs = torch.empty((_SAMPLES, *sample.shape), dtype=sample.dtype)
             if head is not None:
@@ -150,7 +150,7 @@ class _Lookups(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _silenced() -> Iterator[None]:
+def _silence() -> Iterator[None]:
     """Keep what the model prints and warns of for its ranks, which do so again."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")

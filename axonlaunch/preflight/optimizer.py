@@ -101,8 +101,9 @@ def _of_others(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue
             said = {name: state.shape(shape) for name, state in states_of(options, shape).items()}
             if shapes != said:
                 message = (
-                    f"it is registered with states {_listed(said)}, and keeps {_listed(shapes)} of "
-                    f"a parameter of shape {list(shape)}; register it with states of these shapes"
+                    f"it is registered with states {_list_states(said)}, and keeps "
+                    f"{_list_states(shapes)} of a parameter of shape {list(shape)}; register it "
+                    "with states of these shapes"
                 )
                 yield ConfigIssue("optimizer.name", message, config.name)
                 return
@@ -138,5 +139,5 @@ def _unknown_options(config: Any, facts: list[ParameterFacts]) -> Iterator[Confi
                 yield ConfigIssue(f"optimizer.groups.{pattern}.{option}", message, value)
 
 
-def _listed(states: dict[str, Any]) -> str:
+def _list_states(states: dict[str, Any]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in sorted(states.items())) or "none"

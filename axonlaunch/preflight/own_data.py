@@ -40,7 +40,7 @@ def own_data_problems(
         message = f"data={name} gives {gives}; name a loss of yours, registered by register_loss"
         yield ConfigIssue("train.loss", message, None)
     if structured or config.train.loss is not None:
-        yield from _undivided(config, structured=structured)
+        yield from _refuse_division(config, structured=structured)
     if structured and model is not None:
         assert dataset is not None
         try:
@@ -86,7 +86,7 @@ def _first(dataset: Dataset, size: int) -> Samples:
     return samples
 
 
-def _undivided(config: RunConfig, *, structured: bool) -> Iterator[ConfigIssue]:
+def _refuse_division(config: RunConfig, *, structured: bool) -> Iterator[ConfigIssue]:
     """Refuse layouts that cut a model, or its batch, in a way that nobody said how to."""
     whose = f"data={config.data.name} gives batches of any structure"
     if not structured:

@@ -25,7 +25,7 @@ from axonlaunch.engines.pipeline.split import (
 )
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.precision.lower_parameters import has_statistics
-from axonlaunch.engines.tensor.plan_checks import plan_issues, styled
+from axonlaunch.engines.tensor.plan_checks import plan_issues, style_modules
 from axonlaunch.engines.tensor.trial import disagreement
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
@@ -155,7 +155,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
 
 
 def _own_loss(config: RunConfig, plan: dict[str, str], model: nn.Module) -> Iterator[ConfigIssue]:
-    for module in styled(model, plan):
+    for module in style_modules(model, plan):
         if module.style == "vocabulary" and isinstance(module.module, nn.Linear):
             message = (
                 f"{module.name} would give a part of the logits, and model={config.model.name} has "

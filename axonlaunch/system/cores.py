@@ -92,14 +92,14 @@ def _physical_cores(
 
 def _siblings(processor: int, system: Path) -> set[int]:
     topology = system / _CPUS / f"cpu{processor}" / "topology"
-    return _listed(topology / "thread_siblings_list") | {processor}
+    return _read_list(topology / "thread_siblings_list") | {processor}
 
 
 def _numa_nodes(system: Path) -> dict[int, int]:
     """Return the NUMA node of each processor; nothing where Linux does not know of any."""
     nodes = {}
     for folder in system.glob("devices/system/node/node[0-9]*"):
-        for processor in _listed(folder / "cpulist"):
+        for processor in _read_list(folder / "cpulist"):
             nodes[processor] = int(folder.name.removeprefix("node"))
     return nodes
 
@@ -119,12 +119,12 @@ def _homes(
         devices = [devices[int(number)] for number in numbers]
     if len(devices) < ranks:
         return None
-    near = [_listed(device / "local_cpulist") for device in devices[:ranks]]
+    near = [_read_list(device / "local_cpulist") for device in devices[:ranks]]
     homes = [{nodes.get(processor, 0) for processor in processors} for processors in near]
     return [home for [home] in homes] if all(len(home) == 1 for home in homes) else None
 
 
-def _listed(path: Path) -> set[int]:
+def _read_list(path: Path) -> set[int]:
     """Read a list of processors as Linux writes it, ``0-3,8``; nothing where there is no file."""
     try:
         text = path.read_text().strip()

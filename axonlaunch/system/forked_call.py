@@ -183,7 +183,7 @@ def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
     try:
         result = load_target(target)(*args)
         if isinstance(result, Generator):
-            result = _sent(result, connection)
+            result = _send_all(result, connection)
         message = ("returned", result)
     except Exception as error:
         message = ("raised", _portable(error))
@@ -211,7 +211,7 @@ def _portable(error: Exception) -> tuple[Exception, str]:
     return error, text
 
 
-def _sent(results: Generator[Any, None, Any], connection: Connection) -> Any:
+def _send_all(results: Generator[Any, None, Any], connection: Connection) -> Any:
     """Send what a generator yields; return what it returns."""
     while True:
         try:

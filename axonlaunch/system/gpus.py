@@ -41,7 +41,7 @@ def devices() -> list[Device]:
         return []
     if torch.cuda.is_initialized():
         return devices_of_rank()
-    return list(_asked(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    return list(_ask(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def device_count() -> int:
@@ -66,7 +66,7 @@ def has_nccl() -> bool:
 
 
 @cache
-def _asked(visible: str | None) -> tuple[Device, ...]:
+def _ask(visible: str | None) -> tuple[Device, ...]:
     """Ask a copy of this process; the argument is all that may change what it answers."""
     del visible
     return tuple(map_forked([devices_of_rank])[0])

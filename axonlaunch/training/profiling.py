@@ -188,7 +188,7 @@ class _WaitSampler:
             recorded: The trace's own; those that begin a collective learn along which axis.
             zero_ns: Where its times begin, since the epoch.
         """
-        begun = flight_recorder.begun()
+        begun = flight_recorder.begun_collectives()
         starts = [at for at, _ in begun]
 
         def axis_at(moment_ns: float) -> str:

@@ -95,7 +95,9 @@ def load_text_model(folder: Path, *, trusted: bool = False) -> TrainedText:
             configuration names code and is not trusted.
     """
     is_exported = (folder / _EXPORTED).is_file() and not (folder / CONFIG).is_file()
-    return TrainedText(*(_exported(folder) if is_exported else _of_run(folder, trusted=trusted)))
+    return TrainedText(
+        *(_load_exported(folder) if is_exported else _of_run(folder, trusted=trusted))
+    )
 
 
 def continue_prompt(
@@ -188,7 +190,7 @@ def _of_its_model(saved: RunConfig) -> Tokenizer | None:
     return None if folder is None else read_foreign(folder, model=model_of_folder(folder))
 
 
-def _exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
+def _load_exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
     """Return the same of a folder of safetensors."""
     from axonlaunch.checkpoint import weights
     from axonlaunch.models.build import build_model
@@ -200,7 +202,7 @@ def _exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
         described = HuggingFaceConfig(path=str(folder.absolute()), init="random")
         length = None
     else:
-        described, data = weights.described(folder)
+        described, data = weights.describe_folder(folder)
         known = tokenizer is not None
         length = data.sequence_length if known else _length(data, where=f"{folder}: its model")
     model = build_model(described).eval()

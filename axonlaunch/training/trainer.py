@@ -70,7 +70,7 @@ class _Progress:
         """Leave what was not a step, from a moment to now, out of the time a step takes."""
         self.since += time.perf_counter() - moment
 
-    def logged(self, *, loss: float) -> tuple[float, float, float]:
+    def take_logged(self, *, loss: float) -> tuple[float, float, float]:
         """Take a logged step.
 
         Returns:
@@ -185,7 +185,7 @@ def _do_steps(loop: _Loop, saver: Saver | None, collection: GarbageCollection) -
             loop.evaluate()
             if loop.is_exhausted and not last:
                 stopped = True
-                loop.monitor.report(_stopped(loop.progress.evaluations, config))
+                loop.monitor.report(_early_stop_note(loop.progress.evaluations, config))
         if saver is not None:
             is_early = interrupted or stopped
             loop.save(saver, is_early=is_early, is_due=is_saved, ends=is_early or last)
@@ -304,7 +304,7 @@ class _Loop:
                 evaluations_since=progress.evaluations.since,
                 data=self.data.state(self.engine.step),
             )
-        for save in [*saved, *(saver.close() if ends else saver.finished())]:
+        for save in [*saved, *(saver.close() if ends else saver.take_completed())]:
             self.monitor.report(Saved(save.step, str(save.path), save.seconds, save.stalled_s))
         self.progress.leave_out_since(started)
 
@@ -344,11 +344,11 @@ class _Loop:
     def _log(self, result: StepResult, *, step: int, rate: float) -> None:
         """Report the step's numbers; this waits for the device, which unlogged steps never do."""
         progress = self.progress
-        times, slowest = self.stragglers.measured(step=step) or (None, None)
+        times, slowest = self.stragglers.compare(step=step) or (None, None)
         loss, tokens = float(result.loss), int(result.tokens)
         norm = None if result.grad_norm is None else float(result.grad_norm)
         skipped = None if progress.skipped is None else int(progress.skipped)
-        seconds, waited, tokens_per_s = progress.logged(loss=loss)
+        seconds, waited, tokens_per_s = progress.take_logged(loss=loss)
         self.monitor.report(
             StepLogged(
                 step=step,
@@ -380,7 +380,7 @@ def _progress(resumed: Checkpoint | None) -> _Progress:
     return _Progress(loss=resumed.loss, evaluations=history, seen=resumed.tokens)
 
 
-def _stopped(evaluations: EvaluationHistory, config: TrainConfig) -> Noted:
+def _early_stop_note(evaluations: EvaluationHistory, config: TrainConfig) -> Noted:
     return Noted(
         f"train.early_stop={config.early_stop}: training ends, as {evaluations.since} evaluations "
         f"found no lower loss than {evaluations.best:.4f}"

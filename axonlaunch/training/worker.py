@@ -90,7 +90,7 @@ def run(
         *data_notes(config, dataset),
         *use.notes,
     )
-    monitor.report(_started(config, engine, dataset, world, resumed=resumed, notes=notes))
+    monitor.report(_started_event(config, engine, dataset, world, resumed=resumed, notes=notes))
     tracer = None
     if config.train.trace.steps:
         tracer = RunTracer(config, engine, world=world, sample=sample_inputs(dataset))
@@ -151,7 +151,7 @@ def _device_use(config: RunConfig, engine: Engine, dataset: Dataset, world: Worl
     )
 
 
-def _started(
+def _started_event(
     config: RunConfig,
     engine: Engine,
     dataset: Dataset,

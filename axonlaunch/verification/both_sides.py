@@ -18,7 +18,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import held_boxes
-from axonlaunch.models.output_regions import MicroBatchPlace, joined, region
+from axonlaunch.models.output_regions import MicroBatchPlace, join_outputs, region
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.verification import inputs
 from axonlaunch.verification.demands import lowered_thresholds, with_smooth_updates
@@ -137,7 +137,7 @@ class BothSides:
         return self._plain[step - 1].modules.readers.get(module, [])
 
     def _output(self, number: int, name: str) -> Quantity:
-        plain = joined(self._plain[number].modules.outputs[name], self.layout)
+        plain = join_outputs(self._plain[number].modules.outputs[name], self.layout)
         pairs_of_all, missing = [], {}
         for rank, steps in enumerate(self._ranks):
             modules = steps[number].modules
@@ -153,7 +153,7 @@ class BothSides:
 
     def _output_gradient(self, number: int, name: str) -> Quantity:
         known = self._plain[number].modules.gradients.get(name, [])
-        plain = joined([g for g in known if g is not None], self.layout)
+        plain = join_outputs([g for g in known if g is not None], self.layout)
         pairs = []
         for rank, steps in enumerate(self._ranks):
             calls = steps[number].modules.gradients.get(name, [])[: self.layout.micro_batches]

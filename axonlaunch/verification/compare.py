@@ -33,7 +33,7 @@ from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import NoReferenceError
 from axonlaunch.verification.reference_runs import run_references
 from axonlaunch.verification.reference_values import Reference, ReferenceStep
-from axonlaunch.verification.result import ParityResult, failed
+from axonlaunch.verification.result import ParityResult, failed_result
 
 _SAVED = "reference.pt"
 
@@ -56,7 +56,7 @@ def on_mock(
     try:
         references = one_process(config, plan)
     except NoReferenceError as error:
-        return failed(config, plan.steps, str(error))
+        return failed_result(config, plan.steps, str(error))
     world = World.mock(
         num_ranks(config), timeout_s=config.launch.timeout_s, device=config.launch.device
     )
@@ -70,7 +70,7 @@ def on_mock(
                 results = world.run(run)
             return judge(config, plan, references, results)
     except RankFailedError as error:
-        return failed(config, plan.steps, str(error))
+        return failed_result(config, plan.steps, str(error))
 
 
 def save_reference(config: RunConfig, plan: ComparisonPlan, folder: str) -> ParityResult | None:
@@ -79,7 +79,7 @@ def save_reference(config: RunConfig, plan: ComparisonPlan, folder: str) -> Pari
     try:
         references = run_references(with_smooth_updates(config), plan)
     except NoReferenceError as error:
-        return failed(config, plan.steps, str(error))
+        return failed_result(config, plan.steps, str(error))
     torch.save([asdict(reference) for reference in references], Path(folder) / _SAVED)
     return None
 

@@ -23,7 +23,7 @@ from axonlaunch.data.dataset import AnyBatch, Batch, Dataset, Split
 from axonlaunch.data.loader import Loader, StreamLoader, order_of
 from axonlaunch.data.mix import AnyText, TextMix
 from axonlaunch.data.own import PairsDataset
-from axonlaunch.verification.inputs import evaluated
+from axonlaunch.verification.inputs import evaluated_samples
 
 _COMPARED = 1024
 """Samples of training that held-out ones are looked for among."""
@@ -203,7 +203,7 @@ def held_out_problem(config: Any, loader: Loader, batches: Sequence[AnyBatch]) -
         loader: Of global batches.
         batches: All held-out samples of an evaluation.
     """
-    dataset, part = loader.dataset, np.asarray(evaluated(loader))
+    dataset, part = loader.dataset, np.asarray(evaluated_samples(loader))
     is_known = _is_ours(config) or isinstance(dataset, PairsDataset)
     if not is_known or not all(isinstance(batch, Batch) for batch in batches):
         return ""

@@ -159,7 +159,7 @@ def draw_problems(
         if not draw.is_again:
             by_place.setdefault((draw.step, draw.module, draw.rank), []).append(draw.value)
     if has_dropout:
-        yield from _recomputed(draws)
+        yield from _recomputed_draws(draws)
     yield from _between_steps(by_place)
     for (step, module, rank), values in by_place.items():
         if has_dropout and len(set(values)) < len(values):
@@ -183,7 +183,7 @@ def _missing(draws: Sequence[Draw], steps: int) -> Iterator[str]:
                 )
 
 
-def _recomputed(draws: Sequence[Draw]) -> Iterator[str]:
+def _recomputed_draws(draws: Sequence[Draw]) -> Iterator[str]:
     drawn = {(draw.step, draw.rank, draw.value) for draw in draws if not draw.is_again}
     for draw in draws:
         if draw.is_again and (draw.step, draw.rank, draw.value) not in drawn:

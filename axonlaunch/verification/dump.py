@@ -35,14 +35,14 @@ def write_sides(sides: BothSides, folder: Path) -> None:
         name = f"step{quantity.step}/{quantity.kind.replace(' ', '_')}/{quantity.name}"
         plain[name] = quantity.plain.contiguous().clone()
         if quantity.pairs:
-            layout[name] = _assembled(quantity)
+            layout[name] = _assemble(quantity)
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", "layout": str(sides.layout)}
     save_file(plain, folder / ONE_PROCESS, metadata=metadata)
     save_file(layout, folder / LAYOUT, metadata=metadata)
 
 
-def _assembled(quantity: Quantity) -> Tensor:
+def _assemble(quantity: Quantity) -> Tensor:
     dtype = quantity.pairs[0].seen.dtype
     assembled = torch.full(quantity.plain.shape, math.nan, dtype=dtype)
     for pair in reversed(quantity.pairs):

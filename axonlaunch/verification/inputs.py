@@ -70,13 +70,13 @@ def uneven(batch: AnyBatch, *, step: int, shard: int = 0, own: OwnLoss | None = 
     return replace(batch, targets=targets, positions=positions)
 
 
-def evaluated(loader: Loader) -> range:
+def evaluated_samples(loader: Loader) -> range:
     """Return the held-out samples of an evaluation: a global batch, and a part of another."""
     size = loader.global_batch_size
     return range(min(loader.dataset.num_eval_samples, size + size // 2 + 1))
 
 
-def predicted(config: RunConfig, batch: Batch) -> Tensor:
+def predicted_samples(config: RunConfig, batch: Batch) -> Tensor:
     """Return the samples of a prediction; of a length that the layout pads, where it pads any.
 
     Args:

@@ -52,7 +52,7 @@ def judge(
         if d.step <= tolerances.last_step
     ]
     wrong = [] if plan.asked is None else [*schedule_problems(plan.asked)]
-    wrong += _grouped([d for d in differences if not tolerances.allows(d)])
+    wrong += _group_by_quantity([d for d in differences if not tolerances.allows(d)])
     drawn = STEPS_OF_MASKS if reference.dropout else plan.steps
     wrong += draw_problems(config, draws, steps=drawn, has_dropout=reference.dropout > 0)
     masks = sum(bool(draw.value) for draw in draws)
@@ -60,7 +60,7 @@ def judge(
         wrong.append("no rank drops anything in training, as one process does: it does not train")
     worst = {kind: _worst(d for d in differences if d.kind == kind) for kind in ORDER}
     named = [d for kind in ("gradient", "parameter") if (d := worst[kind]) is not None]
-    proved = _proved(reference, differences)
+    proved = _prove(reference, differences)
     notes = []
     if reference.dropout:
         notes.append(_of_dropout(reference.dropout, masks))
@@ -114,7 +114,7 @@ class _Proved:
         self.moved = moved
 
 
-def _proved(reference: Reference, differences: Sequence[Difference]) -> _Proved:
+def _prove(reference: Reference, differences: Sequence[Difference]) -> _Proved:
     seen = {d.name for d in differences if d.kind == "gradient" and d.relative < float("inf")}
     nonzero = {
         name
@@ -156,7 +156,7 @@ def _nothing_proved(
     return ""
 
 
-def _grouped(wrong: Sequence[Difference]) -> list[str]:
+def _group_by_quantity(wrong: Sequence[Difference]) -> list[str]:
     """Return a line for each quantity that differs, the earliest first, with the ranks."""
     order = sorted(wrong, key=lambda d: (d.step, ORDER.index(d.kind)))
     groups: dict[tuple[int, str, str], list[Difference]] = {}
@@ -170,11 +170,13 @@ def _grouped(wrong: Sequence[Difference]) -> list[str]:
 def _line(group: Sequence[Difference]) -> str:
     worst = max(group, key=_size)
     ranks = sorted({difference.rank for difference in group})
-    where = "" if worst.seen is not None or len(ranks) > _LISTED else f" (rank {_listed(ranks)})"
+    where = (
+        "" if worst.seen is not None or len(ranks) > _LISTED else f" (rank {_list_ranks(ranks)})"
+    )
     return f"{worst}{where}"
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 

@@ -54,7 +54,7 @@ def prepared_engine(
         world: Its ranks; all of them call this.
         drops: Whether dropout stays as the model has it; it is off otherwise.
     """
-    engine, loader = _built(config, world)
+    engine, loader = _build(config, world)
     load_initial_weights(engine, config, world=world)
     inputs.move_vectors(engine.named_parameters())
     if not drops:
@@ -62,7 +62,7 @@ def prepared_engine(
     return engine, loader
 
 
-def _built(config: RunConfig, world: World) -> tuple[Engine, Loader]:
+def _build(config: RunConfig, world: World) -> tuple[Engine, Loader]:
     """Build a rank's engine, which holds no weights yet, and its data."""
     layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
@@ -131,10 +131,10 @@ class _LayoutRun:
         self._reference, self._plan = reference, plan
         self.draws: list[Draw] = []
         engine, self._loader = prepared_engine(config, world, drops=True)
-        self._engine = self._compared(engine, done=0)
+        self._engine = self._compare_engine(engine, done=0)
         self._resumed: checkpoint.Checkpoint | None = None
 
-    def _compared(self, engine: Engine, *, done: int) -> ComparedEngine:
+    def _compare_engine(self, engine: Engine, *, done: int) -> ComparedEngine:
         return ComparedEngine(
             engine,
             self._config,
@@ -159,12 +159,12 @@ class _LayoutRun:
                 "checkpoint.resume": "auto",
             },
         )
-        engine, self._loader = _built(config, self._world)
+        engine, self._loader = _build(config, self._world)
         self._resumed = load_run_state(config, engine, self._world).checkpoint
         if not config.saves_frozen:
             named = engine.named_parameters()
             inputs.move_vectors((name, p) for name, p in named if not p.requires_grad)
-        self._engine = self._compared(engine, done=self._plan.saved)
+        self._engine = self._compare_engine(engine, done=self._plan.saved)
 
     def differences(self, folder: Path) -> Iterator[Difference]:
         """Yield what differs, in the order of what is done."""
@@ -179,7 +179,7 @@ class _LayoutRun:
             return
         yield from self._checkpoint(folder)
         if plan.trains_on:
-            yield from self._trained(folder)
+            yield from self._train_on(folder)
             yield from self._parameters(plan.steps - 1, self._reference.end)
 
     def _steps(self) -> Iterator[Difference]:
@@ -196,7 +196,7 @@ class _LayoutRun:
                 yield from engine.take()
         self.draws += engine.draws
 
-    def _trained(self, folder: Path) -> Iterator[Difference]:
+    def _train_on(self, folder: Path) -> Iterator[Difference]:
         """Let the training loop do the steps after the checkpoint, and compare what it reports."""
         plan, reference = self._plan, self._reference
         end = reference.end_evaluation
@@ -229,7 +229,7 @@ class _LayoutRun:
             yield of_number(number, "rate", shown.lr, expected.rate)
             yield of_number(number, "loss", shown.loss, expected.loss)
             yield of_number(number, "counted", shown.tokens, expected.counted)
-            yield of_number(number, "seen", shown.tokens_seen or 0, self._seen(number + 1))
+            yield of_number(number, "seen", shown.tokens_seen or 0, self._targets_seen(number + 1))
             if shown.grad_norm is not None and not expected.skipped:
                 yield of_number(number, "norm", shown.grad_norm, expected.norm)
         if end is not None:
@@ -237,7 +237,7 @@ class _LayoutRun:
                 yield of_number(plan.steps - 1, "evaluation", found.eval_loss, end[0])
                 yield of_number(plan.steps - 1, "evaluation", found.eval_tokens, end[1])
 
-    def _seen(self, steps: int) -> float:
+    def _targets_seen(self, steps: int) -> float:
         """Return the targets that counted in the first steps."""
         return sum(step.counted for step in self._reference.steps[:steps])
 
@@ -294,7 +294,7 @@ class _LayoutRun:
         """Compare the loss of some held-out samples, and outputs for a few of them."""
         if self._reference.evaluation is None:
             return
-        part = inputs.evaluated(self._loader)
+        part = inputs.evaluated_samples(self._loader)
         sums = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         for number, held_out in enumerate(self._loader.eval_batches(part=part)):
             sums += self._engine.evaluate(self._engine.uneven(held_out, step=number))
@@ -308,7 +308,7 @@ class _LayoutRun:
             whole = whole_loader(self._config, self._loader.dataset)
             whole_batch = next(whole.eval_batches(1, part=part))
             assert isinstance(whole_batch, Batch)
-            outputs = self._engine.predict(inputs.predicted(self._config, whole_batch))
+            outputs = self._engine.predict(inputs.predicted_samples(self._config, whole_batch))
             where, expected = (half, "prediction", ""), self._reference.prediction
             yield of_tensor(where, outputs, expected, floor=0.0)
             yield from self._of_type(half, "outputs", outputs, expected)
@@ -334,7 +334,7 @@ class _LayoutRun:
             state,
             step=step,
             samples=step * self._config.train.global_batch_size,
-            tokens=int(self._seen(step)),
+            tokens=int(self._targets_seen(step)),
             data=self._loader.state(step),
         )
         _forget(state)  # as training does, while a save in the background still writes

@@ -101,10 +101,10 @@ def plain_optimizers(
         make, options = _chosen(config, name, parameter.ndim, is_hidden=is_hidden)
         group = {"params": [parameters[name]], **options, PEAK: options["lr"]}
         by_class.setdefault(make, []).append(group)
-    return [_made(make, groups) for make, groups in by_class.items()]
+    return [_make_optimizer(make, groups) for make, groups in by_class.items()]
 
 
-def _made(make: Any, groups: list[dict[str, Any]]) -> Optimizer:
+def _make_optimizer(make: Any, groups: list[dict[str, Any]]) -> Optimizer:
     made: Optimizer = make(groups)
     return made
 

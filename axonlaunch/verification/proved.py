@@ -59,7 +59,7 @@ class Proved:
 
 
 @functools.cache
-def proved() -> Proved:
+def proved_table() -> Proved:
     """Return the table that comes with the package."""
     content = json.loads(FILE.read_text())
     families = {

@@ -79,7 +79,7 @@ class PlainRun:
         self._own = own_loss(config.train)
         self._dtype = torch.float64 if plan.fp64 else REFERENCE_DTYPES[config.train.precision]
         self._device = reference_device(config)
-        self.model = self._built().to(self._device)
+        self.model = self._build_model().to(self._device)
         inputs.move_vectors(self.model.named_parameters())
         self._dropout = inputs.Dropout([self.model])
         self._masks, self._reads_again = 0, False
@@ -103,7 +103,7 @@ class PlainRun:
         # which decides what overflows.
         self._ranks = self._layout.gradient_ranks if is_fp16 else 1
 
-    def _built(self) -> nn.Module:
+    def _build_model(self) -> nn.Module:
         config = self._config
         model = build_model(config, seed=config.seed)
         if self._plan.fp64:
@@ -339,7 +339,7 @@ class PlainRun:
     @torch.no_grad()
     def _evaluate(self) -> tuple[tuple[float, float] | None, Tensor | None]:
         """Return mean loss and counted targets of held-out samples, and outputs for some."""
-        batches = [*self._loader.eval_batches(part=inputs.evaluated(self._loader))]
+        batches = [*self._loader.eval_batches(part=inputs.evaluated_samples(self._loader))]
         if not batches:
             return None, None
         if self._checks_data:
@@ -350,7 +350,7 @@ class PlainRun:
             if self._own is None:
                 first = batches[0]
                 assert isinstance(first, Batch)
-                samples = inputs.predicted(self._config, first)
+                samples = inputs.predicted_samples(self._config, first)
                 outputs = self._outputs(Batch(samples, first.targets[: len(samples)]))
                 logits = _copy(outputs if isinstance(outputs, Tensor) else outputs.logits)
         return evaluation, logits

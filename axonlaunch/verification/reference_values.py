@@ -41,8 +41,8 @@ class Reference:
         buffers: Persistent ones, then.
         states: Of the optimizers then, ``<parameter>.<state>``.
         end: Parameters after the last step.
-        evaluation: Mean loss and counted targets of ``inputs.evaluated``, halfway.
-        prediction: Outputs for ``inputs.predicted`` of them, then.
+        evaluation: Mean loss and counted targets of ``inputs.evaluated_samples``, halfway.
+        prediction: Outputs for ``inputs.predicted_samples`` of them, then.
         end_evaluation: Mean loss and counted targets of held-out samples after the last step.
         frozen: Names of parameters that are not trained.
         dropout: Largest rate of dropout in the model, which is off here.

@@ -94,7 +94,7 @@ class ParityResult:
     notes: list[str] = field(default_factory=list)
 
 
-def failed(config: RunConfig, steps: int, why: str) -> ParityResult:
+def failed_result(config: RunConfig, steps: int, why: str) -> ParityResult:
     """Return the verdict on a layout that could not run to its end."""
     return ParityResult(
         passed=False,

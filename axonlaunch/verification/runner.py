@@ -17,7 +17,7 @@ from axonlaunch.system import forked_call
 from axonlaunch.system.forkserver import Starter
 from axonlaunch.system.temporary_folders import temporary_folder
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.result import ParityResult, Proof, failed, layout_of
+from axonlaunch.verification.result import ParityResult, Proof, failed_result, layout_of
 
 _log = logging.getLogger(__name__)
 _PROOF_S = 120.0
@@ -153,7 +153,7 @@ def _on_processes(
         except forked_call.CallsFailedError as error:
             for rank, failure in error.errors.items():
                 _log.debug("rank %d failed", rank, exc_info=failure)
-            return failed(config, plan.steps, _who(error.errors))
+            return failed_result(config, plan.steps, _who(error.errors))
         return cast("ParityResult", verdict)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint.reader import read_whole_tensors, refuse_damage
 from axonlaunch.comm import World
-from axonlaunch.models.dtensor_regions import dtensor_of, packed
+from axonlaunch.models.dtensor_regions import dtensor_of, packed_placement
 from axonlaunch.verification.differences import Difference, as_number, of_number, of_tensor
 from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.tolerances import PARAMETER_FLOOR, state_floors
@@ -64,7 +64,7 @@ def read_in_parts(
             continue
         own = torch.zeros_like(expected.chunk(size, dim)[0], device=device)
         kept = {"shape": expected.shape, "stride": expected.contiguous().stride()}
-        parts[name] = dtensor_of(own, mesh, [packed(dim, pieces=_PIECES)], **kept)
+        parts[name] = dtensor_of(own, mesh, [packed_placement(dim, pieces=_PIECES)], **kept)
     state = {"model": parts}
     checkpoint.load_checkpoint(saved, state, world=world)
     for name, part in parts.items():

@@ -146,7 +146,7 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
             done: list[Completed] = []
 
             def is_saving(done: list[Completed] = done) -> bool:
-                done += later.finished()
+                done += later.take_completed()
                 return not done
 
             note("steps beside it, relative", beside(is_saving) / usual)

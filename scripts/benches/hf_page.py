@@ -85,8 +85,8 @@ def write(
     families = [f"  {json.dumps(kind)}: {json.dumps(family)}" for kind, family in _families(rows)]
     lines += [' "families": {', ",\n".join(families), " }"]
     proved.FILE.write_text("\n".join(["{", *lines, "}", ""]))
-    proved.proved.cache_clear()
-    PAGE.write_text(page(proved.proved()))
+    proved.proved_table.cache_clear()
+    PAGE.write_text(page(proved.proved_table()))
 
 
 def label(versions: Mapping[str, str]) -> str:
@@ -96,7 +96,7 @@ def label(versions: Mapping[str, str]) -> str:
 
 def shipped() -> Iterator[Row]:
     """Yield the rows of the table that stands."""
-    table = proved.proved()
+    table = proved.proved_table()
     versions = label(table.versions)
     for kind, family in table.families.items():
         for layout in table.layouts:

@@ -213,7 +213,7 @@ def test_from_pretrained_loads_what_is_exported(kind: str, tmp_path: Path) -> No
 def test_an_importer_that_turns_a_model_away_says_what_takes_it(tmp_path: Path) -> None:
     save("qwen3", tmp_path)
     with pytest.raises(ConfigError, match=f"use model=hf model.path={tmp_path}"):
-        weights.described(tmp_path)
+        weights.describe_folder(tmp_path)
 
 
 @pytest.mark.filterwarnings("default")

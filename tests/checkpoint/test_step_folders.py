@@ -69,7 +69,7 @@ def test_what_is_kept(retention: Retention, expected: list[int]) -> None:
     checkpoints = [
         Checkpoint(Path(str(n)), n, 8 * n, 1, None, eval_loss=abs(n - 2.4)) for n in range(1, 13)
     ]
-    gone = step_folders.superseded(checkpoints, retention)
+    gone = step_folders.list_superseded(checkpoints, retention)
     assert [saved.step for saved in checkpoints if saved not in gone] == expected
 
 
@@ -78,7 +78,7 @@ def test_a_loss_that_is_not_finite_is_no_best(losses: tuple[float | None, ...]) 
     checkpoints = [
         Checkpoint(Path(str(n)), n, n, 1, None, eval_loss=loss) for n, loss in enumerate(losses)
     ]
-    gone = step_folders.superseded(checkpoints, Retention(newest=1, best=1))
+    gone = step_folders.list_superseded(checkpoints, Retention(newest=1, best=1))
     assert [saved.eval_loss for saved in checkpoints if saved not in gone] == [1.0, 3.0]
 
 

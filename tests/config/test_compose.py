@@ -223,7 +223,7 @@ def test_an_options_own_value_counts_until_a_file_or_an_override_sets_another(
 ) -> None:
     """Whether it is included or registered, and whoever chooses it."""
     composed = config.compose(overrides, config_dirs=[users])
-    chosen = config.typed(composed.tree, composed.problems)
+    chosen = config.type_config(composed.tree, composed.problems)
     assert chosen.optimizer.lr == rate
     source = composed.origins().get("optimizer.lr", "default")
     sources = {0.1: "optimizer/sgd.yaml", 0.5: str(users / "experiment" / "faster.yaml")}
@@ -257,7 +257,7 @@ def test_an_optional_option_is_passed_over_where_there_is_none(
         "plugins: [optimizer_of_a_test]\noptimizer:\n  lr: 0.5\n"
     )
     composed = config.compose(config_name="mine", config_dirs=[users])
-    typed = config.typed(composed.tree, composed.problems)
+    typed = config.type_config(composed.tree, composed.problems)
     assert (typed.optimizer.name, typed.optimizer.lr) == (chosen, 0.5)
     assert composed.origins()["optimizer.lr"] == str(users / "mine.yaml")
 

@@ -288,11 +288,11 @@ def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(ch
 def test_a_tokenizer_without_a_chat_template_is_refused_before_a_file_is_read(
     tokenizer: str | None, message: str, folders: Callable[[str | None], str]
 ) -> None:
-    from axonlaunch.data.text_rows import untokenised
+    from axonlaunch.data.text_rows import find_untokenised
 
     path = None if tokenizer is None else folders(None)
     with pytest.raises(ConfigError) as raised:
-        untokenised(ChatConfig(files=["none.jsonl"]), TokenizerConfig(path=path))
+        find_untokenised(ChatConfig(files=["none.jsonl"]), TokenizerConfig(path=path))
     assert str(raised.value).startswith(f"tokenizer.path: {message}")
 
 

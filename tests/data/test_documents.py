@@ -213,10 +213,10 @@ def test_killed_in_the_middle_it_continues_where_it_stopped(
     with (partial / "tokens.bin").open("ab") as stream:
         stream.write(b"of a chunk that is not on record")
     read: list[int] = []
-    encode = shard_maker._encoded
+    encode = shard_maker._encode_chunk
     monkeypatch.setattr(
         shard_maker,
-        "_encoded",
+        "_encode_chunk",
         lambda chunk, encoder: read.extend(n for n, _ in chunk.rows) or encode(chunk, encoder),
     )
     continued = documents(files=[file])

@@ -100,7 +100,7 @@ def test_the_slow_one_of_two_gpus_is_reported() -> None:
         for number in range(3):
             # The fast one waits for the slow one.
             step(watch, blocks, between=5 if slow == 2 else 20)
-            reported = watch.measured(step=number)
+            reported = watch.compare(step=number)
             assert (reported is None) == (number < 2)  # the first is not measured
         watch.close()
         return reported
@@ -122,7 +122,7 @@ def test_a_step_is_what_its_blocks_compute_what_data_took_and_the_rest() -> None
         watch.note("reading")
         now[-1] += 0.004
         watch.note("stepping")
-        return watch.seen()
+        return watch.seconds_by_kind()
 
     [[read, computed, rest, without_core]] = World.mock(1).run(run)
     assert computed == pytest.approx(0.060)
@@ -139,9 +139,9 @@ def test_nothing_is_reported_before_the_device_has_done_the_step(
         for _ in range(3):
             step(watch, blocks)
         monkeypatch.setitem(globals(), "ready", False)
-        assert watch.seen() == [0.0] * 4
+        assert watch.seconds_by_kind() == [0.0] * 4
         monkeypatch.setitem(globals(), "ready", True)
-        assert sum(watch.seen()) > 0
+        assert sum(watch.seconds_by_kind()) > 0
 
     World.mock(1).run(run)
 
@@ -171,7 +171,7 @@ def test_ranks_that_share_a_gpu_are_not_compared() -> None:
         )
         watch = Stragglers(shared, blocks=[Timed(1, 1)])
         watch.note("stepping")
-        assert watch.measured(step=world.rank) is None
+        assert watch.compare(step=world.rank) is None
 
     World.mock(2).run(run)
 

@@ -147,12 +147,12 @@ def test_verify_compares_what_is_trained_and_counts_what_is_frozen(layout: str) 
 def test_verify_notices_a_layout_that_trains_what_is_frozen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = TensorAxis._placed
+    place = TensorAxis._place
 
     def trained(axis: TensorAxis, parameter: Any, cut: Any) -> Any:
         return place(axis, parameter, cut).requires_grad_()
 
-    monkeypatch.setattr(TensorAxis, "_placed", trained)
+    monkeypatch.setattr(TensorAxis, "_place", trained)
     overrides = [*SMALL, *FROZEN, "train.global_batch_size=8", *LAYOUTS["tensor"].split()]
     verdict = compare.on_mock(run_config(overrides), ComparisonPlan(steps=2))
     assert verdict.verdict == "failed"

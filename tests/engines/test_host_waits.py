@@ -12,7 +12,7 @@ from parity_table import MODELS
 from rank_engine import rank_engine
 
 from axonlaunch.comm import World
-from axonlaunch.engines.mesh_engine import unwaited
+from axonlaunch.engines.mesh_engine import push_to
 
 TENSOR, PIPELINE = "strategy.tensor.degree=2", "strategy.pipeline.degree=2"
 LAYOUTS = {
@@ -79,7 +79,7 @@ def test_nor_does_one_that_fp16_may_leave_out(layout: str) -> None:
 
 def test_what_the_host_counts_travels_from_memory_that_a_copy_does_not_wait_for() -> None:
     with HostWaits([]) as waits:
-        unwaited(torch.ones(()), torch.device("meta"))
+        push_to(torch.ones(()), torch.device("meta"))
         assert waits.places == []
         torch.ones(()).to("meta")
     assert len(waits.places) == 1

@@ -16,7 +16,7 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.config.model import GPTConfig, LlamaConfig, MLPConfig, ViTConfig
 from axonlaunch.engines.pipeline import split
 from axonlaunch.engines.pipeline.split import (
-    balanced,
+    balance,
     block_names,
     cut,
     cuttable,
@@ -160,7 +160,7 @@ def test_no_split_has_a_cheaper_costliest_stage(
         sums[-1] += ends[1]
         return max(sums)
 
-    counts = balanced(costs, num_stages=num_stages, first=ends[0], last=ends[1])
+    counts = balance(costs, num_stages=num_stages, first=ends[0], last=ends[1])
     assert len(counts) == num_stages
     assert min(counts) >= 1
     assert sum(counts) == len(costs)

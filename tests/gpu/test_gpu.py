@@ -113,7 +113,7 @@ def test_events_around_blocks_say_for_how_much_of_a_step_they_compute(world: Wor
         times.note("stepping")
         engine.train_step(batch)
     torch.cuda.synchronize()
-    read, computed, rest, _ = times.seen()
+    read, computed, rest, _ = times.seconds_by_kind()
     assert computed > 0
     assert rest > 0
     assert 0 <= read < computed + rest

@@ -19,6 +19,14 @@ MOST_PAIRS = 74
 MODULE = re.compile(r"axonlaunch(\.\w+){2,}")
 TARGET = re.compile(r"(axonlaunch|torch)(\.\w+)+:\w+")
 
+CHANGED_COPIES = {
+    *("changed", "completed", "copied", "enlarged", "extended", "mapped", "merged", "moved"),
+    *("numbered", "orthogonalized", "placed", "prepared", "reduced", "replaced", "resolved"),
+    *("rounded", "scaled", "shifted", "shortened", "starred", "thinned", "turned", "uncounted"),
+}
+"""What functions return that have such a name."""
+IRREGULAR = {"built", "found", "given", "held", "kept", "known", "made", "seen", "sent", "written"}
+
 
 def test_no_file_of_the_package_is_longer_than_the_house_allows() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
@@ -116,3 +124,20 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield node.module or ""
         elif isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
+
+
+def test_no_function_has_a_participle_for_a_name() -> None:
+    """But for those that return a changed copy of what they are given."""
+    named = {
+        name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and not _is_property(node)
+        if (name := node.name.strip("_")).endswith("ed") or name in IRREGULAR
+        if "_" not in name
+    }
+    assert named == CHANGED_COPIES
+
+
+def _is_property(function: ast.FunctionDef) -> bool:
+    return any("property" in ast.unparse(decorator) for decorator in function.decorator_list)

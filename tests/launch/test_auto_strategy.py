@@ -150,4 +150,4 @@ def test_figures_that_can_not_be_kept_are_measured_again(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / "file").touch()
     measured(2)
-    assert measured_hardware._kept(2) is None
+    assert measured_hardware._read_kept(2) is None

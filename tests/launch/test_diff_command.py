@@ -99,7 +99,7 @@ def test_what_can_not_be_compared_ends_with_2_and_every_reason(served: Command) 
     write(served.folder / "later", dataclasses.replace(TRACE, step=5))
     (served.folder / "empty").mkdir()
     assert served("diff", "a", "empty", status=2).stderr == (
-        "error: a: no such folder; did you mean runs/a?\n"
+        "error: a: there is no such folder; did you mean runs/a?\n"
         "error: empty: no step was traced; train with train.trace.steps=[0]\n"
     )
     assert served("diff", "runs/a", "later", status=2).stderr == (

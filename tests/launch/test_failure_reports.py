@@ -14,7 +14,7 @@ from axonlaunch.launch.failures.hang import HangLocation, locate, main_stack
 from axonlaunch.launch.failures.report import Crash, Report, exit_reason, plain_ranks
 from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
 from axonlaunch.launch.output import console
-from axonlaunch.launch.output.console import _folded, _own_frames
+from axonlaunch.launch.output.console import _fold_ranks, _own_frames
 
 
 def report(rank: int, kind: str, reason: str = "") -> Report:
@@ -59,7 +59,7 @@ def test_ranks_are_reported_in_runs(numbers: list[int], reported: str) -> None:
 
 
 def test_what_a_lost_peer_caused_is_folded_and_the_rest_is_not() -> None:
-    reported = _folded(
+    reported = _fold_ranks(
         (
             (0, "RuntimeError: [x.cc:1] Connection closed by peer [::1]:7"),
             (1, "RuntimeError: [y.cc:2] Read error: Connection reset by peer"),

@@ -16,7 +16,7 @@ from axonlaunch.planning.throughput.analytic_work import scaled
 from axonlaunch.planning.throughput.operations import AttentionOp, CollectiveOp, Product, Work
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
-from axonlaunch.planning.tracing.stage_trace import traced
+from axonlaunch.planning.tracing.stage_trace import trace_rank
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 from axonlaunch.system import forked_map
 
@@ -125,7 +125,7 @@ def test_a_sample_leaves_in_a_layer_what_a_deeper_model_holds_more(
 ) -> None:
     def most(layers: int) -> int:
         overrides = ["strategy=fsdp", "launch.nproc=2", f"model.num_hidden_layers={layers}"]
-        events = traced(ReducedRun.of(estimate_config([*MODEL, *overrides])), 0).events
+        events = trace_rank(ReducedRun.of(estimate_config([*MODEL, *overrides])), 0).events
         saved = CATEGORIES.index("activations")
         return max(point[saved] for event in events for point in event.points)
 

@@ -30,13 +30,13 @@ PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=4"]
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Places on the pp axis whose allocator is recorded."""
     places: list[int] = []
-    record = memory_estimate._recorded
+    record = memory_estimate._recording_run
 
     def noting(reduced: Any, place: int) -> Callable[[], Any]:
         places.append(place)
         return record(reduced, place)
 
-    monkeypatch.setattr(memory_estimate, "_recorded", noting)
+    monkeypatch.setattr(memory_estimate, "_recording_run", noting)
     return places
 
 

@@ -28,7 +28,7 @@ from axonlaunch.system.forked_map import map_forked
 def test_a_run_whose_step_is_not_predicted_says_why(
     overrides: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measured_hardware, "_kept", lambda ranks: None)
+    monkeypatch.setattr(measured_hardware, "_read_kept", lambda ranks: None)
     hardware, said = hardware_of_run(run_config([*overrides, "launch.nproc=2"]))
     assert hardware is None
     assert reason in said
@@ -37,7 +37,9 @@ def test_a_run_whose_step_is_not_predicted_says_why(
 def test_figures_are_the_hardwares_or_what_was_measured_of_this_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(measured_hardware, "_kept", lambda ranks: {"fp32_tflops": 10.0 * ranks})
+    monkeypatch.setattr(
+        measured_hardware, "_read_kept", lambda ranks: {"fp32_tflops": 10.0 * ranks}
+    )
     overrides = ["launch.backend=gloo", "launch.nproc=4"]
     measured, _ = hardware_of_run(run_config([*overrides, "hardware=cpu"]))
     named, _ = hardware_of_run(run_config([*overrides, "hardware=h200"]))

@@ -7,7 +7,12 @@ from configured import estimate_config
 
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
-from axonlaunch.planning.throughput.throughput import Throughput, flops_per_token, throughput, timed
+from axonlaunch.planning.throughput.throughput import (
+    Throughput,
+    flops_per_token,
+    speed_of,
+    throughput,
+)
 
 pytestmark = pytest.mark.costly
 
@@ -31,7 +36,7 @@ def reported(config: RunConfig, work: StepWork | None = None) -> Throughput:
     return (
         throughput(config, config.hardware)
         if work is None
-        else timed(config, config.hardware, work)
+        else speed_of(config, config.hardware, work)
     )
 
 

@@ -80,7 +80,7 @@ def twice(world: World, saver: Saver, run_dir: Path) -> Any:
     """Save again at once."""
     first = saver.save(state(), step=1, samples=8)
     second = saver.save(state(), step=2, samples=16)
-    saver.finished(wait=True)
+    saver.take_completed(wait=True)
     assert [entry.step for entry in checkpoint.list_checkpoints(run_dir)] == [1, 2]
     return [entry.step for entry in first], [entry.step for entry in second]
 
@@ -88,14 +88,14 @@ def twice(world: World, saver: Saver, run_dir: Path) -> Any:
 def failing(world: World, saver: Saver, run_dir: Path) -> Any:
     """Save once well, and once where a rank's disk is full."""
     saver.save(state(), step=1, samples=8)
-    saver.finished(wait=True)
+    saver.take_completed(wait=True)
     full = OSError(28, "No space left on device")
     broken = mock.patch.object(dcp_writer.DirectFile, "write", side_effect=full)
     if world.rank == 1:
         broken.start()
     saver.save(state(), step=2, samples=16)
     try:
-        saver.finished(wait=True)
+        saver.take_completed(wait=True)
     except SaveError as error:
         steps = [entry.step for entry in checkpoint.list_checkpoints(run_dir)]
         return str(error), steps

@@ -10,7 +10,7 @@ import pytest
 from axonlaunch.config import RunConfig
 from axonlaunch.verification import compare
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.result import ParityResult, failed
+from axonlaunch.verification.result import ParityResult, failed_result
 
 ONE = "ddp-2-mlp-fp32-1-full"
 sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))["main"]
@@ -27,7 +27,7 @@ def test_a_combination_that_fails_is_an_alarm(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(config: RunConfig, plan: ComparisonPlan) -> ParityResult:
-        return failed(config, plan.steps, "rank 1 failed")
+        return failed_result(config, plan.steps, "rank 1 failed")
 
     monkeypatch.setattr(compare, "on_mock", fail)
     assert sweep(["--only", ONE, "--draw", "1"]) == 1

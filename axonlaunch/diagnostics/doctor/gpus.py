@@ -146,11 +146,11 @@ def link_report() -> dict[str, Any]:
     for device in devices:
         there, here = _buffer(device), _buffer(None)
         links += [
-            _timed("host", str(device), there, here, device),
-            _timed(str(device), "host", here, there, device),
+            _time_copy("host", str(device), there, here, device),
+            _time_copy(str(device), "host", here, there, device),
         ]
     for one, other in itertools.permutations(devices, 2):
-        links.append(_timed(str(one), str(other), _buffer(other), _buffer(one), one))
+        links.append(_time_copy(str(one), str(other), _buffer(other), _buffer(one), one))
     topology, unreachable = [], []
     for i, j in itertools.combinations(range(len(devices)), 2):
         reaches = torch.cuda.can_device_access_peer(i, j)
@@ -171,7 +171,7 @@ def _buffer(device: torch.device | None) -> torch.Tensor:
     return torch.empty(COPIED, dtype=torch.uint8, device=device)
 
 
-def _timed(
+def _time_copy(
     source: str, target: str, to: torch.Tensor, of: torch.Tensor, device: torch.device
 ) -> dict[str, Any]:
     with torch.cuda.device(device):

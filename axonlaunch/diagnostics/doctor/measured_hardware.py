@@ -41,7 +41,7 @@ def of_this_node(
 
 def known_hardware(hardware: HardwareConfig, *, ranks: int) -> HardwareConfig | None:
     """Do as ``of_this_node`` with what was measured before; None where nothing was."""
-    figures = _kept(ranks)
+    figures = _read_kept(ranks)
     return None if figures is None else _completed(hardware, figures)
 
 
@@ -82,7 +82,7 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.{_ROUND}g}") if isinstance(value, float) else value
 
 
-def _kept(ranks: int) -> dict[str, Any] | None:
+def _read_kept(ranks: int) -> dict[str, Any] | None:
     try:
         measured: dict[str, Any] = json.loads(_file(ranks).read_text())
     except (OSError, ValueError):

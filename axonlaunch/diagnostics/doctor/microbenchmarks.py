@@ -116,7 +116,7 @@ def _exchange_seconds(run: Callable[[], object], *, tries: int) -> float:
         while time.perf_counter() < end:
             torch.relu(a @ a)
         times.append(_once(run))
-    return _agreed(statistics.mean(times))
+    return _largest_of_ranks(statistics.mean(times))
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -124,8 +124,8 @@ def _seconds(run: Callable[[], object]) -> float:
 
     The least, for what other programs take of the node is not for long.
     """
-    tries = _agreed(max(3.0, _BUDGET_S / max(_once(run), 1e-7)))
-    return _agreed(min(_once(run) for _ in range(min(300, int(tries)))))
+    tries = _largest_of_ranks(max(3.0, _BUDGET_S / max(_once(run), 1e-7)))
+    return _largest_of_ranks(min(_once(run) for _ in range(min(300, int(tries)))))
 
 
 def _once(run: Callable[[], object]) -> float:
@@ -134,7 +134,7 @@ def _once(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _agreed(value: float) -> float:
+def _largest_of_ranks(value: float) -> float:
     """Return the largest of all ranks' values."""
     agreed = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)

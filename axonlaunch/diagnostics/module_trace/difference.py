@@ -126,7 +126,7 @@ def compare_traces(
     steps = [step for step in ours if step in theirs]
     if not steps:
         raise TracesIncomparableError(
-            f"no step is in both: one has {_listed(ours)}, the other {_listed(theirs)}; "
+            f"no step is in both: one has {_list_steps(ours)}, the other {_list_steps(theirs)}; "
             "trace the same steps with train.trace.steps"
         )
     _refuse_other_models(ours[steps[0]], theirs[steps[0]])
@@ -363,5 +363,5 @@ def _near(mine: Mapping[str, int | None], others: Mapping[str, int | None]) -> I
             yield f"{name} and {like}"
 
 
-def _listed(steps: Mapping[int, StepTrace]) -> str:
+def _list_steps(steps: Mapping[int, StepTrace]) -> str:
     return ", ".join(map(str, steps)) or "none"

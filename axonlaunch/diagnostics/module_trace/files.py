@@ -133,7 +133,7 @@ def read_step(path: Path) -> StepTrace:
             content = stream.read(_LARGEST + 1)
         if len(content) > _LARGEST:
             raise UnreadableModuleTraceError(f"{path}: is larger than {_LARGEST} bytes")
-        return _checked(json.loads(content))
+        return _check_content(json.loads(content))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UnreadableModuleTraceError(f"{path}: is not a module trace ({reason})") from None
@@ -145,7 +145,7 @@ def _row(tensor: TracedTensor) -> list[Any]:
     return [tensor.kind, tensor.name, *finite, tensor.size]
 
 
-def _checked(content: Any) -> StepTrace:
+def _check_content(content: Any) -> StepTrace:
     if content["format"] != _FORMAT:
         raise ValueError(f"format {content['format']!r}; this version reads {_FORMAT}")
     tensors = tuple(_tensor(*row) for row in content["tensors"])

@@ -23,7 +23,9 @@ def changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
         runs: Two or more.
     """
     keys = list(dict.fromkeys(key for run in runs for key in run.config))
-    rows = [(key, [_written(run.config, key) for run in runs]) for key in keys if key not in _OWN]
+    rows = [
+        (key, [_value_text(run.config, key) for run in runs]) for key in keys if key not in _OWN
+    ]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
@@ -58,7 +60,7 @@ def with_units(rows: Sequence[tuple[str, list[Any]]]) -> list[tuple[str, list[An
     ]
 
 
-def _written(config: dict[str, Any], key: str) -> str:
+def _value_text(config: dict[str, Any], key: str) -> str:
     return plain(config[key]) if key in config else _ABSENT
 
 

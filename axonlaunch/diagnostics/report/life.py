@@ -56,7 +56,8 @@ def spans(run: RunRecord) -> list[Span]:
 def device_seconds(run: RunRecord) -> float:
     """Return for how long devices were held: of each attempt its duration times its ranks."""
     spans_held = (
-        (end - float(began["time"]), _number(began, "world_size")) for began, end in _held(run)
+        (end - float(began["time"]), _number(began, "world_size"))
+        for began, end in _spans_of_starts(run)
     )
     return sum(seconds * ranks for seconds, ranks in spans_held)
 
@@ -116,10 +117,10 @@ def goodput(run: RunRecord) -> float | None:
 
 
 def _attempts(run: RunRecord) -> list[Span]:
-    return [_attempt(began, end) for began, end in _held(run)]
+    return [_attempt(began, end) for began, end in _spans_of_starts(run)]
 
 
-def _held(run: RunRecord) -> list[tuple[dict[str, Any], float]]:
+def _spans_of_starts(run: RunRecord) -> list[tuple[dict[str, Any], float]]:
     """Return each start of the ranks, and when they ended, or were last heard of."""
     attempts: list[tuple[dict[str, Any], float]] = []
     began: dict[str, Any] | None = None

@@ -197,14 +197,14 @@ def _status(
         return "running"
     kinds = [event["event"] for event in events if event["event"] in (_STARTED, _ENDED, "failed")]
     if kinds and kinds[-1] == _STARTED:
-        return _unended(path, config, events)
+        return _status_unended(path, config, events)
     status = summary.get("status")
     if status in ("done", "interrupted", "failed"):
         return status  # type: ignore[no-any-return]
-    return _unended(path, config, events) if crash is None else "failed"
+    return _status_unended(path, config, events) if crash is None else "failed"
 
 
-def _unended(path: Path, config: dict[str, Any], events: list[dict[str, Any]]) -> RunStatus:
+def _status_unended(path: Path, config: dict[str, Any], events: list[dict[str, Any]]) -> RunStatus:
     """Say what became of a run that no process of this node holds and that has said nothing.
 
     A node sees no locks of another's: there a run lasts if it has written within the seconds after

@@ -32,18 +32,18 @@ def steps_of(run: RunRecord) -> dict[str, Any] | None:
         name = f"predicted for {predicted.get('hardware')}"
         bars.append({"name": name, "parts": numbers, "step_s": total})
         pipelines.append({"name": "a round as predicted", "actions": predicted.get("pipeline")})
-    profiled, actions = _profiled(run, world=_only_axis(run))
+    profiled, actions = _profiled_parts(run, world=_only_axis(run))
     bars += profiled
     pipelines.append({"name": "a step as profiled", "actions": actions})
     pipelines = [pipeline for pipeline in pipelines if _are_actions(pipeline["actions"])]
-    measured = _measured(run)
+    measured = _median_step_s(run)
     if not bars and measured is None:
         return None
     reason = str(predicted.get("reason", ""))
     return {"bars": bars, "measured": measured, "reason": reason, "pipelines": pipelines}
 
 
-def _measured(run: RunRecord) -> float | None:
+def _median_step_s(run: RunRecord) -> float | None:
     """Return the median of the logged step times but the first, which is slower."""
     seconds = [line["step_s"] for line in run.steps[1:] if _is_positive(line.get("step_s"))]
     return statistics.median(seconds) if seconds else None
@@ -56,7 +56,7 @@ def _only_axis(run: RunRecord) -> str:
     return str(axes[0]) if len(axes) == 1 else "world"
 
 
-def _profiled(run: RunRecord, *, world: str) -> tuple[list[dict[str, Any]], list[Any]]:
+def _profiled_parts(run: RunRecord, *, world: str) -> tuple[list[dict[str, Any]], list[Any]]:
     if is_url(str(run.path)):
         return [], []
     paths = step_breakdown.traces(run.path)

@@ -159,7 +159,7 @@ class FSDP(nn.Module):
             fully_shard(first, reshard_after_forward=reshard, **options)
         if last := _large_unit(after, module):
             fully_shard(last, reshard_after_forward=False, **options)
-        for layer in _unshared(layers):
+        for layer in _unshared_layers(layers):
             fully_shard(layer, reshard_after_forward=reshard, **options)
         # The root's own parameters are needed again at once, at the start of backward.
         fully_shard(module, reshard_after_forward=False, **options)
@@ -183,12 +183,12 @@ class FSDP(nn.Module):
 
     def gather_parameters(self) -> None:
         """Make every parameter whole on every rank, until ``reshard_parameters``."""
-        for module in self._sharded():
+        for module in self._sharded_units():
             module.unshard()
 
     def reshard_parameters(self) -> None:
         """Free all parameters but this rank's shards."""
-        for module in self._sharded():
+        for module in self._sharded_units():
             module.reshard()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -232,7 +232,7 @@ class FSDP(nn.Module):
     def ignore_returned_view(self) -> None:
         """Let torch not warn that the module returns a view: whoever is given it changes none."""
         name = type(self.module).__name__
-        blocks = {type(unit).__name__ for unit in self._sharded()[1:]}
+        blocks = {type(unit).__name__ for unit in self._sharded_units()[1:]}
         if name not in blocks:  # by which a warning of theirs can't be distinguished from one of it
             returned = rf"FSDP2-wrapped module \({name}\) returned a view"
             warnings.filterwarnings("ignore", message=returned)
@@ -268,7 +268,7 @@ class FSDP(nn.Module):
         assert isinstance(self.module, FSDPModule)
         return self.module
 
-    def _sharded(self) -> list[FSDPModule]:
+    def _sharded_units(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 
@@ -278,7 +278,7 @@ def _policy(precision: MixedPrecisionPolicy | bool | None) -> MixedPrecisionPoli
     return precision or MixedPrecisionPolicy()
 
 
-def _unshared(layers: Sequence[nn.Module]) -> list[nn.Module]:
+def _unshared_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the layers that share no parameter with others."""
     users = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     return [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]

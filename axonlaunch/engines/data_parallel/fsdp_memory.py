@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.parameter_groups import states_of, with_options
-from axonlaunch.engines.data_parallel.torch_internals import fsdp_parameters, unsharded
+from axonlaunch.engines.data_parallel.torch_internals import fsdp_parameters, whole_parameter
 from axonlaunch.engines.optimizer.optimizers import new_state
 from axonlaunch.models.torch_internals import local_tensor, storage_key
 
@@ -149,5 +149,5 @@ def _parameter_storages(module: nn.Module) -> Iterator[Tensor]:
         for parameter in fsdp_parameters(child):
             yield local_tensor(parameter.sharded_param)
             yield from parameter.all_gather_outputs
-            if (whole := unsharded(parameter)) is not None:
+            if (whole := whole_parameter(parameter)) is not None:
                 yield local_tensor(whole)

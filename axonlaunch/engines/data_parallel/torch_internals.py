@@ -96,6 +96,6 @@ def ignored_names(module: nn.Module) -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def unsharded(parameter: Any) -> Any:
+def whole_parameter(parameter: Any) -> Any:
     """Return the whole of one of ``fsdp_parameters``; None where it was never gathered."""
     return getattr(parameter, "_unsharded_param", None)

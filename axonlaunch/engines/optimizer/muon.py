@@ -56,7 +56,7 @@ class ShardedMuon(Muon):
             wholes = {n: orthogonalized(whole, **iteration) for n, whole in wholes.items()}
             updates = owned.scatter(wholes)
         for p, update in zip(matrices, updates, strict=True):
-            rate = _adjusted(group["lr"], group["adjust_lr_fn"], *p.shape)
+            rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], *p.shape)
             part = p.to_local()
             part.mul_(1 - group["lr"] * group["weight_decay"])
             part.add_(update, alpha=-rate)
@@ -92,7 +92,7 @@ def orthogonalized(matrix: Tensor, **iteration: Any) -> Tensor:
     return orthogonal.T if is_tall else orthogonal
 
 
-def _adjusted(lr: float, kind: str, rows: int, columns: int) -> float:
+def _adjust_lr(lr: float, kind: str, rows: int, columns: int) -> float:
     """Return the rate of a matrix of a shape, as ``torch.optim.Muon`` documents it."""
     if kind == "original":
         return lr * math.sqrt(max(1, rows / columns))

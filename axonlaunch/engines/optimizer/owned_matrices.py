@@ -101,7 +101,7 @@ class OwnedMatrices:
         self._shapes.clear()
         for turn, axis in enumerate(self._axes()):
             self._shapes.append({place: part.shape for place, part in tensors.items()})
-            owned, mine = self._owned(tensors, axis), self._mesh.get_local_rank(axis)
+            owned, mine = self._assign_owners(tensors, axis), self._mesh.get_local_rank(axis)
             received = self._exchange(
                 axis,
                 [[tensors[place] for place in places] for places in owned],
@@ -121,7 +121,7 @@ class OwnedMatrices:
         tensors = dict(wholes)
         for turn, axis in reversed([*enumerate(self._axes())]):
             shapes = self._shapes[turn]
-            owned, mine = self._owned(shapes, axis), self._mesh.get_local_rank(axis)
+            owned, mine = self._assign_owners(shapes, axis), self._mesh.get_local_rank(axis)
             parts = {
                 place: tensors[place].split(self._lengths(place, turn), self._dim(place, turn))
                 for place in owned[mine]
@@ -153,7 +153,7 @@ class OwnedMatrices:
         shape[self._dim(place, turn)] = self._lengths(place, turn)[rank]
         return torch.Size(shape)
 
-    def _owned(self, places: Iterable[int], axis: int) -> list[list[int]]:
+    def _assign_owners(self, places: Iterable[int], axis: int) -> list[list[int]]:
         """Assign matrices to ranks of an axis: the costliest first, to the least loaded rank."""
         owned: list[list[int]] = [[] for _ in range(self._mesh.size(axis))]
         work = [0.0] * len(owned)

@@ -82,7 +82,7 @@ def _probe(call: _Call, ndim: int) -> Probe:
     # An estimate may ask first, whose tensors have no values to compare.
     with with_tensor_values(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         try:
-            tried = [_tried(config, _tensors(shape)) for shape in shapes]
+            tried = [_try_update(config, _tensors(shape)) for shape in shapes]
             is_elementwise = all(_is_same_by_halves(config, shapes[0], dim) for dim in range(ndim))
         except ConfigError:
             raise
@@ -96,7 +96,7 @@ def _probe(call: _Call, ndim: int) -> Probe:
     return Probe(states, sharding, frozenset(optimizer.defaults))
 
 
-def _refused(config: Any, message: str) -> ConfigError:
+def _refusal(config: Any, message: str) -> ConfigError:
     key, value = _chosen_by(config)
     return ConfigError([ConfigIssue(key, message, value)])
 
@@ -114,7 +114,7 @@ def _tensors(shape: Shape) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for _ in range(1 + _STEPS)]
 
 
-def _tried(config: Any, tensors: list[Tensor]) -> tuple[dict[str, Any], Optimizer]:
+def _try_update(config: Any, tensors: list[Tensor]) -> tuple[dict[str, Any], Optimizer]:
     """Update a parameter; return its states and the optimizer.
 
     Raises:
@@ -126,13 +126,13 @@ def _tried(config: Any, tensors: list[Tensor]) -> tuple[dict[str, Any], Optimize
     options, fixed = options_of(config), OPTIMIZERS.facts(config.name).fixed
     made = make([{"params": [parameter], **options}], **copy.deepcopy(options), **fixed)
     if not isinstance(made, Optimizer):
-        raise _refused(config, f"makes {type(made).__name__}, not a torch.optim.Optimizer")
+        raise _refusal(config, f"makes {type(made).__name__}, not a torch.optim.Optimizer")
     before = _options(made)
     for gradient in gradients:
         parameter.grad = gradient.clone()
         made.step()
     if changed := sorted(key for key, value in _options(made).items() if before.get(key) != value):
-        raise _refused(
+        raise _refusal(
             config,
             f"keeps {', '.join(changed)} in its groups of parameters, which a checkpoint does not "
             "save; keep it in self.state[parameter]",
@@ -149,11 +149,11 @@ def _options(optimizer: Optimizer) -> dict[str, str]:
 def _is_same_by_halves(config: Any, shape: Shape, dim: int) -> bool:
     """Say whether both halves of a parameter, each by itself, are updated as the whole is."""
     whole, halves = _tensors(shape), [_tensors(shape) for _ in range(2)]
-    _tried(config, whole)
+    _try_update(config, whole)
     updated = []
     for place, tensors in enumerate(halves):
         half = [tensor.chunk(2, dim)[place].clone() for tensor in tensors]
-        _tried(config, half)
+        _try_update(config, half)
         updated.append(half[0])
     return torch.allclose(torch.cat(updated, dim), whole[0], rtol=1e-5, atol=1e-6)
 
@@ -171,16 +171,16 @@ def _states(
             continue
         if isinstance(value, bool) or not isinstance(value, Tensor | int | float):
             message = f"keeps a state {name} that is a {type(value).__name__}; keep a tensor"
-            raise _refused(config, message)
+            raise _refusal(config, message)
         if not isinstance(value, Tensor):
             kind = type(value).__name__
-            yield OptimizerState(name=name, shape=_fixed(()), dtype=kind, initial=None)
+            yield OptimizerState(name=name, shape=_fixed_shape(()), dtype=kind, initial=None)
             continue
         other = second.get(name)
         sizes = (tuple(value.shape), tuple(other.shape) if isinstance(other, Tensor) else ())
         rule = _rule(shapes, sizes)
         if rule is None:
-            raise _refused(
+            raise _refusal(
                 config,
                 f"keeps a state {name} of shape {list(value.shape)} of a parameter of shape "
                 f"{list(shapes[0])}; each dim must be the parameter's or 1",
@@ -194,7 +194,7 @@ def _rule(shapes: list[Shape], sizes: tuple[Shape, Shape]) -> Callable[[Shape], 
     """Return how a state's shape follows from its parameter's; None if it does not."""
     first, second = sizes
     if first == second and math.prod(first) == 1:
-        return _fixed(first)
+        return _fixed_shape(first)
     if any(len(size) != len(shape) for size, shape in zip(sizes, shapes, strict=True)):
         return None
     pairs = [*zip(*sizes, *shapes, strict=True)]
@@ -208,5 +208,5 @@ def _rule(shapes: list[Shape], sizes: tuple[Shape, Shape]) -> Callable[[Shape], 
     return rule
 
 
-def _fixed(shape: Shape) -> Callable[[Shape], Shape]:
+def _fixed_shape(shape: Shape) -> Callable[[Shape], Shape]:
     return lambda _: shape

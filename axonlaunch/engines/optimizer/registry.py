@@ -79,10 +79,10 @@ def _with_groups(name: str, config: type) -> type:
 def _reduce(config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Pickle by the user's own class, for the one with ``groups`` has no name in any module."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return _restored, (type(config).__mro__[1], values)
+    return _restore, (type(config).__mro__[1], values)
 
 
-def _restored(named: type, values: dict[str, Any]) -> Any:
+def _restore(named: type, values: dict[str, Any]) -> Any:
     """Make a configuration again; unpickling ``named`` imported its module, which registers it."""
     del named
     return OPTIMIZERS.config(values["name"])(**values)

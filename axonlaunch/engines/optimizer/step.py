@@ -66,7 +66,9 @@ class Update:
         # Of fp32 parameters they are fp32 anyway.
         is_lower = is_fp32 and any(t.dtype != torch.float32 for t in tensors.values())
         self._dtype = torch.float32 if is_lower else None
-        self._updated = {name: self._given(name, tensor) for name, tensor in tensors.items()}
+        self._updated = {
+            name: self._tensor_for_optimizer(name, tensor) for name, tensor in tensors.items()
+        }
         self._made: dict[str, dict[str, Any]] = {}
         self._divided: dict[str, tuple[Tensor, Tensor]] = {}
         # A pipeline stage may hold nothing that is trained.
@@ -89,7 +91,7 @@ class Update:
         """Return what updates the tensors, not yet streamed."""
         return build_optimizers(self._configs, self._updated)
 
-    def _given(self, name: str, tensor: Tensor) -> Tensor:
+    def _tensor_for_optimizer(self, name: str, tensor: Tensor) -> Tensor:
         """Return the tensor that the optimizer sees in the place of a parameter."""
         if not isinstance(tensor, DTensor) or sharding_of(self._configs[name]) == "collective":
             return tensor

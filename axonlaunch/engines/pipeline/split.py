@@ -147,7 +147,7 @@ def cut(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
     return model
 
 
-def balanced(costs: Sequence[float], *, num_stages: int, first: float, last: float) -> list[int]:
+def balance(costs: Sequence[float], *, num_stages: int, first: float, last: float) -> list[int]:
     """Divide blocks among stages so that the costliest stage costs least.
 
     Args:
@@ -242,7 +242,7 @@ def stage_counts(
         bytes_of((p for name, p in named.items() if holds(end, name)), saved[place])
         for end, place in zip(ends_of(spec), (0, -1), strict=True)
     )
-    return balanced(costs, num_stages=num_stages, first=first, last=last)
+    return balance(costs, num_stages=num_stages, first=first, last=last)
 
 
 def _saved_by_each(

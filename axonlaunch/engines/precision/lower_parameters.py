@@ -129,15 +129,15 @@ class _Arithmetic:
         # A copy made where gradients are off has none to pass on.
         kind = type(value), torch.is_grad_enabled()
         if (number := reader._shared.get(name)) is not None:
-            return self._kept(value, self._shared_copies, (number, *kind))
+            return self._keep_copy(value, self._shared_copies, (number, *kind))
         if torch.compiler.is_compiling():
             return self._cast(value)  # a graph joins equal casts itself
         if reader is not self._reader:
             self._reader = reader
             self._copies.clear()
-        return self._kept(value, self._copies, (name, *kind))
+        return self._keep_copy(value, self._copies, (name, *kind))
 
-    def _kept(self, value: Tensor, copies: dict[_Key, Tensor], key: _Key) -> Tensor:
+    def _keep_copy(self, value: Tensor, copies: dict[_Key, Tensor], key: _Key) -> Tensor:
         if key not in copies:
             copies[key] = self._cast(value)
         return copies[key]

@@ -47,7 +47,7 @@ def with_adapter(
     if not isinstance(layer, LoraLayer):
         return output
     total = None if group is None else partial(sum_over, group=group)
-    return layer.adapted(output, x, read, own=own, total=total)
+    return layer.adapt(output, x, read, own=own, total=total)
 
 
 def divide_adapter(

@@ -70,7 +70,7 @@ class ChunkedLoss:
 
     def _sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
         [head] = self._heads
-        entered = head.entered(hidden)
+        entered = head.enter_head(hidden)
         rows, targets = entered.flatten(0, -2), targets.flatten()
         if len(rows) != len(targets):
             raise ValueError(f"{len(rows)} hidden states do not fit {len(targets)} targets")
@@ -114,7 +114,7 @@ class _DeferredHead:
             self._autocast = lambda: torch.autocast(kind, dtype=dtype, cache_enabled=False)
         return self._after.begin(hidden)
 
-    def entered(self, hidden: Tensor) -> Tensor:
+    def enter_head(self, hidden: Tensor) -> Tensor:
         """Return hidden states as the head's columns read them: their gradient is summed once."""
         head = self._head
         if not isinstance(head, ColumnParallelLinear):

@@ -70,13 +70,13 @@ def _is_linear(cls: type[nn.Module], module: nn.Module) -> bool | None:
         return None
     if cls not in _linear:
         orientations = [
-            transposed for transposed in (False, True) if _tried(cls, module, transposed)
+            transposed for transposed in (False, True) if _computes_linear(cls, module, transposed)
         ]
         _linear[cls] = orientations[0] if orientations else None
     return _linear[cls]
 
 
-def _tried(cls: type[nn.Module], module: nn.Module, transposed: bool) -> bool:
+def _computes_linear(cls: type[nn.Module], module: nn.Module, transposed: bool) -> bool:
     """Compare a copy of a module that has a few numbers with a linear layer of the same."""
     inputs, outputs = 3, 2
     weight = torch.arange(1.0, 7.0, device="cpu").view(outputs, inputs)
@@ -101,7 +101,7 @@ def _looks_up(module: nn.Embedding) -> bool:
     seen: list[Tensor] = []
     trial = copy.copy(module)
     own: Any = type(module)
-    trial.__class__ = _watched(own)
+    trial.__class__ = _watched_class(own)
     trial.__dict__["_parameters"] = {"weight": nn.Parameter(torch.ones(2, 3, device="cpu"))}
     trial.__dict__["_seen"] = seen
     entries = torch.tensor([[0, 1, 1]], device="cpu")
@@ -114,7 +114,7 @@ def _looks_up(module: nn.Embedding) -> bool:
 
 
 @functools.cache
-def _watched(cls: Any) -> Any:
+def _watched_class(cls: Any) -> Any:
     def forward(self: Any, entries: Tensor) -> Tensor:
         self._seen.append(entries)
         return F.embedding(entries, self.weight)

@@ -88,12 +88,12 @@ class ColumnParallelLinear(nn.Linear):
         """Map [..., in] to [..., out], or to this rank's [..., out / ranks]."""
         if self.enters:
             x = self.region.enter(x)
-        y = self._adapted(self.region.output_of(self, x), x)
+        y = self._adapt(self.region.output_of(self, x), x)
         if self.enters:
             self.region.leave()
         return collect_from(y, self.axis.group, -1) if self.gather_output else y
 
-    def _adapted(self, output: Tensor, x: Tensor) -> Tensor:
+    def _adapt(self, output: Tensor, x: Tensor) -> Tensor:
         return with_adapter(self, output, x, read=self.of_rank)
 
     def of_rank(self) -> tuple[Tensor, Tensor | None]:
@@ -120,7 +120,7 @@ class SharedHeadsLinear(ColumnParallelLinear):
         group, length = self.axis.group, self.out_features // self.heads
         return group.rank * self.heads // group.size * length, length
 
-    def _adapted(self, output: Tensor, x: Tensor) -> Tensor:
+    def _adapt(self, output: Tensor, x: Tensor) -> Tensor:
         return with_adapter(self, output, x, read=self.of_rank, own=self._own)
 
     def of_rank(self) -> tuple[Tensor, Tensor | None]:

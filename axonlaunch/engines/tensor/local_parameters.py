@@ -22,7 +22,7 @@ from axonlaunch.comm.autograd import copy_to_group, sum_over
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.config.errors import divisor_of
 from axonlaunch.engines.tensor.torch_internals import spec_of
-from axonlaunch.models.dtensor_regions import packed
+from axonlaunch.models.dtensor_regions import packed_placement
 from axonlaunch.models.torch_internals import local_tensor
 
 
@@ -88,7 +88,7 @@ class TensorAxis:
                 dim_or_cut = cuts.get(key)
                 cut = Cut(dim_or_cut) if isinstance(dim_or_cut, int) else dim_or_cut
                 if parameter not in made:
-                    made[parameter] = cut, self._placed(parameter, cut)
+                    made[parameter] = cut, self._place(parameter, cut)
                 its_cut, placed = made[parameter]
                 if its_cut != cut:
                     raise ValueError(
@@ -96,14 +96,14 @@ class TensorAxis:
                     )
                 setattr(owner, key, placed)
 
-    def _placed(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+    def _place(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
         whole = parameter.detach()
         part: Tensor = whole
         placement: Placement = Replicate()
         if cut is not None:
             part, placement = self.part_of(whole, cut), Shard(cut.dim)
             if cut.pieces > 1:
-                placement = packed(cut.dim, pieces=cut.pieces)
+                placement = packed_placement(cut.dim, pieces=cut.pieces)
         placed = DTensor.from_local(
             part, self.mesh, [placement], shape=whole.shape, stride=whole.contiguous().stride()
         )

@@ -42,7 +42,7 @@ from axonlaunch.engines.tensor.plan_checks import (
     holders,
     misfits,
     shared_heads,
-    styled,
+    style_modules,
     unknown_styles,
 )
 from axonlaunch.models.convert_module import convert_module
@@ -91,7 +91,7 @@ def divide(
     Raises:
         ValueError: A style does not exist or does not suit, or a size is not divisible.
     """
-    modules = styled(module, plan)
+    modules = style_modules(module, plan)
     wrong = unknown_styles(plan)
     wrong += misfits(modules, degree=axis.group.size, sequence_parallel=sequence_parallel)
     if wrong:
@@ -142,8 +142,8 @@ class _Experts(ReadsLocally):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         group = self._axis.group
-        args = tuple(_entered(value, group) for value in args)
-        kwargs = {key: _entered(value, group) for key, value in kwargs.items()}
+        args = tuple(_enter_region(value, group) for value in args)
+        kwargs = {key: _enter_region(value, group) for key, value in kwargs.items()}
         result = super().forward(*args, **kwargs)
         if not isinstance(result, Tensor):
             kind = type(self).__name__
@@ -158,7 +158,7 @@ class _Averaged(ReadsLocally):
         return super().forward(*args, **kwargs) / self._axis.group.size
 
 
-def _entered(value: Any, group: ProcessGroup) -> Any:
+def _enter_region(value: Any, group: ProcessGroup) -> Any:
     """Let hidden states and router weights, which get gradients, enter the region."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return copy_to_group(value, group)
@@ -173,7 +173,7 @@ def _apply(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
     if style in (*COLUMN_STYLES, "column_gathered", "vocabulary") and sizes is not None:
         _cut_outputs(entry, sizes, axis, sequence_parallel=sequence_parallel)
     elif style in ("row", "row_split") and sizes is not None:
-        row = convert_module(_sized(module, sizes), RowParallelLinear)
+        row = convert_module(_note_sizes(module, sizes), RowParallelLinear)
         row.axis, row.sequence_parallel = axis, sequence_parallel
         row.input_is_parallel, row.transposed = style == "row", sizes.transposed
         row.__dict__["cuts"] = {"weight": Cut(0 if sizes.transposed else 1, entry.pieces)}
@@ -199,7 +199,7 @@ def _cut_outputs(
         kind = SharedHeadsLinear
     elif entry.style == "vocabulary":
         kind = VocabParallelHead
-    column = convert_module(_sized(entry.module, sizes), kind)
+    column = convert_module(_note_sizes(entry.module, sizes), kind)
     column.axis, column.transposed = axis, sizes.transposed
     column.enters = not entry.in_region
     column.gather_output = entry.style == "column_gathered"
@@ -223,7 +223,7 @@ def _divide_adapter(entry: Styled, axis: TensorAxis) -> None:
         divide_adapter(entry.module, axis, inputs=Cut(1, entry.pieces))
 
 
-def _sized(module: nn.Module, sizes: LinearSizes) -> nn.Module:
+def _note_sizes(module: nn.Module, sizes: LinearSizes) -> nn.Module:
     """Note the sizes as ``nn.Linear`` does, on what is none but computes as one."""
     module.__dict__.update(in_features=sizes.inputs, out_features=sizes.outputs)
     return module

@@ -89,7 +89,7 @@ class Styled:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
-def styled(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
+def style_modules(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
     """Return every module of a tree, parents first, with what a plan says of it."""
     by_name: dict[str, Styled] = {}
     for name, submodule in module.named_modules():
@@ -147,7 +147,7 @@ def plan_issues(
         ``(pattern, message)``, at most one for each pattern; the pattern is empty where the fault
         is not of one.
     """
-    modules = styled(module, plan)
+    modules = style_modules(module, plan)
     named = {entry.pattern for entry in modules}
     named |= {
         p for p in plan for entry in modules if entry.cuts and _matches(p, entry.name, entry.module)
@@ -258,7 +258,7 @@ def _indivisible(entry: Styled, degree: int) -> str | None:
         if size % (degree * cut.pieces):
             use = divisor_of(size // cut.pieces)
             return f"{entry.name}.{key} has {size} there, which {degree} does not divide; use {use}"
-    size, what = _divided(entry)
+    size, what = _divided_size(entry)
     if entry.style == "vocabulary":
         return empty_part(f"{entry.name}'s {what}", size, degree)
     heads = key_value_heads(entry.holder, entry.module) if entry.style == "key_value" else None
@@ -268,7 +268,7 @@ def _indivisible(entry: Styled, degree: int) -> str | None:
     return f"{entry.name} has {size} {what}, which {degree} does not divide; use a degree of {use}"
 
 
-def _divided(entry: Styled) -> tuple[int, str]:
+def _divided_size(entry: Styled) -> tuple[int, str]:
     """Return the size that a style divides."""
     sizes = linear_sizes(entry.module)
     if isinstance(entry.module, nn.Embedding) and entry.style == "vocabulary":
@@ -323,7 +323,7 @@ def _tied_otherwise(modules: list[Styled]) -> Iterator[str]:
     """Report parameters that two modules share and only one of them cuts."""
     first: dict[nn.Parameter, tuple[str, str | None]] = {}
     for entry in modules:
-        style = entry.style if _divided(entry)[0] else None
+        style = entry.style if _divided_size(entry)[0] else None
         for name, parameter in zip(
             _own_parameters(entry.name, entry.module),
             entry.module._parameters.values(),

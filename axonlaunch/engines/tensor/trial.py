@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.engines.tensor.local_parameters import Cut, TensorAxis
 from axonlaunch.engines.tensor.parallelize import divide
-from axonlaunch.engines.tensor.plan_checks import Styled, holders, styled
+from axonlaunch.engines.tensor.plan_checks import Styled, holders, style_modules
 from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.initialization import materialize
 
@@ -49,7 +49,7 @@ def disagreement(
     seen, failure = _run(part, length, repeats)
     if failure is not None:
         return f"{failure} once it is divided among {degree} ranks, and not before"
-    modules = styled(model, plan)
+    modules = style_modules(model, plan)
     around = [holder for holder, _ in holders(modules)]
     around += [entry.module for entry in modules if entry.style == "experts"]
     inside = {id(part) for holder in around for part in holder.modules()}
@@ -62,7 +62,7 @@ def disagreement(
         wanted = None
         if whole is not None:
             free = id(entry.module) in inside or whole[-1:] in logits
-            wanted = _wanted(entry, whole, degree, free=free)
+            wanted = _wanted_shape(entry, whole, degree, free=free)
         if wanted is not None and returned != wanted:
             shown = "nothing" if returned is None else list(returned)
             return f"{entry.name} returns {shown} on a rank, not {list(wanted)}"
@@ -76,7 +76,7 @@ class _FirstRank(TensorAxis):
         group: Any = _Nobody(range(degree), None)
         super().__init__(None, group=group, overlaps=False)  # type: ignore[arg-type]
 
-    def _placed(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+    def _place(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
         part = parameter.detach() if cut is None else self.part_of(parameter.detach(), cut)
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
@@ -151,7 +151,7 @@ def _keeping(name: str, returned: dict[str, Any]) -> Any:
     return keep
 
 
-def _wanted(
+def _wanted_shape(
     entry: Styled, whole: tuple[int, ...], degree: int, *, free: bool
 ) -> tuple[int, ...] | None:
     """Return the shape that a rank's module is to return; None where it may be either.

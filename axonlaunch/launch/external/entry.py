@@ -56,7 +56,7 @@ def be_rank(
             message = f"its ranks are threads of one process, and {environment.launcher} starts "
             message += "a process for each; use auto, gloo or nccl"
             raise ConfigError([ConfigIssue("launch.backend", message, "mock")])
-        return request.composed(request.overrides, counted, config), resolved
+        return request.compose_run(request.overrides, counted, config), resolved
 
     allocator_settings.grow_segments()
     with forkserver.private_files():

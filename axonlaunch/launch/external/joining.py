@@ -140,7 +140,7 @@ def _devices() -> list[str]:
         raise ConfigError([ConfigIssue("launch.backend", message)]) from None
 
 
-def counted(
+def with_node_counts(
     environment: ClusterEnvironment, members: list[dict[str, Any]] | None
 ) -> ClusterEnvironment:
     """Add to the environment how many ranks each node has.
@@ -195,6 +195,6 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:
         if frozen["status"]:
             time.sleep(_REPORT_S)  # a launcher ends all ranks with the first: rank 0 says why
         return int(frozen["status"])
-    config = configuration.parsed(frozen["config"])
+    config = configuration.parse_frozen(frozen["config"])
     run_dir.adopt(config)
     return config

@@ -24,7 +24,12 @@ from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.config.layout import frozen_threads
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.external.joining import counted, frozen_by_rank_0, join_ranks, message_key
+from axonlaunch.launch.external.joining import (
+    frozen_by_rank_0,
+    join_ranks,
+    message_key,
+    with_node_counts,
+)
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.external.watch import JobWatch
 from axonlaunch.launch.failures.outcome import Outcome
@@ -90,7 +95,7 @@ def main(
     with ExitStack() as folder:
         if environment.rank == 0:
             try:
-                composed, resolved = resolve(counted(environment, members))
+                composed, resolved = resolve(with_node_counts(environment, members))
                 if (summary := run_dir.finished_summary(resolved)) is not None:
                     _launch_nothing(peers, status=0)
                     text = run_dir.finished_text(resolved, summary)

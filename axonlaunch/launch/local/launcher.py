@@ -66,7 +66,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     """
     issues: list[ConfigIssue] = []
     with gathering(issues):
-        config = _resolved(config, options)
+        config = _resolve(config, options)
     with gathering(issues):
         run_dir.check_run_dir(config)
     with gathering(issues), _rendezvous(config):
@@ -76,7 +76,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     return config
 
 
-def _resolved(config: RunConfig, options: LaunchOptions) -> RunConfig:
+def _resolve(config: RunConfig, options: LaunchOptions) -> RunConfig:
     checking = forked_call.stream(options.context, "axonlaunch.preflight.checks:resolving", config)
     while True:
         try:
@@ -161,7 +161,7 @@ def run_ranks(
             theirs.close()
             supervisor.ranks.append(Rank(place.rank, place.local_rank, process, ours, place.log))
     except (forkserver.ForkServerError, OSError) as error:
-        return supervisor.failed(report_of_system(error, rank=first + len(supervisor.ranks)))
+        return supervisor.fail_start(report_of_system(error, rank=first + len(supervisor.ranks)))
     except BaseException:
         supervisor.kill()
         raise

@@ -125,7 +125,7 @@ class Supervisor:
                 signal.signal(number, handler)
             self.kill()
 
-    def failed(self, report: Report) -> Outcome:
+    def fail_start(self, report: Report) -> Outcome:
         """End the ranks that were started, because another one could not be."""
         self.kill()
         crash = (
@@ -162,14 +162,14 @@ class Supervisor:
                 self._stop()
             if all(rank.finished is not None and not rank.open for rank in self.ranks):
                 self.tick()
-                return self._ended()
+                return self._outcome()
 
     def _failure(self) -> Crash | None:
         """Return why the run failed, if it did."""
         if any(self._has_failed(rank) for rank in self.ranks):
-            reports = self._settled()
+            reports = self._settle_failures()
         elif hanging := self._hanging():
-            reports = self._located(hanging)
+            reports = self._locate(hanging)
         elif self.others is not None and self.others.failure():
             reports = []
         else:
@@ -181,7 +181,7 @@ class Supervisor:
         for rank in self.ranks:
             rank.process.signal(signal.SIGTERM)
 
-    def _ended(self) -> Outcome:
+    def _outcome(self) -> Outcome:
         finished = [rank.finished for rank in self.ranks if rank.finished is not None]
         if self.others is not None:
             stopped = any(outcome.interrupted for outcome in finished)
@@ -228,7 +228,7 @@ class Supervisor:
         ended = rank.process.has_ended and not rank.open
         return rank.failure is not None or (ended and rank.finished is None)
 
-    def _settled(self) -> list[Report]:
+    def _settle_failures(self) -> list[Report]:
         """Return who has failed, in the order of failing, once the first had time to be found."""
         order = [rank for rank in self.ranks if self._has_failed(rank)]
         deadline = time.monotonic() + SETTLE_S
@@ -248,7 +248,7 @@ class Supervisor:
         )
         return running if time.monotonic() - oldest > self.timeout_s else []
 
-    def _located(self, ranks: list[Rank]) -> list[Report]:
+    def _locate(self, ranks: list[Rank]) -> list[Report]:
         """Ask hanging ranks where they are; who waits for others is not the first to blame."""
         processes = {rank.index: rank for rank in ranks}
         places = hang.ask(

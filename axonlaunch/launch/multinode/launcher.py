@@ -34,7 +34,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
         return config
     issues: list[ConfigIssue] = []
     with gathering(issues):
-        config = _resolved(config, options)
+        config = _resolve(config, options)
     issues += unsaid(config)
     with gathering(issues):
         if token.read_token(config.launch) is None:
@@ -47,7 +47,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     return config
 
 
-def _resolved(config: RunConfig, options: LaunchOptions) -> RunConfig:
+def _resolve(config: RunConfig, options: LaunchOptions) -> RunConfig:
     resolved: RunConfig = forked_call.call(
         options.context, "axonlaunch.preflight.checks:resolve", config
     )
@@ -71,7 +71,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     context = options.context
     problems: list[ConfigIssue] = []
     with gathering(problems):  # which are reported to the other nodes
-        config = _resolved(config, options)
+        config = _resolve(config, options)
     if missing := unsaid(config):
         raise ConfigError([*problems, *missing])
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)

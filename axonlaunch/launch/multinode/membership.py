@@ -91,7 +91,7 @@ class NodeMembership:
             where = f"{config.launch.master_addr}:{_port(config)}"
             console.line(f"node{which}: joining {where}")
         self._held = self._open(listens=self._hosts)
-        self._credentials = self._named(derive_key(secret or b""))
+        self._credentials = self._name_run(derive_key(secret or b""))
         self._rounds: ElasticRendezvous | None = None
         self._frozen: RunConfig | None = None
         self._peers: Coordinator | None = None
@@ -116,7 +116,7 @@ class NodeMembership:
                 [ConfigIssue("launch.master_addr", message, launch.master_addr)]
             ) from None
 
-    def _named(self, key: bytes) -> Credentials:
+    def _name_run(self, key: bytes) -> Credentials:
         """Name the run on node 0, learn its name elsewhere.
 
         Raises:
@@ -254,7 +254,7 @@ class NodeMembership:
         """Fix the configuration for all nodes, unless the run is finished; this one leads."""
         asked = configuration.with_values(self._given, {"launch.node_rank": "auto"})
         try:
-            _agreed(met)
+            _check_agreement(met)
             if self._frozen is None and (summary := run_dir.finished_summary(asked)) is not None:
                 self.summary = summary
                 _launch_nothing(peers, finished=run_dir.finished_text(asked, summary))
@@ -309,7 +309,7 @@ class NodeMembership:
             self._console.log(frozen["finished"])
             return
         self.attempts, self.restarts = frozen["attempts"], frozen["restarts"]
-        self._frozen = configuration.parsed(frozen["config"])
+        self._frozen = configuration.parse_frozen(frozen["config"])
         run_dir.adopt(self._frozen)
 
     def _say(self, config: RunConfig, member: int) -> None:
@@ -362,7 +362,7 @@ def _is_first(config: RunConfig) -> bool:
     return launch.node_rank == 0 or (launch.node_rank == "auto" and is_own(launch.master_addr))
 
 
-def _agreed(met: list[dict[str, Any]]) -> None:
+def _check_agreement(met: list[dict[str, Any]]) -> None:
     """Check that every node can run, and that all run the same configuration.
 
     Raises:

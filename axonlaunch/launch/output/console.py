@@ -92,7 +92,7 @@ class RunConsole:
             case StepDone():
                 self._advance(event.step)
             case Evaluated():
-                self._evaluated(event)
+                self._show_evaluation(event)
             case Saved():
                 where = shortened(event.path)
                 beside = event.stalled_s < 0.9 * event.seconds
@@ -212,7 +212,7 @@ class RunConsole:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step)
 
-    def _evaluated(self, event: Evaluated) -> None:
+    def _show_evaluation(self, event: Evaluated) -> None:
         versus = ""
         if event.unigram_entropy is not None:
             versus = f" [dim](byte-unigram entropy {event.unigram_entropy:.3f})[/dim]"
@@ -254,7 +254,7 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
         body.append(f"\n{where}", style="dim")
     if first.traceback:
         body.append("\n\n" + _own_frames(first.traceback.rstrip()), style="default")
-    for ranks, reason in _folded(crash.followers):
+    for ranks, reason in _fold_ranks(crash.followers):
         reason = "the same" if reason == first.reason else reason
         body.append(f"\n{ranks}: {reason}", style="dim")
     console.print(Panel(body, title="run failed", title_align="left", border_style="red"))
@@ -307,7 +307,7 @@ def _own_frames(text: str) -> str:
     return "\n".join(line for frame in [first, *cut, *rest] for line in frame)
 
 
-def _folded(followers: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]:
+def _fold_ranks(followers: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]:
     """Join ranks that said alike: ``ranks 1-7: connection closed``."""
     groups: dict[str, list[int]] = {}
     for rank, reason in followers:

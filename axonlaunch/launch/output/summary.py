@@ -169,7 +169,7 @@ def finish_run(
     summary = finite(summary)
     is_written = _write(config, SUMMARY, summary)
     log_event(config, "ended", {"status": status, "step": summary["steps"]})
-    summary |= _estimated(config, record.prediction, console, is_done=status == "done")
+    summary |= _estimate_fields(config, record.prediction, console, is_done=status == "done")
     is_written = is_written and _write(config, SUMMARY, summary)
     if finished is not None or outcome.killed:
         rows = _rows(config, summary, counted=record.counted)
@@ -216,7 +216,7 @@ def _say_refused(what: str, error: OSError) -> None:
     print(f"{what}: {plain_error(error)}", file=sys.stderr)
 
 
-def _estimated(
+def _estimate_fields(
     config: RunConfig, prediction: BackgroundEstimate, console: RunConsole, *, is_done: bool
 ) -> dict[str, float]:
     """Return what the summary says of the estimate, which a run that was done waits for."""

@@ -18,13 +18,13 @@ from axonlaunch.system.terminal import console_on
 _ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 
 
-def varied(runs: Sequence[Sequence[str]]) -> list[str]:
+def varied_overrides(runs: Sequence[Sequence[str]]) -> list[str]:
     """Return of each run's overrides those that not all runs have, as one would write them."""
     common = set(runs[0]).intersection(*runs[1:])
-    return [written([word for word in overrides if word not in common]) for overrides in runs]
+    return [as_written([word for word in overrides if word not in common]) for overrides in runs]
 
 
-def written(overrides: Sequence[str]) -> str:
+def as_written(overrides: Sequence[str]) -> str:
     """Return overrides of a run as one would write them, without what Hydra's sweeper escapes."""
     return _ESCAPED.sub(r"\1", " ".join(overrides))
 

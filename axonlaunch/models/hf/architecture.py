@@ -46,13 +46,13 @@ def architecture(config: HuggingFaceConfig) -> Any:
     typed = _remote(config, content) if _is_remote(config, content) else None
     if typed is None:
         _refuse_kind(kind, config)
-        typed = _typed(config, content, str(kind))
+        typed = _type_content(config, content, str(kind))
     _refuse_untrainable(typed, config)
     typed.use_cache = False
     return typed
 
 
-def _typed(config: HuggingFaceConfig, content: dict[str, Any], kind: str) -> Any:
+def _type_content(config: HuggingFaceConfig, content: dict[str, Any], kind: str) -> Any:
     """Put overrides over a file's content, and type all of it.
 
     Raises:

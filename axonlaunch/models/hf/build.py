@@ -60,7 +60,7 @@ class CausalLM(nn.Module):
         return ModelOutputs(logits, auxiliary * _coefficient(self))
 
 
-def recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Initializer]]:
+def build_recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Initializer]]:
     """Build a model, and return how each of its parameters starts.
 
     Raises:
@@ -84,7 +84,7 @@ def recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Initialize
     except ConfigError:
         raise
     except Exception as error:  # a constructor may refuse figures in any way
-        raise ConfigError([_failed(config, error)]) from error
+        raise ConfigError([_failure(config, error)]) from error
     cls = type(model)
     model.__class__ = type(cls.__name__, (CausalLM, cls), {"__module__": cls.__module__})
     return model, initializers
@@ -111,7 +111,7 @@ def _coefficient(model: Any) -> float:
     raise ConfigError([ConfigIssue("model.config.output_router_logits", message, True)])
 
 
-def _failed(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
+def _failure(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
     reason = " ".join(str(error).split()).split(". ")[0][:400] or type(error).__name__
     if config.attention != "auto" and "ttention" in reason:
         message = f"the model refuses it ({reason}); use auto"

@@ -98,17 +98,17 @@ def conversion(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Convers
         entry.sources[pattern or source].append(source)
     parameters: dict[str, Laid | Computed] = {}
     for target, entry in collected.items():
-        parameters |= _placed(model, target, entry, shapes)
-    ignored = library.ignored(model)
+        parameters |= _places(model, target, entry, shapes)
+    ignored = library.ignored_patterns(model)
     left = [
         name
         for name in unexpected
         if not any(re.search(expression, name) for expression in ignored)
     ]
-    return Conversion(_tied(model, parameters), tuple(left))
+    return Conversion(_by_first_name(model, parameters), tuple(left))
 
 
-def saved(
+def as_saved(
     model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, blocks: str | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters as ``save_pretrained`` writes them, a block at a time.
@@ -124,10 +124,10 @@ def saved(
         return named[0].removeprefix(prefix).split(".")[0] if named[0].startswith(prefix) else ""
 
     for _, group in groupby(tensors, key=block):
-        yield from library.reverted(model, dict(group)).items()
+        yield from library.revert_conversion(model, dict(group)).items()
 
 
-def _placed(
+def _places(
     model: nn.Module, target: str, entry: _Collected, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Laid | Computed]:
     if entry.converter is None:
@@ -156,7 +156,9 @@ def _placed(
     return placed
 
 
-def _tied(model: nn.Module, parameters: dict[str, Laid | Computed]) -> dict[str, Laid | Computed]:
+def _by_first_name(
+    model: nn.Module, parameters: dict[str, Laid | Computed]
+) -> dict[str, Laid | Computed]:
     """Call what is tied by its first name, whichever of its names a checkpoint has."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = dict(parameters)

@@ -38,7 +38,7 @@ def folder(config: HuggingFaceConfig) -> Path | None:
     if here.is_dir():
         return here
     _refuse_no_id(config.path)
-    if (cached := _cached(config)) is None:
+    if (cached := _cached_folder(config)) is None:
         raise ConfigError([_not_there(config, "there is no such folder, nor is it in the cache")])
     return cached
 
@@ -108,7 +108,7 @@ def fetch(config: HuggingFaceConfig, *, weights: bool) -> Path | None:
         return folder(config)
     _refuse_no_id(config.path)
     library.transformers()
-    if (cached := _cached(config)) is not None and (not weights or is_complete(cached)):
+    if (cached := _cached_folder(config)) is not None and (not weights or is_complete(cached)):
         return cached
     import huggingface_hub
     from huggingface_hub.errors import (
@@ -152,7 +152,7 @@ def _code(config: HuggingFaceConfig) -> list[str]:
     return ["*.py"] if config.trust_remote_code else []
 
 
-def _cached(config: HuggingFaceConfig) -> Path | None:
+def _cached_folder(config: HuggingFaceConfig) -> Path | None:
     """Return a model's folder in the Hub's cache, if its description is in it."""
     library.transformers()
     import huggingface_hub

@@ -276,14 +276,14 @@ def targets(model: Any, names: list[str]) -> Iterator[tuple[str, str, str | None
         yield name, renamed, pattern, of_pattern[pattern] if pattern else None
 
 
-def reverted(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+def revert_conversion(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return a model's parameters as transformers' saving names and shapes them."""
     loading = importlib.import_module("transformers.core_model_loading")
     original: dict[str, Any] = loading.revert_weight_conversion(model, tensors)
     return original
 
 
-def ignored(model: Any) -> list[str]:
+def ignored_patterns(model: Any) -> list[str]:
     """Return patterns of tensors that a model may find in a checkpoint and has no use for."""
     return list(model._keys_to_ignore_on_load_unexpected or ())
 

@@ -17,7 +17,7 @@ from torch import nn
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.block_flow import block_flow
 from axonlaunch.models.hf import files
-from axonlaunch.models.hf.build import recorded, untraceable
+from axonlaunch.models.hf.build import build_recorded, untraceable
 from axonlaunch.models.hf.sequence_mixing import why_undivided, why_unpackable
 from axonlaunch.models.initialization import Initializer
 from axonlaunch.models.repeated_blocks import representative
@@ -113,7 +113,7 @@ def structure(config: HuggingFaceConfig) -> Structure:
 def _of(keys: str, content: str) -> Structure:
     del content  # of config.json, which may be another one than before
     config = HuggingFaceConfig(**json.loads(keys), init="random")
-    model, initializers = recorded(config)
+    model, initializers = build_recorded(config)
     layers, why_not = _layers(model)
     return Structure(
         model=model,

@@ -101,9 +101,9 @@ class RecordingTrace(StorageTrace):
         if category == "temporary" and self._first_update is None:
             self._first_update = start, len(self._changes)
 
-    def resized(self, storage: Any) -> None:
+    def note_size(self, storage: Any) -> None:
         """Note that a storage has another size."""
-        super().resized(storage)
+        super().note_size(storage)
         number = self._numbers.get(id(storage))
         if number is not None:
             self._changes.append(Change(number, storage.nbytes(), self._stream()))

@@ -24,7 +24,7 @@ from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.planning.memory import analytic_states, cuda_process
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
-from axonlaunch.planning.tracing.stage_trace import traced
+from axonlaunch.planning.tracing.stage_trace import trace_rank
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
 from axonlaunch.system import forked_map
 
@@ -228,7 +228,7 @@ def _in_flight(layout: Layout) -> float:
 def _activations(config: RunConfig) -> float:
     """Return the most that activations take, and what a backward makes of them; compiled, less."""
     config = with_values(config, {"train.compile": False})
-    events = traced(ReducedRun.of(config), 0).events
+    events = trace_rank(ReducedRun.of(config), 0).events
     before = next(n for n, event in enumerate(events) if event.name[0] == "update")
     which = [CATEGORIES.index(category) for category in _PASSING]
     points = (point for event in events[:before] for point in event.points)

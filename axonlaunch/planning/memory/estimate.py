@@ -124,7 +124,7 @@ class _Run:
         """Trace what is not traced yet of some places, and record one beside them."""
         runs: dict[Any, Callable[[], Any]] = {}
         if recorded is not None and ("process", recorded) not in self.done:  # the longest to run
-            runs["process", recorded] = _recorded(self.reduced, recorded)
+            runs["process", recorded] = _recording_run(self.reduced, recorded)
         for place in places:
             runs |= {key: run for key, run in place.traces().items() if key not in self.done}
         results = forked_map.map_forked(
@@ -182,7 +182,7 @@ class _Run:
         return max(map(self.rank, places), key=lambda rank: rank.peak_bytes)
 
 
-def _recorded(reduced: ReducedRun, place: int) -> Callable[[], cuda_process.DeviceRequests]:
+def _recording_run(reduced: ReducedRun, place: int) -> Callable[[], cuda_process.DeviceRequests]:
     """Return the run that shows what a rank asks of its device, in a shorter step."""
     stage = StageTrace.of(reduced, place, exact=False)
     return partial(
@@ -236,7 +236,7 @@ def _of_rank(
         peak_bytes=sum(held.values()),
         host_bytes=host + place.rounding(done),
         breakdown=held,
-        sharded_parameters=place.sharded(done),
+        sharded_parameters=place.sharded_bytes(done),
         microbatch_bytes=place.left_by_forward(short_step),
         read_bytes=place.read(done),
     )

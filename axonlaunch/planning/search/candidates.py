@@ -180,12 +180,14 @@ def _kinds(
         if not is_chosen and (not facts.is_exact or (facts.averages != "nothing" and ranks == 1)):
             continue
         if facts.shards_parameters:
-            yield from _sharded(name, ranks, in_node=in_node, offloads=offloads, fixed=fixed)
+            yield from _sharded_settings(
+                name, ranks, in_node=in_node, offloads=offloads, fixed=fixed
+            )
         else:
             yield {keys.KIND: name, **_NOT_SHARDED}
 
 
-def _sharded(
+def _sharded_settings(
     kind: str, ranks: int, *, in_node: int, offloads: bool, fixed: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     for sharding, offload in itertools.product(

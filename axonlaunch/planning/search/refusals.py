@@ -35,10 +35,12 @@ def none_divides(
         listed: Lists the layouts of a run in which some settings are fixed.
     """
     key, batch = "train.global_batch_size", config.train.global_batch_size
-    message = f"no layout of {_counted(devices)} divides the model and a batch of {batch} samples"
+    message = (
+        f"no layout of {_devices_text(devices)} divides the model and a batch of {batch} samples"
+    )
     if not fixed:
         return ConfigIssue(key, f"{message}; use a multiple of {devices}", batch)
-    message += " with " + " ".join(_written(name, value) for name, value in fixed.items())
+    message += " with " + " ".join(_setting_text(name, value) for name, value in fixed.items())
     for name, value in fixed.items():
         values = dict.fromkeys(c.settings[name] for c in listed(config, _without(fixed, name)))
         if values:
@@ -81,11 +83,11 @@ def none_fits(
             f"offloads {closest.host_memory.bytes_per_node / GIB:.1f} GiB, more than a node has"
         )
     message = (
-        f"no layout of {_counted(devices)} fits: {searched:,} were looked at and {len(tried)} "
+        f"no layout of {_devices_text(devices)} fits: {searched:,} were looked at and {len(tried)} "
         f"estimated, and the closest, {closest.layout}, {misses}; "
     )
     remedies = [
-        f"remove {_written(key, value)}"
+        f"remove {_setting_text(key, value)}"
         for key, value in fixed.items()
         if fits(devices, _without(fixed, key))
     ] or [f"use {times * devices} devices" for times in _TIMES if fits(times * devices, fixed)]
@@ -98,9 +100,9 @@ def _without(fixed: Fixed, key: str) -> Fixed:
     return {name: value for name, value in fixed.items() if name != key}
 
 
-def _written(key: str, value: Any) -> str:
+def _setting_text(key: str, value: Any) -> str:
     return f"{key}={plain(value)}"
 
 
-def _counted(devices: int) -> str:
+def _devices_text(devices: int) -> str:
     return "1 device" if devices == 1 else f"{devices} devices"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
-from axonlaunch.config import ConfigError, RunConfig, to_tree, typed, with_values
+from axonlaunch.config import ConfigError, RunConfig, to_tree, type_config, with_values
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import Layout, estimated_on, num_ranks
 from axonlaunch.models.build import spec_for
@@ -168,7 +168,7 @@ def changed(config: RunConfig, settings: Settings) -> RunConfig:
     Raises:
         ConfigError: They don't go together.
     """
-    return typed(to_tree(with_values(config, settings)))
+    return type_config(to_tree(with_values(config, settings)))
 
 
 def _micro_batches(layout: Layout) -> Options:
@@ -250,14 +250,14 @@ def _tensor(config: RunConfig, layout: Layout) -> Options:
         Option(
             {"strategy.tensor.degree": degree, **more, **_same_micro_batch(config, layout)}, cost
         )
-        for degree in _doubled(layout.tensor, layout)
+        for degree in _larger_degrees(layout.tensor, layout)
     ]
 
 
 def _pipeline(config: RunConfig, layout: Layout) -> Options:
     """Ranks are idle for (p - 1) / (v m + p - 1): Narayanan et al., 2021, section 2.2."""
     options = []
-    for degree in _doubled(layout.pipeline, layout):
+    for degree in _larger_degrees(layout.pipeline, layout):
         settings = {"strategy.pipeline.degree": degree, **_same_micro_batch(config, layout)}
         try:
             new = Layout.of(changed(config, settings), world_size=num_ranks(config))
@@ -297,7 +297,7 @@ def _same_micro_batch(config: RunConfig, layout: Layout) -> Settings:
     return {} if is_set else {"train.micro_batch_size": layout.micro_batch_size}
 
 
-def _doubled(degree: int, layout: Layout) -> list[int]:
+def _larger_degrees(degree: int, layout: Layout) -> list[int]:
     """Return degrees that data-parallel ranks can be turned into."""
     doubled, left = [], layout.data_ranks
     while left % 2 == 0:

@@ -29,7 +29,7 @@ from axonlaunch.planning.throughput.analytic_work import scaled
 from axonlaunch.planning.throughput.roofline import figure, refuse_missing
 from axonlaunch.planning.throughput.step_time import StepTime
 from axonlaunch.planning.throughput.step_work import step_work
-from axonlaunch.planning.throughput.throughput import Throughput, timed
+from axonlaunch.planning.throughput.throughput import Throughput, speed_of
 from axonlaunch.system import forked_map
 
 TIMED = 6
@@ -65,11 +65,13 @@ def search_layouts(
     """
     hardware = config.hardware
     assert hardware is not None
-    refuse_missing(hardware, _needed(config, devices))
+    refuse_missing(hardware, _missing_figures(config, devices))
     memory = figure(hardware, "memory_gib") * GIB / (1 + config.estimate.margin)
     per_node = figure(hardware, "devices_per_node")
 
-    def listed(run: RunConfig, count: int, settings: Mapping[str, Any]) -> Iterable[Candidate]:
+    def list_layouts(
+        run: RunConfig, count: int, settings: Mapping[str, Any]
+    ) -> Iterable[Candidate]:
         return candidates(
             run,
             devices=count,
@@ -78,19 +80,19 @@ def search_layouts(
             offloads=hardware.host_gb_s is not None,
         )
 
-    choices = [*listed(config, devices, fixed)]
+    choices = [*list_layouts(config, devices, fixed)]
     if not choices:
         issue = refusals.none_divides(
             config,
             devices=devices,
             fixed=fixed,
-            listed=lambda run, settings: listed(run, devices, settings),
+            listed=lambda run, settings: list_layouts(run, devices, settings),
         )
         raise ConfigError([issue])
     formulas = Formulas.of(config)
     in_node = min(devices, per_node)
     num_nodes = devices // in_node if devices % in_node == 0 else 1
-    tried, limit = _tried(
+    tried, limit = _estimate_in_rounds(
         choices,
         config=config,
         ranks=(num_nodes, devices // num_nodes),
@@ -108,7 +110,7 @@ def search_layouts(
             fixed=fixed,
             fits=lambda count, settings: any(
                 formulas.process_bytes(c.config, c.layout) <= limit
-                for c in listed(config, count, settings)
+                for c in list_layouts(config, count, settings)
             ),
         )
         raise ConfigError([issue])
@@ -116,7 +118,7 @@ def search_layouts(
     return Plan(workload=known, searched=len(choices), candidates=tried[:TRIED])
 
 
-def _needed(config: RunConfig, devices: int) -> list[str]:
+def _missing_figures(config: RunConfig, devices: int) -> list[str]:
     """Return the figures of hardware without which no layout can be timed."""
     assert config.hardware is not None
     train = config.train
@@ -147,7 +149,7 @@ class _Likely:
     bytes: float
 
 
-def _tried(
+def _estimate_in_rounds(
     listed: Sequence[Candidate],
     *,
     config: RunConfig,
@@ -190,7 +192,7 @@ def _tried(
             if plans:
                 break
             raise
-        estimates = _estimated(first, config=config, ranks=ranks, wanted=wanted)
+        estimates = _estimate_first(first, config=config, ranks=ranks, wanted=wanted)
         plans = [*estimates.values(), *plans]
         done = [choice.candidate.settings for choice in estimates]
         listed = [candidate for candidate in listed if candidate.settings not in done]
@@ -267,7 +269,7 @@ def _fastest(first: list[_Likely], *, hardware: HardwareConfig) -> list[tuple[_L
     Raises:
         ConfigError: Why the first can't be traced, if none can.
     """
-    runs = [partial(_timed, choice.candidate.config, hardware) for choice in first]
+    runs = [partial(_time_layout, choice.candidate.config, hardware) for choice in first]
     works = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
     fastest = [
         (choice, work)
@@ -280,15 +282,15 @@ def _fastest(first: list[_Likely], *, hardware: HardwareConfig) -> list[tuple[_L
     return sorted(fastest, key=lambda pair: pair[1].step_s)
 
 
-def _timed(config: RunConfig, hardware: HardwareConfig) -> Throughput | ConfigError:
+def _time_layout(config: RunConfig, hardware: HardwareConfig) -> Throughput | ConfigError:
     """Return a layout's speed, or why it can't be traced (too small a micro-batch, say)."""
     try:
-        return timed(config, hardware, step_work(config, world_size=num_ranks(config)))
+        return speed_of(config, hardware, step_work(config, world_size=num_ranks(config)))
     except ConfigError as error:
         return error
 
 
-def _estimated(
+def _estimate_first(
     first: list[tuple[_Likely, Throughput]],
     *,
     config: RunConfig,
@@ -309,7 +311,7 @@ def _estimated(
         result = estimate(candidate.config, ends=True)
         plans[choice] = Planned(
             overrides=_overrides(config, candidate, ranks),
-            layout=_named(candidate),
+            layout=_describe(candidate),
             mesh=candidate.layout.axes,
             peak_bytes=result.peak_bytes,
             host_bytes=result.host_bytes,
@@ -332,7 +334,7 @@ def _verdict(estimate: Estimate, config: RunConfig) -> FitVerdict:
     return verdict(estimate.process_bytes, memory=memory, margin=config.estimate.margin)
 
 
-def _named(candidate: Candidate) -> str:
+def _describe(candidate: Candidate) -> str:
     """Describe a layout, including settings that its axes don't show."""
     config, layout = candidate.config, candidate.layout
     properties = [str(layout)]

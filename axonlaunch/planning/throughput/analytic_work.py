@@ -75,7 +75,7 @@ class _Scaled:
             )
             # The vocabulary's product and loss are the last stage's, its embedding the first's.
             for part, sent in (
-                (1.0 if has_one_stage else 0.0, self._sent()),
+                (1.0 if has_one_stage else 0.0, self._sent_work()),
                 (1.0, {}),
             )
         )
@@ -197,7 +197,7 @@ class _Scaled:
             _put(work, Kernel("forward", "ring"), Amount(1, merged))
         return work
 
-    def _sent(self) -> Work:
+    def _sent_work(self) -> Work:
         if self._layout.pipeline == 1:
             return {}
         divided = self._config.strategy.tensor.sequence_parallel

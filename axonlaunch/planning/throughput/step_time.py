@@ -64,8 +64,8 @@ class StepTime:
 
     def parts(self, work: StepWork) -> Parts:
         """Return where the seconds of a step go, on the rank that has most to do."""
-        times = self._alone(work) if self._layout.pipeline == 1 else self._pipelined(work)
-        if copied := self._copied(work, times.total):
+        times = self._alone(work) if self._layout.pipeline == 1 else self._pipeline_parts(work)
+        if copied := self._copy_time(work, times.total):
             times.put("host memory", copied)
         return times
 
@@ -80,7 +80,7 @@ class StepTime:
         layout = self._layout
         if layout.pipeline == 1:
             alone = self._alone(work).total
-            return alone + self._copied(work, alone)
+            return alone + self._copy_time(work, alone)
         times = []
         for index, layers in enumerate(work.layers):
             stage = self._stage(work, index)
@@ -94,9 +94,9 @@ class StepTime:
         turns = layout.micro_batches * layout.stages_per_rank
         once = max(update for _, update in times) * layout.stages_per_rank
         computing = (turns + waits) * a_turn + once
-        return computing + self._copied(work, computing)
+        return computing + self._copy_time(work, computing)
 
-    def _copied(self, work: StepWork, step_s: float) -> float:
+    def _copy_time(self, work: StepWork, step_s: float) -> float:
         """Return what copies from and to host memory add to a step.
 
         What FSDP gathers and reduces is copied beside computation; the update waits for its own.
@@ -165,7 +165,7 @@ class StepTime:
         )
         return drawn, forward, backward
 
-    def _pipelined(self, work: StepWork) -> Parts:
+    def _pipeline_parts(self, work: StepWork) -> Parts:
         layout = self._layout
         drawn, forward, backward = self._round(work)
         stages = [self._stage(work, index) for index in range(layout.num_stages)]
@@ -200,8 +200,8 @@ class StepTime:
         of_layer.put_all(self._waited_for(layer))
         total = of_ends
         total.put_all(of_layer, times=layers)
-        gathered_ends = self._gathered(ends)
-        gathered = self._gathered(layer)
+        gathered_ends = self._gather_time(ends)
+        gathered = self._gather_time(layer)
         if gathered_ends or gathered:
             # The ends are gathered before anything computes and reduced after everything has;
             # of the layers one is, the others are gathered and reduced under computation.
@@ -270,7 +270,7 @@ class StepTime:
                 total.put(f"communication {_axis(key.axes)}", waited)
         return total
 
-    def _gathered(self, work: Work) -> float:
+    def _gather_time(self, work: Work) -> float:
         """Return the time of FSDP's exchanges, which have a stream of their own."""
         return sum(
             self._links.seconds(key, amount)

@@ -45,10 +45,10 @@ def throughput(config: RunConfig, hardware: HardwareConfig) -> Throughput:
     Raises:
         ConfigError: The run can't be traced, or the hardware lacks a figure.
     """
-    return timed(config, hardware, step_work(config, world_size=num_ranks(config)))
+    return speed_of(config, hardware, step_work(config, world_size=num_ranks(config)))
 
 
-def timed(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throughput:
+def speed_of(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throughput:
     """Estimate the speed of a run whose work is known."""
     ranks = num_ranks(config)
     layout = Layout.of(config, world_size=ranks)

@@ -57,9 +57,9 @@ def extrapolate(
     Returns:
         Those at the ends of each stage.
     """
-    deeper_events = _paired(deeper)
+    deeper_events = _pair_events(deeper)
     extrapolated = []
-    for name, event in _paired(shallow).items():
+    for name, event in _pair_events(shallow).items():
         other = deeper_events[name]
         pairs = [*zip(event.points, other.points, strict=False)]
         if len(event.points) != len(other.points):
@@ -74,7 +74,7 @@ def linear_extrapolate(point: Iterable[int], other: Iterable[int], times: int) -
     return tuple([a + times * (b - a) for a, b in zip(point, other, strict=True)])
 
 
-def _paired(events: Sequence[TraceEvent]) -> dict[_Name, TraceEvent]:
+def _pair_events(events: Sequence[TraceEvent]) -> dict[_Name, TraceEvent]:
     """Name events alike in models of different depths: by the block's place from the nearer end."""
     paired: dict[_Name, TraceEvent] = {}
     seen: dict[_Name, int] = {}

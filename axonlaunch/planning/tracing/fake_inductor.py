@@ -70,7 +70,7 @@ def _allocate_visibly() -> None:
     """Turn what kernel wrappers do to storages into operations, which dispatch modes see."""
     guards: Any = torch._C._dynamo.guards
     guards._empty_strided_cpu = _empty
-    guards._reinterpret_tensor = _reinterpreted
+    guards._reinterpret_tensor = _reinterpret
     guards.assert_size_stride = _do_nothing
 
 
@@ -78,7 +78,7 @@ def _empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype)
 
 
-def _reinterpreted(tensor: torch.Tensor, *place: Any) -> torch.Tensor:
+def _reinterpret(tensor: torch.Tensor, *place: Any) -> torch.Tensor:
     return torch.as_strided(tensor, *place).detach()  # autograd is to see no view
 
 

@@ -24,7 +24,7 @@ from axonlaunch.data.dataset import Dataset, holds_documents, sample_inputs, sam
 from axonlaunch.data.samples import CollatedSamples
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.split import stage_blocks
-from axonlaunch.engines.tensor.plan_checks import styled
+from axonlaunch.engines.tensor.plan_checks import style_modules
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.repeated_blocks import with_first_blocks
@@ -88,7 +88,7 @@ class ReducedRun:
             sample,
             target=sample_targets(dataset),
             is_packed=holds_documents(dataset),
-            structured=_structured(dataset, layout),
+            structured=_read_structure(dataset, layout),
             num_blocks=len(spec.blocks(model)),
             repeats=spec.repeats(model)
             and _are_divided_alike(config, spec.blocks(model), model)
@@ -203,7 +203,7 @@ class ReducedRun:
         return dataclasses.replace(self, config=config, num_blocks=sum(counts))
 
 
-def _structured(dataset: Dataset, layout: Layout) -> CollatedSamples | None:
+def _read_structure(dataset: Dataset, layout: Layout) -> CollatedSamples | None:
     """Read a micro-batch of samples whose shapes nobody else knows."""
     if dataset.kind != "structured":
         return None
@@ -219,7 +219,7 @@ def _are_divided_alike(
     if tensor.degree == 1 or not tensor.plan:
         return True
     styles: dict[str, set[Any]] = {name: set() for name in blocks}
-    for module in styled(model, tensor.plan):
+    for module in style_modules(model, tensor.plan):
         for block in blocks:
             if module.name == block or module.name.startswith(f"{block}."):
                 inside = module.name.removeprefix(block)

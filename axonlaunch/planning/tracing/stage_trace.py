@@ -109,7 +109,7 @@ class StageTrace:
     def traces(self) -> dict[TraceKey, Callable[[], Traced]]:
         """Return the functions that trace, by trace key."""
         return {
-            key: partial(traced, self._without(fewer), self.short_rank)
+            key: partial(trace_rank, self._without(fewer), self.short_rank)
             for key, fewer in self._keys().items()
         }
 
@@ -138,7 +138,7 @@ class StageTrace:
         step = self.whole.schedule.actions[self.place]
         return extrapolate_schedule.extend_schedule(events, rounds=[step] * min(2, whole.rounds))
 
-    def sharded(self, done: Mapping[TraceKey, Traced]) -> dict[str, int] | None:
+    def sharded_bytes(self, done: Mapping[TraceKey, Traced]) -> dict[str, int] | None:
         """Return bytes of the rank's sharded parameters, by name; None where there are none."""
         shallow, *deeper = (_of_parameters(done[key].sharded) for key in self._keys())
         if not deeper or not shallow:
@@ -178,7 +178,7 @@ class StageTrace:
         return self.short.without(blocks, self.short.stages_of(self.short_place))
 
 
-def traced(reduced: ReducedRun, rank: int) -> Traced:
+def trace_rank(reduced: ReducedRun, rank: int) -> Traced:
     """Trace one rank's step; this process must be forked for it.
 
     Raises:

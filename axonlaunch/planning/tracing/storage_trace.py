@@ -114,7 +114,7 @@ class StorageTrace(UncompiledDispatchMode):
     def __enter__(self) -> Self:
         self._outer = getattr(_running, "trace", None)
         _running.trace = self
-        torch.UntypedStorage.resize_ = _resized  # type: ignore[assignment, method-assign]
+        torch.UntypedStorage.resize_ = _resize_and_note  # type: ignore[assignment, method-assign]
         entered: Self = super().__enter__()  # type: ignore[no-untyped-call]
         return entered
 
@@ -195,7 +195,7 @@ class StorageTrace(UncompiledDispatchMode):
         self._settle()
         self._tag_gradients()
 
-    def resized(self, storage: Any) -> None:
+    def note_size(self, storage: Any) -> None:
         """Note that a storage has another size, as those of gathered parameters get."""
         live = self._live.get(id(storage))
         if live is None:
@@ -325,10 +325,10 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def _resized(storage: Any, size: int) -> Any:
+def _resize_and_note(storage: Any, size: int) -> Any:
     """Resize a storage and report it to this thread's trace: no operation does."""
     result = _resize(storage, size)
     trace: StorageTrace | None = getattr(_running, "trace", None)
     if trace is not None:
-        trace.resized(storage)
+        trace.note_size(storage)
     return result

@@ -55,7 +55,7 @@ class Sums:
         self.squares += other.squares
         self.absmax = max(self.absmax, other.absmax)
 
-    def traced(self, key: TracedKey, *, factor: float = 1.0, size: int | None) -> TracedTensor:
+    def to_traced(self, key: TracedKey, *, factor: float = 1.0, size: int | None) -> TracedTensor:
         """Return what is written of the elements times a factor.
 
         Args:
@@ -87,7 +87,7 @@ class Statistics:
         seen = tensor, tensor._version  # an operation in place leaves the object and not the values
         if self._last is None or self._last[0] is not tensor or self._last[1] != seen[1]:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            reduce = _summed if local.device.type == "cpu" else _OnDevice.of
+            reduce = _sum_pieces if local.device.type == "cpu" else _OnDevice.of
             self._last, self._reduced = seen, reduce(local.detach())
         self._taken.append((key, self._reduced))
 
@@ -131,7 +131,7 @@ class _OnDevice:
             yield Sums(one.count, total, norm * norm, max(abs(low), abs(high)))
 
 
-def _summed(local: Tensor) -> Sums:
+def _sum_pieces(local: Tensor) -> Sums:
     """Return the sums of a tensor of the host, by pieces that a core's cache holds.
 
     torch adds squares up in fp32, and is 8e-5 off for 4 million elements; it is not for a piece.

@@ -140,7 +140,7 @@ class RunTracer:
                 statistics.add(("gradient", name), updated.grad)
                 if whole is not None:
                     whole.add_parameter(("gradient", name), updated.grad)
-        elements = None if whole is None else whole.gathered(self._factors)
+        elements = None if whole is None else whole.gather(self._factors)
         self._write(statistics.sums(), hooks.order, elements)
         return loss, tokens
 
@@ -234,7 +234,7 @@ class RunTracer:
             if key in whole:
                 kind, name = key
                 size = self._parameters[name] if kind in ("parameter", "gradient") else None
-                yield whole[key].traced(key, factor=factors.get(kind, 1.0), size=size)
+                yield whole[key].to_traced(key, factor=factors.get(kind, 1.0), size=size)
 
 
 def _all_names(module: nn.Module) -> list[str]:

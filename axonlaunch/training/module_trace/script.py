@@ -161,7 +161,7 @@ class ModelTrace:
             if seen.count:
                 factor = 1 / loss_scale if kind.endswith("gradient") else 1.0
                 size = sizes[name] if kind in ("parameter", "gradient") else None
-                tensors.append(seen.traced(key, factor=factor, size=size))
+                tensors.append(seen.to_traced(key, factor=factor, size=size))
         low = self._hooks.dtypes & _ARITHMETIC.keys()
         trace = StepTrace(
             step=self._number,

@@ -70,7 +70,7 @@ class WholeTensors:
         else:
             self._parts.setdefault(key, {})[number] = index, on_host(tensor)
 
-    def gathered(self, factors: Mapping[str, float]) -> dict[TracedKey, Tensor]:
+    def gather(self, factors: Mapping[str, float]) -> dict[TracedKey, Tensor]:
         """Return the whole tensors on rank 0, none elsewhere; all ranks call this.
 
         Of elements that several ranks hold the mean is returned, of those that none has NaN.

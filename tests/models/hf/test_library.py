@@ -66,7 +66,7 @@ def test_experts_of_a_checkpoint_are_found_by_transformers_own_conversion() -> N
 
 def test_packed_experts_are_written_one_by_one() -> None:
     packed = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 64, 64)}
-    unpacked = library.reverted(model("qwen3_moe"), packed)
+    unpacked = library.revert_conversion(model("qwen3_moe"), packed)
     kinds = ("gate_proj", "up_proj")
     assert unpacked.keys() == {
         f"model.layers.0.mlp.experts.{n}.{kind}.weight" for n in range(4) for kind in kinds

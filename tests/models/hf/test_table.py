@@ -14,7 +14,7 @@ from covers import every
 from served import Server
 
 from axonlaunch.models.hf import library
-from axonlaunch.verification.proved import proved
+from axonlaunch.verification.proved import proved_table
 
 BENCHES = Path(__file__).parents[3] / "scripts" / "benches"
 AGAIN = [
@@ -35,7 +35,7 @@ def benches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("benches")
 def test_the_page_is_what_the_data_make_of_it() -> None:
     page: Any = importlib.import_module("hf_page")
-    assert page.PAGE.read_text() == page.page(proved()), "run scripts/bench hf"
+    assert page.PAGE.read_text() == page.page(proved_table()), "run scripts/bench hf"
 
 
 @pytest.mark.usefixtures("benches")
@@ -43,12 +43,12 @@ def test_the_table_is_written_again_from_its_own_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page: Any = importlib.import_module("hf_page")
-    table, rows = proved(), list(page.shipped())
+    table, rows = proved_table(), list(page.shipped())
     data, text = page.proved.FILE.read_text(), page.PAGE.read_text()
     monkeypatch.setattr(page.proved, "FILE", tmp_path / "proved.json")
     monkeypatch.setattr(page, "PAGE", tmp_path / "huggingface.md")
     page.write(rows, versions=table.versions, classes=table.classes, layouts=table.layouts)
-    proved.cache_clear()
+    proved_table.cache_clear()
     assert (page.proved.FILE.read_text(), page.PAGE.read_text()) == (data, text)
 
 
@@ -56,14 +56,16 @@ def test_the_table_is_written_again_from_its_own_rows(
 def test_the_table_has_the_layouts_and_the_classes_of_the_version_that_it_names() -> None:
     bench: Any = importlib.import_module("hf")
     kinds = importlib.import_module("hf_tiny").model_types()
-    assert set(proved().layouts) == set(bench.LAYOUTS)
-    if library.transformers().__version__ == proved().versions["transformers"]:
-        assert set(proved().families) <= set(kinds)
-        assert proved().classes == len(kinds)
+    assert set(proved_table().layouts) == set(bench.LAYOUTS)
+    if library.transformers().__version__ == proved_table().versions["transformers"]:
+        assert set(proved_table().families) <= set(kinds)
+        assert proved_table().classes == len(kinds)
 
 
 def test_no_reason_names_a_file_of_the_machine_that_it_was_found_on() -> None:
-    reasons = [why for family in proved().families.values() for why in family.refused.values()]
+    reasons = [
+        why for family in proved_table().families.values() for why in family.refused.values()
+    ]
     assert [why for why in reasons if re.search(r"(^|[\s(])/\w+/", why)] == []
 
 
@@ -71,7 +73,7 @@ LEAST = {"fsdp 2": 150, "zero1 2": 150, "tensor 2": 95, "pipeline 2": 40, "conte
 
 
 def test_no_layout_is_proved_for_fewer_classes_than_promised() -> None:
-    table = proved()
+    table = proved_table()
     assert len(table.families) >= table.classes - 2
     equal = {
         layout: sum(layout not in family.refused for family in table.families.values())
@@ -82,7 +84,7 @@ def test_no_layout_is_proved_for_fewer_classes_than_promised() -> None:
 
 @pytest.fixture
 def of_its_version() -> None:
-    if library.transformers().__version__ != proved().versions["transformers"]:
+    if library.transformers().__version__ != proved_table().versions["transformers"]:
         pytest.skip("the table is of another version of transformers")
 
 
@@ -92,7 +94,7 @@ def of_its_version() -> None:
 def test_a_row_that_is_run_again_gives_what_the_table_says(kind: str, layout: str) -> None:
     bench: Any = importlib.import_module("hf")
     row = bench.prove(kind, layout)
-    reason = proved().named[kind].refused.get(layout)
+    reason = proved_table().named[kind].refused.get(layout)
     assert (row.outcome == "equal") == (reason is None), row.reason
     if reason is not None:
         assert reason == f"{row.outcome}: {row.reason}"
@@ -106,6 +108,6 @@ def test_ls_shows_what_is_proved(tmp_path: Path, server: Server) -> None:
     refused = axonlaunch("ls", "hf", "--like", "xlnet").stdout
     assert refused.count("xlnet, every layout: refused: ") == 1
     listed = json.loads(axonlaunch("ls", "hf", "--json").stdout)
-    assert listed["versions"] == proved().versions
+    assert listed["versions"] == proved_table().versions
     assert "fsdp 2" in listed["model_types"]["llama"]["proved"]
     assert "did you mean llama" in axonlaunch("ls", "hf", "--like", "llamma", status=2).stderr
