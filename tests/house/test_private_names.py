@@ -1,27 +1,23 @@
 """The private names of torch: which file of a folder stands on them, and that torch has them.
 
-A failure of ``test_torch_still_has`` means that torch has moved a name. The fix belongs in the file
-that it says; then raise the upper bound on torch in ``pyproject.toml``.
+A failure of ``test_torch_still_has_each`` means that torch has moved a name. The fix belongs in the
+file that it says; then raise the upper bound on torch in ``pyproject.toml``.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
-from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from package_source import sources
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-import axonlaunch
-
-PACKAGE = Path(axonlaunch.__file__).parent
 INTERNALS = {
     "checkpoint/torch_internals.py",
     "comm/mock/torch_internals.py",
@@ -49,58 +45,11 @@ DOCUMENTED = (
 """Names that torch's own pages tell to use, for all that they begin with a line."""
 
 
-def _uses(path: Path) -> Iterator[str]:
-    """Yield the names of torch that a file imports or reads from a module of torch."""
-    tree = ast.parse(path.read_text())
-    known = _names_of_torch(tree)
-    yield from known.values()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (name := _dotted(node, known)):
-            yield name
-
-
-def _names_of_torch(tree: ast.Module) -> dict[str, str]:
-    """Return what a file calls torch's modules and what is in them, with their whole names."""
-    known: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-            known |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
-        elif isinstance(node, ast.Import):
-            known |= {
-                each.asname or each.name: each.name
-                for each in node.names
-                if each.name.split(".")[0] == "torch"
-            }
-    known |= {"torch": "torch"} if known else {}
-    for node in ast.walk(tree):  # _cpp: Any = torch._C._distributed_c10d
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if isinstance(target, ast.Name) and (name := _dotted(node.value, known)):
-                known.setdefault(target.id, name)
-    return known
-
-
-def _dotted(node: ast.expr, known: dict[str, str]) -> str | None:
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
-        node = node.value
-    if not isinstance(node, ast.Name) or node.id not in known:
-        return None
-    return ".".join([known[node.id], *reversed(names)])
-
-
 def _is_private(name: str) -> bool:
     parts = [part for part in name.split(".") if part.startswith("_") and not part.endswith("__")]
     return bool(parts) and not name.startswith(DOCUMENTED)
 
 
-FOUND = {
-    (str(path.relative_to(PACKAGE)), name)
-    for path in PACKAGE.rglob("*.py")
-    for name in _uses(path)
-    if _is_private(name)
-}
 OF_OBJECTS: list[tuple[Any, str]] = [
     (torch.UntypedStorage, "_cdata"),
     (torch.Tensor, "_is_view"),
@@ -132,59 +81,45 @@ DOCUMENTED_OF_OBJECTS = {
 }
 
 
+def private_names() -> set[tuple[str, str]]:
+    """Return files, and the private names of torch that they import or read from a module."""
+    return {(each.path, name) for each in sources() for name in each.of_torch if _is_private(name)}
+
+
 def test_private_names_of_torch_are_in_one_file_of_a_folder() -> None:
-    assert {path for path, _ in FOUND} <= INTERNALS
+    assert {path for path, _ in private_names()} <= INTERNALS
 
 
 def test_so_are_those_of_objects_of_whatever_class() -> None:
     """Those that nothing of ours defines; whose object it is, the text alone does not say."""
-    trees = {
-        str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
-        for path in PACKAGE.rglob("*.py")
-    }
-    ours = {name for tree in trees.values() for name in _defined(tree)}
+    ours = set[str]().union(*(source.defined for source in sources()))
     elsewhere = {
-        (path, name)
-        for path, tree in trees.items()
-        if path not in {*INTERNALS, *OF_OTHERS}
-        for name in _read_of_objects(tree) - ours - DOCUMENTED_OF_OBJECTS
+        (source.path, name)
+        for source in sources()
+        if source.path not in {*INTERNALS, *OF_OTHERS}
+        for name in source.attributes - ours - DOCUMENTED_OF_OBJECTS
+        if name.startswith("_") and not name.endswith("__")
     }
     assert not elsewhere
 
 
-def _defined(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.attr if isinstance(node, ast.Attribute) else node.id
+def test_torch_still_has_each() -> None:
+    missing = {(path, name) for path, name in private_names() if not _exists(name)}
+    assert not missing
 
 
-def _read_of_objects(tree: ast.Module) -> set[str]:
-    """Return private attributes, also by getattr, of all but what is a module of torch."""
-    known = _names_of_torch(tree)
-    nodes = [*ast.walk(tree)]
-    named = {
-        node.attr for node in nodes if isinstance(node, ast.Attribute) and not _dotted(node, known)
-    }
-    asked = {
-        node.args[1].value
-        for node in nodes
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "hasattr"}
-        if isinstance(node.args[1], ast.Constant)
-    }
-    return {name for name in named | asked if name[0] == "_" and not name.endswith("__")}
-
-
-@pytest.mark.parametrize(("path", "name"), sorted(FOUND))
-def test_torch_still_has(path: str, name: str) -> None:
-    module, attributes = "torch", name.split(".")[1:]
-    holder: Any = torch
+def _exists(name: str) -> bool:
+    module, *attributes = name.split(".")
+    holder: Any = importlib.import_module(module)
     for attribute in attributes:
         module = f"{module}.{attribute}"
         if not hasattr(holder, attribute):
-            importlib.import_module(module)
+            with suppress(ImportError):
+                importlib.import_module(module)
+        if not hasattr(holder, attribute):
+            return False
         holder = getattr(holder, attribute)
+    return True
 
 
 @pytest.mark.parametrize(("holder", "attribute"), OF_OBJECTS, ids=lambda value: str(value)[:40])

@@ -1,0 +1,133 @@
+"""What the text of the package says, file by file: read once for all tests of its rules."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import axonlaunch
+
+PACKAGE = Path(axonlaunch.__file__).parent
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file.
+
+    Attributes:
+        path: In the package.
+        lines: Its text, without what surrounds a line and without empty ones.
+        length: Of the file, in lines.
+        texts: Its constants that are texts.
+        imports: Modules, by their whole names.
+        top: Names that are defined at its top.
+        defined: Names that are defined anywhere, of attributes too.
+        functions: Names of functions that are no properties.
+        of_torch: What it imports, or reads from a module, of torch: whole names.
+        attributes: What it reads of objects that are no modules of torch, by ``getattr`` too.
+    """
+
+    path: str
+    lines: list[str]
+    length: int
+    texts: set[str]
+    imports: set[str]
+    top: set[str]
+    defined: set[str]
+    functions: set[str]
+    of_torch: set[str]
+    attributes: set[str]
+
+
+@functools.cache
+def sources() -> list[Source]:
+    """Return every file of the package."""
+    return [_read(path) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def _read(path: Path) -> Source:
+    text = path.read_text()
+    tree = ast.parse(text)
+    nodes = [*ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    torch = _names_of_torch(nodes) if "torch" in text else {}
+    dotted = {id(node): name for node in attributes if (name := _dotted(node, torch))}
+    lines = text.splitlines()
+    return Source(
+        path=str(path.relative_to(PACKAGE)),
+        lines=[stripped for line in lines if (stripped := line.strip())],
+        length=len(lines),
+        texts={
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        },
+        imports={name for node in nodes for name in _imported(node)},
+        top={name for node in tree.body for name in _defined(node)},
+        defined={name for node in nodes for name in _defined(node)}
+        | {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+        | {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)},
+        functions={node.name for node in functions if not _is_property(node)},
+        of_torch={*torch.values(), *dotted.values()},
+        attributes={node.attr for node in attributes if id(node) not in dotted} | _asked(nodes),
+    )
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        whole = [f"axonlaunch.{each.name}" for each in node.names]
+        return whole if node.module == "axonlaunch" else [node.module or ""]
+    return [each.name for each in node.names] if isinstance(node, ast.Import) else []
+
+
+def _defined(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Assign):
+        inside = [name for target in node.targets for name in ast.walk(target)]  # A, B = 1, 2
+    else:
+        inside = [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [name.id for name in inside if isinstance(name, ast.Name)]
+
+
+def _is_property(function: ast.FunctionDef) -> bool:
+    return any("property" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def _names_of_torch(nodes: list[ast.AST]) -> dict[str, str]:
+    """Return what a file calls torch's modules and what is in them, with their whole names."""
+    known: dict[str, str] = {}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            known |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+        elif isinstance(node, ast.Import):
+            theirs = [each for each in node.names if each.name.split(".")[0] == "torch"]
+            known |= {each.asname or each.name: each.name for each in theirs}
+    known |= {"torch": "torch"} if known else {}
+    for node in nodes:  # _cpp: Any = torch._C._distributed_c10d
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and (name := _dotted(node.value, known)):
+                known.setdefault(target.id, name)
+    return known
+
+
+def _dotted(node: ast.expr, known: dict[str, str]) -> str | None:
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id not in known:
+        return None
+    return ".".join([known[node.id], *reversed(names)])
+
+
+def _asked(nodes: list[ast.AST]) -> set[str]:
+    """Return what is read by ``getattr`` and ``hasattr``."""
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    asking = [call for call in calls if getattr(call.func, "id", "") in {"getattr", "hasattr"}]
+    names = [call.args[1] for call in asking]
+    return {str(name.value) for name in names if isinstance(name, ast.Constant)}
