@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from configured import run_config
-from covers import every
+from covers import every, pairs
 from parity import assert_trains_as_one_process
 from parity_table import MODELS
 from torch import Tensor
@@ -69,8 +69,9 @@ def test_momentum_sgd_trains_as_one_process(layout: str) -> None:
     assert_trains_as_one_process([*MODELS[model], *overrides, *sgd, blocks], ranks)
 
 
-@pytest.mark.parametrize("ends", ["true", "false"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+@pytest.mark.parametrize(
+    ("schedule", "ends"), pairs(["1f1b", "zbv_zero_bubble"], ["true", "false"])
+)
 def test_tied_and_untied_embeddings_train_alike_on_two_stages(schedule: str, ends: str) -> None:
     """The ends of tied weights are on two ranks under 1f1b, on one under the V-shaped schedule."""
     tie = f"model.tie_word_embeddings={ends}"

@@ -56,7 +56,9 @@ def test_granite_scales_its_attention_as_it_does_whole(tmp_path: Path) -> None:
     "layout",
     [
         ["strategy=pipeline", "strategy.pipeline.degree=2"],
-        ["strategy=fsdp", "train.activation_checkpointing=full"],
+        pytest.param(
+            ["strategy=fsdp", "train.activation_checkpointing=full"], marks=pytest.mark.slow
+        ),
     ],
     ids=["pipeline", "fsdp"],
 )
@@ -78,7 +80,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("kind", every(2, PACKED))
+@pytest.mark.parametrize("kind", every(4, PACKED))
 def test_parts_of_packed_rows_keep_documents_apart_as_a_plain_loop_does(
     kind: str, tmp_path: Path
 ) -> None:
