@@ -19,7 +19,7 @@ def test_a_model_of_transformers_is_imported_for_all_ranks_at_once(word: str) ->
     assert preloads(["strategy=fsdp", word]) == [MODULE]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_is_imported_for_all_ranks_has_transformers_models_imported() -> None:
     code = f"import sys, {MODULE}; print('transformers.modeling_utils' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -84,6 +84,8 @@ def shortened(command: str, page: Path) -> list[str]:
         "model=hf" in arguments
     ):  # whose import takes seconds, in each process that is not a thread
         arguments.append("launch.backend=mock")
+    if "launch.backend=mock" not in arguments:  # two processes show what four do
+        arguments = ["launch.nproc=2" if word == "launch.nproc=4" else word for word in arguments]
     asks_for_ranks = any(word.startswith("launch.") for word in arguments)
     if page.stem != "README" and not asks_for_ranks:  # the README's are processes
         arguments.append("launch.backend=mock")

@@ -74,7 +74,9 @@ def test_a_wrong_configuration_is_reported_as_by_train(served: Command) -> None:
     [
         pytest.param([], 2, "context 2", "mock", marks=pytest.mark.slow),
         ([], 2, "context 2", "gloo"),
-        (["strategy=tensor"], 4, "context 2 x tensor 2", "mock"),
+        pytest.param(
+            *(["strategy=tensor"], 4, "context 2 x tensor 2", "mock"), marks=pytest.mark.slow
+        ),
         pytest.param(
             *(["strategy=pipeline"], 4, "context 2 x pipeline 2 (1f1b)", "gloo"),
             marks=pytest.mark.slow,

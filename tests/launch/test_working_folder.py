@@ -89,7 +89,7 @@ def test_a_user_without_a_cache_keeps_kernels_for_one_run(
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_torch_keeps_kernels_where_it_is_asked_to(tmp_path: Path) -> None:
     program = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "here")}

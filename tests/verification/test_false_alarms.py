@@ -145,6 +145,7 @@ def test_a_mask_too_small_to_compare_was_drawn_all_the_same() -> None:
     assert int(verdict.notes[0].split(" masks")[0].split()[-1]) < 4  # of 2 ranks' 2 steps
 
 
+@pytest.mark.slow  # six steps of each kind above
 def test_forty_steps_at_a_large_rate_pass() -> None:
     overrides = ["optimizer.lr=0.03", "model.num_hidden_layers=2", "data.sequence_length=8"]
     verdict = verify([*MODELS["gpt"], *TENSOR, *overrides], steps=40)
