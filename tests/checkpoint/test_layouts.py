@@ -62,10 +62,9 @@ TWO_AXES = {
 }
 FAST = [
     ("zero1 4", "fsdp 2"),
-    ("pipeline 2", "fsdp 2"),
-    ("fsdp 2", "single"),
     ("fsdp 2", "tensor 2"),
     ("tensor 2", "pipeline 2"),
+    ("pipeline 2", "single"),
 ]
 PAIRS = [
     pytest.param(*pair, marks=() if pair in FAST else (pytest.mark.slow,))

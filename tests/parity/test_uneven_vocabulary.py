@@ -50,7 +50,6 @@ LAYOUTS = {
 
 FAST = [  # each model and each layout
     ("gpt, tied", "tensor 2"),
-    ("gpt, tied", "pipeline 2 x tensor 2"),
     ("llama, untied", "pipeline 2 x tensor 2"),
     ("gpt2 of transformers, tied", "fsdp 3 x tensor 2"),
     ("qwen3 of transformers, untied", "zero1 3 x tensor 2"),

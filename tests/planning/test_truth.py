@@ -27,7 +27,6 @@ CASES: dict[int, list[str]] = {
         "strategy=zero2 train.precision=bf16 train.global_batch_size=4",
         "strategy=fsdp train.loss_chunk=24 train.freeze=[embed_*,layers.*.mlp.*] "
         "train.unfreeze=[layers.*.up_proj.*]",
-        "strategy=tensor adapter=lora adapter.targets=[q_proj,down_proj] adapter.dora=true",
         f"{FSDP}.sharding=no_shard train.activation_checkpointing=full",
         f"{FSDP}.cpu_offload=params",
         f"{FSDP}.cpu_offload=optimizer_states",
@@ -61,6 +60,7 @@ SLOW_CASES: dict[int, list[str]] = {
         "strategy=fsdp train.freeze=[embed_*,layers.*.mlp.*]",
         f"strategy=fsdp adapter=lora adapter.dora=true {BF16}",
         "strategy=ddp adapter=lora",
+        "strategy=tensor adapter=lora adapter.targets=[q_proj,down_proj] adapter.dora=true",
         "strategy=tensor",
         "strategy=fsdp train.activation_checkpointing=full",
         "strategy=fsdp train.activation_checkpointing=selective",

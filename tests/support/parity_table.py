@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -227,7 +228,8 @@ def _pairwise(every: list[Combination]) -> set[int]:
     """Choose combinations until all rows, and all pairs of two factors' values, are among them.
 
     Greedy: next comes the one with the most new pairs for its cost, which grows with its ranks, its
-    micro-batches, and with bf16, in which one process computes them one by one too. A
+    micro-batches, and with bf16, in which one process computes them one by one too. The cheapest
+    of a few tries, in which costs are taken for a little more or less, is kept. A
     set of pairs is a number with a bit a pair: (model gpt, precision bf16) is 1, the next is 2, ...
     """
     bits: dict[object, int] = {}
@@ -235,14 +237,21 @@ def _pairwise(every: list[Combination]) -> set[int]:
     for c in every:
         pairs = [c.layout.label, *itertools.combinations(factors(c).items(), 2)]
         masks.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs))
-    left, chosen = (1 << len(bits)) - 1, set()
     cost = [
         (c.layout.ranks * c.layout.stages * c.accumulation * (2 if c.precision == "bf16" else 1))
         ** 0.5
         for c in every
     ]
+    order = random.Random(0)
+    guesses = [cost, *([each * order.uniform(0.7, 1.3) for each in cost] for _ in range(5))]
+    covers = [_covering(masks, (1 << len(bits)) - 1, guess) for guess in guesses]
+    return min(covers, key=lambda cover: sum(cost[index] for index in cover))
+
+
+def _covering(masks: list[int], left: int, cost: list[float]) -> set[int]:
+    chosen = set()
     while left:
-        best = max(range(len(every)), key=lambda i: (masks[i] & left).bit_count() / cost[i])
+        best = max(range(len(masks)), key=lambda i: (masks[i] & left).bit_count() / cost[i])
         chosen.add(best)
         left &= ~masks[best]
     return chosen

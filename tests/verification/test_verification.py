@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from configured import run_config
+from covers import every
 from parity_table import MODELS
 from torch import Tensor, nn
 from torch.nn import functional
@@ -265,7 +266,7 @@ FAULTS: list[tuple[Callable[[Patch], None], list[str], str, str]] = [
 
 @pytest.mark.parametrize(
     ("fault", "overrides", "model", "reported"),
-    FAULTS,
+    every(2, FAULTS),
     ids=[fault.__name__ for fault, *_ in FAULTS],
 )
 def test_it_names_what_a_broken_engine_gets_wrong(

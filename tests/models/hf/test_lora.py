@@ -45,8 +45,8 @@ CASES = [
     pytest.param("qwen3", SHARED, "all-linear", marks=pytest.mark.slow),
 ]
 WITH_MAGNITUDES = [
-    ("gpt2", "tensor 2"),
     ("qwen3", SHARED),
+    pytest.param("gpt2", "tensor 2", marks=pytest.mark.slow),
     pytest.param("gpt2", "fsdp 2", marks=pytest.mark.slow),
     *(
         pytest.param("qwen3", layout, marks=pytest.mark.slow)
