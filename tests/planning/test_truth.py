@@ -82,10 +82,6 @@ SLOW_CASES: dict[int, list[str]] = {
 }
 
 
-LET_GO_LATE = 4096
-"""Bytes of a buffer that a thread of gloo's may hold a moment longer in the one step of a run."""
-
-
 def estimated(case: str, ranks: int) -> list[Held]:
     """Return what is estimated for the first rank of each pipeline stage, once for each rank."""
     # Of a CPU no allocator's cache is estimated, which would take a trace more.
@@ -171,7 +167,9 @@ def test_a_run_measures_what_was_estimated() -> None:
     # What gloo copies of what tensor ranks divide no operation shows.
     divided = "strategy=tensor strategy.tensor.sequence_parallel=true"
     cases = [f"{PIPELINE}=zbv_zero_bubble", "strategy=ddp", divided]
-    measured = live_storages.measured([tuple(case.split()) for case in cases], ranks=2)
-    for case, of_ranks in zip(cases, measured, strict=True):
-        later = max(of_ranks) - max(rank["total"] for rank in estimated(case, 2))
-        assert 0 <= later <= LET_GO_LATE, case
+    # Gloo's threads may let go of a buffer late, which only ever adds to a run's one step.
+    runs = [tuple(case.split()) for case in cases]
+    first, second = (live_storages.measured(runs, ranks=2) for _ in range(2))
+    for case, of_ranks, again in zip(cases, first, second, strict=True):
+        least = max(map(min, zip(of_ranks, again, strict=True)))
+        assert least == max(rank["total"] for rank in estimated(case, 2)), case
