@@ -149,13 +149,10 @@ def main() -> int:
 def command(name: str, overrides: list[str], folder: Path) -> table.Row:
     """Run a command that starts no rank, with the devices seen and with them hidden."""
     problems = []
-    for devices in (None, ""):
-        environment = dict(os.environ)
-        if devices is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = devices
-        ran = axonlaunch(overrides, folder, environment)
+    for hidden in ({}, {"CUDA_VISIBLE_DEVICES": ""}):
+        ran = axonlaunch(overrides, folder, **hidden)
         if ran.returncode:
-            problems.append(f"status {ran.returncode}: {table.last_line(ran.stderr)}")
+            problems.append(f"status {ran.returncode}: {table.why(name, ran.stderr)}")
     return table.Row(name, problem="; ".join(problems))
 
 
@@ -184,11 +181,12 @@ def trained(name: str, overrides: list[str], folder: Path, *, on_cuda: bool) -> 
 def profiled(row: table.Row, folder: Path, *, on_cuda: bool) -> table.Row:
     """Add to a profiled run's row what its profile and its logged steps have of the device."""
     [run] = (folder / "runs").glob("profiled-*")
-    ran = axonlaunch(["profile", str(run), "--json"], folder, dict(os.environ))
+    ran = axonlaunch(["profile", str(run), "--json"], folder)
     if ran.returncode:
-        return replace(row, problem=f"profile: {table.last_line(ran.stderr)}")
+        return replace(row, problem=f"profile: {table.why(row.name, ran.stderr)}")
     [rank] = json.loads(ran.stdout)["ranks"]
-    logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]).keys()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    logged = set().union(*map(json.loads, lines))  # the last line is of the evaluation
     besides = ("mfu", "power_w", "utilization", "temperature_c")
     cells = {
         "products": f"{rank['parts']['matrix products'] / rank['step_s']:.0%}",
@@ -249,16 +247,16 @@ def stopped(name: str, number: signal.Signals, folder: Path, *, on_cuda: bool) -
     stopped_at = last_step(metrics)
     cells = {"contexts": str(len(contexts)), "stopped at": str(stopped_at)}
     if process.returncode != 130:
-        problem = f"status {process.returncode} after {number.name}: {table.last_line(errors)}"
+        problem = f"status {process.returncode} after {number.name}: {table.why(name, errors)}"
         return table.Row(name, cells, problem)
     steps = stopped_at + 5
     for command in (
         ["checkpoint", "check", f"runs/{run_name}"],
         [*run, f"train.steps={steps}", "sample.max_new_tokens=8", "checkpoint.resume=auto"],
     ):
-        ran = axonlaunch(command, folder, dict(os.environ))
+        ran = axonlaunch(command, folder)
         if ran.returncode:
-            problem = f"{command[0]}: status {ran.returncode}: {table.last_line(ran.stderr)}"
+            problem = f"{command[0]}: status {ran.returncode}: {table.why(name, ran.stderr)}"
             return table.Row(name, cells, problem)
     problems = ["its log does not say that it resumed"] if "resumed from" not in ran.stdout else []
     if (last := last_step(metrics)) != steps:
@@ -299,10 +297,10 @@ def losses_of(
     ran = axonlaunch(
         ["train", *SMALL, *overrides, f"name={run}", "--json"],
         folder,
-        {**os.environ, **environment},
+        **environment,
     )
     if ran.returncode:
-        return f"status {ran.returncode}: {table.last_line(ran.stderr)}"
+        return f"status {ran.returncode}: {table.why(name, ran.stderr)}"
     lines = map(json.loads, (folder / "runs" / run / "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
@@ -310,12 +308,15 @@ def losses_of(
 def verified(name: str, layout: list[str], device: str, folder: Path) -> table.Row:
     """Hold a layout, its ranks threads that share the device, vs. a single process on the CPU."""
     asked = ["verify", *layout, f"launch.device={device}", "--json"]
-    ran = axonlaunch(asked, folder, dict(os.environ))
+    ran = axonlaunch(asked, folder)
     try:
         result = json.loads(ran.stdout)
     except ValueError:
-        return table.Row(name, problem=f"status {ran.returncode}: {table.last_line(ran.stderr)}")
-    return judged(name, result, OFF["bf16" if BF16 in layout else "fp32"])
+        return table.Row(name, problem=f"status {ran.returncode}: {table.why(name, ran.stderr)}")
+    row = judged(name, result, OFF["bf16" if BF16 in layout else "fp32"])
+    if row.problem:
+        table.why(name, ran.stderr + ran.stdout)
+    return row
 
 
 def judged(name: str, result: dict[str, Any], allowed: float) -> table.Row:
@@ -339,7 +340,7 @@ def judged(name: str, result: dict[str, Any], allowed: float) -> table.Row:
 def process(name: str, command: list[str], device: str, **environment: str) -> table.Row:
     """Run a case in a process that starts no other."""
     ran = table.ended([*command, "--device", device, "--case", name], **environment)
-    problem = f"status {ran.returncode}: {table.last_line(ran.stdout + ran.stderr)}"
+    problem = f"status {ran.returncode}: {table.why(name, ran.stdout + ran.stderr)}"
     return table.Row(name, problem=problem if ran.returncode else "")
 
 
@@ -367,18 +368,10 @@ def _third_of_eight(device: str) -> int:
 
 
 def axonlaunch(
-    overrides: list[str], folder: Path, environment: dict[str, str]
+    overrides: list[str], folder: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "axonlaunch", *overrides],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=table.seconds_left(),
-    )
+    return table.ended([sys.executable, "-m", "axonlaunch", *overrides], folder, **environment)
 
 
 if __name__ == "__main__":

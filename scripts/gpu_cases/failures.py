@@ -162,6 +162,8 @@ def failed(name: str, case: Case, folder: Path, *, on_cuda: bool) -> table.Row:
     if case.retried and not problems:
         cells["tried again with"], problem = _retried(arguments, errors, folder)
         problems += [problem] * bool(problem)
+    if problems:
+        table.why(name, errors)
     return table.Row(name, cells, "; ".join(problems))
 
 
@@ -176,8 +178,8 @@ def _retried(arguments: list[str], errors: str, folder: Path) -> tuple[str, str]
     except subprocess.TimeoutExpired:
         process.kill()
         return " ".join(changes), "with these changes it did not end"
-    problem = f"with these changes: {table.last_line(errors)}" if process.returncode else ""
-    return " ".join(changes), problem
+    problem = table.why("tried again", errors) if process.returncode else ""
+    return " ".join(changes), f"with these changes: {problem}" * bool(problem)
 
 
 def _train(

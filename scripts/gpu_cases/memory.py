@@ -137,7 +137,7 @@ def main() -> int:
     # Estimates take no device, so that they are made while others are measured.
     pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 4))
     estimates = {
-        name: pool.submit(estimated, overrides, ranks, **_allocator(name))
+        name: pool.submit(estimated, name, overrides, ranks, **_allocator(name))
         for name, (ranks, overrides) in cases.items()
         if name.startswith(args.only)
     }
@@ -146,7 +146,7 @@ def main() -> int:
         asked = [sys.executable, __file__, "--device", args.device, "--case", name]
         ran = table.ended(asked, **_allocator(name))
         if ran.returncode:
-            return table.Row(name, problem=table.last_line(ran.stderr))
+            return table.Row(name, problem=table.why(name, ran.stderr))
         estimate = estimates[name].result()
         if isinstance(estimate, str):
             return table.Row(name, problem=estimate)
@@ -252,13 +252,15 @@ def _allocator(name: str) -> dict[str, str]:
     return {"PYTORCH_ALLOC_CONF": ALLOCATORS[name]} if name in ALLOCATORS else {}
 
 
-def estimated(overrides: list[str], ranks: int, **environment: str) -> dict[str, Any] | str:
+def estimated(
+    name: str, overrides: list[str], ranks: int, **environment: str
+) -> dict[str, Any] | str:
     """Return what ``axonlaunch estimate`` prints, or why it does not."""
     arguments = [*overrides, f"launch.nproc={ranks}", "--json"]
     command = [sys.executable, "-m", "axonlaunch", "estimate", *arguments]
     ran = table.ended(command, **environment)
     if ran.returncode:
-        return f"estimate: {table.last_line(ran.stderr)}"
+        return f"estimate: {table.why(name, ran.stderr)}"
     estimate: dict[str, Any] = json.loads(ran.stdout)
     return estimate
 

@@ -9,9 +9,11 @@ case compiles, and garbage collected by hand. All attend by the kernels that a r
 alone fits the device, so they take turns twice, the second time in the opposite order; of each turn
 the first steps are dropped, and the median of the others counts. Ranks beside the first are not
 there: collectives of torch's ``fake`` process group do nothing, so that the speed of 8 is that of
-their kernels, with no message to wait for. One step of axonlaunch is profiled after all were timed:
-how many kernels it launches, and for how much of it the device has none to run. Then steps with
-offload and saves in the background are held beside the link of host and device (``transfers.py``).
+their kernels, with no message to wait for. Beside it stand how far rounds differ and how long the
+host takes to issue a step. One step of axonlaunch is profiled after all were timed: how many
+kernels it launches, what they do, and for how much of it the device has none to run; ``gpu-logs``
+keeps the trace of a case that is too slow. Then steps with offload and saves in the background are
+held beside the link of host and device (``transfers.py``).
 """
 
 from __future__ import annotations
@@ -20,9 +22,8 @@ import gc
 import json
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,14 +50,15 @@ from axonlaunch.data.loader import rank_loader
 from axonlaunch.diagnostics.step_breakdown import STEP, breakdown
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.build import build_engine
-from axonlaunch.models.build import construct, initialize_weights
+from axonlaunch.models.build import construct
 from axonlaunch.models.flops import looked_up_parameters, training_flops_per_token
+from axonlaunch.models.initialization import materialize
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.device_use import hardware_of, peak_flops
 
-STEPS, ROUNDS = 10, 3
+STEPS, ROUNDS = 8, 3
 STEPS_OF_8B = 3  # each of a second and more
 AGAINST_HAND, AGAINST_TITAN = 0.99, 0.97
 MFU = {"1.2B": 0.42, "1.2B compiled": 0.50}
@@ -113,7 +115,7 @@ def main() -> int:
             found = passing([*model, *transfers.OFFLOADED[args.case]], device)
         else:
             ranks, overrides = cases[args.case]
-            found = timed(overrides, ranks, device)
+            found = timed(overrides, ranks, device, trace=_trace_of(args.case))
         sys.stdout.write(json.dumps(found))
         return 0
 
@@ -121,15 +123,22 @@ def main() -> int:
         asked = [sys.executable, __file__, "--device", args.device, "--case", name]
         ran = table.ended(asked)
         if ran.returncode:
-            return table.Row(name, problem=table.last_line(ran.stderr))
+            return table.Row(name, problem=table.why(name, ran.stderr))
         found = json.loads(ran.stdout.splitlines()[-1])
         if name == transfers.SAVES:
             return transfers.of_saves(**found)
         if name in transfers.OFFLOADED:
             return transfers.of_offload(name, found, on_cuda=is_cuda)
-        return judged(name, **found)
+        row = judged(name, **found)
+        if not row.problem:
+            _trace_of(name).unlink(missing_ok=True)
+        return row
 
     return table.run([*cases, *transfers.OFFLOADED, transfers.SAVES], args.only, case)
+
+
+def _trace_of(name: str) -> Path:
+    return table.OUTPUTS / f"{name}.trace.json"
 
 
 def passing(overrides: list[str], device: torch.device) -> dict[str, float]:
@@ -139,8 +148,8 @@ def passing(overrides: list[str], device: torch.device) -> dict[str, float]:
     return transfers.passing(lambda: step(work.batches[0]), device)
 
 
-def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, Any]:
-    """Time the contestants of one case; return what ``judged`` takes."""
+def timed(overrides: list[str], ranks: int, device: torch.device, *, trace: Path) -> dict[str, Any]:
+    """Time the contestants of one case, write a trace of ours; return what ``judged`` takes."""
     work, sample = _work(overrides, ranks, device)
     makers: dict[str, Callable[[Work], Step]] = {
         "axonlaunch": lambda model: _axonlaunch(model, sample),
@@ -151,7 +160,8 @@ def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, A
     if device.type == "cuda":
         passes, rounds, steps = (2, ROUNDS, STEPS if ranks == 1 else STEPS_OF_8B)
     seconds: dict[str, list[float]] = {who: [] for who in makers}
-    use: dict[str, float] = {}
+    issued: dict[str, list[float]] = {who: [] for who in makers}
+    use: dict[str, Any] = {}
     for left in reversed(range(passes)):
         # One at a time is in the device's memory; axonlaunch is the last to be timed, for what
         # profiles it stays with the process.
@@ -159,10 +169,11 @@ def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, A
             step = make(work)
             own_gc = who != "by hand"
             with attention_kernels(work.config.train, device):
-                times = [_round(step, work, steps, own_gc=own_gc) for _ in range(rounds)]
-                seconds[who] += times[1:]
+                timed_rounds = [_round(step, work, steps, own_gc=own_gc) for _ in range(rounds)]
+                seconds[who] += [took for took, _ in timed_rounds[1:]]
+                issued[who] += [host for _, host in timed_rounds[1:]]
                 if who == "axonlaunch" and left == 0:
-                    use = _use(step, work)
+                    use = _use(step, work, trace)
             del step
             gc.collect()
             if device.type == "cuda":
@@ -171,6 +182,8 @@ def timed(overrides: list[str], ranks: int, device: torch.device) -> dict[str, A
     rates = {who: tokens / statistics.median(times) for who, times in seconds.items()}
     return {
         "rates": rates,
+        "spread": {who: max(times) / min(times) for who, times in seconds.items()},
+        "host": {who: statistics.median(times) for who, times in issued.items()},
         "flops_per_token": _flops(work.config, sample.shape[-1]),
         "peak": _peak(work.config, device),
         **use,
@@ -196,11 +209,28 @@ def judged(
     rates: dict[str, float],
     flops_per_token: float,
     peak: float | None,
+    spread: Mapping[str, float] | None = None,
+    host: Mapping[str, float] | None = None,
     launches: int = 0,
-    idle: float = 0.0,
+    parts: Mapping[str, float] | None = None,
 ) -> table.Row:
-    """Return a row; ratios and MFU are required where there is a device's peak."""
+    """Return a row; ratios and MFU are required where there is a device's peak.
+
+    Args:
+        name: The case.
+        rates: Tokens a second of each contestant.
+        flops_per_token: Of forward and backward.
+        peak: The device's, FLOP/s; None: not known.
+        spread: Of each contestant its slowest round over its fastest.
+        host: Seconds until the host has issued a step: as long as the step where the device waits
+            for the host.
+        launches: Kernels of a step of axonlaunch.
+        parts: Shares of that step, which was profiled, so that a host that is short of time is
+            still shorter of it.
+    """
     cells = {f"{who}, tokens/s": f"{rate:,.0f}" for who, rate in rates.items()}
+    cells |= {f"{who}, slowest/fastest": f"{ratio:.2f}" for who, ratio in (spread or {}).items()}
+    cells |= {f"{who}, host ms": f"{1e3 * took:.1f}" for who, took in (host or {}).items()}
     ours = rates["axonlaunch"]
     problems = []
     for who, least in (("by hand", AGAINST_HAND), ("as torchtitan", AGAINST_TITAN)):
@@ -213,35 +243,37 @@ def judged(
         cells["MFU"] = f"{mfu:.1%}"
         if mfu < MFU.get(name, 0.0):
             problems.append(f"MFU {mfu:.1%}, {MFU[name]:.0%} is required")
-    cells |= {"kernels": f"{launches:,}", "idle": f"{idle:.1%}"}
+    cells["kernels"] = f"{launches:,}"
+    cells |= {kind: f"{share:.1%}" for kind, share in (parts or {}).items() if share}
     return table.Row(name, cells, "; ".join(problems))
 
 
-def _round(step: Step, work: Work, steps: int, *, own_gc: bool) -> float:
-    """Return the seconds of a step, on average."""
+def _round(step: Step, work: Work, steps: int, *, own_gc: bool) -> tuple[float, float]:
+    """Return the seconds of a step, on average, and those until the host had issued it."""
     with _collected_by_hand() if own_gc else nullcontext():
         _wait(work.device)
         began = time.perf_counter()
         for number in range(steps):
             step(work.batches[number % len(work.batches)])
+        issued = time.perf_counter() - began
         _wait(work.device)
-        return (time.perf_counter() - began) / steps
+        return (time.perf_counter() - began) / steps, issued / steps
 
 
-def _use(step: Step, work: Work) -> dict[str, float]:
-    """Return how many kernels a step launches, of a CPU operations, and its share of idleness."""
-    with tempfile.TemporaryDirectory() as folder:
-        with profile() as profiled:
-            with record_function(f"{STEP} 1"):
-                step(work.batches[0])
-            _wait(work.device)
-        path = Path(folder) / "trace.json"
-        profiled.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text())
+def _use(step: Step, work: Work, path: Path) -> dict[str, Any]:
+    """Return how many kernels a step launches, of a CPU operations, and what shares of it are."""
+    with profile() as profiled:
+        with record_function(f"{STEP} 1"):
+            step(work.batches[0])
+        _wait(work.device)
+    path.parent.mkdir(exist_ok=True)
+    profiled.export_chrome_trace(str(path))
+    trace = json.loads(path.read_text())
     shares = breakdown(trace, rank=0)
     kind = "kernel" if work.device.type == "cuda" else "cpu_op"
     launches = sum(event.get("cat") == kind for event in trace["traceEvents"])
-    return {"launches": launches, "idle": shares.parts["idle"] / shares.step_s}
+    parts = {kind: seconds / shares.step_s for kind, seconds in shares.parts.items()}
+    return {"launches": launches, "parts": parts}
 
 
 @contextmanager
@@ -286,9 +318,13 @@ def _axonlaunch(work: Work, sample: torch.Tensor) -> Step:
 
 
 def _model(work: Work) -> Any:
+    """Return the case's model, its weights drawn on the device in a moment: no speed is of them."""
     with torch.device("meta"):
         model = construct(work.config.model, seed=0)
-    initialize_weights(model, work.config.model, seed=0, device=work.device)
+    materialize(model, device=work.device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
     return model
 
 

@@ -30,6 +30,9 @@ except ModuleNotFoundError as error:
 
 DRIVER = Path("/dev/nvidia-uvm")
 """What a process has open once it initialised CUDA; who asks NVML alone has other files open."""
+OUTPUTS = Path("gpu-logs")
+"""Has what a command printed that failed, by case."""
+ENDS_AFTER_CTRL_C_S = 15.0
 _ENDS = time.monotonic() + 580.0
 
 
@@ -53,16 +56,36 @@ def seconds_left() -> float:
     return max(0.0, _ENDS - time.monotonic())
 
 
-def ended(command: Sequence[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, or to the end of the part's time."""
-    return subprocess.run(
+def ended(
+    command: Sequence[str | Path], folder: Path | None = None, /, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end.
+
+    Args:
+        command: And its arguments.
+        folder: Where it runs; None: here.
+        environment: What is set for it besides.
+
+    Raises:
+        subprocess.TimeoutExpired: The part's time ended before.
+    """
+    with subprocess.Popen(
         command,
-        capture_output=True,
-        text=True,
-        check=False,
+        cwd=folder,
         env={**os.environ, **environment},
-        timeout=seconds_left(),
-    )
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while True:
+            try:
+                output, errors = process.communicate(timeout=min(1.0, seconds_left()))
+            except subprocess.TimeoutExpired:
+                if not seconds_left():
+                    process.kill()
+                    raise
+            else:
+                return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def computing(belongs: Callable[[int], bool]) -> list[int]:
@@ -81,9 +104,11 @@ def computing(belongs: Callable[[int], bool]) -> list[int]:
     return found
 
 
-def last_line(text: str) -> str:
-    """Return what a command said last."""
-    return (text.strip().splitlines() or ["it ended without a word"])[-1]
+def why(case: str, printed: str) -> str:
+    """Return the last line that a failed command printed; ``gpu-logs`` gets all of it."""
+    OUTPUTS.mkdir(exist_ok=True)
+    (OUTPUTS / f"{case}.txt").write_text(printed)
+    return (printed.strip().splitlines() or ["it ended without a word"])[-1]
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -100,7 +125,7 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def run(names: Sequence[str], only: str, case: Callable[[str], Row], *, at_once: int = 1) -> int:
-    """Run the cases, print each as it ends and all of them last; return the exit status.
+    """Run the cases, print each as it ends and the table of all last; return the exit status.
 
     Ctrl-C, which reaches what runs too, ends it with the table of what was run, and status 130.
 
@@ -111,11 +136,16 @@ def run(names: Sequence[str], only: str, case: Callable[[str], Row], *, at_once:
         at_once: How many run side by side, where none is timed.
     """
 
+    seconds: dict[str, float] = {}
+
     def row_of(name: str) -> Row:
+        began = time.monotonic()
         try:
             return case(name) if seconds_left() else Row(name, problem="not run: no time was left")
         except subprocess.TimeoutExpired:
             return Row(name, problem="stopped: no time was left")
+        finally:
+            seconds[name] = time.monotonic() - began
 
     asked = [name for name in names if name.startswith(only)]
     if not asked:
@@ -127,10 +157,14 @@ def run(names: Sequence[str], only: str, case: Callable[[str], Row], *, at_once:
         try:
             for row in pool.map(row_of, asked):
                 rows.append(row)
-                sys.stdout.write(f"{row.name}: {row.problem or 'as it has to be'}\n")
+                said = [f"{row.name}: {row.problem or 'as it has to be'}"]
+                said += [f"{column} {cell}" for column, cell in row.cells.items()]
+                sys.stdout.write(f"{', '.join(said)} ({seconds[row.name]:.0f} s)\n")
                 sys.stdout.flush()
         except KeyboardInterrupt:
             interrupted = True
+            global _ENDS  # of what does not end by itself, as it was interrupted too
+            _ENDS = min(_ENDS, time.monotonic() + ENDS_AFTER_CTRL_C_S)
             pool.shutdown(wait=False, cancel_futures=True)
     rows += [Row(name, problem="interrupted") for name in asked[len(rows) :]]
     columns = list(dict.fromkeys(column for row in rows for column in row.cells))

@@ -8,7 +8,6 @@ host; the first one locks that memory besides. On a CPU nothing passes.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -108,9 +107,9 @@ def saved(overrides: list[str], device: torch.device) -> dict[str, Any]:
     backend = f"launch.backend={'nccl' if device.type == 'cuda' else 'gloo'}"
     with tempfile.TemporaryDirectory() as folder:
         run = ["train", *overrides, *SAVED, backend, "name=saves"]
-        ran = axonlaunch(run, Path(folder), dict(os.environ))
+        ran = axonlaunch(run, Path(folder))
         if ran.returncode:
-            raise RuntimeError(table.last_line(ran.stderr))
+            raise RuntimeError(table.why(SAVES, ran.stderr))
         run_dir = Path(folder) / "runs" / "saves"
         lines = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
         saves = [line for line in lines if line["event"] == "saved"]

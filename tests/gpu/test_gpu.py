@@ -25,6 +25,9 @@ from axonlaunch.training.stop_vote import StopVote
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU here", allow_module_level=True)
 
+# What torch says of the mode in which a step is refused that makes the host wait.
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+
 LLAMA = ["model=llama_debug", "data=synthetic_tokens", "data.sequence_length=64"]
 LAYOUTS = {
     "single": ["strategy=single"],

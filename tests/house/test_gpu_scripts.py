@@ -85,7 +85,7 @@ def test_speed_has_to_reach_what_is_required_on_a_gpu(modules: dict[str, ModuleT
     assert judged("1.2B compiled", {**rates, "by hand": 98.0}, 1e10, 2e12).problem == (
         "MFU 49.0%, 50% is required"
     )
-    on_a_cpu = judged("1.2B", rates, 1e10, None, launches=4546, idle=0.051)
+    on_a_cpu = judged("1.2B", rates, 1e10, None, launches=4546, parts={"idle": 0.051})
     assert on_a_cpu.problem == ""  # of a CPU nothing is
     assert (on_a_cpu.cells["kernels"], on_a_cpu.cells["idle"]) == ("4,546", "5.1%")
 
