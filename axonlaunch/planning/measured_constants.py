@@ -7,8 +7,8 @@ applied.
 What a process holds beside torch's allocator is 0.4 GiB of a device for a rank alone, and 1.1 GiB
 and more for one in a world; half as much or twice as much is possible with other versions of NCCL,
 which ``estimate.margin`` (a tenth of all) covers from 12 GiB on; ``axonlaunch estimate`` says so
-where it counts them. Nobody has checked it against a run of this program: ``scripts/gpu memory``
-prints the context of a process beside this one, and ``hardware.context_mib`` and
+where it counts them. ``scripts/gpu memory`` prints the context of a process beside this one (0.75
+GiB on an H200, which ``hardware=h200`` has); ``hardware.context_mib`` and
 ``hardware.communicator_mib`` take the place of these. Of the
 336 published runs that step times are compared with (``scripts/bench throughput``) the median
 error is 11.6%; ``axonlaunch plan`` orders layouts by them and promises none.

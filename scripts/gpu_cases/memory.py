@@ -43,12 +43,14 @@ from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 
 MIB = 2**20
 SNAPSHOTS = Path("gpu-memory")
+BF16, SELECTIVE = "train.precision=bf16", "train.activation_checkpointing=selective"
+FULL, COMPILED = "train.activation_checkpointing=full", "train.compile=true"
+NONE = "train.activation_checkpointing=none"
 LLAMA_1B = [
     *("model=llama3_8b", "model.hidden_size=2048", "model.intermediate_size=8192"),
     *("model.num_hidden_layers=16", "data.sequence_length=4096", "train.global_batch_size=2"),
+    *("train.micro_batch_size=2", NONE),  # the preset of 8B has others
 ]
-BF16, SELECTIVE = "train.precision=bf16", "train.activation_checkpointing=selective"
-FULL, COMPILED = "train.activation_checkpointing=full", "train.compile=true"
 LLAMA_8B = ["model=llama3_8b", "data.sequence_length=8192", "train.global_batch_size=8", BF16]
 GPT = [
     *("model=gpt", "model.hidden_size=768", "model.num_hidden_layers=12", "model.vocab_size=50257"),
@@ -66,12 +68,15 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "1.2B fsdp 1": (1, [*LLAMA_1B, "strategy=fsdp", BF16]),
     "1.2B fp32": (
         1,
-        [*LLAMA_1B, "strategy=single", "data.sequence_length=2048", "train.global_batch_size=1"],
+        [
+            *(*LLAMA_1B, "strategy=single", "data.sequence_length=2048"),
+            *("train.global_batch_size=1", "train.micro_batch_size=1"),
+        ],
     ),
     "8B fsdp 8 full": (8, [*LLAMA_8B, "strategy=fsdp", FULL]),
     "8B fsdp 8 selective": (8, [*LLAMA_8B, "strategy=fsdp", SELECTIVE]),
     "8B fsdp 8 compiled": (8, [*LLAMA_8B, "strategy=fsdp", SELECTIVE, COMPILED]),
-    "8B fsdp 8 none": (8, [*LLAMA_8B, "strategy=fsdp", "data.sequence_length=4096"]),
+    "8B fsdp 8 none": (8, [*LLAMA_8B, "strategy=fsdp", "data.sequence_length=4096", NONE]),
     "8B zero2 8": (8, [*LLAMA_8B, "strategy=zero2", FULL]),
     "8B hsdp 2x4": (8, [*LLAMA_8B, "strategy=hsdp", "strategy.fsdp.replicate=2", FULL]),
     "8B fsdp 2 x tensor 4": (

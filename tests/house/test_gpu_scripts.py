@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from axonlaunch import config as configuration
+from axonlaunch.config.layout import Layout
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("memory", "speed", "check", "failures")
@@ -45,6 +46,18 @@ def test_every_case_is_a_configuration_that_a_node_would_take(
     runs = [[*check.SMALL, *overrides] for overrides in check.RUNS.values()]
     for overrides in [*runs, check.RACING, check.RESUMED, *check.LAYOUTS.values()]:
         configuration.load(overrides)
+
+
+def test_no_contestant_does_in_several_forwards_what_others_do_in_one(
+    modules: dict[str, ModuleType],
+) -> None:
+    speed = modules["speed"]
+    for cases in (speed.CASES, speed.CASES_OF_CPU):
+        for ranks, overrides in cases.values():
+            config = configuration.load([*overrides, f"launch.nproc={ranks}"])
+            layout = Layout.of(config, world_size=ranks)
+            whole = layout.micro_batch_size * layout.gradient_ranks
+            assert whole == config.train.global_batch_size, overrides
 
 
 def test_a_case_is_measured_and_estimated_with_the_same_allocator(
