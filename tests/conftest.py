@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep one server for all workers: what each would import by itself takes seconds."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, what tests start would ignore it
     has_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not has_workers:
+        gc.disable()  # until all is collected: what is imported stays
     if has_workers and not (config.getoption("--quick") or config.getoption("--collect-only")):
         stack = ExitStack()
         config.stash[_SERVER] = stack.enter_context(served.serve())
@@ -69,13 +71,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Look for garbage among what tests make alone, and leave shared pages to forks alone."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish() -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish() -> Generator[None, None, None]:
     gc.unfreeze()  # hypothesis looks for what refers to an object of its own
+    yield
+    gc.freeze()  # pytest looks for garbage once more
 
 
 def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
