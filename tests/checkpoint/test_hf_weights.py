@@ -11,6 +11,7 @@ import pytest
 import stranger
 import torch
 from configured import run_config
+from covers import every
 from hf_families import FAMILIES, save
 from rank_engine import rank_engine
 from torch import Tensor
@@ -53,7 +54,9 @@ def started(config: RunConfig) -> dict[str, Tensor]:
     return World.mock(config.launch.nproc).run(run)[0]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt", "gemma2", "phi3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", every(2, ["gpt2", "opt", "gemma2", "phi3", "mixtral", "qwen3_moe"])
+)
 def test_every_layout_starts_from_what_save_pretrained_wrote(kind: str, tmp_path: Path) -> None:
     theirs = dict(save(kind, tmp_path).named_parameters())
     for layout in (["strategy=single"], ["strategy=fsdp", "launch.nproc=3"]):
@@ -184,7 +187,7 @@ def saved(config: RunConfig, run_dir: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", every(2, FAMILIES, start=1))
 def test_from_pretrained_loads_what_is_exported(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -195,7 +195,7 @@ def of_two_axes() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("writer", every(3, of_two_axes()))
+@pytest.mark.parametrize("writer", every(6, of_two_axes()))
 def test_what_two_axes_save_one_process_reads_as_plain_torch_has_it(
     writer: str, tmp_path: Path
 ) -> None:
@@ -211,7 +211,7 @@ def test_what_two_axes_save_one_process_reads_as_plain_torch_has_it(
     assert_as_in_plain_torch(run("single", read, *STEADY)[0], steps=2)
 
 
-@pytest.mark.parametrize("reader", every(3, of_two_axes(), start=1))
+@pytest.mark.parametrize("reader", every(6, of_two_axes(), start=4))
 def test_two_axes_continue_from_what_one_process_saved_as_plain_torch_does(
     reader: str, tmp_path: Path
 ) -> None:

@@ -126,7 +126,7 @@ def resumed(folder: Path, layout: str, optimizer: str, steps: int = 5) -> list[f
         (NO_MOMENTUM, ZERO1, 0),
         pytest.param(NO_MOMENTUM, "strategy=single", 2, marks=pytest.mark.slow),
         pytest.param(NADAM, ZERO1, 0, marks=pytest.mark.slow),
-        (NADAM, FSDP, 2),
+        pytest.param(NADAM, FSDP, 2, marks=pytest.mark.slow),
         ("optimizer=lion", FSDP, 2),
         pytest.param(ADAFACTOR, FSDP, 2, marks=pytest.mark.slow),
         pytest.param(ADAFACTOR, MIXED, 0, marks=pytest.mark.slow),
@@ -146,7 +146,12 @@ def test_a_run_resumes_to_the_bit(
     ("optimizer", "saved", "loaded"),
     [
         pytest.param(NADAM, MIXED, "strategy=single", marks=pytest.mark.slow),
-        (NADAM, "strategy=pipeline train.micro_batch_size=2 launch.nproc=2", ZERO1),
+        pytest.param(
+            NADAM,
+            "strategy=pipeline train.micro_batch_size=2 launch.nproc=2",
+            ZERO1,
+            marks=pytest.mark.slow,
+        ),
         ("optimizer=lion optimizer.eps=1e-4", ZERO1, MIXED),
         pytest.param(ADAFACTOR, FSDP, "strategy=single", marks=pytest.mark.slow),
         pytest.param(ADAFACTOR, "strategy=single", MIXED, marks=pytest.mark.slow),

@@ -57,7 +57,7 @@ def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Co
     ("overrides", "keys"),
     [
         (["run_dir=file/run", "launch.master_port={taken}"], ["run_dir", "launch.master_port"]),
-        (["run_dir=run", "train.steps=3"], ["train.steps"]),
+        pytest.param(["run_dir=run", "train.steps=3"], ["train.steps"], marks=pytest.mark.slow),
         pytest.param(
             *(["launch=slurm", "launch.backend=mock"], ["launch.backend"]), marks=pytest.mark.slow
         ),

@@ -58,20 +58,23 @@ def alone() -> tuple[Tensor, list[Tensor]]:
 
 @pytest.mark.parametrize(
     ("train_on", "size"),
-    [
-        (train_ddp, 2),
-        (train_ddp, 4),
-        (train_ddp_with_gradients_in_buckets, 2),
-        (train_by_sync_gradients, 4),
-        (train_fsdp, 2),
-        (train_fsdp, 4),
-        (partial(train_fsdp, reshard_after_forward=False), 2),
-        (partial(train_fsdp, offload_policy=CPUOffloadPolicy(pin_memory=False)), 2),
-        (train_hsdp, 4),
-        (train_tensor, 2),
-        (train_tensor, 4),
-        (train_tensor_and_fsdp, 4),
-    ],
+    every(
+        2,
+        [
+            (train_ddp, 4),
+            (train_ddp, 2),
+            (train_ddp_with_gradients_in_buckets, 2),
+            (train_fsdp, 4),
+            (train_by_sync_gradients, 4),
+            (train_fsdp, 2),
+            (partial(train_fsdp, reshard_after_forward=False), 2),
+            (partial(train_fsdp, offload_policy=CPUOffloadPolicy(pin_memory=False)), 2),
+            (train_hsdp, 4),
+            (train_tensor, 2),
+            (train_tensor_and_fsdp, 4),
+            (train_tensor, 4),
+        ],
+    ),
 )
 def test_it_trains_as_one_process_does(
     train_on: Callable[[World], Any], size: int, alone: tuple[Tensor, list[Tensor]]

@@ -49,7 +49,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", every(2, LAYOUTS))
+@pytest.mark.parametrize("layout", every(4, LAYOUTS, start=3))
 def test_a_layout_trains_what_one_process_trains_and_leaves_the_rest(layout: str) -> None:
     nproc, *chosen = LAYOUTS[layout].split()
     ranks = int(nproc.removeprefix("launch.nproc="))

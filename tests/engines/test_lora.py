@@ -65,7 +65,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout"), every(2, CASES))
+@pytest.mark.parametrize(("model", "layout"), every(4, CASES))
 def test_a_layout_trains_the_adapters_that_one_process_trains(model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     chosen = [*MODELS[model], *DATA, *LORA[model], *overrides.split()]

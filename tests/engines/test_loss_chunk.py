@@ -91,8 +91,18 @@ def test_every_layout_gives_what_one_process_gives_without_chunks(layout: list[s
         pytest.param("gpt2", ZERO_BUBBLE, {"num_hidden_layers": 4}, marks=pytest.mark.slow),
         pytest.param("gemma2", TENSOR, CAPPED, marks=pytest.mark.slow),
         ("gemma2", ZERO_BUBBLE, {**CAPPED, "num_hidden_layers": 4}),
-        ("gemma2", ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"], CAPPED),
-        ("mixtral", ["strategy=fsdp", "launch.nproc=2"], {"output_router_logits": True}),
+        pytest.param(
+            "gemma2",
+            ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"],
+            CAPPED,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "mixtral",
+            ["strategy=fsdp", "launch.nproc=2"],
+            {"output_router_logits": True},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_models_of_transformers_do_too(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from covers import pairs
+from covers import every, pairs
 from gathered import Held, gathered, held
 from optimizer_layouts import LAYOUTS
 from rank_engine import rank_engine
@@ -184,7 +184,7 @@ def plain_sgd(overrides: list[str]) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("layout", "momentum"), pairs([*LAYOUTS], [*SGD]))
+@pytest.mark.parametrize(("layout", "momentum"), every(3, pairs([*LAYOUTS], [*SGD])))
 def test_a_run_whose_states_are_loaded_before_its_first_step_is_plain_sgd(
     layout: str, momentum: str
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
-from covers import pairs
+from covers import every, pairs
 from rank_engine import rank_engine
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -99,7 +99,7 @@ def by_torch(*, in_fp32: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("layout", "states"), pairs([*LAYOUTS], [(), (FP32_STATES,)]))
+@pytest.mark.parametrize(("layout", "states"), every(3, pairs([*LAYOUTS], [(), (FP32_STATES,)])))
 def test_losses_are_those_of_a_model_in_bf16_under_torch(
     layout: str, states: tuple[str, ...]
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from covers import pairs
+from covers import every, pairs
 from tensor_cases import (
     GPT,
     LLAMA,
@@ -41,7 +41,7 @@ from axonlaunch.models.loss import cross_entropy_sum
 
 
 @pytest.mark.parametrize(("config", "sequence_parallel"), pairs([LLAMA, GPT], [False, True]))
-@pytest.mark.parametrize("recomputation", ["none", "full", "selective"])
+@pytest.mark.parametrize("recomputation", every(2, ["none", "full", "selective"], start=1))
 def test_fully_shard_wraps_divided_layers(
     config: Any, sequence_parallel: bool, recomputation: Any
 ) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from covers import every
 from tensor_cases import (
     GPT,
     LLAMA,
@@ -37,8 +39,9 @@ from axonlaunch.models.loss import cross_entropy_sum
 
 
 @pytest.mark.parametrize("config", [LLAMA, TIED_LLAMA, GPT], ids=["llama", "tied_llama", "gpt"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "size"), every(3, itertools.product([False, True], [2, 4]))
+)
 def test_a_divided_transformer_learns_what_the_whole_one_does(
     config: Any, sequence_parallel: bool, size: int
 ) -> None:

@@ -24,6 +24,7 @@ PACKAGE = Path(__file__).parents[1] / "plugin_package"
 CHOSEN = ["model=tiny", "data=squares", "optimizer=signum", "loggers=[table]", "launch=noted"]
 OVERRIDES = [*CHOSEN, "launch.nproc=2", "train.global_batch_size=8", "train.log_every=1"]
 OVERRIDES += ["train.steps=4", "train.eval_batches=1"]
+PARAMETERS = 64 * 16 + 2 * (16 * 16 + 16) + 16 * 64 + 64
 
 
 DRIVER = """
@@ -125,9 +126,8 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
     assert broken.stderr.endswith("axonlaunch_example/broken.py:3)\n")
 
     estimate = json.loads(command("estimate", *OVERRIDES, "--json").stdout)
-    parameters = 64 * 16 + 2 * (16 * 16 + 16) + 16 * 64 + 64
-    assert estimate["parameters"] == parameters
-    assert estimate["ranks"][0]["breakdown"]["optimizer"] == 4 * parameters  # one momentum
+    assert estimate["parameters"] == PARAMETERS
+    assert estimate["ranks"][0]["breakdown"]["optimizer"] == 4 * PARAMETERS  # one momentum
     plan = json.loads(
         command("plan", *OVERRIDES, "hardware=h100_80gb", "--devices", "2", "--json").stdout
     )
@@ -154,12 +154,9 @@ def test_a_variant_of_data_parallelism_trains_and_is_estimated(command: Environm
     wrong = command("estimate", *overrides, "strategy.options.perod=2", status=2)
     assert "did you mean strategy.options.period?" in wrong.stderr
     estimate = json.loads(command("estimate", *overrides, "--json").stdout)
-    replicas = json.loads(command("estimate", *OVERRIDES, "strategy=ddp", "--json").stdout)
-    for part in ("parameters", "gradients", "optimizer"):
-        mine, ddps = (e["ranks"][0]["breakdown"][part] for e in (estimate, replicas))
-        assert mine == ddps
+    held = estimate["ranks"][0]["breakdown"]
+    assert held["parameters"] == held["optimizer"] == 4 * PARAMETERS  # of a replica
     command("train", *overrides, "name=local", "checkpoint.every=4")
-    command("train", *overrides, "name=local", "checkpoint.every=4", "train.steps=6")
 
 
 # Local SGD itself

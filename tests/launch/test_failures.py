@@ -194,7 +194,7 @@ def saved_twice(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Pat
     return folder
 
 
-@pytest.mark.parametrize("damage", every(2, DAMAGE))
+@pytest.mark.parametrize("damage", every(4, DAMAGE))
 def test_a_corrupt_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
     damage: str, served: Command, saved_twice: Path
 ) -> None:

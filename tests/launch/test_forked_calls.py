@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from multiprocessing import get_context
+from typing import Any
 
 import pytest
 from command import Command
@@ -43,8 +44,9 @@ def test_a_call_that_ends_its_process_says_where() -> None:
     assert "raise SystemExit(3)" in printed
 
 
-def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log() -> None:
-    context = get_context("forkserver")
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log(method: str) -> None:
+    context: Any = get_context(method)  # a rank that another launcher started spawns an interpreter
     prediction = BackgroundEstimate(
         context, config.load(["launch.nproc=1", "model.hidden_size=24"])
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import Command
+from covers import every
 
 OVERRIDES = ["strategy=ddp", "launch.nproc=2", "name=run", "checkpoint.every=2"]
 
@@ -43,7 +44,7 @@ def test_a_run_whose_configuration_is_damaged_resumes_and_says_so(
     assert file.read_text() == before.replace("  steps: 2", "  steps: 4")
 
 
-@pytest.mark.parametrize("change", [fifo, link])
+@pytest.mark.parametrize("change", every(2, [fifo, link]))
 def test_steps_are_not_logged_through_what_is_no_regular_file(
     change: object, served: Command
 ) -> None:

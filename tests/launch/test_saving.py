@@ -9,6 +9,7 @@ import time
 
 import pytest
 from command import Command, wait_for
+from covers import every
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import step_folders
@@ -24,7 +25,7 @@ def run_of(faulty: list[str]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("background", ["false", "true"])
+@pytest.mark.parametrize("background", every(2, ["true", "false"]))
 def test_saves_change_nothing_that_is_learned(
     served: Command, faulty: list[str], background: str
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from command import TINY, Command
+from covers import every
 
 # A plugin that breaks the engine of every world of several ranks.
 WRONG_NORM = """
@@ -42,7 +43,7 @@ def test_it_passes_and_says_by_how_much(served: Command) -> None:
     assert text.endswith("passed\n")
 
 
-@pytest.mark.parametrize("backend", ["mock", "gloo"])
+@pytest.mark.parametrize("backend", every(2, ["gloo", "mock"]))
 def test_it_fails_and_says_where(served: Command, backend: str) -> None:
     (served.folder / "wrong_norm.py").write_text(WRONG_NORM)
     overrides = ["strategy=ddp", "plugins=[wrong_norm]", f"launch.backend={backend}"]

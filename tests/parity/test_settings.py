@@ -27,7 +27,7 @@ LAYOUTS = {
 
 # The largest mesh again, in what differs on the small ones just as well; another engine that
 # computes its blocks as ddp does; and divided sequences, whose products are those of tensor.
-REPEATED = {"sequence", "hybrid", "zero1"}
+REPEATED = {"sequence", "hybrid", "zero1", "ddp", "tensor"}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_gradients_summed_in_bf16_are_rounded_and_no_more(overrides: list[str]) 
     assert 1e-4 < verdict.max_gradient_difference < 0.01
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", every(2, LAYOUTS))
 def test_momentum_sgd_trains_as_one_process(layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     model = "llama" if layout == "sequence" else "mlp"

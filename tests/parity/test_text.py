@@ -147,7 +147,10 @@ def following(text: list[int], part: list[int]) -> set[int]:
 
 @pytest.mark.parametrize(
     ("layout", "packing"),
-    [*pairs([*LAYOUTS], ["concat", "best_fit", "none"]), ("hybrid", "concat")],
+    [
+        *pairs([*LAYOUTS], ["concat", "best_fit", "none"]),
+        pytest.param("hybrid", "concat", marks=pytest.mark.slow),
+    ],
 )
 def test_losses_of_documents_are_those_of_transformers(
     layout: str, packing: str, model: Path

@@ -69,7 +69,10 @@ def sent(work: Work) -> float:
     "overrides",
     [
         pytest.param("strategy=ddp launch.nproc=2", marks=pytest.mark.slow),
-        "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
+        pytest.param(
+            "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
+            marks=pytest.mark.slow,
+        ),
         "strategy=tensor launch.nproc=2 strategy.tensor.sequence_parallel=true",
     ],
 )
@@ -92,7 +95,7 @@ def test_a_layer_computes_and_sends_what_is_counted(overrides: str, work: StepWo
         pytest.param(
             "strategy=ddp launch.nproc=2 train.micro_batch_size=4", marks=pytest.mark.slow
         ),
-        "strategy=zero1 launch.nproc=2",
+        pytest.param("strategy=zero1 launch.nproc=2", marks=pytest.mark.slow),
         pytest.param("strategy=zero2 launch.nproc=2", marks=pytest.mark.slow),
         "strategy=fsdp launch.nproc=2",
         pytest.param(

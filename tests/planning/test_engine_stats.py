@@ -21,8 +21,12 @@ SHARDED = [
 ]
 PIPELINES = [
     pytest.param("strategy=pipeline strategy.pipeline.schedule=gpipe", marks=pytest.mark.slow),
-    "strategy=pipeline strategy.pipeline.schedule=1f1b model.num_hidden_layers=12",
-    "strategy=pipeline strategy.pipeline.schedule=interleaved_1f1b strategy.data_parallel=fsdp",
+    pytest.param(
+        "strategy=pipeline strategy.pipeline.schedule=1f1b model.num_hidden_layers=12",
+        marks=pytest.mark.slow,
+    ),
+    "model.num_hidden_layers=4 strategy=pipeline strategy.pipeline.schedule=interleaved_1f1b "
+    "strategy.data_parallel=fsdp",
 ]
 
 

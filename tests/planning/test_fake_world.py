@@ -215,7 +215,8 @@ def test_a_world_that_is_there_already_is_not_taken_for_another() -> None:
 
 
 def test_an_update_that_looks_for_overflow_is_traced() -> None:
-    chosen = estimate_config([*TINY, "train.precision=fp16", "strategy=fsdp", "launch.nproc=2"])
+    shallow = ["model.num_hidden_layers=2", "strategy=fsdp", "launch.nproc=2"]
+    chosen = estimate_config([*TINY, *shallow, "train.precision=fp16"])
     assert estimate(chosen).peak_bytes > 0
 
 
@@ -233,7 +234,8 @@ def test_what_forks_its_traces_computes_no_gradient_itself(
 
     for owner in (graph, torch.autograd):
         monkeypatch.setattr(owner, "_engine_run_backward", run_elsewhere)
-    chosen = estimate_config([*TINY, "strategy=fsdp", "launch.nproc=2", "hardware=h100_80gb"])
+    shallow = ["model.num_hidden_layers=2", "strategy=fsdp", "launch.nproc=2"]
+    chosen = estimate_config([*TINY, *shallow, "hardware=h100_80gb"])
     assert estimate(chosen).process_bytes > 0
     assert Formulas.of(chosen).process_bytes(chosen) > 0
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.costly
 TINY = [
     *("model.hidden_size=64", "model.num_hidden_layers=8", "model.num_attention_heads=2"),
     *("data=synthetic_tokens", "data.sequence_length=64", "hardware=h100_80gb"),
-    *("launch.nproc=4", "train.global_batch_size=16", "train.micro_batch_size=1"),
+    *("launch.nproc=4", "train.global_batch_size=8", "train.micro_batch_size=1"),
 ]
 PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=4"]
 
@@ -67,7 +67,8 @@ def test_an_estimate_is_of_what_the_run_computes_on(overrides: list[str], on: st
 
 
 def test_host_memory_of_what_fully_shard_offloads_is_rounded_up_as_torch_locks_it() -> None:
-    config = run("strategy=fsdp", "strategy.fsdp.cpu_offload=params", "model.hidden_size=72")
+    few = ["model.hidden_size=72", "model.num_hidden_layers=2", "train.global_batch_size=4"]
+    config = run("strategy=fsdp", "strategy.fsdp.cpu_offload=params", *few)
     with torch.device("meta"):
         model = construct(config.model, seed=0)
     shards = [-(-p.shape[0] // 4) * p[0].numel() * 4 for p in model.parameters()]

@@ -36,11 +36,11 @@ def test_sgd_without_momentum_has_no_state_bytes_in_an_estimate(strategy: str) -
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "ranks"),
     [
-        ("nadam", "strategy=zero1", 2),
+        pytest.param("nadam", "strategy=zero1", 2, marks=pytest.mark.slow),
         pytest.param("lion", "strategy=pipeline", 2, marks=pytest.mark.slow),
         ("adafactor", "strategy=fsdp strategy.tensor.degree=2", 4),
         pytest.param("adafactor", "strategy=pipeline", 2, marks=pytest.mark.slow),
-        ("muon", "strategy=zero1", 2),
+        pytest.param("muon", "strategy=zero1", 2, marks=pytest.mark.slow),
         pytest.param("muon", "strategy=pipeline", 2, marks=pytest.mark.slow),
         ("muon", "strategy=fsdp optimizer.groups={*.bias:{algorithm:adamw},layers.1.*:{lr:0}}", 2),
         ("sgd", "strategy=fsdp optimizer.groups={layers.1.*:{momentum:0}}", 2),

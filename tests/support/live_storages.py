@@ -39,7 +39,7 @@ from axonlaunch.system import forked_call
 
 SMALL = [
     "model.hidden_size=64",
-    "model.num_hidden_layers=4",
+    "model.num_hidden_layers=3",
     "model.num_attention_heads=4",
     "data=synthetic_tokens",
     "data.sequence_length=32",
@@ -67,8 +67,9 @@ def measured(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[int]]
 
 def _by_case(function: str, cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Any]]:
     context = multiprocessing.get_context("forkserver")
+    configs = [chosen(case, ranks=ranks) for case in cases]  # as a command, which composes once
     with tempfile.TemporaryDirectory() as folder:
-        calls = [(cases, rank, ranks, folder) for rank in range(ranks)]
+        calls = [(configs, rank, ranks, folder) for rank in range(ranks)]
         by_rank = forked_call.call_together(context, function, calls)
     return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
@@ -81,18 +82,19 @@ def stats(overrides: tuple[str, ...], *, ranks: int) -> list[Stats]:
         activations that a micro-batch left on each stage.
     """
     context = multiprocessing.get_context("forkserver")
+    config = chosen(overrides, ranks=ranks)
     with tempfile.TemporaryDirectory() as folder:
-        calls = [(overrides, rank, ranks, folder) for rank in range(ranks)]
+        calls = [(config, rank, ranks, folder) for rank in range(ranks)]
         return forked_call.call_together(context, "live_storages:_stats_on_rank", calls)
 
 
-def _stats_on_rank(overrides: tuple[str, ...], rank: int, ranks: int, folder: str) -> Stats:
+def _stats_on_rank(config: RunConfig, rank: int, ranks: int, folder: str) -> Stats:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     with World.join(local_place(rank, ranks), backend="gloo", store=store) as world:
         trace = StorageTrace()
         extrapolate_schedule.watch_actions(trace)
-        engine, batch = _engine(overrides, world, storing=lambda: trace)
+        engine, batch = _engine(config, world, storing=lambda: trace)
         with trace:
             for _ in range(2):
                 engine.backward(batch)
@@ -105,20 +107,20 @@ def _stats_on_rank(overrides: tuple[str, ...], rank: int, ranks: int, folder: st
         return stats, left
 
 
-def _on_rank(cases: Sequence[tuple[str, ...]], rank: int, ranks: int, folder: str) -> list[Held]:
+def _on_rank(configs: Sequence[RunConfig], rank: int, ranks: int, folder: str) -> list[Held]:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     with World.join(local_place(rank, ranks), backend="gloo", store=store) as world:
-        return [_together(_held(case, world)) for case in cases]
+        return [_together(_held(config, world)) for config in configs]
 
 
 def _measured_on_rank(
-    cases: Sequence[tuple[str, ...]], rank: int, ranks: int, folder: str
+    configs: Sequence[RunConfig], rank: int, ranks: int, folder: str
 ) -> list[int | None]:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     with World.join(local_place(rank, ranks), backend="gloo", store=store) as world:
-        return [_together(_measured(case, world)) for case in cases]
+        return [_together(_measured(config, world)) for config in configs]
 
 
 def _together(result: Any) -> Any:
@@ -127,9 +129,9 @@ def _together(result: Any) -> Any:
     return result
 
 
-def _measured(overrides: tuple[str, ...], world: World) -> int | None:
-    live = CpuPeakMemory(chosen(overrides, ranks=world.world_size))
-    engine, batch = _engine(overrides, world, storing=live.storing)
+def _measured(config: RunConfig, world: World) -> int | None:
+    live = CpuPeakMemory(config)
+    engine, batch = _engine(config, world, storing=live.storing)
     for _ in range(WATCHED):
         with live.step(engine):
             engine.train_step(batch)
@@ -148,9 +150,8 @@ def small(overrides: Sequence[str]) -> list[str]:
 
 
 def _engine(
-    overrides: tuple[str, ...], world: World, *, storing: Callable[[], AbstractContextManager[Any]]
+    config: RunConfig, world: World, *, storing: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[Engine, Batch]:
-    config = chosen(overrides, ranks=world.world_size)
     layout = Layout.of(config, world_size=world.world_size)
     loader = rank_loader(
         config, data.build_dataset(config.data, config.tokenizer), layout=layout, rank=world.rank
@@ -163,10 +164,9 @@ def _engine(
     return build_engine(config, world, sample=sample_inputs(loader.dataset), source=source), batch
 
 
-def _held(overrides: tuple[str, ...], world: World) -> Held:
-    config = chosen(overrides, ranks=world.world_size)
+def _held(config: RunConfig, world: World) -> Held:
     trace = StorageTrace(on_host=host_categories(config), workspaces=gloo_buffers.unseen)
-    engine, batch = _engine(overrides, world, storing=lambda: trace)
+    engine, batch = _engine(config, world, storing=lambda: trace)
     with trace:
         engine.backward(batch)
         with trace.during("temporary"):

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from configured import run_config
+from covers import every
 
 from axonlaunch import config
 from axonlaunch.comm import World
@@ -353,7 +354,7 @@ def test_a_resumed_run_continues_its_run_of_wandb(
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("store", ["file:{}/store", "sqlite:///{}/store.db"])
+@pytest.mark.parametrize("store", every(2, ["file:{}/store", "sqlite:///{}/store.db"]))
 def test_a_resumed_run_continues_its_run_of_mlflow(tmp_path: Path, store: str) -> None:
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient

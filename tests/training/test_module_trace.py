@@ -116,7 +116,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", every(2, LAYOUTS))
+@pytest.mark.parametrize("layout", every(4, LAYOUTS, start=1))
 def test_every_layout_traces_what_one_process_does(layout: str) -> None:
     overrides, model = LAYOUTS[layout]
     result = compared(alone(model), traced(model, *overrides))

@@ -76,7 +76,7 @@ def unused() -> nn.Module:
 @pytest.mark.parametrize(
     "overrides",
     every(
-        2,
+        4,
         [
             [*MODELS["mlp"], *DDP, "optimizer=sgd", "optimizer.lr=0.05"],
             [*MODELS["gpt"], *TENSOR, "optimizer=muon", "model.num_hidden_layers=2"],

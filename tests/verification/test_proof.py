@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from configured import run_config
+from covers import every
 from hf_families import without_folder
 from torch import Tensor, nn
 
@@ -95,10 +96,13 @@ def gradients_of_inputs_are_not_summed(patch: Patch) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "module"),
-    [
-        (a_row_parallel_layer_is_scaled, "model.layers.0.self_attn.o_proj"),
-        (gradients_of_inputs_are_not_summed, "model.norm"),
-    ],
+    every(
+        2,
+        [
+            (a_row_parallel_layer_is_scaled, "model.layers.0.self_attn.o_proj"),
+            (gradients_of_inputs_are_not_summed, "model.norm"),
+        ],
+    ),
 )
 def test_what_differs_is_refused_and_the_first_module_is_named(
     fault: Any, module: str, monkeypatch: Patch

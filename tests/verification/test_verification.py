@@ -266,7 +266,7 @@ FAULTS: list[tuple[Callable[[Patch], None], list[str], str, str]] = [
 
 @pytest.mark.parametrize(
     ("fault", "overrides", "model", "reported"),
-    every(2, FAULTS),
+    every(3, FAULTS),
     ids=[fault.__name__ for fault, *_ in FAULTS],
 )
 def test_it_names_what_a_broken_engine_gets_wrong(

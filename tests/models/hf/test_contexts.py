@@ -24,7 +24,7 @@ CONTEXT = ["strategy=ddp", "strategy.context.degree=2", "launch.nproc=2"]
 OFFERED = [kind for kind in FAMILIES if kind != "bloom"]
 
 
-@pytest.mark.parametrize("kind", every(4, OFFERED, start=3))
+@pytest.mark.parametrize("kind", every(6, OFFERED, start=3))
 def test_a_family_learns_from_parts_of_sequences_as_in_a_plain_loop(
     kind: str, tmp_path: Path
 ) -> None:
@@ -92,7 +92,7 @@ def test_parts_of_packed_rows_keep_documents_apart_as_a_plain_loop_does(
     assert expected != pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
-@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("kind", every(2, SPECIAL, start=1))
 def test_heads_of_two_sizes_and_sinks_attend_as_they_do_whole(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
     assert by_axonlaunch(tmp_path, CONTEXT) == pytest.approx(by_transformers(tmp_path), rel=2e-5)

@@ -56,7 +56,7 @@ WITH_MAGNITUDES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout", "targets"), every(2, CASES))
+@pytest.mark.parametrize(("kind", "layout", "targets"), every(4, CASES))
 def test_losses_and_gradients_are_those_of_peft(
     kind: str, layout: str, targets: Any, tmp_path: Path
 ) -> None:

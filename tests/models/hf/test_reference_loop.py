@@ -30,7 +30,7 @@ LAYOUTS = {
 
 # OPT's block reshapes its result; the next one adds to it out of place.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer. returned a view")
-@pytest.mark.parametrize("kind", every(4, FAMILIES))
+@pytest.mark.parametrize("kind", every(6, FAMILIES))
 def test_a_family_learns_under_fsdp_as_in_a_plain_loop(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
     expected = by_transformers(tmp_path)
@@ -38,7 +38,7 @@ def test_a_family_learns_under_fsdp_as_in_a_plain_loop(kind: str, tmp_path: Path
     assert max(expected) - min(expected) > 1e-2  # the weights have moved
 
 
-@pytest.mark.parametrize("kind", every(4, FAMILIES, start=1))
+@pytest.mark.parametrize("kind", every(6, FAMILIES, start=1))
 def test_a_family_learns_under_tensor_parallelism_as_in_a_plain_loop(
     kind: str, tmp_path: Path
 ) -> None:
@@ -64,7 +64,7 @@ def test_tensor_and_data_parallelism_learn_together_as_a_plain_loop(
     assert by_axonlaunch(tmp_path, both) == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.parametrize("other", ["pipeline", "context"])
+@pytest.mark.parametrize("other", every(2, ["pipeline", "context"]))
 def test_gpt2_learns_under_tensor_parallelism_and_another_axis_as_in_a_plain_loop(
     other: str, tmp_path: Path
 ) -> None:
@@ -90,7 +90,7 @@ def test_every_layout_learns_as_a_plain_loop(kind: str, layout: str, tmp_path: P
     assert by_axonlaunch(tmp_path, LAYOUTS[layout]) == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", every(2, ["mixtral", "qwen3_moe"]))
 def test_a_routers_auxiliary_loss_counts_as_transformers_counts_it(
     kind: str, tmp_path: Path
 ) -> None:

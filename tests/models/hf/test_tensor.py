@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from configured import estimate_config, run_config
+from covers import every
 from hf_families import FAMILIES, save
 from rank_engine import rank_engine
 
@@ -67,7 +68,7 @@ def saved_by(overrides: list[str], folder: Path) -> tuple[dict[str, torch.Tensor
     return on_ranks(overrides, write)[0]
 
 
-@pytest.mark.parametrize(("writer", "reader"), [(TENSOR, FSDP), (FSDP, TENSOR)])
+@pytest.mark.parametrize(("writer", "reader"), every(2, [(TENSOR, FSDP), (FSDP, TENSOR)]))
 def test_a_run_resumes_between_tensor_and_sharded_layouts(
     writer: list[str], reader: list[str], tmp_path: Path
 ) -> None:
