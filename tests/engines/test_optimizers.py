@@ -198,9 +198,9 @@ def run(overrides: list[str], ranks: int, steps: int = 3) -> dict[str, Tensor]:
     return gathered(World.mock(ranks).run(on_rank))
 
 
-# Elementwise ones share all that a layout could get wrong: each layout tries one of them, every
-# other layout under --all. Of those
-# that exchange parts each is tried in layouts that divide otherwise, in the others under --all.
+# Elementwise ones share all that a layout could get wrong: each layout tries one of them, three of
+# four layouts under --all. Of those that exchange parts each is tried in layouts that divide
+# otherwise, in the others under --all.
 _ELEMENTWISE = every(4, zip(LAYOUTS, ["adam", "nadam", "lion"] * len(LAYOUTS), strict=False))
 _TRIED = {
     "adafactor": ("zero2", "hsdp", "zero1 x tensor"),

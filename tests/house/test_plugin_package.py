@@ -129,11 +129,16 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
     assert estimate["parameters"] == PARAMETERS
     assert estimate["ranks"][0]["breakdown"]["optimizer"] == 4 * PARAMETERS  # one momentum
     plan = json.loads(
-        command("plan", *OVERRIDES, "hardware=h100_80gb", "--devices", "2", "--json").stdout
+        command(
+            *("plan", *OVERRIDES, "hardware=h100_80gb", "--devices", "2", "--json"),
+            "strategy.data_parallel=fsdp",
+        ).stdout
     )
     assert plan["candidates"]
     verified = json.loads(
-        command("verify", *OVERRIDES, "train.loss=smoothed", "strategy=fsdp", "--json").stdout
+        command(
+            "verify", *OVERRIDES, "train.loss=smoothed", "strategy=fsdp", "--steps=2", "--json"
+        ).stdout
     )
     assert verified["passed"]
 

@@ -25,8 +25,7 @@ LAYOUTS = {
     "hybrid": (8, ["strategy=hybrid"]),
 }
 
-# The largest mesh again, in what differs on the small ones just as well; another engine that
-# computes its blocks as ddp does; and divided sequences, whose products are those of tensor.
+# Those whose blocks compute as the sharded and the cut ones do, and the largest mesh of these.
 REPEATED = {"sequence", "hybrid", "zero1", "ddp", "tensor"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from configured import estimate_config, run_config
+from covers import every
 from rank_engine import rank_engine
 
 from axonlaunch import config
@@ -24,7 +25,7 @@ def chosen(*overrides: str) -> RunConfig:
     return resolved(config.load(overrides), accelerators=0)
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", every(2, ["single", "zero1", "fsdp"], start=1))
 def test_sgd_without_momentum_has_no_state_bytes_in_an_estimate(strategy: str) -> None:
     overrides = ["model.hidden_size=16", "model.num_attention_heads=2", "data=synthetic_tokens"]
     overrides += ["data.sequence_length=8", "hardware=cpu"]

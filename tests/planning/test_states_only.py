@@ -22,7 +22,7 @@ SMALL = [
 @pytest.mark.parametrize(
     "overrides",
     every(
-        2,
+        4,
         [
             "strategy=ddp launch.nproc=2",
             "strategy=zero1 launch.nproc=2 optimizer=sgd",

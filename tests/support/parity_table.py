@@ -229,8 +229,8 @@ def _pairwise(every: list[Combination]) -> set[int]:
     """Choose combinations until all rows, and all pairs of two factors' values, are among them.
 
     Greedy: next comes the one with the most new pairs for its cost. The cheapest of a few tries, in
-    which costs are taken for a little more or less, is kept. A
-    set of pairs is a number with a bit a pair: (model gpt, precision bf16) is 1, the next is 2, ...
+    which costs are taken for a little more or less, is kept. A set of pairs is a number with a bit
+    a pair: (model gpt, precision bf16) is 1, the next is 2, ...
     """
     bits: dict[object, int] = {}
     masks = []

@@ -90,7 +90,7 @@ def of_its_version() -> None:
 
 @pytest.mark.usefixtures("benches", "of_its_version")
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(("kind", "layout"), every(2, AGAIN, start=1))
+@pytest.mark.parametrize(("kind", "layout"), every(4, AGAIN, start=1))
 def test_a_row_that_is_run_again_gives_what_the_table_says(kind: str, layout: str) -> None:
     bench: Any = importlib.import_module("hf")
     row = bench.prove(kind, layout)
