@@ -7,6 +7,7 @@ moved.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -57,6 +58,23 @@ def test_nodes_are_numbered_in_their_order_and_rounds_have_numbers_of_their_own(
     for node in (second, first):
         node.leave()
     assert not speaking & {*threading.enumerate()}
+
+
+def test_the_sources_of_who_calls_are_not_read_for_each_event(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With thousands of modules that took so long that nodes never found each other."""
+
+    def stack() -> None:
+        raise AssertionError("torch asks inspect for who calls")
+
+    nodes = rounds(port, 1, first=False), rounds(port, 0, first=True)
+    monkeypatch.setattr(inspect, "stack", stack)
+    with ThreadPoolExecutor() as threads:
+        reported = [*threads.map(ElasticRendezvous.next, nodes)]
+    assert reported == [Attempt(0, 1, 2), Attempt(0, 0, 2)]
+    for node in nodes:
+        node.leave()
 
 
 def test_a_node_whose_network_is_gone_leaves_without_waiting_for_it(

@@ -23,7 +23,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend
-from axonlaunch.launch.multinode.torch_internals import round_of, stop_heartbeats
+from axonlaunch.launch.multinode.torch_internals import (
+    name_methods_by_frame,
+    round_of,
+    stop_heartbeats,
+)
 from axonlaunch.system.authentication import Credentials
 
 _KEEP_ALIVE_S, _MISSED = 1, 4
@@ -80,6 +84,7 @@ class ElasticRendezvous:
         # Each attempt has keys of its own here; the store that torch would share has not.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        name_methods_by_frame()
         # It counts nodes in the order of what it takes for their addresses.
         name = f"{0 if first else 1}-{order:06}-{socket.gethostname()}"
         credentials = credentials.of(name)
