@@ -31,7 +31,8 @@ LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run the slow tests too")
+    parser.addoption("--all", action="store_true", help="run every test")
+    parser.addoption("--deferred", action="store_true", help="run what is deferred, and that alone")
     parser.addoption("--quick", action="store_true", help="run a cover of what starts no process")
 
 
@@ -61,6 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--all"):
         return
     chosen = [item for item in items if not item.get_closest_marker("slow")]
+    deferred = _deferred(chosen)
+    is_asked_for = config.getoption("--deferred")
+    chosen = [item for item in chosen if (item in deferred) == is_asked_for]
     if config.getoption("--quick"):
         chosen = _cover(chosen)
     selected = set(chosen)
@@ -80,6 +84,26 @@ def pytest_sessionfinish() -> Generator[None, None, None]:
     gc.unfreeze()  # hypothesis looks for what refers to an object of its own
     yield
     gc.freeze()  # pytest looks for garbage once more
+
+
+def _deferred(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return those that are marked so, but for as many cases of a test as its mark keeps.
+
+    They are spread evenly: of 10 cases ``deferred(keep=4)`` keeps the third, fifth, eighth, tenth.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    keep: dict[str, int] = {}
+    for item in items:
+        if mark := item.get_closest_marker("deferred"):
+            test = item.nodeid.partition("[")[0]
+            cases.setdefault(test, []).append(item)
+            keep[test] = mark.kwargs.get("keep", 0)
+    return {
+        item
+        for test, ones in cases.items()
+        for i, item in enumerate(ones)
+        if i * keep[test] // len(ones) == (i + 1) * keep[test] // len(ones)
+    }
 
 
 def _cover(items: list[pytest.Item]) -> list[pytest.Item]:

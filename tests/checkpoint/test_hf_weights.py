@@ -54,6 +54,7 @@ def started(config: RunConfig) -> dict[str, Tensor]:
     return World.mock(config.launch.nproc).run(run)[0]
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     "kind", every(2, ["gpt2", "opt", "gemma2", "phi3", "mixtral", "qwen3_moe"])
 )
@@ -186,6 +187,7 @@ def saved(config: RunConfig, run_dir: Path) -> Any:
     return module
 
 
+@pytest.mark.deferred(keep=3)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", every(2, FAMILIES, start=1))
 def test_from_pretrained_loads_what_is_exported(kind: str, tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def load(engine: Engine, world: World, folder: Path) -> None:
     engine.load_state_dict(checkpoint.load_checkpoint(newest, engine.state_dict(), world=world))
 
 
+@pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_any_layout_reads_what_any_layout_wrote(writer: str, reader: str, tmp_path: Path) -> None:
     def write(
@@ -195,6 +196,7 @@ def of_two_axes() -> list[Any]:
     ]
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("writer", every(6, of_two_axes()))
 def test_what_two_axes_save_one_process_reads_as_plain_torch_has_it(
     writer: str, tmp_path: Path
@@ -233,6 +235,7 @@ def test_two_axes_continue_from_what_one_process_saved_as_plain_torch_does(
     assert_as_in_plain_torch(merged(list(after)), steps=3)
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("name", every(2, ["single", "ddp 2", "zero1 4", "fsdp 2"]))
 def test_on_the_same_layout_a_resumed_run_is_the_undisturbed_one_to_the_bit(
     name: str, tmp_path: Path

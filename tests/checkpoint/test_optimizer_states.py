@@ -118,6 +118,7 @@ def resumed(folder: Path, layout: str, optimizer: str, steps: int = 5) -> list[f
     return World.mock(run.launch.nproc).run(on_rank)[0]
 
 
+@pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(
     ("optimizer", "layout", "saved_after"),
     [
@@ -142,6 +143,7 @@ def test_a_run_resumes_to_the_bit(
     assert resumed(tmp_path, layout, optimizer) == expected
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     ("optimizer", "saved", "loaded"),
     [

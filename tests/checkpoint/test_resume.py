@@ -48,6 +48,7 @@ def train(folder: Path, strategy: str, *, steps: int) -> dict[str, Tensor]:
     return dict(zip(contents, reader.tensors(newest, list(contents), contents), strict=True))
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("strategy", every(2, ["zero1", "ddp", "fsdp"]))
 def test_fp16s_scale_and_the_optimizers_states_come_back(strategy: str, tmp_path: Path) -> None:
     undisturbed = train(tmp_path / "whole", strategy, steps=8)

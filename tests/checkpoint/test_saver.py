@@ -65,6 +65,7 @@ def test_ranks_that_come_early_make_nothing_that_the_main_one_is_sweeping(tmp_pa
     assert other == ([], [1])
 
 
+@pytest.mark.deferred
 @pytest.mark.costly
 def test_a_save_takes_its_copy_of_host_memory_and_gives_it_back(tmp_path: Path) -> None:
     for (at_once, after), (beside, afterwards) in on_ranks(tmp_path, "measured"):

@@ -149,6 +149,7 @@ def test_what_hugging_face_wrote_is_taken_in(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(module(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(
     ("name", "source"),
     [

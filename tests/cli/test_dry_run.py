@@ -10,6 +10,7 @@ from command import TINY, Command
 from launchers import have_sbatch
 
 
+@pytest.mark.deferred
 def test_a_dry_run_starts_nothing_and_says_what_would_fit(axonlaunch: Command) -> None:
     small = ["hardware=cpu", "hardware.memory_gib=0.0013"]
     ran = axonlaunch.train("strategy=single", *small, "--dry-run")
@@ -24,6 +25,7 @@ def test_a_dry_run_starts_nothing_and_says_what_would_fit(axonlaunch: Command) -
     assert not (axonlaunch.folder / "runs").exists()
 
 
+@pytest.mark.deferred
 @pytest.mark.timeout(240)
 def test_a_dry_run_of_what_this_node_can_not_hold_prints_its_estimate_first(
     axonlaunch: Command,
@@ -53,6 +55,7 @@ def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Co
     assert "data.path" in ran.stdout.partition("would be refused")[2]
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     ("overrides", "keys"),
     [

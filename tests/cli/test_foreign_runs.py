@@ -87,6 +87,7 @@ def freeze(foreign: Served, **changed: Any) -> Path:
     return file
 
 
+@pytest.mark.deferred(keep=5)
 @pytest.mark.parametrize("named", NAMED)
 @pytest.mark.parametrize("overrides", OVERRIDES)
 def test_a_foreign_configuration_s_code_does_not_run(
@@ -184,6 +185,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.deferred(keep=3)
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_for_a_configuration_is_one_line(bomb: str, foreign: Served) -> None:

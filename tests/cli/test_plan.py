@@ -47,6 +47,7 @@ def planned(*, step_s: float, verdict: FitVerdict = "fits", **breakdown: float) 
     )
 
 
+@pytest.mark.deferred
 @pytest.mark.timeout(240)
 def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)

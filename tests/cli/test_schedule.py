@@ -61,6 +61,7 @@ def in_json(schedule: Schedule, *overrides: str) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.deferred
 @pytest.mark.costly
 def test_the_plot_of_1f1b_is_the_one_of_the_papers(tmp_path: Path) -> None:
     """In a process of its own, whose output is no terminal: plain text."""
@@ -240,6 +241,7 @@ def test_plots_name_what_they_show(name: str, schedule: Schedule, tmp_path: Path
     assert any("time" in line for line in written)
 
 
+@pytest.mark.deferred
 @pytest.mark.timeout(120)
 def test_activations_are_reported_in_bytes_of_a_traced_step(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)

@@ -28,6 +28,7 @@ def test_what_is_public_is_sorted_and_there() -> None:
     assert all(hasattr(comm, name) for name in comm.__all__)
 
 
+@pytest.mark.deferred
 @pytest.mark.costly
 def test_importing_it_starts_nothing_and_brings_no_test_code() -> None:
     text = (

@@ -56,6 +56,7 @@ def alone() -> tuple[Tensor, list[Tensor]]:
     return train(model, make_batch()), weights(model)
 
 
+@pytest.mark.deferred(keep=3)
 @pytest.mark.parametrize(
     ("train_on", "size"),
     every(
@@ -187,6 +188,7 @@ def test_training_with_dropout_twice_gives_the_same_bits() -> None:
 # What it leaves behind.
 
 
+@pytest.mark.deferred
 def test_meshes_and_groups_are_forgotten_after_a_run() -> None:
     def groups() -> int:
         gc.collect()
@@ -224,6 +226,7 @@ def test_meshes_of_a_later_run_are_not_taken_for_those_of_an_earlier() -> None:
 # Checkpoints.
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(4, 4), (4, 2), (2, 4)])
 def test_a_checkpoint_continues_on_as_many_ranks_or_others(
     tmp_path: Path, saved_on: int, loaded_on: int, alone: tuple[Tensor, list[Tensor]]

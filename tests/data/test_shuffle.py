@@ -50,6 +50,7 @@ def test_the_order_depends_on_the_seed_alone():
     assert np.array_equal(first[20:], dataset_indices(positions[20:], num_samples=1000, seed=1))
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("size", every(2, [2, 3, 5, 10, 37]))
 def test_every_place_is_equally_likely_to_go_anywhere(size):
     trials = 2000

@@ -33,6 +33,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.deferred
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it of its inputs
 @pytest.mark.parametrize(
     "mode",

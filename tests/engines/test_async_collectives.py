@@ -50,6 +50,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
         dist.destroy_process_group()
 
 
+@pytest.mark.deferred
 @pytest.mark.filterwarnings("ignore")  # dynamo asks things that torch warns of
 @pytest.mark.costly
 @pytest.mark.parametrize("samples", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -49,6 +49,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("layout", every(4, LAYOUTS, start=3))
 def test_a_layout_trains_what_one_process_trains_and_leaves_the_rest(layout: str) -> None:
     nproc, *chosen = LAYOUTS[layout].split()
@@ -102,6 +103,7 @@ def test_what_freezes_nothing_or_everything_is_refused(
     assert any(p.key == key and message in p.message for p in refused.value.problems)
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("layout", ["zero1", "pipeline"])
 def test_a_run_with_frozen_parameters_resumes_on_another_layout(
     layout: str, tmp_path: Path

@@ -61,6 +61,7 @@ def waits(model: str, ranks: int, *overrides: str) -> list[str]:
     return [place for places in World.mock(ranks).run(run) for place in places]
 
 
+@pytest.mark.deferred(keep=4)
 @pytest.mark.parametrize("layout", every(2, LAYOUTS))
 def test_a_step_waits_for_no_device(layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
@@ -71,6 +72,7 @@ def test_nor_does_one_of_a_model_whose_positions_are_embedded_and_weights_tied()
     assert waits("gpt", 4, "strategy=ddp", PIPELINE, "strategy.context.degree=2") == []
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp x tensor", "zero1"])
 def test_nor_does_one_that_fp16_may_leave_out(layout: str) -> None:
     """Torch's fused optimizers look at the flag on the device, a private name of theirs says so."""

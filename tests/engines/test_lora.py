@@ -65,6 +65,7 @@ CASES = [
 ]
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(("model", "layout"), every(4, CASES))
 def test_a_layout_trains_the_adapters_that_one_process_trains(model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]

@@ -64,6 +64,7 @@ def test_loss_and_gradients_are_those_of_torch_s_cross_entropy(overrides: list[s
     World.mock(1).run(run)
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -84,6 +85,7 @@ def test_every_layout_gives_what_one_process_gives_without_chunks(layout: list[s
     assert verdict.passed, verdict.differences
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     ("kind", "layout", "changes"),
     [

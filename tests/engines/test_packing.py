@@ -38,6 +38,7 @@ def overrides_of(model: str) -> list[str]:
     return [*MODELS[model], "model.num_hidden_layers=4", *DATA]
 
 
+@pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(("layout", "model"), every(3, pairs([*LAYOUTS], [*MODELS])))
 def test_every_layout_keeps_documents_apart_as_one_process_does(layout: str, model: str) -> None:
     overrides, ranks = LAYOUTS[layout]

@@ -99,6 +99,7 @@ def by_torch(*, in_fp32: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(("layout", "states"), every(3, pairs([*LAYOUTS], [(), (FP32_STATES,)])))
 def test_losses_are_those_of_a_model_in_bf16_under_torch(
     layout: str, states: tuple[str, ...]
@@ -132,6 +133,7 @@ def saved(folder: Path, overrides: list[str]) -> None:
     World.mock(chosen.launch.nproc).run(run)
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [

@@ -116,6 +116,7 @@ def run(
     return gathered(World.mock(ranks).run(on_rank))
 
 
+@pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_class_by_its_target_trains_in_every_layout_as_in_one_process(layout: str) -> None:
     ranks, strategy = LAYOUTS[layout]
@@ -216,6 +217,7 @@ def test_states_asked_for_before_the_first_step_are_not_held_beside_those_it_mak
     assert [reference() for reference in asked] == [None, None]
 
 
+@pytest.mark.deferred
 def test_an_estimate_counts_its_states() -> None:
     overrides = [*SMALL, *TEMPERED, "strategy=fsdp", "launch.nproc=2"]
     estimate = memory_estimate.estimate(estimate_config(overrides))

@@ -49,6 +49,7 @@ def products(schedule: str) -> int:
     return sum(World.mock(4).run(run))
 
 
+@pytest.mark.deferred
 def test_matrix_products_of_a_split_backward_under_a_tensor_axis() -> None:
     """A sixth more at most: where torch cuts a stage's graph it goes some way twice.
 

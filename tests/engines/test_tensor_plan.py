@@ -38,6 +38,7 @@ from axonlaunch.models.build import build_model, construct, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 
 
+@pytest.mark.deferred(keep=3)
 @pytest.mark.parametrize("config", [LLAMA, TIED_LLAMA, GPT], ids=["llama", "tied_llama", "gpt"])
 @pytest.mark.parametrize(
     ("sequence_parallel", "size"), every(3, itertools.product([False, True], [2, 4]))

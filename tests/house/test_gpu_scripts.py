@@ -91,12 +91,12 @@ def test_memory_has_to_be_within_two_percent_and_64_mib(modules: dict[str, Modul
 
 def test_speed_has_to_reach_what_is_required_on_a_gpu(modules: dict[str, ModuleType]) -> None:
     judged = modules["speed"].judged
-    rates = {"axonlaunch": 98.0, "by hand": 100.0, "as torchtitan": 100.0}
+    rates = {"axonlaunch": 94.0, "by hand": 100.0, "as torchtitan": 94.0}
     row = judged("1.2B", rates, 1e10, 2e12)
-    assert row.cells["MFU"] == "49.0%"
-    assert row.problem == "0.980 of by hand, 0.99 is required"
-    assert judged("1.2B compiled", {**rates, "by hand": 98.0}, 1e10, 2e12).problem == (
-        "MFU 49.0%, 50% is required"
+    assert row.cells["MFU"] == "47.0%"
+    assert row.problem == "0.940 of by hand, 0.99 is required"
+    assert judged("1.2B compiled", {**rates, "by hand": 94.0}, 1e10, 2e12).problem == (
+        "MFU 47.0%, 48% is required"
     )
     on_a_cpu = judged("1.2B", rates, 1e10, None, launches=4546, parts={"idle": 0.051})
     assert on_a_cpu.problem == ""  # of a CPU nothing is

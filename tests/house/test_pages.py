@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ DIFFERING = ("axonlaunch checkpoint diff ", "axonlaunch diff runs/counting ")
 """Commands that find a difference."""
 COSTLY = ("axonlaunch plan ", "axonlaunch train strategy=auto")
 """Commands that trace many layouts: ten seconds each."""
+AT_ONCE = ("README", "architecture", "estimate-and-plan", "extending")
+"""Pages whose commands every test run has: those of others take up to half a minute."""
 # Run by continuous integration, and by whoever installs.
 NOT_RUN_HERE = ("scripts/quickstart ", ". .venv/", "scripts/test ", "pip install axonlaunch")
 
@@ -41,8 +44,14 @@ def lines(page: Path) -> list[str]:
     return [line for block in blocks(page, "bash") for line in block.splitlines() if line]
 
 
-def pages_with(language: str) -> list[object]:
-    return [pytest.param(page, id=page.stem) for page in PAGES if blocks(page, language)]
+def pages_with(language: str, *, at_once: Sequence[str] | None = None) -> list[object]:
+    """Return pages; all but those that are named run with what is deferred."""
+
+    def marks(page: Path) -> list[pytest.MarkDecorator]:
+        return [] if at_once is None or page.stem in at_once else [pytest.mark.deferred]
+
+    pages = [page for page in PAGES if blocks(page, language)]
+    return [pytest.param(page, id=page.stem, marks=marks(page)) for page in pages]
 
 
 def shortened(command: str, page: Path) -> list[str]:
@@ -114,7 +123,7 @@ def run_python(path: Path, folder: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", pages_with("bash"))
+@pytest.mark.parametrize("page", pages_with("bash", at_once=AT_ONCE))
 def test_every_command_of_a_page_runs_in_the_order_of_the_page(
     page: Path, tmp_path: Path, server: Server
 ) -> None:

@@ -94,6 +94,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
     environment.close()
 
 
+@pytest.mark.deferred
 @pytest.mark.timeout(300)
 def test_one_command_does_everything_with_what_a_package_adds(command: Environment) -> None:
     listed = json.loads(command("ls", "--json").stdout)
@@ -131,7 +132,8 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
     plan = json.loads(
         command(
             *("plan", *OVERRIDES, "hardware=h100_80gb", "--devices", "2", "--json"),
-            "strategy.data_parallel=fsdp",
+            *("strategy.data_parallel=fsdp", "strategy.pipeline.degree=1"),
+            *("train.micro_batch_size=1", "train.activation_checkpointing=none"),
         ).stdout
     )
     assert plan["candidates"]
@@ -152,6 +154,7 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
     assert (command.folder / "launched.txt").read_text() == "run\nrun\n"
 
 
+@pytest.mark.deferred
 @pytest.mark.timeout(300)
 def test_a_variant_of_data_parallelism_trains_and_is_estimated(command: Environment) -> None:
     overrides = [*OVERRIDES, "strategy.data_parallel=local_sgd", "strategy.options.period=2"]

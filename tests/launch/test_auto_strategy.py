@@ -64,6 +64,7 @@ def load(overrides: list[str], context: ForkServerContext | None = None) -> conf
     )
 
 
+@pytest.mark.deferred
 @pytest.mark.timeout(120)
 def test_a_run_trains_in_the_layout_that_was_planned_for_it(tmp_path: Path, server: Server) -> None:
     measured(2)

@@ -79,6 +79,7 @@ def test_a_run_continues_from_a_bucket_in_another_folder(
     assert ran.stderr.startswith(f"error: checkpoint.resume=never: {bucket}/checkpoints/step_6 is ")
 
 
+@pytest.mark.deferred
 def test_a_bucket_that_is_not_there_is_reported_before_a_rank_starts(
     served: Command, faulty: list[str], bucket: str
 ) -> None:

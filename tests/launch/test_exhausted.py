@@ -63,6 +63,7 @@ def test_a_full_disk_starts_nothing(served: Command, faulty: list[str], small: P
     assert not list(small.rglob("*.partial"))
 
 
+@pytest.mark.deferred
 def test_a_disk_that_fills_while_a_run_logs(
     served: Command, faulty: list[str], small: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_second_ctrl_c_ends_at_once(served: Served, faulty: list[str]) -> None
     served.wait_until_gone(seconds=3)
 
 
+@pytest.mark.deferred
 def test_ranks_die_with_a_launcher_that_is_killed(axonlaunch: Command, faulty: list[str]) -> None:
     process = axonlaunch.start("train", *faulty, "name=run", "model.arguments={pause:1.0}")
     metrics = axonlaunch.folder / "runs" / "run" / "metrics.jsonl"
@@ -143,6 +144,7 @@ def test_a_folder_in_which_a_run_continues_takes_no_second_one(
     assert len(served.losses("run")) == served.summary("run")["steps"]
 
 
+@pytest.mark.deferred
 def test_a_run_that_continues_with_other_settings_says_which(served: Command) -> None:
     overrides = ["strategy=single", "name=run", "checkpoint.every=3"]
     assert "other settings" not in served.train(*overrides, "train.steps=3").stdout
@@ -152,6 +154,7 @@ def test_a_run_that_continues_with_other_settings_says_which(served: Command) ->
     assert said in " ".join(reported.split())
 
 
+@pytest.mark.deferred
 def test_a_corrupt_checkpoint_is_reported_rather_than_trained_over(served: Command) -> None:
     overrides = ["strategy=fsdp", "name=run", "checkpoint.every=6", "checkpoint.keep_last=1"]
     served.train(*overrides)
@@ -220,6 +223,7 @@ def test_a_corrupt_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
     assert f"moved aside  {path} {reason}" in served("checkpoint", "ls", "runs/run").stdout
 
 
+@pytest.mark.deferred
 def test_with_no_good_checkpoint_left_nothing_is_trained_over(served: Command) -> None:
     overrides = ["strategy=fsdp", "name=run", "checkpoint.every=3"]
     served.train(*overrides)
@@ -233,6 +237,7 @@ def test_with_no_good_checkpoint_left_nothing_is_trained_over(served: Command) -
         assert len(served.losses("run")) == 6
 
 
+@pytest.mark.deferred
 def test_a_flipped_bit_is_reported_and_the_checkpoint_before_offered(served: Command) -> None:
     overrides = ["strategy=fsdp", "name=run", "checkpoint.every=3", "checkpoint.fallback=false"]
     served.train(*overrides)
@@ -248,6 +253,7 @@ def test_a_flipped_bit_is_reported_and_the_checkpoint_before_offered(served: Com
     assert len(served.losses("run")) == 8
 
 
+@pytest.mark.deferred
 def test_checkpoints_that_can_not_be_listed_end_the_start(served: Command) -> None:
     """A loop of links stands for a stale mount, and for folders of other users."""
     overrides = ["strategy=fsdp", "name=run", "checkpoint.every=3"]
@@ -323,6 +329,7 @@ def test_sgd_without_momentum_resumes_and_not_with_it(served: Command) -> None:
     assert len(served.losses("run")) == 6
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_first_parameter(
     served: Command, strategy: str

@@ -157,6 +157,7 @@ def test_who_waits_in_what_and_who_never_came_are_in_the_hang_report(
     assert "faulty_plugin.py:" in ran.stderr
 
 
+@pytest.mark.deferred
 def test_the_collective_that_a_rank_never_came_to_is_in_the_hang_report(served: Command) -> None:
     (served.folder / "late.py").write_text(
         "import time\n"
@@ -223,6 +224,7 @@ def test_what_is_known_to_help_is_said(
     assert hint in " ".join(ran.stderr.replace("│", " ").split())
 
 
+@pytest.mark.deferred
 def test_a_run_that_fails_once_is_started_again_and_ends_as_if_it_had_not(
     faulted: Faulty,
 ) -> None:
@@ -252,6 +254,7 @@ def test_closing_the_terminal_saves_and_leaves_nothing(served: Command, faulty: 
     assert list((served.folder / "runs/run/checkpoints").iterdir())
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize("name", ["SIGHUP", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_what_a_terminal_or_a_scheduler_reports_the_whole_group_is_the_parents_to_handle(
     axonlaunch: Command, faulty: list[str], name: str

@@ -114,6 +114,7 @@ def test_ranks_that_a_person_starts_one_by_one(axonlaunch: Command, expected: li
     assert axonlaunch.losses("run") == expected
 
 
+@pytest.mark.deferred
 def test_a_rank_that_fails_under_torchrun_is_on_one_card(
     axonlaunch: Command, server: Server, faulty: list[str]
 ) -> None:
@@ -137,6 +138,7 @@ def test_where_a_rank_hangs_under_torchrun_is_on_its_card(
     assert "made no progress for 3 s (hang): it is in forward (" in reported
 
 
+@pytest.mark.deferred
 def test_the_mock_backend_is_refused_under_torchrun(axonlaunch: Command, server: Server) -> None:
     by_torchrun = torchrun(axonlaunch.folder, 2).served(server)
     ran = by_torchrun(*RUN, "name=run", "launch.backend=mock", status=1)
@@ -158,6 +160,7 @@ def test_a_rank_that_dies_or_stops_under_mpirun_leaves_nothing(
     axonlaunch.wait_until_gone(seconds=10)
 
 
+@pytest.mark.deferred
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_no_rank_outlives_a_launcher_that_was_killed(

@@ -19,6 +19,7 @@ OVERRIDES = [
 ]
 
 
+@pytest.mark.deferred
 def test_train_proves_the_layout_and_keeps_what_is_known_of_it(served: Command) -> None:
     done = served("train", *OVERRIDES, "train.prove=always", "name=right")
     assert "proved: tensor 2 gives one process's losses and gradients (" in done.stdout

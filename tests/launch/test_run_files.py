@@ -28,6 +28,7 @@ def cut(file: Path) -> None:
 CHANGES = {"a FIFO": (fifo, "is not a regular file"), "cut": (cut, "not YAML: ")}
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_run_whose_configuration_is_damaged_resumes_and_says_so(
     name: str, served: Command

@@ -25,6 +25,7 @@ def run_of(faulty: list[str]) -> list[str]:
     ]
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize("background", every(2, ["true", "false"]))
 def test_saves_change_nothing_that_is_learned(
     served: Command, faulty: list[str], background: str

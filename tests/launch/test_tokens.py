@@ -122,6 +122,7 @@ def visible(command: Command) -> bytes:
     return b"".join(shown)
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize("by", every(2, ["local", "torchrun"]))
 def test_what_ranks_sign_with_is_in_no_argument_variable_or_file_that_others_read(
     axonlaunch: Command, faulty: list[str], by: str

@@ -105,6 +105,7 @@ def test_an_unnamed_run_is_named_after_its_layout(overrides: list[str], name: st
     assert default_name(config) == name
 
 
+@pytest.mark.deferred
 def test_replicas_that_are_not_there_are_reported(served: Command) -> None:
     overrides = ["launch.nproc=2", "train.steps=1"]
     output = " ".join(served.train("strategy=hsdp", *overrides).stdout.split())
@@ -123,6 +124,7 @@ def test_a_sweep_runs_one_after_another_each_in_its_own_folder(served: Command) 
     assert table == [["seed=0", f"{losses[0][-1]:.4f}"], ["seed=1", f"{losses[1][-1]:.4f}"]]
 
 
+@pytest.mark.deferred
 def test_a_sweep_that_was_interrupted_continues_with_what_is_left_of_it(served: Command) -> None:
     overrides = ["-m", "optimizer.lr=1e-3,2e-3", "name=sweep", "strategy=single", "train.steps=2"]
     served.train(*overrides)
@@ -141,6 +143,7 @@ def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(served: Command) -> No
     assert list(served.folder.iterdir()) == []
 
 
+@pytest.mark.deferred(keep=5)
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
@@ -194,6 +197,7 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
     assert "already contains a run" in ran.stderr
 
 
+@pytest.mark.deferred
 def test_a_run_that_began_from_another_s_checkpoint_resumes_from_its_own(served: Command) -> None:
     begun = ["name=b", "strategy=single", "checkpoint.resume=runs/a", "checkpoint.every=2"]
     served.train("name=a", "strategy=single", "train.steps=2", "checkpoint.every=2")
@@ -210,6 +214,7 @@ def test_a_run_that_began_from_another_s_checkpoint_resumes_from_its_own(served:
     assert served.train(*begun, "train.steps=8").stdout.startswith("b is finished: ")
 
 
+@pytest.mark.deferred
 def test_a_run_folder_that_takes_up_a_checkpoint_path_says_which_settings_are_others(
     served: Command,
 ) -> None:
@@ -221,6 +226,7 @@ def test_a_run_folder_that_takes_up_a_checkpoint_path_says_which_settings_are_ot
     assert "resumed from kept/checkpoints/step_2" in printed
 
 
+@pytest.mark.deferred
 def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command) -> None:
     """By the same command: evaluated, summed up, and with the metrics of one never killed."""
     overrides = ["strategy=ddp", "launch.nproc=2", "checkpoint.every=3"]
@@ -355,6 +361,7 @@ def test_a_file_named_torch_in_the_working_folder_does_no_harm(axonlaunch: Comma
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.deferred
 def test_a_reader_that_leaves_early_ends_no_run(axonlaunch: Command) -> None:
     overrides = ["train", *TINY, "name=run", "checkpoint.every=6"]
     with axonlaunch.start(*overrides) as process:
@@ -369,6 +376,7 @@ def test_a_reader_that_leaves_early_ends_no_run(axonlaunch: Command) -> None:
     assert (axonlaunch.folder / "runs/run/checkpoints/step_6").is_dir()
 
 
+@pytest.mark.deferred
 @pytest.mark.timeout(240)
 def test_the_shortest_run_reports_what_it_held_and_what_it_was_to_hold(
     served: Command, monkeypatch: pytest.MonkeyPatch

@@ -145,6 +145,7 @@ def following(text: list[int], part: list[int]) -> set[int]:
     return {text[end] for end in ends if text[end - len(part) : end] == part}
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     ("layout", "packing"),
     [
@@ -237,6 +238,7 @@ def known_chats(
     return samples
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     ("layout", "packing"),
     [
@@ -252,6 +254,7 @@ def test_losses_of_chats_are_those_of_transformers_with_labels_of_its_own(
 
 
 # What peft 0.21 calls is deprecated in transformers 5.23.
+@pytest.mark.deferred
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(
     "layout",

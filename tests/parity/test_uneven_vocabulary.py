@@ -58,6 +58,7 @@ CASES = [
 ]
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_it_trains_as_one_process_does(model: str, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
@@ -70,6 +71,7 @@ def engines(model: str, layout: str, work: Any) -> Any:
     return chosen, World.mock(ranks).run(lambda world: work(*rank_engine(chosen, world), world))[0]
 
 
+@pytest.mark.deferred
 @pytest.mark.filterwarnings("default")
 def test_what_is_saved_has_no_padding_and_is_loaded_by_other_layouts(tmp_path: Path) -> None:
     import transformers

@@ -88,6 +88,7 @@ def test_a_layer_computes_and_sends_what_is_counted(overrides: str, work: StepWo
     assert sent(reported) == pytest.approx(sent(seen), rel=0.15)
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -116,6 +117,7 @@ def test_memory_by_formulas_is_near_what_is_traced(
     assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.03)
 
 
+@pytest.mark.deferred
 def test_a_model_that_takes_no_single_sample_has_formulas_too() -> None:
     overrides = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]
     overrides += ["hardware=h100_80gb", "train.global_batch_size=4"]

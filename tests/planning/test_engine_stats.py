@@ -34,6 +34,7 @@ def run(case: str, ranks: int) -> RunConfig:
     return estimate_config([*SMALL, f"launch.nproc={ranks}", "hardware=cpu", *case.split()])
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", SHARDED)
 def test_sharded_parameters_are_estimated_as_the_engine_reports_them(case: str) -> None:
@@ -50,6 +51,7 @@ def test_sharded_parameters_are_estimated_as_the_engine_reports_them(case: str) 
     assert expected.device_peak_bytes == reported.peak_bytes
 
 
+@pytest.mark.deferred
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", PIPELINES)
 def test_a_pipeline_s_activations_are_estimated_as_its_storages_show_them(case: str) -> None:

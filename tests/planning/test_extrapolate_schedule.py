@@ -31,6 +31,7 @@ DIVIDED = "strategy.pipeline.degree=6 model.num_hidden_layers=6 launch.nproc=12"
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize(
     "overrides",
     [

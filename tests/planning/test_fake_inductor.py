@@ -136,6 +136,7 @@ def writers(*, for_gpu: bool) -> set[str]:
     return written
 
 
+@pytest.mark.deferred
 def test_kernels_are_written_for_the_device_that_a_run_is_for_and_none_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -181,6 +182,7 @@ LLAMA = [
 ]
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize(
     "layout",
     [

@@ -1,8 +1,7 @@
 """The private names of torch that the fake world and its trace stand on are where they were.
 
-If one moved: ``fake_world.py``, ``trace.py`` and ``actions.py`` of ``planning`` alone use them;
-look for what took its place in torch's own source, and hold ``tests/planning/test_truth.py`` to it
-again.
+If one moved: ``planning/tracing`` alone uses them; look for what took its place in torch's own
+source, and hold ``tests/planning/test_truth.py`` to it again.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from configured import estimate_config
+from torch import nn
 from torch._subclasses import fake_tensor
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +24,7 @@ from torch.testing._internal.distributed import fake_pg
 
 from axonlaunch.comm.torch_internals import all_gather_single
 from axonlaunch.config import ConfigError
+from axonlaunch.models import register_model
 from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
@@ -220,6 +221,7 @@ def test_an_update_that_looks_for_overflow_is_traced() -> None:
     assert estimate(chosen).peak_bytes > 0
 
 
+@pytest.mark.deferred
 @pytest.mark.costly
 def test_what_forks_its_traces_computes_no_gradient_itself(
     monkeypatch: pytest.MonkeyPatch,
@@ -240,6 +242,7 @@ def test_what_forks_its_traces_computes_no_gradient_itself(
     assert Formulas.of(chosen).process_bytes(chosen) > 0
 
 
+@pytest.mark.deferred
 @pytest.mark.costly
 def test_a_plan_that_divides_some_blocks_alone_is_traced_with_all_of_them() -> None:
     overrides = [
@@ -259,3 +262,25 @@ def test_a_plan_that_fits_no_model_is_reported_by_its_key() -> None:
     chosen = estimate_config([*TINY, *overrides, "strategy.tensor.plan={*.up_proj: column}"])
     with pytest.raises(ConfigError, match=r"strategy\.tensor\.plan: the model, divided so, fails"):
         estimate(chosen)
+
+
+class Linears(nn.Module):
+    """Blocks that return views of what a matrix product made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_torch_warns_of_no_view_that_a_block_returns_in_an_estimate() -> None:
+    register_model("linears", layers="layers", inputs="tokens")(Linears)
+    overrides = ["model=linears", "strategy=fsdp", "launch.nproc=2", "hardware=cpu", *TINY]
+    assert estimate(estimate_config(overrides)).ranks  # where a warning is an error

@@ -25,6 +25,7 @@ def chosen(*overrides: str) -> RunConfig:
     return resolved(config.load(overrides), accelerators=0)
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize("strategy", every(2, ["single", "zero1", "fsdp"], start=1))
 def test_sgd_without_momentum_has_no_state_bytes_in_an_estimate(strategy: str) -> None:
     overrides = ["model.hidden_size=16", "model.num_attention_heads=2", "data=synthetic_tokens"]
@@ -34,6 +35,7 @@ def test_sgd_without_momentum_has_no_state_bytes_in_an_estimate(strategy: str) -
         assert [rank.breakdown["optimizer"] for rank in estimate.ranks] == [0] * len(estimate.ranks)
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "ranks"),
     [

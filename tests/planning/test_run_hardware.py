@@ -49,6 +49,7 @@ def test_figures_are_the_hardwares_or_what_was_measured_of_this_node(
     assert named.name == "h200"
 
 
+@pytest.mark.deferred
 def test_a_predicted_step_has_parts_and_a_round_that_its_page_shows(
     tmp_path: Path,
 ) -> None:

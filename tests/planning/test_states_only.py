@@ -19,6 +19,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     "overrides",
     every(

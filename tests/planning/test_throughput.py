@@ -45,6 +45,7 @@ def fsdp() -> StepWork:
     return step_work(run("strategy=fsdp", "launch.nproc=8"), world_size=8)
 
 
+@pytest.mark.deferred
 def test_parts_of_a_step_come_to_the_whole(fsdp: StepWork) -> None:
     estimate = reported(run("strategy=fsdp", "launch.nproc=8"), fsdp)
     assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_s)
@@ -101,6 +102,7 @@ def test_more_micro_batches_fill_a_pipeline() -> None:
     assert many.breakdown["pipeline bubble"] / many.step_s < 0.3
 
 
+@pytest.mark.deferred
 def test_tensor_parallelism_over_nodes_is_slow() -> None:
     tensor = ["strategy=tensor", "strategy.tensor.degree=8", "launch.nproc=8"]
     config = run(*tensor)
@@ -149,6 +151,7 @@ def test_what_is_offloaded_crosses_the_link_to_the_host(fsdp: StepWork) -> None:
         host_s(f"{key}=full")
 
 
+@pytest.mark.deferred
 def test_replicas_sum_every_gradient_once() -> None:
     slow = ["strategy=ddp", "launch.nproc=4", "hardware.link_gb_s=0.01", "model.vocab_size=1024"]
     in_fp32, in_bf16 = (run(*slow, f"strategy.reduce_dtype={dtype}") for dtype in ("fp32", "bf16"))
@@ -194,6 +197,7 @@ def test_gradients_of_zero1_take_half_the_time_of_replicas_gradients() -> None:
     assert rows == pytest.approx(whole / 2, rel=0.1)
 
 
+@pytest.mark.deferred
 def test_tensor_parallel_replicas_are_not_summed_twice() -> None:
     both = ["strategy=hybrid", "strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
     slow = [*both, "strategy.tensor.degree=2", "launch.nproc=4", "hardware.devices_per_node=2"]

@@ -99,7 +99,8 @@ def estimated(case: str, ranks: int) -> list[Held]:
 @pytest.mark.parametrize(
     ("cases", "ranks"),
     [
-        *(pytest.param(cases, r, id=f"{r} ranks") for r, cases in CASES.items()),
+        pytest.param(CASES[2], 2, id="2 ranks", marks=pytest.mark.deferred),
+        pytest.param(CASES[4], 4, id="4 ranks"),
         *(
             pytest.param(cases, r, id=f"{r} ranks, more", marks=pytest.mark.slow)
             for r, cases in SLOW_CASES.items()
@@ -132,7 +133,7 @@ def differences(case: str, expected: Mapping[str, int], seen: Mapping[str, int])
     return problems
 
 
-def test_every_strategy_offload_kind_of_schedule_and_axis_is_held_by_default() -> None:
+def test_the_cases_have_every_strategy_offload_kind_of_schedule_and_axis() -> None:
     chosen = [
         live_storages.chosen(case.split(), ranks=ranks)
         for ranks, cases in CASES.items()
@@ -162,6 +163,7 @@ def properties(schedules: Iterable[str]) -> set[tuple[str, object]]:
     return {pair for name in schedules for pair in vars(SCHEDULES[name]).items()}
 
 
+@pytest.mark.deferred
 def test_a_run_measures_what_was_estimated() -> None:
     # A V-shaped schedule puts both ends of a tied weight on one rank, with states for each.
     # What gloo copies of what tensor ranks divide no operation shows.

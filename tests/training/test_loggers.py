@@ -330,6 +330,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
             record = b""
 
 
+@pytest.mark.deferred
 @pytest.mark.costly
 def test_a_resumed_run_continues_its_run_of_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -116,6 +116,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("layout", every(4, LAYOUTS, start=1))
 def test_every_layout_traces_what_one_process_does(layout: str) -> None:
     overrides, model = LAYOUTS[layout]
@@ -129,6 +130,7 @@ def test_every_layout_traces_what_one_process_does(layout: str) -> None:
     assert result.by_element >= result.compared - 2 * 4
 
 
+@pytest.mark.deferred
 def test_the_gradients_of_an_adapter_are_traced_alike_in_every_layout() -> None:
     whole = traced("gpt", *SINGLE, "adapter=lora")
     gradients = [tensor.name for tensor in whole[0].tensors if tensor.kind == "gradient"]
@@ -139,6 +141,7 @@ def test_the_gradients_of_an_adapter_are_traced_alike_in_every_layout() -> None:
         assert ([str(d) for d in result.differences], result.only) == ([], ([], []))
 
 
+@pytest.mark.deferred
 def test_what_every_stage_calls_and_one_computes_is_traced_in_no_pipeline() -> None:
     """GPT-2 of transformers drops out in front of its blocks, where later stages have nothing."""
     pytest.importorskip("transformers")

@@ -150,6 +150,7 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
 
 
+@pytest.mark.deferred(keep=3)
 @pytest.mark.parametrize(
     ("fault", "overrides", "reported"),
     every(

@@ -77,6 +77,7 @@ def test_it_passes_what_draws_as_it_should(overrides: list[str]) -> None:
     assert problems(overrides) == []
 
 
+@pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(
     ("fault", "overrides", "reported"),
     every(

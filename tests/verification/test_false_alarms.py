@@ -73,6 +73,7 @@ def unused() -> nn.Module:
     return Unused()
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     "overrides",
     every(

@@ -31,6 +31,7 @@ def test_the_reference_computes_in_float64() -> None:
     assert {tensor.dtype for tensor in tensors} == {torch.float64}
 
 
+@pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(
     "overrides",
     [

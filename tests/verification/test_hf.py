@@ -29,6 +29,7 @@ def verify(kind: str, *overrides: str, **changes: Any) -> ParityResult:
     )
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer. returned a view")
 @pytest.mark.parametrize(
     ("kind", "overrides", "changes"),

@@ -27,6 +27,7 @@ def first(overrides: list[str]) -> locate.FirstDifference | None:
     return locate.locate_difference(run_config(chosen), ComparisonPlan(steps=2))
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     "overrides",
     every(
@@ -92,6 +93,7 @@ def half_is_doubled(patch: Patch) -> None:
     patch.setattr(layers.RowParallelLinear, "forward", doubled)
 
 
+@pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(
     ("fault", "overrides", "said"),
     [

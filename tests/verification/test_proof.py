@@ -39,6 +39,7 @@ def run(kind: str, *overrides: str, **changes: Any) -> RunConfig:
     return run_config(without_folder(kind, *overrides, **changes))
 
 
+@pytest.mark.deferred
 def test_a_layout_is_proved_once_for_all_models_that_differ_in_size_alone() -> None:
     assert proof.foresee(run("qwen3", *FSDP)).outcome == "to be proved"
     assert proof.prove(run("qwen3", *FSDP)).outcome == "proved"

@@ -16,6 +16,7 @@ ONE = "ddp-2-mlp-fp32-1-full"
 sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))["main"]
 
 
+@pytest.mark.deferred
 def test_what_passes_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     """In bf16, and a rank's part of a bias has six elements: rounding makes it longer by 6 %."""
     combination = "fsdp,_offload_full_x_tensor-4-mlp-bf16-1-none"

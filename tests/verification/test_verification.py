@@ -264,6 +264,7 @@ FAULTS: list[tuple[Callable[[Patch], None], list[str], str, str]] = [
 ]
 
 
+@pytest.mark.deferred(keep=3)
 @pytest.mark.parametrize(
     ("fault", "overrides", "model", "reported"),
     every(3, FAULTS),

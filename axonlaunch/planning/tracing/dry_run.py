@@ -5,6 +5,7 @@ A dry run belongs in a process that is forked for it. It measures nothing by its
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -52,6 +53,8 @@ class FakeRank:
         self._stages = reduced.stages_of(world.rank * reduced.layout.pipeline // reduced.world_size)
         self.received: Counter[Category] = Counter()
         self._mode = fake_tensor_cache.fake_tensor_mode()
+        # A block that returns a view, which a model may change in place: a run of it says so once.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         for_gpu = cuda_attention.runs_on_gpu(reduced.config)
         if for_gpu:
             cuda_attention.repeat_heads_as_on_cuda()

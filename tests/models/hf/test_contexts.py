@@ -24,6 +24,7 @@ CONTEXT = ["strategy=ddp", "strategy.context.degree=2", "launch.nproc=2"]
 OFFERED = [kind for kind in FAMILIES if kind != "bloom"]
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("kind", every(6, OFFERED, start=3))
 def test_a_family_learns_from_parts_of_sequences_as_in_a_plain_loop(
     kind: str, tmp_path: Path
@@ -35,6 +36,7 @@ def test_a_family_learns_from_parts_of_sequences_as_in_a_plain_loop(
     assert max(expected) - min(expected) > 1e-2  # the weights have moved
 
 
+@pytest.mark.deferred
 def test_a_window_shorter_than_a_part_holds_on_four_ranks(tmp_path: Path) -> None:
     save("mistral", tmp_path, sliding_window=5)
     layout = ["strategy=ddp", "strategy.context.degree=4", "launch.nproc=4"]
@@ -52,6 +54,7 @@ def test_granite_scales_its_attention_as_it_does_whole(tmp_path: Path) -> None:
     assert losses == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize(
     "layout",
     [
@@ -80,6 +83,7 @@ PACKED = {
 }
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("kind", every(4, PACKED))
 def test_parts_of_packed_rows_keep_documents_apart_as_a_plain_loop_does(
     kind: str, tmp_path: Path

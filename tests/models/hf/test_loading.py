@@ -17,6 +17,7 @@ SLACK = 12 << 20
 """What Python, gloo and allocators take of their own while a rank is built."""
 
 
+@pytest.mark.deferred
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])

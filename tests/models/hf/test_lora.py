@@ -56,6 +56,7 @@ WITH_MAGNITUDES = [
 ]
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(("kind", "layout", "targets"), every(4, CASES))
 def test_losses_and_gradients_are_those_of_peft(
     kind: str, layout: str, targets: Any, tmp_path: Path
@@ -64,6 +65,7 @@ def test_losses_and_gradients_are_those_of_peft(
     compared(kind, layout, tmp_path, f"adapter.targets={named}", target_modules=targets)
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize(("kind", "layout"), WITH_MAGNITUDES)
 def test_losses_and_gradients_of_dora_are_those_of_peft(
     kind: str, layout: str, tmp_path: Path

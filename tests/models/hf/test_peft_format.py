@@ -65,6 +65,7 @@ def logits(model: Any) -> Tensor:
     return outputs
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     every(
@@ -103,6 +104,7 @@ def test_peft_loads_what_is_exported_with_the_same_logits(
     assert torch.allclose(logits(merged), expected, atol=1e-5)
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     ("strategy", "options"), [("tensor", {}), ("fsdp", {"use_dora": True}), ("pipeline", {})]
 )

@@ -27,6 +27,7 @@ PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"]
 EIGHT = ["train.global_batch_size=8", "train.micro_batch_size=2"]
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("kind", every(6, FAMILIES, start=2))
 def test_a_family_learns_in_two_stages_as_in_a_plain_loop(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path, num_hidden_layers=BLOCKS)
@@ -45,6 +46,7 @@ def test_every_schedule_learns_as_a_plain_loop(schedule: str, tmp_path: Path) ->
     assert losses == pytest.approx(by_transformers(tmp_path, *overrides), rel=2e-5)
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(2, ["opt", "qwen3_moe"]))
 def test_backward_in_two_parts_takes_what_blocks_of_any_kind_return(
     kind: str, tmp_path: Path
@@ -55,6 +57,7 @@ def test_backward_in_two_parts_takes_what_blocks_of_any_kind_return(
     assert losses == pytest.approx(by_transformers(tmp_path, *EIGHT), rel=2e-5)
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(2, ["mixtral", "gpt2"]))
 def test_sharded_stages_learn_as_a_plain_loop(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path, num_hidden_layers=BLOCKS)
@@ -64,6 +67,7 @@ def test_sharded_stages_learn_as_a_plain_loop(kind: str, tmp_path: Path) -> None
     assert losses == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(2, SPECIAL))
 def test_blocks_of_several_kinds_are_cut_as_those_of_one(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)

@@ -35,6 +35,7 @@ def _types(types: list[str] | None) -> dict[str, Any]:
     return {} if types is None else {"layer_types": types}
 
 
+@pytest.mark.deferred(keep=6)
 @pytest.mark.parametrize("kind", [*FAMILIES, *SPECIAL])
 def test_every_family_has_a_small_model_of_its_architecture(kind: str) -> None:
     large = full_size(kind)
@@ -80,6 +81,7 @@ def test_models_that_differ_in_width_and_depth_alone_have_the_same_small_one() -
     assert first == other
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

@@ -29,6 +29,7 @@ LAYOUTS = {
 
 
 # OPT's block reshapes its result; the next one adds to it out of place.
+@pytest.mark.deferred(keep=1)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer. returned a view")
 @pytest.mark.parametrize("kind", every(6, FAMILIES))
 def test_a_family_learns_under_fsdp_as_in_a_plain_loop(kind: str, tmp_path: Path) -> None:
@@ -38,6 +39,7 @@ def test_a_family_learns_under_fsdp_as_in_a_plain_loop(kind: str, tmp_path: Path
     assert max(expected) - min(expected) > 1e-2  # the weights have moved
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("kind", every(6, FAMILIES, start=1))
 def test_a_family_learns_under_tensor_parallelism_as_in_a_plain_loop(
     kind: str, tmp_path: Path
@@ -47,6 +49,7 @@ def test_a_family_learns_under_tensor_parallelism_as_in_a_plain_loop(
     assert by_axonlaunch(tmp_path, tensor(2)) == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("kind", every(2, ["qwen2", "gemma2", "qwen3_moe"]))
 def test_ranks_share_key_value_heads_that_are_fewer_than_they(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
@@ -54,6 +57,7 @@ def test_ranks_share_key_value_heads_that_are_fewer_than_they(kind: str, tmp_pat
     assert by_axonlaunch(tmp_path, tensor(4)) == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(("kind", "data_parallel"), pairs(["gpt2", "mixtral"], ["fsdp", "zero1"]))
 def test_tensor_and_data_parallelism_learn_together_as_a_plain_loop(
     kind: str, data_parallel: str, tmp_path: Path
@@ -78,6 +82,7 @@ def tensor(degree: int) -> list[str]:
     return ["strategy=tensor", f"strategy.tensor.degree={degree}", f"launch.nproc={degree}"]
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer. returned a view")
 @pytest.mark.parametrize(
     "kind",
@@ -102,6 +107,7 @@ def test_a_routers_auxiliary_loss_counts_as_transformers_counts_it(
     assert without[0] < expected[0] - 0.1
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     ("kind", "scales"),
     [

@@ -88,6 +88,7 @@ def of_its_version() -> None:
         pytest.skip("the table is of another version of transformers")
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.usefixtures("benches", "of_its_version")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("kind", "layout"), every(4, AGAIN, start=1))
