@@ -14,7 +14,7 @@ def test_on_mock(check_name: str) -> None:
     World.mock(WORLD_SIZE, timeout_s=20).run(CHECKS[check_name])
 
 
-@pytest.mark.deferred(keep=47)
+@pytest.mark.deferred(keep=24)
 def test_on_gloo(check_name: str, gloo_outcomes: list[dict[str, Any]]) -> None:
     for rank, outcome in enumerate(gloo_outcomes):
         error = outcome["checks"][check_name].get("error")

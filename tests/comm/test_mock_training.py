@@ -97,6 +97,7 @@ def test_fsdp_in_mixed_precision_is_close() -> None:
 # Pipelines.
 
 
+@pytest.mark.deferred(keep=3)
 @pytest.mark.parametrize(
     ("schedule", "size", "stages_per_rank"),
     [

@@ -173,6 +173,7 @@ def test_dropout_leaves_out_inputs_of_a_weight_where_magnitudes_scale_it() -> No
     assert torch.allclose(layer(x), expected, atol=1e-5)
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -184,6 +184,7 @@ def plain_sgd(overrides: list[str]) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize(("layout", "momentum"), every(3, pairs([*LAYOUTS], [*SGD])))
 def test_a_run_whose_states_are_loaded_before_its_first_step_is_plain_sgd(
     layout: str, momentum: str

@@ -21,6 +21,7 @@ from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_micro_batches_of_a_stage_share_what_it_gathers(
     monkeypatch: pytest.MonkeyPatch, schedule: str

@@ -273,6 +273,7 @@ def test_checkpoints_that_can_not_be_listed_end_the_start(served: Command) -> No
         assert len(ran.stderr.splitlines()) == 1
 
 
+@pytest.mark.deferred
 def test_a_run_that_loads_nothing_keeps_the_metrics_of_the_one_before(served: Command) -> None:
     overrides = ["strategy=single", "name=run", "train.steps=3", "checkpoint.every=0"]
     served.train(*overrides)
@@ -288,6 +289,7 @@ def test_a_run_that_loads_nothing_keeps_the_metrics_of_the_one_before(served: Co
     assert [json.loads(line)["loss"] for line in previous if '"loss"' in line] == before
 
 
+@pytest.mark.deferred
 def test_bad_bytes_in_metrics_stop_no_run_and_are_kept(served: Command) -> None:
     overrides = ["strategy=single", "name=run", "checkpoint.every=3"]
     served.train(*overrides)
@@ -354,6 +356,7 @@ def test_nothing_is_saved_from_a_loss_on_that_is_no_number(served: Command) -> N
     assert [path.name for path in (served.folder / "runs/run/checkpoints").iterdir()] == ["step_1"]
 
 
+@pytest.mark.deferred
 def test_a_crash_is_not_reported_of_the_next_run_in_its_folder(served: Command) -> None:
     ruined = ["optimizer.lr=1e30", "train.grad_clip=null", "scheduler.warmup_steps=0"]
     served.train("strategy=single", "name=run", *ruined, status=1)
@@ -370,6 +373,7 @@ def test_a_loss_that_is_no_number_is_gone_on_from_before_it(served: Command) -> 
     assert "with name=run it resumes from step 4" in " ".join(reported.split())
 
 
+@pytest.mark.deferred
 def test_a_run_of_a_sweep_that_fails_takes_no_other_s_turn(served: Command) -> None:
     overrides = [
         "train.grad_clip=null",

@@ -65,6 +65,7 @@ def sent(work: Work) -> float:
     return sum(amount.num_bytes for key, amount in work.items() if isinstance(key, CollectiveOp))
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -28,6 +28,7 @@ DEEP = [
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -98,6 +98,7 @@ def test_what_does_not_fit_is_seen_by_its_tensors(recorded: list[int]) -> None:
     assert recorded == []
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize(
     ("overrides", "highest"),
     every(2, [(["strategy.pipeline.split=[1,5,1,1]"], 1), ([], 0)]),

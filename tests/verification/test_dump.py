@@ -17,6 +17,7 @@ from axonlaunch.verification.plan import ComparisonPlan
 CUT = ["strategy.tensor.degree=2", "strategy.pipeline.degree=2"]
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize(
     "overrides",
     [

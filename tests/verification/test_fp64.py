@@ -56,6 +56,7 @@ def test_no_module_is_named_where_nothing_differs(precision: str) -> None:
     assert locate.locate_difference(config, PLAN) is None
 
 
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_it_fails_a_mean_that_is_two_percent_off(
     precision: str, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ PACKED = [
 ]
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize(("kind", "layout"), PACKED)
 def test_losses_and_gradients_of_packed_experts_are_those_of_peft(
     kind: str, layout: str, tmp_path: Path

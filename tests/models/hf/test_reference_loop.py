@@ -68,6 +68,7 @@ def test_tensor_and_data_parallelism_learn_together_as_a_plain_loop(
     assert by_axonlaunch(tmp_path, both) == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize("other", every(2, ["pipeline", "context"]))
 def test_gpt2_learns_under_tensor_parallelism_and_another_axis_as_in_a_plain_loop(
     other: str, tmp_path: Path
