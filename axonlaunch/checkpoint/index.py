@@ -7,6 +7,7 @@ which nothing is unpickled that has no place in an index.
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import math
@@ -163,6 +164,20 @@ class _Index(pickle.Unpickler):
     """Unpickles an index and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in _IN_PICKLE.get(module, ()):
             raise pickle.UnpicklingError(f"names {module}.{name}, which no index needs")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> enum.Enum:
+    """Return a member of an enum, which Python 3.11.0 to 3.11.3 pickle as ``getattr(kind, name)``.
+
+    Raises:
+        pickle.UnpicklingError: It is no enum, of which any attribute might be asked for.
+    """
+    if not isinstance(kind, enum.EnumMeta):
+        raise pickle.UnpicklingError("names builtins.getattr, which no index needs")
+    member: enum.Enum = kind[name]
+    return member

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
+import io
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from axonlaunch.checkpoint import (
     dcp_reader,
     index,
     load_checkpoint,
+    manifest,
     reader,
     step_folders,
 )
@@ -129,3 +133,38 @@ def test_an_index_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> N
             place = MetadataIndex(name, chunk.offsets)
             assert ours.storage_data[place].relative_path == "__0_0.distcp"
             assert theirs.storage_data[place].relative_path == "__0_0.distcp"
+
+
+class EarlyPickler(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 does: as what getattr returns."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_member = isinstance(value, enum.Enum)
+        return (getattr, (type(value), value.name)) if is_member else NotImplemented
+
+
+def early_pickle(value: Any) -> bytes:
+    stream = io.BytesIO()
+    EarlyPickler(stream).dump(value)
+    return stream.getvalue()
+
+
+def test_an_index_that_an_early_python_3_11_pickled_is_read(tmp_path: Path) -> None:
+    path = old_checkpoint.save(tmp_path, {"model": {"w": torch.ones(3, 5)}}).path
+    written = pickle.loads((path / manifest.PICKLED_INDEX).read_bytes())
+    files = {file.name: manifest.Sum(file.stat().st_size, None) for file in path.iterdir()}
+    content = early_pickle(written)
+    assert b"getattr" in content
+    assert index.read_index(content, files, pickled=True) == written
+
+
+class Attribute:
+    """Unpickled, an attribute of what is no enum."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (Path, "unlink")
+
+
+def test_no_attribute_of_anything_else_is_unpickled() -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"names builtins.getattr, which no index"):
+        index.read_index(pickle.dumps(Attribute()), {}, pickled=True)

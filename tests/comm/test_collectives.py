@@ -10,6 +10,7 @@ from axonlaunch import comm
 from axonlaunch.comm import World
 
 
+@pytest.mark.deferred(keep=70)
 def test_on_mock(check_name: str) -> None:
     World.mock(WORLD_SIZE, timeout_s=20).run(CHECKS[check_name])
 

@@ -137,6 +137,7 @@ def test_predictions_are_logits() -> None:
     World.mock(1).run(run)
 
 
+@pytest.mark.deferred
 def test_the_estimate_has_the_logits_of_one_chunk() -> None:
     """A vocabulary so large that the loss makes the peak: three fp32 numbers a logit."""
     large = ["model.vocab_size=4096", "data.vocab_size=4096", "data.sequence_length=128"]

@@ -16,7 +16,7 @@ from parity_table import BATCH, PAGE, Combination, combinations, factors, markdo
     "combination",
     [
         pytest.param(case, id=str(case), marks=() if case.fast else (pytest.mark.slow,))
-        for case in combinations()
+        for case in sorted(combinations(), key=Combination.reference)
     ],
 )
 def test_it_trains_as_one_process_does(combination: Combination) -> None:

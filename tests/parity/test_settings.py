@@ -45,7 +45,7 @@ def test_fp16_trains_as_one_process_in_fp16(layout: str) -> None:
     assert verdict.features["skipped steps"] == "0 of 2"
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.deferred
 @pytest.mark.parametrize(
     "overrides",
     every(
@@ -61,7 +61,7 @@ def test_gradients_summed_in_bf16_are_rounded_and_no_more(overrides: list[str]) 
     assert 1e-4 < verdict.max_gradient_difference < 0.01
 
 
-@pytest.mark.deferred(keep=2)
+@pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("layout", every(2, LAYOUTS))
 def test_momentum_sgd_trains_as_one_process(layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]

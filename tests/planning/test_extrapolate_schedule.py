@@ -83,6 +83,7 @@ def test_every_stage_holds_what_the_long_one_does_to_an_activation(overrides: st
         assert abs(mine.peak_bytes - other.peak_bytes) <= tolerance
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize("strategy", every(2, ["fsdp", "ddp"]))
 def test_micro_batches_without_a_pipeline_add_their_samples_and_losses(strategy: str) -> None:
     overrides = [*LONG[:-1], f"strategy={strategy}", "launch.nproc=2", "train.global_batch_size=12"]

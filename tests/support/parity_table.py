@@ -117,6 +117,13 @@ class Combination:
         blocks = 3 if self.layout.stages == 1 else max(4, self.layout.stages)
         return [*MODELS[self.model], f"model.num_hidden_layers={blocks}"]
 
+    def reference(self) -> tuple[str, ...]:
+        """Return what the reference depends on: tests in its order run one process less often."""
+        settings = [key for key in self.overrides if key not in self.layout.overrides]
+        blocks = self.model_overrides[-1]
+        is_whole = self.precision == "fp32"  # one process computes all samples at once
+        return (self.precision, self.model, blocks, *([] if is_whole else sorted(settings)))
+
     @property
     def steps(self) -> int:
         """Optimizer steps that are compared: two, the second of which takes the first's update.

@@ -161,6 +161,7 @@ class Untrained(nn.Module):
         return self.body(x.flatten(1)) * 0.0
 
 
+@pytest.mark.deferred
 def test_a_model_that_nothing_can_be_proved_of_is_trained_unproved() -> None:
     own = ["model=custom", f"model.target={__name__}:Untrained", "data=digits"]
     config = run_config([*own, "strategy=ddp", "launch.nproc=2", "train.prove=always"])

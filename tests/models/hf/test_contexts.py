@@ -83,7 +83,7 @@ PACKED = {
 }
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(4, PACKED))
 def test_parts_of_packed_rows_keep_documents_apart_as_a_plain_loop_does(
     kind: str, tmp_path: Path

@@ -107,6 +107,7 @@ def test_stages_hold_each_parameter_once_and_a_tied_one_at_both_ends() -> None:
     assert sum(map(len, names)) == len(list(whole.named_parameters())) + 1
 
 
+@pytest.mark.deferred
 def test_a_model_that_scales_its_embedding_in_place_learns_in_stages(tmp_path: Path) -> None:
     import transformers
 

@@ -49,7 +49,7 @@ def test_a_family_learns_under_tensor_parallelism_as_in_a_plain_loop(
     assert by_axonlaunch(tmp_path, tensor(2)) == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(2, ["qwen2", "gemma2", "qwen3_moe"]))
 def test_ranks_share_key_value_heads_that_are_fewer_than_they(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
@@ -96,6 +96,7 @@ def test_every_layout_learns_as_a_plain_loop(kind: str, layout: str, tmp_path: P
     assert by_axonlaunch(tmp_path, LAYOUTS[layout]) == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.deferred
 @pytest.mark.parametrize("kind", every(2, ["mixtral", "qwen3_moe"]))
 def test_a_routers_auxiliary_loss_counts_as_transformers_counts_it(
     kind: str, tmp_path: Path
@@ -108,7 +109,7 @@ def test_a_routers_auxiliary_loss_counts_as_transformers_counts_it(
     assert without[0] < expected[0] - 0.1
 
 
-@pytest.mark.deferred(keep=1)
+@pytest.mark.deferred
 @pytest.mark.parametrize(
     ("kind", "scales"),
     [
