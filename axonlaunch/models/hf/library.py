@@ -136,26 +136,38 @@ def _let_masks_keep_documents_apart() -> None:
     masking: Any = importlib.import_module("transformers.masking_utils")
     for name in _MASKED:
         build: Any = masking.ALL_MASK_ATTENTION_FUNCTIONS[name]
-        masking.AttentionMaskInterface.register(name, _keeping_documents_apart(build, masking))
+        masking.AttentionMaskInterface.register(name, _keeping_documents_apart(build))
 
 
-def _keeping_documents_apart(build: Any, masking: Any) -> Any:
+def _keeping_documents_apart(build: Any) -> Any:
     @functools.wraps(build)
     def build_mask(*, mask_function: Any, allow_is_causal_skip: bool = True, **options: Any) -> Any:
         positions, padding = _DOCUMENTS.get(), options.get("attention_mask")
         if padding is not None and is_fake(padding) and hides_nothing(padding):
             options["attention_mask"] = None
         if positions is not None:
-            documents = (positions == 0).cumsum(-1)
-            mask_function = masking.packed_sequence_compatibility_function(
-                mask_function, positions, documents
-            )
+            mask_function = _within_documents(mask_function, positions)
             allow_is_causal_skip = False
         return build(
             mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **options
         )
 
     return build_mask
+
+
+def _within_documents(mask_function: Any, positions: Tensor) -> Any:
+    """Let tokens see those of their own document alone, at the distances that they have in it.
+
+    Of ``positions`` [samples, tokens] 0 1 2 0 1, the fourth token sees itself, as a first one does.
+    """
+    documents = (positions == 0).cumsum(-1)
+
+    def mask(sample: Any, head: Any, query: Any, key: Any) -> Any:
+        at, seen = positions[sample, query], positions[sample, key]
+        same = documents[sample, query] == documents[sample, key]
+        return same & mask_function(sample, head, at, seen)
+
+    return mask
 
 
 def hides_nothing(padding: Tensor) -> bool:
