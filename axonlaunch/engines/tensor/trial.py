@@ -33,6 +33,9 @@ def disagreement(
 ) -> str | None:
     """Return the first module of a rank that disagrees with the whole model's; None if none does.
 
+    One between a column and a row layer may see a part, but then what it learns has to be summed:
+    each rank has the gradient of its features alone, and slopes of an activation would drift.
+
     Args:
         model: Whole, on ``meta``; it takes tokens, and is not changed.
         plan: Pattern of names to style; it has no problems of other kinds.
@@ -66,7 +69,19 @@ def disagreement(
         if wanted is not None and returned != wanted:
             shown = "nothing" if returned is None else list(returned)
             return f"{entry.name} returns {shown} on a rank, not {list(wanted)}"
+        if whole and wanted is None and returned != whole and _learns_from_a_part(entry):
+            return (
+                f"{entry.name} has parameters that the plan does not cut, and sees a part of the "
+                "features; give it the style replicated_summed in strategy.tensor.plan"
+            )
     return None
+
+
+def _learns_from_a_part(entry: Styled) -> bool:
+    """Say whether nothing sums the gradients of what each rank has whole."""
+    learned = [key for key, p in entry.module._parameters.items() if p is not None]
+    whole = [key for key in learned if key not in entry.cuts]
+    return bool(whole) and entry.style in (None, "replicated") and not entry.in_region
 
 
 class _FirstRank(TensorAxis):

@@ -128,12 +128,15 @@ OURS: dict[str, Any] = {
 }
 """Plans of ours, by ``model_type``: of a block's layers, or what gives them for a configuration."""
 _PACKED_EXPERTS = {"mlp.experts.gate_up_proj": "packed_colwise"}
+_LEARNED_SLOPES = {"mlp.act_fn": "replicated_with_grad_allreduce"}
 _CORRECTIONS: dict[str, dict[str, str]] = {
-    # Its slopes are learned, and each rank sees them act on its features alone.
-    "apertus": {"mlp.act_fn": "replicated_with_grad_allreduce"},
+    # An activation's slopes are learned, and each rank sees them act on its features alone.
+    "apertus": _LEARNED_SLOPES,
+    "apertus1p5_text": _LEARNED_SLOPES,
     # Gate and up projections lie one behind the other; the plan cuts them as one.
     "inkling_text": _PACKED_EXPERTS,
     "inkling2_text": _PACKED_EXPERTS,
+    "inkling2_loop_text": _PACKED_EXPERTS,
     # It keeps the features that are largest among all.
     "gemma3n_text": {
         "mlp.gate_proj": "colwise_gather_output",

@@ -23,6 +23,7 @@ from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.engines.tensor.kinds import is_embedding, linear_sizes
 from axonlaunch.engines.tensor.trial import disagreement
 from axonlaunch.models.dtensor_regions import whole
+from axonlaunch.models.hf import tensor_plans
 from axonlaunch.models.hf.structure import structure
 from axonlaunch.models.hf.tensor_plans import tensor_plan
 
@@ -159,6 +160,26 @@ def test_head_counts_that_do_not_follow_the_cut_are_seen_before_the_start(
     wrong = disagreement(analyzed.copy(), plan, degree=2)
     assert wrong is not None
     assert wrong.partition(" fails with ")[0].endswith(("h.0.attn", "layers.0.self_attn"))
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_slopes_that_learn_from_a_part_of_the_features_are_seen_before_the_start(
+    corrected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers' plan of Apertus leaves them out, and each rank would learn its own slopes."""
+    if not corrected:
+        monkeypatch.setattr(tensor_plans, "_CORRECTIONS", {})
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    figures = {"model_type": "apertus", **sizes, **heads, "pad_token_id": None}
+    analyzed = structure(HuggingFaceConfig(config=figures, init="random"))
+    plan = tensor_plan(analyzed.copy(), analyzed.layers)
+    wrong = disagreement(analyzed.copy(), plan, degree=2)
+    if corrected:
+        assert wrong is None
+    else:
+        assert wrong is not None
+        assert wrong.startswith("model.layers.0.mlp.act_fn has parameters that the plan does not")
 
 
 def test_subclasses_count_as_what_they_compute() -> None:
