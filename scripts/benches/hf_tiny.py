@@ -39,6 +39,7 @@ SIZES: dict[str, Any] = {
     "n_shared_experts": 1,
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 256,
+    "unpadded_vocab_size": 256,
     "laurel_rank": 16,
     "num_experts_per_token": 2,
     "linear_head_dim": 16,
