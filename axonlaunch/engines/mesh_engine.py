@@ -24,7 +24,8 @@ from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
-from axonlaunch.engines.optimizer.step import Update, gradient_norm
+from axonlaunch.engines.optimizer.clipping import gradient_norm
+from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision.policy import LossScale, scale_counters
 from axonlaunch.engines.tensor.losses import Losses
@@ -316,9 +317,7 @@ class MeshEngine:
         if self._rule.grad_clip is not None or self._scale is not None:
             norm = self._update.clip_gradients(
                 self._rule.grad_clip,
-                known=known_norm,
-                uncounted=self._aliases,
-                across=self._pipeline,
+                known=self.gradient_norm() if known_norm is None else known_norm,
                 loss_scale=None if self._scale is None else self._scale.value,
             )
         overflowed = None

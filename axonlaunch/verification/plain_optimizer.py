@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -152,3 +152,15 @@ def class_of(config: Any) -> Any:
     if getattr(config, "target", None) is not None:
         return import_callable("optimizer.target", config.target)
     return OPTIMIZERS.get(config.name)  # one that a plug-in registered: a torch.optim.Optimizer
+
+
+def clip(parameters: Sequence[Tensor], largest: float | None) -> float:
+    """Scale gradients down to a norm, as ``clip_grad_norm_`` does; return the one before.
+
+    It is summed in fp64: the fp32 sum of ``clip_grad_norm_`` is too small where tensors are large.
+    """
+    norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if largest is not None:
+        nn.utils.clip_grads_with_norm_(parameters, largest, norm, foreach=False)
+    return float(norm)

@@ -1,7 +1,7 @@
 """What one process computes of a run, in plain torch: the reference that layouts are held against.
 
 It imports nothing of ``engines``: the module, its loss as defined, ``torch.optim``,
-``clip_grad_norm_``, the schedule's formula and ``torch.amp``. What both sides had in common could
+torch's clipping, the schedule's formula and ``torch.amp``. What both sides had in common could
 be wrong on both.
 """
 
@@ -43,7 +43,7 @@ from axonlaunch.verification.plain_model import (
     reference_device,
     saved_buffers,
 )
-from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plain_rate
+from axonlaunch.verification.plain_optimizer import PEAK, clip, plain_optimizers, plain_rate
 from axonlaunch.verification.plan import EVALUATED_BATCHES, FIRST_SCALE, ComparisonPlan
 from axonlaunch.verification.reference_values import Reference, ReferenceStep
 
@@ -251,8 +251,7 @@ class PlainRun:
         if updated:
             for optimizer in self._optimizers:
                 self._scaler.unscale_(optimizer)
-        limit = math.inf if config.train.grad_clip is None else config.train.grad_clip
-        norm = float(nn.utils.clip_grad_norm_(updated, limit, foreach=False)) if updated else 0.0
+        norm = clip(updated, config.train.grad_clip)
         skipped = self._scaler.is_enabled() and not math.isfinite(norm)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:

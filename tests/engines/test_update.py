@@ -28,6 +28,7 @@ from axonlaunch.config.optimizer import (
 )
 from axonlaunch.engines.data_parallel import zero1
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
+from axonlaunch.engines.optimizer.clipping import gradient_norm
 from axonlaunch.engines.optimizer.offload import StreamedUpdate
 from axonlaunch.engines.optimizer.optimizers import learning_rate
 from axonlaunch.engines.optimizer.step import Update
@@ -277,6 +278,20 @@ def test_a_stage_without_parameters_has_nothing_to_update() -> None:
     assert update.state_dict() == {}
     assert float(update.clip_gradients(1.0)) == 0
     update.apply(rate=lambda _: 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_of_a_large_gradient_is_that_of_float64(dtype: torch.dtype) -> None:
+    """``vector_norm`` of so many elements at once is off by 6e-4 in fp32, on a CPU."""
+    large = nn.Parameter(torch.zeros(2**24 + 5, dtype=dtype))
+    small = nn.Parameter(torch.zeros(3, dtype=dtype))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in (large, small):
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+    squares = [p.grad.double().square().sum() for p in (large, small) if p.grad is not None]
+    norm = gradient_norm([large, small])
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm.double(), sum(squares).sqrt(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, None], ids=str)

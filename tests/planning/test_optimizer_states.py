@@ -11,7 +11,7 @@ from axonlaunch import config
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import resolved
-from axonlaunch.engines.optimizer.step import local_part
+from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory import states_only
 from axonlaunch.preflight import checks

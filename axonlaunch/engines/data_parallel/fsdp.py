@@ -39,8 +39,8 @@ from axonlaunch.engines.data_parallel.fsdp_memory import (
     estimate_fsdp_memory,
 )
 from axonlaunch.engines.device_mesh import data_mesh
+from axonlaunch.engines.optimizer.clipping import clip_gradients
 from axonlaunch.engines.optimizer.offload import HOST
-from axonlaunch.engines.optimizer.step import clip_gradients
 from axonlaunch.engines.optimizer.streaming import STREAMED, stream_parameters
 from axonlaunch.engines.precision.policy import sharded_policy
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.gradient_bucket import GradientBucket
 from axonlaunch.comm.row_bucket import RowBucket
-from axonlaunch.engines.optimizer.step import local_part
+from axonlaunch.engines.optimizer.clipping import local_part
 
 
 class GradientShare(ABC):

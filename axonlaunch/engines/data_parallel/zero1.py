@@ -23,7 +23,8 @@ from axonlaunch.comm.row_bucket import padded_lengths, padded_rows, rows_of
 from axonlaunch.comm.torch_internals import all_gather_single
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
-from axonlaunch.engines.optimizer.step import Update, local_part
+from axonlaunch.engines.optimizer.clipping import local_part
+from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.models import parameter_facts
 from axonlaunch.models.torch_internals import StridedShard
 

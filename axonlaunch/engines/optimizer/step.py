@@ -6,21 +6,18 @@ It works on whatever tensors an engine updates, whole parameters or DTensor shar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from axonlaunch.comm import ProcessGroup
-from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.parameter_groups import sharding_of, states_of
+from axonlaunch.engines.optimizer.clipping import clip_gradients, local_part
 from axonlaunch.engines.optimizer.optimizers import (
     PEAK_LR,
     as_divided,
@@ -177,8 +174,6 @@ class Update:
         max_norm: float | None,
         *,
         known: Tensor | None = None,
-        uncounted: Container[str] = (),
-        across: ProcessGroup | None = None,
         loss_scale: Tensor | None = None,
     ) -> Tensor:
         """Scale gradients down to a norm; return the whole model's norm before that, 0-dim.
@@ -186,17 +181,10 @@ class Update:
         Args:
             max_norm: Largest norm; None: any.
             known: As the function of this name takes it.
-            uncounted: Names whose gradients another tensor's stand for in the norm.
-            across: Ranks that hold other parameters of the model.
             loss_scale: As the function of this name takes it.
         """
         return clip_gradients(
-            self.tensors.values(),
-            max_norm=max_norm,
-            known=known,
-            counted=[t for name, t in self.tensors.items() if name not in uncounted],
-            across=across,
-            loss_scale=loss_scale,
+            self.tensors.values(), max_norm=max_norm, known=known, loss_scale=loss_scale
         )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -296,80 +284,9 @@ def _is_unmade(made: Mapping[str, Tensor], kinds: Mapping[str, OptimizerState]) 
     )
 
 
-def clip_gradients(
-    parameters: Iterable[Tensor],
-    *,
-    max_norm: float | None,
-    known: Tensor | None = None,
-    counted: Iterable[Tensor] | None = None,
-    across: ProcessGroup | None = None,
-    loss_scale: Tensor | None = None,
-) -> Tensor:
-    """Scale gradients so that the whole model's 2-norm is at most ``max_norm``.
-
-    Args:
-        parameters: Those whose gradients are scaled: whole tensors, or DTensors of any meshes.
-        max_norm: Largest norm; None: any.
-        known: The norm, where ``gradient_norm`` was asked for it already; None: it was not.
-        counted: Those whose gradients make the norm; None: all. A parameter that another rank
-            of ``across`` holds too counts on one of them.
-        across: Ranks that hold other parameters of the model, as pipeline stages do.
-        loss_scale: What gradients are too large by, 0-dim, a power of two, so that it makes no
-            difference to their bits whether it is taken out before or with the rest, in one pass
-            over them; None: 1.
-
-    Returns:
-        The norm before clipping, without the scale, 0-dim fp32, the same on every rank.
-    """
-    parameters = list(parameters)
-    norm = known
-    if norm is None:
-        norm = gradient_norm(parameters if counted is None else counted, across=across)
-    if loss_scale is not None:
-        norm = norm / loss_scale
-    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-    factor = None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if loss_scale is not None:
-        factor = (1.0 if factor is None else factor) / loss_scale
-    if factor is not None and gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-    return norm
-
-
-def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None = None) -> Tensor:
-    """Return the 2-norm of all gradients together, 0-dim fp32, the same on every rank.
-
-    Squares are summed where gradients lie, then over each mesh axis that divides them; torch's
-    ``get_total_norm`` refuses gradients of different meshes.
-    """
-    alike: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
-    for parameter in parameters:
-        if (gradient := parameter.grad) is not None:
-            alike.setdefault(_division(gradient), []).append(local_part(gradient))
-    total: Tensor | None = None
-    for (mesh, axes), gradients in alike.items():
-        norms = torch.stack(torch._foreach_norm(gradients)).float()
-        square = torch.linalg.vector_norm(norms).square()
-        for axis in axes:
-            assert mesh is not None
-            dist.all_reduce(square, group=mesh.get_group(axis))
-        total = square if total is None else total.to(square.device) + square
-    if total is None:
-        total = torch.zeros(())
-    if across is not None and across.size > 1:
-        total = total.to(device_of(across))
-        dist.all_reduce(total, group=across.torch_group)
-    return total.sqrt()
-
-
 def _leaves_out_steps(optimizer: Optimizer) -> bool:
     """Return whether an optimizer looks at its ``found_inf`` on the device, as fused ones do."""
     return optimizer not in STREAMED and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -377,13 +294,3 @@ def _part(tensor: Tensor) -> Tensor:
     """Return what a DTensor holds, on the same storage."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
-
-
-def _division(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """Return a gradient's mesh and the axes of it that divide the gradient."""
-    if not isinstance(gradient, DTensor):
-        return None, ()
-    mesh = gradient.device_mesh
-    divided = enumerate(gradient.placements)
-    axes = [a for a, p in divided if not p.is_replicate() and mesh.size(a) > 1]
-    return mesh, tuple(axes)

@@ -27,7 +27,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.layout import Layout, num_ranks, of_ranks
 from axonlaunch.config.schedule_rules import SCHEDULES
-from axonlaunch.engines.optimizer.step import local_part
+from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.models.figures import model_figures, of_blocks
 from axonlaunch.planning.throughput.operations import OperationTrace, Work, add

@@ -22,7 +22,7 @@ from axonlaunch.data.dataset import AnyBatch, MicroBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
-from axonlaunch.engines.optimizer.step import local_part
+from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.dtensor_regions import local_boxes
 from axonlaunch.models.spec import ModelSpec

@@ -1,0 +1,116 @@
+"""The norm of a whole model's gradient, and gradients scaled down to one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.argument_checks import device_of
+
+_ROW = 4096
+"""Elements whose squares a CPU adds one after the other."""
+
+
+def clip_gradients(
+    parameters: Iterable[Tensor],
+    *,
+    max_norm: float | None,
+    known: Tensor | None = None,
+    loss_scale: Tensor | None = None,
+) -> Tensor:
+    """Scale gradients so that the whole model's 2-norm is at most ``max_norm``.
+
+    Args:
+        parameters: Those whose gradients are scaled: whole tensors, or DTensors of any meshes.
+        max_norm: Largest norm; None: any.
+        known: The norm, where ``gradient_norm`` was asked for it already; None: theirs.
+        loss_scale: What gradients are too large by, 0-dim, a power of two, so that it makes no
+            difference to their bits whether it is taken out before or with the rest, in one pass
+            over them; None: 1.
+
+    Returns:
+        The norm before clipping, without the scale, 0-dim fp32, the same on every rank.
+    """
+    parameters = list(parameters)
+    norm = gradient_norm(parameters) if known is None else known
+    if loss_scale is not None:
+        norm = norm / loss_scale
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    factor = None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if loss_scale is not None:
+        factor = (1.0 if factor is None else factor) / loss_scale
+    if factor is not None and gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    return norm
+
+
+def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None = None) -> Tensor:
+    """Return the 2-norm of all gradients together, 0-dim fp32, the same on every rank.
+
+    Squares are summed where gradients lie, then over each mesh axis that divides them; torch's
+    ``get_total_norm`` refuses gradients of different meshes.
+
+    Args:
+        parameters: Those whose gradients count: one that another rank of ``across`` holds too, on
+            one of them.
+        across: Ranks that hold other parameters of the model, as pipeline stages do.
+    """
+    alike: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            alike.setdefault(_division(gradient), []).append(local_part(gradient))
+    total: Tensor | None = None
+    for (mesh, axes), gradients in alike.items():
+        square = torch.linalg.vector_norm(torch.stack(_norms(gradients)).float()).square()
+        for axis in axes:
+            assert mesh is not None
+            dist.all_reduce(square, group=mesh.get_group(axis))
+        total = square if total is None else total.to(square.device) + square
+    if total is None:
+        total = torch.zeros(())
+    if across is not None and across.size > 1:
+        total = total.to(device_of(across))
+        dist.all_reduce(total, group=across.torch_group)
+    return total.sqrt()
+
+
+def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the 2-norm of each: on a CPU of rows first, which its cores share, then of those.
+
+    Of a whole tensor torch has one core add up all squares in fp32, and so large a sum loses most
+    of what is added to it: the norm of 2^26 random elements is 0.5 % too small, of 2^29 10 %.
+    """
+    if gradients[0].device.type != "cpu":
+        return torch._foreach_norm(gradients)
+    return [_norm_by_rows(gradient) for gradient in gradients]
+
+
+def _norm_by_rows(gradient: Tensor) -> Tensor:
+    flat, dtype = gradient.reshape(-1), torch.promote_types(gradient.dtype, torch.float32)
+    filled = flat.numel() // _ROW * _ROW
+    rest = torch.linalg.vector_norm(flat[filled:], dtype=dtype)
+    if not filled:
+        return rest
+    rows = torch.linalg.vector_norm(flat[:filled].view(-1, _ROW), dim=1, dtype=dtype)
+    return torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _division(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """Return a gradient's mesh and the axes of it that divide the gradient."""
+    if not isinstance(gradient, DTensor):
+        return None, ()
+    mesh = gradient.device_mesh
+    divided = enumerate(gradient.placements)
+    axes = [a for a, p in divided if not p.is_replicate() and mesh.size(a) > 1]
+    return mesh, tuple(axes)
