@@ -31,7 +31,7 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import Source, build_engine
-from axonlaunch.engines.optimizer.step import local_part
+from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.engines.precision.policy import DTYPES
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.planning.tracing import fake_world

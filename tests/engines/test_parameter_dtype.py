@@ -17,7 +17,7 @@ from axonlaunch.checkpoint import Retention
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.engines.optimizer.step import local_part
+from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.engines.precision.policy import keep_parameters_in
 from axonlaunch.models.build import build_model
 

@@ -23,7 +23,8 @@ import axonlaunch as ax
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.optimizer import CustomOptimizerConfig
-from axonlaunch.engines.optimizer.step import Update, local_part
+from axonlaunch.engines.optimizer.clipping import local_part
+from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.planning.memory import estimate as memory_estimate
 
 

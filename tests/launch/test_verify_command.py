@@ -12,15 +12,15 @@ from covers import every
 # A plugin that breaks the engine of every world of several ranks.
 WRONG_NORM = """
 import torch.distributed as dist
-from axonlaunch.engines.optimizer import step
+from axonlaunch.engines import mesh_engine
 
-right = step.gradient_norm
+right = mesh_engine.gradient_norm
 
 def gradient_norm(parameters, *, across=None):
     norm = right(parameters, across=across)
     return norm * dist.get_world_size()
 
-step.gradient_norm = gradient_norm
+mesh_engine.gradient_norm = gradient_norm
 """
 
 

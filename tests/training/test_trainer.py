@@ -19,7 +19,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.data.loader import Loader
 from axonlaunch.engines import mesh_engine
-from axonlaunch.engines.optimizer import step
+from axonlaunch.engines.optimizer import clipping
 from axonlaunch.events import (
     Evaluated,
     Event,
@@ -156,14 +156,14 @@ def test_the_norm_of_a_gradient_is_computed_once_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     norms: list[float] = []
-    of_parameters = step.gradient_norm
+    of_parameters = mesh_engine.gradient_norm
 
     def norm(*arguments: Any, **others: Any) -> torch.Tensor:
         value = of_parameters(*arguments, **others)
         norms.append(float(value))
         return value
 
-    for module in (step, mesh_engine):
+    for module in (clipping, mesh_engine):
         monkeypatch.setattr(module, "gradient_norm", norm)
     events = train(tmp_path, "train.steps=5", "train.log_every=2", "train.grad_clip=0.1", ranks=1)
     logged = [event.grad_norm for event in of(StepLogged, events)]

@@ -21,6 +21,7 @@ from axonlaunch.engines.tensor.parallelize import divide
 from axonlaunch.engines.tensor.plan_checks import Styled, holders, style_modules
 from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
 from axonlaunch.models.initialization import materialize
+from axonlaunch.models.lora import ADAPTER_PARTS
 
 _LENGTHS = (13, 17)
 """Tokens of the sample: the first that is no multiple of the degree."""
@@ -78,7 +79,9 @@ def disagreement(
 
 
 def _learns_from_a_part(entry: Styled) -> bool:
-    """Say whether nothing sums the gradients of what each rank has whole."""
+    """Say whether nothing sums the gradients of what each rank has whole; adapters are cut."""
+    if isinstance(entry.module, ADAPTER_PARTS):
+        return False
     learned = [key for key, p in entry.module._parameters.items() if p is not None]
     whole = [key for key in learned if key not in entry.cuts]
     return bool(whole) and entry.style in (None, "replicated") and not entry.in_region
