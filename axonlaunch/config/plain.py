@@ -6,7 +6,7 @@ What is written here can be read back to an equal tree; nothing is resolved or g
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -117,7 +117,7 @@ def _refuse_bombs(text: str) -> None:
     count = 0
     counts: dict[str, int] = {}  # of anchors that are complete
     begun: list[tuple[str | None, int]] = []
-    for event in yaml.parse(text, Loader=_loader()):
+    for event in _events(text):
         if isinstance(event, yaml.AliasEvent):
             if any(event.anchor == anchor for anchor, _ in begun):
                 raise ValueError(f"the alias *{event.anchor} stands for something that holds it")
@@ -136,6 +136,18 @@ def _refuse_bombs(text: str) -> None:
             raise ValueError(f"is nested deeper than {DEEPEST_YAML} levels")
         if count > MOST_YAML:
             raise ValueError(f"holds more than {MOST_YAML} values, aliases counted in full")
+
+
+def _events(text: str) -> Iterator[Any]:
+    """Yield YAML's events; libyaml, which reads ahead, may find that it is too deep by itself."""
+    import yaml
+
+    try:
+        yield from yaml.parse(text, Loader=_loader())
+    except yaml.YAMLError as error:
+        if "exceeded maximum nesting depth" in str(error):
+            raise ValueError(f"is nested deeper than {DEEPEST_YAML} levels") from None
+        raise
 
 
 def _loader() -> Any:

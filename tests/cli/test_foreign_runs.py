@@ -175,9 +175,8 @@ BOMBS = {
         "holds more than 100000 values, aliases counted in full",
     ),
     "a recursive alias": ("a: &a [*a]\n", "the alias *a stands for something that holds it"),
-    "deep": ("a: " + "{" * 900 + "}" * 900, "is nested deeper than 64 levels"),
-    "deep lists": ("a: " + "[" * 900 + "]" * 900, "is nested deeper than 64 levels"),
-    "deeper than libyaml goes": ("a: " + "{" * 15_000, ("is nested deeper", "not YAML: ")),
+    "deep": ("a: " + "{" * 15_000, "is nested deeper than 64 levels"),
+    "deep lists": ("a: " + "[" * 15_000, "is nested deeper than 64 levels"),
     "large": ("a: " + "x" * (1 << 20), "can't be read: is larger than 1048576 bytes"),
     "a tag": ("a: !!python/object/apply:os.system ['touch victim']", "not YAML: "),
     "no keys": ("3", "holds no keys"),
@@ -195,7 +194,7 @@ def test_a_bomb_for_a_configuration_is_one_line(bomb: str, foreign: Served) -> N
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     ran = foreign("checkpoint", "check", "foreign", status=2)
     [error] = ran.stderr.splitlines()
-    assert error.removeprefix("error: foreign/config.yaml: ").startswith(reported)
+    assert error.startswith(f"error: foreign/config.yaml: {reported}")
     foreign("checkpoint", "ls", "foreign")
 
 
