@@ -155,7 +155,6 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
     """Return a user's mistakes; None for a bug of ours."""
     from axonlaunch.checkpoint import CorruptCheckpointError
     from axonlaunch.config import ConfigError, ConfigIssue
-    from axonlaunch.config.other_names import RENAMED_OPTIONS
 
     if isinstance(error, ConfigError):
         return error.problems
@@ -167,8 +166,6 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
         return None
     message = " ".join(format_message().split())
     option = getattr(error, "option_name", None)
-    if option in RENAMED_OPTIONS:
-        message = f"{option} was renamed; write {RENAMED_OPTIONS[option]} instead"
-    elif option and not getattr(error, "possibilities", None):
+    if option and not getattr(error, "possibilities", None):
         message += "; options are in --help, and settings are written key=value, without dashes"
     return [ConfigIssue("", message)]

@@ -15,7 +15,7 @@ from axonlaunch.config.convert_value import Rejected, check_range, convert
 from axonlaunch.config.did_you_mean import nearest, unknown
 from axonlaunch.config.errors import ConfigIssue, one_of, plain
 from axonlaunch.config.group_options import typed_groups
-from axonlaunch.config.other_names import FOREIGN_NAMES, RENAMED_KEYS, UNSUPPORTED
+from axonlaunch.config.other_names import FOREIGN_NAMES, UNSUPPORTED
 from axonlaunch.config.registry import EntryPointError, Registry
 
 _ELSEWHERE = 0.75
@@ -264,8 +264,6 @@ def _unknown_key(
     """Say that a key is unknown, and which one was meant: here, or of that name elsewhere."""
     key = _below(prefix, name)
     shown = ... if isinstance(value, dict) else value
-    if key in RENAMED_KEYS:
-        return ConfigIssue(key, f"was renamed; write {RENAMED_KEYS[key]} instead", shown)
     if name in UNSUPPORTED:
         return ConfigIssue(key, UNSUPPORTED[name], shown)
     paths = _paths(root)

@@ -24,7 +24,13 @@ from axonlaunch.config import ConfigError
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "axonlaunch" / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-ALL_PAGES = [*PAGES, ROOT / "scripts/benches/README.md", ROOT / "tests/parity/README.md"]
+MORE_PAGES = (
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "scripts/benches/README.md",
+    "tests/parity/README.md",
+)
+ALL_PAGES = [*PAGES, *(ROOT / page for page in MORE_PAGES)]
 BIN = Path(sys.executable).parent
 DIFFERING = ("axonlaunch checkpoint diff ", "axonlaunch diff runs/counting ")
 """Commands that find a difference."""
