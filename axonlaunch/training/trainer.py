@@ -21,7 +21,6 @@ from axonlaunch.comm import World
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.data.loader import Loader
-from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.diagnostics.stragglers import Stragglers
 from axonlaunch.engines.base import Engine, StepResult
 from axonlaunch.events import (
@@ -322,8 +321,7 @@ class _Loop:
     def _train(self, batch: AnyBatch, *, is_logged: bool, is_saved: bool) -> StepResult:
         self._begin("stepping")
         with self.watch.step(self.engine):
-            with naming_unknown_tokens(batch, self.data, step=self.engine.step):
-                loss, tokens = self.backward(batch)
+            loss, tokens = self.backward(batch)
             # fp16 leaves out updates by gradients that are not finite, and halves its scale.
             is_fp16 = self.config.precision == "fp16"
             norm = None

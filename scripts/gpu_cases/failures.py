@@ -95,7 +95,7 @@ CASES = {
         retried=True,
     ),
     "a token out of range": Case(
-        ["plugins=[embedded]", "model=small"], ("device-side assert", "of sample")
+        ["plugins=[embedded]", "model=small"], ("device-side assert", "out of range")
     ),
     "killed": Case([], "sigkill", provoke=lambda pid: os.kill(pid, signal.SIGKILL)),
     "hung": Case(["plugins=[embedded]", "model=sleeper", "launch.timeout_s=10"], "no progress"),
