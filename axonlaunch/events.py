@@ -175,14 +175,6 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class SampleGenerated:
-    """Text that the model wrote."""
-
-    prompt: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Noted:
     """Something that a user should know and that does not end the run."""
 
@@ -222,17 +214,7 @@ def ignore_heartbeat(phase: str, *, step: int | None) -> None:
     del phase, step
 
 
-Event = (
-    Started
-    | StepLogged
-    | StepDone
-    | RankTimes
-    | Evaluated
-    | Saved
-    | SampleGenerated
-    | Noted
-    | Finished
-)
+Event = Started | StepLogged | StepDone | RankTimes | Evaluated | Saved | Noted | Finished
 Listener = Callable[[Event], None]
 """Takes events as they happen."""
 

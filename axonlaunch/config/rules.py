@@ -64,7 +64,6 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_extras(config),
         *_loggers(config),
         *_resume(config),
-        *_prompt(config),
         *_tokenizer(config),
         *_saving(config),
         *_device(config),
@@ -279,12 +278,6 @@ def _loggers(config: RunConfig) -> Iterator[ConfigIssue]:
     names = [logger.name for logger in config.loggers if logger.name != "custom"]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ConfigIssue("loggers", f"{name} is listed {names.count(name)} times; list it once")
-
-
-def _prompt(config: RunConfig) -> Iterator[ConfigIssue]:
-    if config.sample.max_new_tokens and config.sample.prompt == "":
-        message = "is empty; give at least one character, or sample.max_new_tokens=0"
-        yield ConfigIssue("sample.prompt", message, "")
 
 
 def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -1,7 +1,7 @@
-"""Predicts a run's memory and step time beside it, at the lowest priority.
+"""Predicts a run's peak memory and step time in low-priority processes while it trains.
 
-It begins with the first logged step, so that it delays none, and what is not ready when the run has
-ended is waited for: every summary has the estimated peak beside the measured one.
+Prediction begins at the first logged step. At the end of a run, ``wait`` gives it a limited time to
+finish, so that the summary can show the estimated peak next to the measured one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.run_files import ESTIMATE, STEP_TIME
 
 PATIENCE_S = 60.0
-"""Seconds after the run's end in which it is waited for."""
+"""Seconds to wait for a prediction after the end of the run."""
 _Result = TypeVar("_Result")
 
 
 class BackgroundCall(Generic[_Result]):
-    """A function of a configuration, called in a process beside the run.
+    """A call of a function of the configuration in a separate process.
 
     Attributes:
-        result: None until it is known.
-        reason: Why it is not known.
-        traceback: Of the failure that is the reason, where it was one of the function's own code.
+        result: The returned value; None until the call has finished.
+        reason: Why there is no result.
+        traceback: Traceback of an unexpected error in the called function, else empty.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class BackgroundCall(Generic[_Result]):
         """Prepare; nothing is started yet.
 
         Args:
-            context: What starts the process.
-            target: The function, as ``forked_call`` takes it.
-            config: Its argument.
-            keep: Takes what it returned.
+            context: Fork server, or another starter of processes.
+            target: "package.module:function" to call.
+            config: Argument of the call.
+            keep: Callback that stores the result.
         """
         self._context = context
         self._target = target
@@ -60,11 +60,11 @@ class BackgroundCall(Generic[_Result]):
         self.is_over = False
 
     def settle(self, result: _Result | None, reason: str = "") -> None:
-        """Set the result without a call, or the reason why there is none."""
+        """Set the result, or the reason for its absence, without a call."""
         self.result, self.reason, self.is_over = result, reason, True
 
     def begin(self) -> None:
-        """Begin, unless it was begun or is known."""
+        """Start the call, unless it was started or settled before."""
         if self.is_over or self._call is not None:
             return
         self.reason = "it was not ready when the run had ended"
@@ -74,7 +74,7 @@ class BackgroundCall(Generic[_Result]):
             self.settle(None, str(error))  # the run needs none
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is known, or why it can't be; Ctrl-C gives it up."""
+        """Wait for the result, or for an error. Ctrl-C abandons the call."""
         if self._call is None or self.is_over:
             return
         try:
@@ -93,27 +93,33 @@ class BackgroundCall(Generic[_Result]):
             self.traceback = str(error.__cause__ or "")
 
     def close(self) -> None:
-        """Give up what is not ready, and leave no process behind."""
+        """Abandon unfinished calls and end their processes."""
         call, self._call = self._call, None
         if call is not None:
             call.end()
 
 
+def _is_wanted(config: RunConfig) -> bool:
+    """Return ``estimate.background``; by default only GPU runs have CPU cores to spare."""
+    wanted = config.estimate.background
+    return config.launch.backend == "nccl" if wanted is None else wanted
+
+
 class BackgroundEstimate:
-    """What is predicted of a run.
+    """Predictions of a run's peak memory and step time, for its summary and report.
 
     Attributes:
-        memory: The estimated peak memory of the highest rank, with its parts.
-        step: The predicted time of a step, with its parts.
+        memory: Estimated peak memory of the highest rank, with its parts.
+        step: Predicted time of a step, with its parts.
     """
 
     def __init__(self, context: forkserver.Starter, config: RunConfig) -> None:
-        """Look for what is known of a run; nothing is started yet.
+        """Prepare both predictions, from the cache if possible; starts no process.
 
         Args:
-            context: What starts the processes that trace: the warm fork server, or, in a rank that
-                another launcher started, a new interpreter.
-            config: Checked, with ``launch.nproc`` resolved.
+            context: Starts the tracing processes: the warm fork server or, in a rank that another
+                launcher started, a new interpreter.
+            config: Validated configuration with ``launch.nproc`` resolved.
         """
         named = on_its_devices = replace_with_synthetic(config)
         if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to estimate
@@ -124,27 +130,28 @@ class BackgroundEstimate:
             on_its_devices,
             keep=lambda estimate: estimate_cache.write_estimate(on_its_devices, estimate),
         )
-        hardware, reason = hardware_of_run(config)
+        hardware, no_hardware = hardware_of_run(config)
         self.step: BackgroundCall[StepPrediction] = BackgroundCall(
             context,
             "axonlaunch.planning.estimate:predict_step_beside",
             dataclasses.replace(config, hardware=hardware),
         )
-        if hardware is None:
-            self.step.settle(None, reason)
-        if not config.estimate.background:
-            self.memory.settle(None, "estimate.background=false")
-            self.step.settle(None, "estimate.background=false")
-        elif (cached := estimate_cache.read_estimate(on_its_devices)) is not None:
+        if (cached := estimate_cache.read_estimate(on_its_devices)) is not None:
             self.memory.settle(cached)
+        if not _is_wanted(config):
+            reason = "estimate.background=true predicts it during training"
+            self.memory.settle(self.memory.result, reason)
+            self.step.settle(None, reason)
+        if hardware is None:
+            self.step.settle(None, no_hardware)
 
     def close(self) -> None:
-        """Give up what is not ready, and leave no process behind."""
+        """Abandon unfinished calls and end their processes."""
         self.memory.close()
         self.step.close()
 
     def begin(self) -> None:
-        """Begin, unless it was begun: one after the other; called at every logged step."""
+        """Start the predictions, one after the other. Called at every logged step."""
         self.memory.begin()
         self.memory.wait(0)
         if self.memory.is_over:
@@ -152,7 +159,7 @@ class BackgroundEstimate:
             self.step.wait(0)
 
     def wait(self, seconds: float = PATIENCE_S) -> None:
-        """Wait until all is known, or why it can't be; Ctrl-C gives it up."""
+        """Wait for both predictions. Ctrl-C abandons them."""
         until = time.monotonic() + seconds
         self.memory.wait(seconds)
         if seconds:
@@ -160,7 +167,7 @@ class BackgroundEstimate:
         self.step.wait(max(0.0, until - time.monotonic()))
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """Return what is known by now, by the file that holds it."""
+        """Return the finished predictions by the name of the file that stores them."""
         contents: dict[str, dict[str, Any]] = {}
         if self.memory.result is not None:
             contents[ESTIMATE] = dataclasses.asdict(self.memory.result)

@@ -36,7 +36,6 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.system import gpus
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
-from axonlaunch.training.closing_sample import generate_sample
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.module_trace.run import RunTracer
@@ -98,7 +97,7 @@ def run(
     saver = _saver(config, engine, world, resumed=resumed, monitor=monitor)
     kernels = attention_kernels(config.train, world.device)
     with loggers, _tokenising_ahead(config, dataset, world), kernels:
-        finished = fit(
+        return fit(
             engine,
             loader,
             config.train,
@@ -114,9 +113,6 @@ def run(
                 b for module in engine.modules for b in spec_for(config).blocks(module).values()
             ],
         )
-        if not finished.interrupted:
-            generate_sample(config, engine.predict, dataset, report=monitor.report)
-    return finished
 
 
 def load_run_state(config: RunConfig, engine: Engine, world: World) -> Resumed:

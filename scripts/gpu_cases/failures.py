@@ -26,7 +26,7 @@ RUN = [
         "train.steps=100000",
         "train.log_every=1",
     ),
-    *("model=llama_debug", "sample.max_new_tokens=0", "train.eval_batches=0"),
+    *("model=llama_debug", "train.eval_batches=0"),
     *("launch.nproc=1", "train.global_batch_size=8"),
 ]
 MODELS = """

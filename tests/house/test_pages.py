@@ -104,7 +104,7 @@ def shortened(command: str, page: Path) -> list[str]:
     asks_for_ranks = any(word.startswith("launch.") for word in arguments)
     if page.stem != "README" and not asks_for_ranks:  # the README's are processes
         arguments.append("launch.backend=mock")
-    less = ["train.eval_batches=1", "sample.max_new_tokens=4", "estimate.background=false"]
+    less = ["train.eval_batches=1"]
     return [*arguments, length, *less]
 
 

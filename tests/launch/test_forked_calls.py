@@ -48,7 +48,7 @@ def test_a_call_that_ends_its_process_says_where() -> None:
 def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log(method: str) -> None:
     context: Any = get_context(method)  # a rank that another launcher started spawns an interpreter
     prediction = BackgroundEstimate(
-        context, config.load(["launch.nproc=1", "model.hidden_size=24"])
+        context, config.load(["launch.nproc=1", "model.hidden_size=24", "estimate.background=true"])
     )
     prediction.memory._call = forked_call.ForkedCall(context, "failing:raises", ())
     prediction.wait()
@@ -57,14 +57,17 @@ def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log(me
     assert "in _deep_inside" in prediction.memory.traceback
 
 
-def test_a_run_that_asks_for_no_estimate_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", [[], ["estimate.background=false"]], ids=["default", "false"])
+def test_a_cpu_run_has_no_background_estimate_unless_asked(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(forked_call, "ForkedCall", None)
-    overrides = ["launch.nproc=1", "hardware=cpu", "estimate.background=false"]
+    overrides = ["launch.nproc=1", "hardware=cpu", "model.hidden_size=28", *asked]
     prediction = BackgroundEstimate(get_context("forkserver"), config.load(overrides))
     prediction.begin()
     prediction.wait()
     assert (prediction.memory.result, prediction.step.result) == (None, None)
-    assert prediction.memory.reason == "estimate.background=false"
+    assert prediction.memory.reason == "estimate.background=true predicts it during training"
 
 
 def test_debug_shows_the_traceback_of_a_rank_and_nothing_else_does(

@@ -26,7 +26,6 @@ from axonlaunch.events import (
     Finished,
     Monitor,
     Noted,
-    SampleGenerated,
     Saved,
     Started,
     StepLogged,
@@ -37,7 +36,7 @@ from axonlaunch.training.loggers.jsonl import JSONLLogger
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]
-TINY += ["data.num_eval_samples=19", "sample.max_new_tokens=0", "checkpoint.every=0"]
+TINY += ["data.num_eval_samples=19", "checkpoint.every=0"]
 
 
 def configured(folder: Path, *overrides: str, ranks: int = 2) -> RunConfig:
@@ -180,32 +179,6 @@ def test_never_resuming_starts_at_the_first_step(tmp_path: Path) -> None:
 def test_a_run_with_the_largest_seed_trains(tmp_path: Path) -> None:
     events = train(tmp_path, "train.steps=2", "train.eval_batches=1", f"seed={2**63 - 1}")
     assert of(Finished, events)[0].step == 2
-
-
-def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("to be or not to be " * 40)
-    overrides = ["data=text", f"data.files=[{tmp_path}/text.txt]", "data.sequence_length=8"]
-    chosen = run_config(
-        [
-            *TINY[:3],
-            *overrides,
-            "train.steps=2",
-            "sample.max_new_tokens=5",
-            "checkpoint.every=0",
-            "launch.nproc=2",
-            "strategy=fsdp",
-            "sample.prompt=to",
-            "train.global_batch_size=4",
-        ]
-    )
-    chosen = dataclasses.replace(chosen, run_dir=str(tmp_path))
-    events: list[Event] = []
-    World.mock(2).run(
-        lambda world: worker.run(chosen, world, monitor=Monitor(report=events.append))
-    )
-    sampled = of(SampleGenerated, events)[0]
-    assert sampled.prompt == "to"
-    assert sampled.text
 
 
 def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: Path) -> None:

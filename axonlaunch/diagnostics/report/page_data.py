@@ -114,10 +114,6 @@ def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
             {"kind": span.kind, "start": span.start, "end": span.end, "text": span.text}
             for span in spans(run)
         ],
-        "samples": [
-            {"prompt": str(event.get("prompt", "")), "text": str(event.get("text", ""))}
-            for event in run.of_kind("sample_generated")
-        ],
         "crash": _crash(run),
         "notes": [*run.notes, *(str(event.get("text")) for event in run.of_kind("noted"))],
         "config": [

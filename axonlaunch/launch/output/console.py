@@ -31,7 +31,6 @@ from axonlaunch.events import (
     Event,
     Finished,
     Noted,
-    SampleGenerated,
     Saved,
     Started,
     StepDone,
@@ -98,10 +97,6 @@ class RunConsole:
                 beside = event.stalled_s < 0.9 * event.seconds
                 stood = f", of which training waited {event.stalled_s:.1f} s" if beside else ""
                 self.line(f"[dim]saved {escape(where)} in {event.seconds:.1f} s{stood}[/dim]")
-            case SampleGenerated():
-                self.stop()
-                body = Text(event.prompt, style="bold") + Text(event.text)
-                self._console.print(Panel(body, title="sample", title_align="left", style="dim"))
             case Noted():
                 self._note(event.text)
             case Finished():

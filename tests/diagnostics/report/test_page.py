@@ -39,7 +39,7 @@ def test_the_page_of_a_long_run_of_64_ranks_is_small_and_keeps_the_peak(
 def test_hostile_text_stays_text_wherever_it_stands(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "demo", name=HOSTILE, extra_config=f"seed: {HOSTILE!r}\n")
     with (folder / "events.jsonl").open("a") as stream:
-        event = {"time": 2000, "event": "sample_generated", "prompt": HOSTILE, "text": HOSTILE}
+        event = {"time": 2000, "event": "noted", "text": HOSTILE}
         stream.write(json.dumps(event) + "\n")
     page = page_of(page_data([read_run(folder)]), title=HOSTILE)
     assert HOSTILE not in page

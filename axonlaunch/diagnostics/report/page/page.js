@@ -1,5 +1,5 @@
 // Lays the data of the page out; what is drawn as a chart uPlot draws. Every text of a run is put in
-// as text, never as markup: a run's name or a sample may hold anything.
+// as text, never as markup: a run's name may hold anything.
 (() => {
   let data = JSON.parse(document.getElementById("data").textContent);
   const page = document.getElementById("page");
@@ -317,12 +317,6 @@
       ...found.followers.map((text) => element("p", { class: "faint" }, text))));
   }
 
-  function samples(run) {
-    if (!run.samples.length) return;
-    section(titled(run, "Samples"), ...run.samples.map((sample) => element("pre", {},
-      element("strong", {}, sample.prompt), sample.text)));
-  }
-
   function notes(run) {
     if (run.notes.length) section(titled(run, "Notes"), ...run.notes.map((text) => element("p", {}, text)));
   }
@@ -350,7 +344,7 @@
         : element("p", {}, "nothing"));
     }
     curves();
-    for (const show of [memory, steps, ranks, life, samples, notes, configuration]) data.runs.forEach(show);
+    for (const show of [memory, steps, ranks, life, notes, configuration]) data.runs.forEach(show);
     window.scrollTo(0, top);
   }
 
