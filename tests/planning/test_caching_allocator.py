@@ -16,9 +16,9 @@ from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
 from axonlaunch.planning.memory.cuda_process import (
     DeviceRequests,
-    besides,
     communicator_sizes,
     cublas_workspaces,
+    non_allocator_bytes,
     peak_device_memory,
     record,
     symmetric_memory,
@@ -175,9 +175,9 @@ def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
 
 def test_what_was_measured_on_a_device_takes_the_place_of_others_figures() -> None:
     own = HardwareConfig(name="own", context_mib=600, communicator_mib=300)
-    assert besides((1, 2, 8), own) == (600 + 2 * 300) * MIB
+    assert non_allocator_bytes((1, 2, 8), own) == (600 + 2 * 300) * MIB
     only_context = HardwareConfig(name="own", context_mib=600)
-    assert besides((1, 2, 8), only_context) == 600 * MIB + NCCL_PAIR + NCCL_RING
+    assert non_allocator_bytes((1, 2, 8), only_context) == 600 * MIB + NCCL_PAIR + NCCL_RING
     recorded = DeviceRequests([Change(0, 30 * MIB)])
     memory = peak_device_memory(recorded, peak_bytes=30 * MIB, groups=(2,), hardware=own)
     assert (memory.context, memory.communicators) == (600 * MIB, 300 * MIB)

@@ -224,8 +224,8 @@ def _likely(
         if (kept_there := (candidate.family, candidate.offload)) in done:
             continue  # what recomputes less comes first
         done.add(kept_there)
-        layers = _layers(sum(formulas.one.layers), layout.num_stages)
-        work = scaled(formulas.one, candidate.config, layout, layers=layers)
+        layers = _layers(sum(formulas.single_device.layers), layout.num_stages)
+        work = scaled(formulas.single_device, candidate.config, layout, layers=layers)
         seconds = StepTime(candidate.config, layout, hardware).about(work)
         known = best.get(candidate.family)
         if known is None or seconds < known.step_s:
