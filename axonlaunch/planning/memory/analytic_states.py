@@ -218,7 +218,7 @@ def _cast_bytes(config: RunConfig, total: float, ends: tuple[float, float]) -> t
 
 
 def _compute_ratio(config: RunConfig) -> float:
-    """Return the size of a cast parameter relative to the stored one: 0.5 if fp32 is cast to bf16."""
+    """Return the relative size of a cast parameter, for example 0.5 for fp32 cast to bf16."""
     is_cast = config.train.precision != "fp32" and config.train.parameter_bytes == _FP32_BYTES
     return 0.5 if is_cast else 1.0
 

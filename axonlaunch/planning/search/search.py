@@ -226,7 +226,7 @@ def _likely(
         done.add(kept_there)
         layers = _layers(sum(formulas.single_device.layers), layout.num_stages)
         work = scaled(formulas.single_device, candidate.config, layout, layers=layers)
-        seconds = StepTime(candidate.config, layout, hardware).about(work)
+        seconds = StepTime(candidate.config, layout, hardware).approximate(work)
         known = best.get(candidate.family)
         if known is None or seconds < known.step_s:
             best[candidate.family] = _Likely(candidate, seconds, size)
