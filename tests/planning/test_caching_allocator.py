@@ -347,7 +347,7 @@ def test_an_estimate_replays_the_ranks_settings_in_what_is_left_of_the_device(
     sizes = ((0, 40), (0, 0), (1, 50), (2, 5))  # the first goes back, for 85 MiB are not enough
     changes = [Change(storage, size * MIB) for storage, size in sizes]
     device = HardwareConfig(name="own", memory_gib=125 / 1024, context_mib=30, communicator_mib=10)
-    memory = memory_estimate._process(
+    memory = memory_estimate._device_memory(
         55 * MIB, DeviceRequests(changes), groups=[2], hardware=device, workspaces=[]
     )
     assert memory.allocator == (50 + 30) * MIB

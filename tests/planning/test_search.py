@@ -87,7 +87,7 @@ def test_where_none_fits_the_closest_is_named_with_what_it_misses(found: Any) ->
         found("hardware.memory_gib=1.25", off=1.5)
     [issue] = raised.value.problems
     assert "no layout of 8 devices fits: " in issue.message
-    assert "takes 1.50 GiB, 0.25 more than an estimate may take" in issue.message
+    assert "takes 1.50 GiB, 0.25 more than a device of 1.25 GiB allows" in issue.message
     assert issue.message.endswith("; use 16 devices: a layout is expected to fit then")
 
 

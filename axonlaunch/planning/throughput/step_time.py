@@ -66,7 +66,7 @@ class StepTime:
         self._links = Links(hardware, layout.axes)
 
     def parts(self, work: StepWork) -> Parts:
-        """Return the seconds of a step by activity, for the rank with the longest step."""
+        """Return the seconds of a step by activity on the rank with the longest step."""
         times = (
             self._parts_without_pipeline(work)
             if self._layout.pipeline == 1

@@ -26,7 +26,7 @@ class Throughput:
             device if samples are not sequences.
         mfu: Model FLOPs utilization: fraction of the device's peak rate, without recomputation.
             None if samples are not sequences.
-        breakdown: Seconds of a step by activity, for the rank with the longest step.
+        breakdown: Seconds of a step by activity on the rank with the longest step.
     """
 
     step_s: float

@@ -248,7 +248,7 @@ def _page_locking_overhead(engine: Engine, config: RunConfig) -> int:
     """Return the bytes that torch's allocator of page-locked memory adds to offloaded tensors.
 
     ``fully_shard`` allocates each parameter and gradient with it, which rounds sizes up. Optimizer
-    states take no more than their size.
+    states are page-locked at their exact size.
     """
     if estimated_on(config) != "gpu" or "parameters" not in host_categories(config):
         return 0
