@@ -188,8 +188,8 @@ def _overrides_group(default: dict[str, Any]) -> bool:
 
 def fixed_keys(composed: Composed) -> list[str]:
     """Return the layout keys that an override sets directly."""
-    given = composed.given
-    return [key for key in SEARCHED if key in given and _sets(given[key], key)]
+    overrides = composed.given
+    return [key for key in SEARCHED if key in overrides and _sets(overrides[key], key)]
 
 
 def _sets(override: str, key: str) -> bool:

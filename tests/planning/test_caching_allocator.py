@@ -300,11 +300,11 @@ def test_settings_of_the_allocator_that_are_not_replayed_are_named(
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
     assert allocator_settings.settings_of_ranks().not_replayed == names
-    notes = planning_estimate._of_allocator(estimate_config(["launch.nproc=1"]))
+    notes = planning_estimate._allocator_notes(estimate_config(["launch.nproc=1"]))
     assert bool(notes) == bool(names)
     assert all(name in note for note in notes for name in names)
     on_cpu = estimate_config(["launch.nproc=1", "hardware=cpu"])
-    assert planning_estimate._of_allocator(on_cpu) == []
+    assert planning_estimate._allocator_notes(on_cpu) == []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from configured import estimate_config
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory.allocation_trace import Recording
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
-from axonlaunch.planning.memory.extend_trace import extend
+from axonlaunch.planning.memory.extend_trace import extended
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.system import forked_map
 
@@ -81,4 +81,4 @@ def test_an_order_of_blocks_that_can_not_be_continued_is_refused() -> None:
     changes = [Change(0, 8), Change(1, 8), Change(1, 0), Change(0, 0)]
     visits = [(0, (0, 3)), (1, (0, 5)), (2, (0, 1)), (3, (0, 4))]
     with pytest.raises(ValueError, match="does not run where"):
-        extend(Recording(changes, [*visits], {}), blocks=2, counts={0: 7})
+        extended(Recording(changes, [*visits], {}), blocks=2, counts={0: 7})

@@ -36,7 +36,7 @@ class Speed:
     def __init__(self, run: RunConfig, layout: Layout, hardware: object) -> None:
         self.step_s = GIB / size(run, layout)
 
-    def about(self, work: object) -> float:
+    def approximate(self, work: object) -> float:
         return self.step_s
 
 

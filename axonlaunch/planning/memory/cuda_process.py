@@ -25,7 +25,7 @@ from axonlaunch.planning.measured_constants import (
 )
 from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
-from axonlaunch.planning.memory.extend_trace import FEWEST, extend
+from axonlaunch.planning.memory.extend_trace import FEWEST, extended
 from axonlaunch.planning.tracing import cuda_attention, extrapolate_depth, fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
@@ -167,7 +167,7 @@ def record(
         recording, counts = _record_steps(reduced.without(spare_blocks, stages), rank, on_host)
         # Schedules that split the backward visit blocks in an order that cannot be extended.
         with suppress(ValueError):
-            changes = extend(recording, blocks=spare_blocks, counts=counts)
+            changes = extended(recording, blocks=spare_blocks, counts=counts)
             return DeviceRequests(
                 changes, symmetric_memory(reduced.config, recording.max_reduced_bytes)
             )

@@ -37,7 +37,7 @@ class BlockPass:
     changes: list[Change]
 
 
-def extend(recording: Recording, *, blocks: int, counts: Mapping[int, int]) -> list[Change]:
+def extended(recording: Recording, *, blocks: int, counts: Mapping[int, int]) -> list[Change]:
     """Return the changes of a model with more blocks.
 
     Args:

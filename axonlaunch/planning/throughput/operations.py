@@ -132,13 +132,13 @@ class CollectiveOp:
         phase: Phase of the step in which it runs.
         kind: Kind of collective.
         axes: Mesh axes of its process group, outermost first.
-        under: Matrix products that run between its start and the wait for its result.
+        overlapping: Matrix products that run between its start and the wait for its result.
     """
 
     phase: Phase
     kind: ExchangeKind
     axes: tuple[str, ...]
-    under: tuple[Product, ...] = ()
+    overlapping: tuple[Product, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,8 @@ class OperationTrace(TorchDispatchMode):
         if name == "wait_tensor":
             pending = self._pending.pop(id(args[0].untyped_storage()), None)
             if pending is not None:
-                key, amount, under = pending
-                self._count(replace(key, under=tuple(under)), amount)
+                key, amount, overlapping = pending
+                self._count(replace(key, overlapping=tuple(overlapping)), amount)
         elif name == "send":
             self._count(Send(self._phase, "pp"), Amount(1, _num_bytes(args[0])))
         elif name in _COLLECTIVES:

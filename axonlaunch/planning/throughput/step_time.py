@@ -235,7 +235,7 @@ class StepTime:
                     if isinstance(key, CollectiveOp) and not self._is_bucket(key):
                         seconds = self._links.seconds(key, amount) * times
                         if share is stage.step_layer and self._is_update_gather(key):
-                            seconds = self._exposed(seconds, stage, layers)
+                            seconds = self._exposed_time(seconds, stage, layers)
                         total.add(f"communication {_axis(key.axes)}", seconds)
         return total
 
@@ -244,7 +244,7 @@ class StepTime:
         is_gather = (key.phase, key.kind) == ("update", "all_gather")
         return self._layout.facts.divides_update and is_gather
 
-    def _exposed(self, seconds: float, stage: StageWork, layers: int) -> float:
+    def _exposed_time(self, seconds: float, stage: StageWork, layers: int) -> float:
         """Return the exposed time of gathers that overlap with the next forward.
 
         The first block waits for its gather, and every other block starts after its own.
@@ -273,7 +273,7 @@ class StepTime:
         total = Parts()
         for key, amount in work.items():
             if isinstance(key, CollectiveOp) and not self._is_hidden(key):
-                products = () if self._links.computes_on_cores else key.under
+                products = () if self._links.computes_on_cores else key.overlapping
                 overlap = sum(
                     self._roofline.seconds(operation, Amount(amount.count))
                     for operation in products

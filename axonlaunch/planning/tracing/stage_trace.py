@@ -306,8 +306,8 @@ def follow(engine: Engine, trace: StorageTrace) -> None:
 
 def follow_gradients(engine: Engine, trace: StorageTrace) -> None:
     """Count accumulated gradients and those used by the optimizer as gradients from now on."""
-    own, updated = engine.named_parameters(), engine.named_updated()
-    trace.follow(tensor for _, tensor in (*own, *updated))
+    accumulated, updated = engine.named_parameters(), engine.named_updated()
+    trace.follow(tensor for _, tensor in (*accumulated, *updated))
 
 
 def step(

@@ -145,13 +145,13 @@ class StorageTrace(UncompiledDispatchMode):
             self._categorize_gradients()
         if (is_queued := gloo_buffers.outlives_call(func, args)) and self._queued:
             del self._queued[: 1 - gloo_buffers.THREADS]
-        held = self._hold_workspaces(func, args)
+        buffers = self._hold_workspaces(func, args)
         if func is _WAIT:
             self._in_flight.pop(id(args[0].untyped_storage()), None)
-        elif held and gloo_buffers.held_until_wait(func):
-            self._in_flight[id(out.untyped_storage())] = held
+        elif buffers and gloo_buffers.held_until_wait(func):
+            self._in_flight[id(out.untyped_storage())] = buffers
         elif is_queued:
-            self._queued.append(held)
+            self._queued.append(buffers)
         self._record_point()
         return out
 
@@ -219,19 +219,19 @@ class StorageTrace(UncompiledDispatchMode):
             return args[0]
         out = func(*args, **(kwargs or {}))
         self._add(out, self._phase or _result_category())
-        held = self._hold_workspaces(func, args)
+        buffers = self._hold_workspaces(func, args)
         if func is not _ALL_REDUCE:
-            awaited = held if gloo_buffers.held_until_wait(func) else []
+            awaited = buffers if gloo_buffers.held_until_wait(func) else []
             self._in_flight[id(out.untyped_storage())] = [args[0], *awaited]
         self._record_point()
         return out
 
     def _hold_workspaces(self, func: Any, args: Any) -> list[Tensor]:
         """Return counted storages for the temporary buffers of an operation."""
-        held = [torch.empty(size, dtype=torch.uint8) for size in self._workspaces(func, args)]
-        for buffer in held:
+        buffers = [torch.empty(size, dtype=torch.uint8) for size in self._workspaces(func, args)]
+        for buffer in buffers:
             self._add(buffer, self._phase or _result_category())
-        return held
+        return buffers
 
     def _add(self, tensor: Tensor, category: Category) -> None:
         storage = tensor.untyped_storage()

@@ -44,9 +44,9 @@ def refusing_untraceable(config: RunConfig) -> Iterator[None]:
 
 def _untraceable_issue(config: RunConfig, error: BaseException) -> ConfigIssue:
     module = _module(error)
-    where = "" if module is None else f" in {module}"
+    location = "" if module is None else f" in {module}"
     message = (
-        f"{_operation(error)}{where} depends on values or has no fake kernel, so memory "
+        f"{_operation(error)}{location} depends on values or has no fake kernel, so memory "
         "can't be estimated without running it; axonlaunch estimate --analytic estimates "
         "parameters, gradients and optimizer states only"
     )
@@ -55,13 +55,13 @@ def _untraceable_issue(config: RunConfig, error: BaseException) -> ConfigIssue:
 
 def _failure_issue(config: RunConfig, error: BaseException, line: str | None) -> ConfigIssue:
     """Describe the failure of a user's module, or of a model divided by a user's plan."""
-    where = "" if (module := _module(error)) is None else f" in {module}"
+    location = "" if (module := _module(error)) is None else f" in {module}"
     reason = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
     if line is None:
-        message = f"divided by this plan, the model fails{where} with {reason}"
+        message = f"divided by this plan, the model fails{location} with {reason}"
         return ConfigIssue("strategy.tensor.plan", message)
     samples = Layout.of(config, world_size=num_ranks(config)).micro_batch_size
-    message = f"a micro-batch of {samples} fails{where} with {reason} ({line})"
+    message = f"a micro-batch of {samples} fails{location} with {reason} ({line})"
     return ConfigIssue("model.name", message, config.model.name)
 
 
