@@ -1,7 +1,7 @@
-"""``strategy=auto``: runs whose layout is searched, as ``axonlaunch plan`` does, before they start.
+"""Selects the layout of runs with ``strategy=auto``, with the search of ``axonlaunch plan``.
 
-The layout then stands in the configuration as if it had been written. A node whose speed is
-neither published nor measured is refused.
+The layout is added to the configuration as if the user had written it. A node with a speed that is
+neither published nor measured is an error.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def load_auto_strategy(
     server: Callable[[], ForkServerContext],
     config_dirs: Sequence[Path],
 ) -> RunConfig:
-    """Return the run that overrides ask for, with a layout.
+    """Return the configuration of a run, with a searched layout if ``strategy.auto`` is set.
 
     Args:
-        overrides: Of the run.
-        compose: Composes a configuration of overrides, for the node that is to run it.
-        server: Starts the fork server, if none runs yet.
-        config_dirs: Folders of a user's own YAML.
+        overrides: Overrides of the run.
+        compose: Composes a configuration from overrides on the node that will run it.
+        server: Starts the fork server if it is not running yet.
+        config_dirs: Folders with the user's YAML files.
 
     Raises:
-        ConfigError: The configuration is wrong, or no layout can be planned.
+        ConfigError: The configuration is invalid, or no layout was found.
     """
 
     def compose_and_type(arguments: Sequence[str]) -> tuple[Composed, RunConfig]:
@@ -78,11 +78,11 @@ def load_auto_strategy(
 
 
 def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
-    """Return the names of this node's devices that the run's ranks would compute on."""
+    """Return the names of this node's devices that the run would use; empty on a CPU."""
     if is_on_cpu(config.launch):
         return []
-    look = "axonlaunch.diagnostics.doctor.machine:machine"
-    machine: dict[str, Any] = forked_call.call(context, look)
+    target = "axonlaunch.diagnostics.doctor.machine:machine"
+    machine: dict[str, Any] = forked_call.call(context, target)
     return [device["name"] for device in machine["devices"]] if machine["nccl"]["devices"] else []
 
 
@@ -90,17 +90,17 @@ def _option(devices: Sequence[str], config: RunConfig, config_dirs: Sequence[Pat
     """Return the option of the group ``hardware`` that describes the nodes of a run.
 
     Raises:
-        ConfigError: None does.
+        ConfigError: No option describes them.
     """
     options = Composer(config_dirs=config_dirs).contents("hardware")
     if config.launch.name == "slurm":
-        reason = "the job's nodes are not this one"
+        reason = "the job runs on other nodes"
     elif not devices:
         return "cpu"
     else:
         for name, tree in options.items():
             if (pattern := tree.get("device")) and re.search(str(pattern), devices[0]):
                 return name
-        reason = f"{devices[0]} is not in our catalog"
+        reason = f"{devices[0]} is not in the catalog"
     message = f"strategy=auto needs figures of the devices, and {reason}; use {one_of([*options])}"
     raise ConfigError([ConfigIssue("hardware", message)])

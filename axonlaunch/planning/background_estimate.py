@@ -1,7 +1,8 @@
-"""Predicts a run's peak memory and step time in low-priority processes while it trains.
+"""Predicts the memory and step time of a run in the background, at the lowest priority.
 
-Prediction begins at the first logged step. At the end of a run, ``wait`` gives it a limited time to
-finish, so that the summary can show the estimated peak next to the measured one.
+The prediction begins at the first logged step, so that it does not delay the first steps. At the
+end of the run, unfinished predictions are waited for, so that the summary can compare the measured
+peak with the estimated one.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.run_files import ESTIMATE, STEP_TIME
 
 PATIENCE_S = 60.0
-"""Seconds to wait for a prediction after the end of the run."""
+"""Maximum time in seconds to wait for predictions after the end of the run."""
 _Result = TypeVar("_Result")
 
 
 class BackgroundCall(Generic[_Result]):
-    """A call of a function of the configuration in a separate process.
+    """A function of a configuration that is called in a background process.
 
     Attributes:
-        result: The returned value; None until the call has finished.
-        reason: Why there is no result.
-        traceback: Traceback of an unexpected error in the called function, else empty.
+        result: Result of the function; None until it has returned.
+        reason: Reason why there is no result.
+        traceback: Traceback of an unexpected error of the function; empty otherwise.
+        is_over: Whether the call has finished or failed.
     """
 
     def __init__(
@@ -42,13 +44,13 @@ class BackgroundCall(Generic[_Result]):
         *,
         keep: Callable[[_Result], None] = lambda result: None,
     ) -> None:
-        """Prepare; nothing is started yet.
+        """Prepare a call without starting it.
 
         Args:
-            context: Fork server, or another starter of processes.
-            target: "package.module:function" to call.
-            config: Argument of the call.
-            keep: Callback that stores the result.
+            context: Starter of the process.
+            target: Name of the function, as ``package.module:function``.
+            config: Argument of the function.
+            keep: Callback for the result.
         """
         self._context = context
         self._target = target
@@ -59,22 +61,22 @@ class BackgroundCall(Generic[_Result]):
         self.reason, self.traceback = "no step was done", ""
         self.is_over = False
 
-    def settle(self, result: _Result | None, reason: str = "") -> None:
-        """Set the result, or the reason for its absence, without a call."""
+    def set_result(self, result: _Result | None, reason: str = "") -> None:
+        """Set the result, or the reason for a missing result, and finish the call."""
         self.result, self.reason, self.is_over = result, reason, True
 
     def begin(self) -> None:
-        """Start the call, unless it was started or settled before."""
+        """Start the call, unless it was started or has finished."""
         if self.is_over or self._call is not None:
             return
         self.reason = "it was not ready when the run had ended"
         try:
             self._call = forked_call.ForkedCall(self._context, self._target, (self._config,))
         except (forkserver.ForkServerError, OSError) as error:
-            self.settle(None, str(error))  # the run needs none
+            self.set_result(None, str(error))  # the run continues without the result
 
     def wait(self, seconds: float) -> None:
-        """Wait for the result, or for an error. Ctrl-C abandons the call."""
+        """Wait until the call has finished or failed; Ctrl-C ends the wait."""
         if self._call is None or self.is_over:
             return
         try:
@@ -85,15 +87,15 @@ class BackgroundCall(Generic[_Result]):
             return
         if error is None:
             self._keep(self._call.result)
-            self.settle(self._call.result)
+            self.set_result(self._call.result)
         elif isinstance(error, ConfigError):
-            self.settle(None, str(error))
+            self.set_result(None, str(error))
         else:
-            self.settle(None, f"{type(error).__name__}: {error}")
+            self.set_result(None, f"{type(error).__name__}: {error}")
             self.traceback = str(error.__cause__ or "")
 
     def close(self) -> None:
-        """Abandon unfinished calls and end their processes."""
+        """End unfinished calls and their processes."""
         call, self._call = self._call, None
         if call is not None:
             call.end()
@@ -106,7 +108,7 @@ def _is_wanted(config: RunConfig) -> bool:
 
 
 class BackgroundEstimate:
-    """Predictions of a run's peak memory and step time, for its summary and report.
+    """Predictions for a run.
 
     Attributes:
         memory: Estimated peak memory of the highest rank, with its parts.
@@ -114,44 +116,44 @@ class BackgroundEstimate:
     """
 
     def __init__(self, context: forkserver.Starter, config: RunConfig) -> None:
-        """Prepare both predictions, from the cache if possible; starts no process.
+        """Read cached predictions of a run without starting a process.
 
         Args:
-            context: Starts the tracing processes: the warm fork server or, in a rank that another
-                launcher started, a new interpreter.
-            config: Validated configuration with ``launch.nproc`` resolved.
+            context: Starter of the tracing processes: the warm fork server, or a new interpreter
+                in a rank started by another launcher.
+            config: Checked configuration with ``launch.nproc`` resolved.
         """
-        named = on_its_devices = replace_with_synthetic(config)
-        if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to estimate
-            on_its_devices = dataclasses.replace(named, hardware=HardwareConfig(name="cpu"))
+        synthetic = for_estimate = replace_with_synthetic(config)
+        if config.launch.backend != "nccl":  # without a GPU there is no caching allocator
+            for_estimate = dataclasses.replace(synthetic, hardware=HardwareConfig(name="cpu"))
         self.memory: BackgroundCall[Estimate] = BackgroundCall(
             context,
-            "axonlaunch.planning.estimate:trace_beside",
-            on_its_devices,
-            keep=lambda estimate: estimate_cache.write_estimate(on_its_devices, estimate),
+            "axonlaunch.planning.estimate:trace_in_background",
+            for_estimate,
+            keep=lambda estimate: estimate_cache.write_estimate(for_estimate, estimate),
         )
         hardware, no_hardware = hardware_of_run(config)
         self.step: BackgroundCall[StepPrediction] = BackgroundCall(
             context,
-            "axonlaunch.planning.estimate:predict_step_beside",
+            "axonlaunch.planning.estimate:predict_step_in_background",
             dataclasses.replace(config, hardware=hardware),
         )
-        if (cached := estimate_cache.read_estimate(on_its_devices)) is not None:
-            self.memory.settle(cached)
+        if (cached := estimate_cache.read_estimate(for_estimate)) is not None:
+            self.memory.set_result(cached)
         if not _is_wanted(config):
             reason = "estimate.background=true predicts it during training"
-            self.memory.settle(self.memory.result, reason)
-            self.step.settle(None, reason)
+            self.memory.set_result(self.memory.result, reason)
+            self.step.set_result(None, reason)
         if hardware is None:
-            self.step.settle(None, no_hardware)
+            self.step.set_result(None, no_hardware)
 
     def close(self) -> None:
-        """Abandon unfinished calls and end their processes."""
+        """End unfinished calls and their processes."""
         self.memory.close()
         self.step.close()
 
     def begin(self) -> None:
-        """Start the predictions, one after the other. Called at every logged step."""
+        """Start the next prediction that was not started; call this at every logged step."""
         self.memory.begin()
         self.memory.wait(0)
         if self.memory.is_over:
@@ -159,15 +161,15 @@ class BackgroundEstimate:
             self.step.wait(0)
 
     def wait(self, seconds: float = PATIENCE_S) -> None:
-        """Wait for both predictions. Ctrl-C abandons them."""
-        until = time.monotonic() + seconds
+        """Wait until all predictions have finished or failed; Ctrl-C ends the wait."""
+        deadline = time.monotonic() + seconds
         self.memory.wait(seconds)
         if seconds:
             self.step.begin()
-        self.step.wait(max(0.0, until - time.monotonic()))
+        self.step.wait(max(0.0, deadline - time.monotonic()))
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """Return the finished predictions by the name of the file that stores them."""
+        """Return the finished predictions by the name of their file."""
         contents: dict[str, dict[str, Any]] = {}
         if self.memory.result is not None:
             contents[ESTIMATE] = dataclasses.asdict(self.memory.result)

@@ -110,9 +110,9 @@ def test_hardware_is_known_by_the_name_of_its_device(devices: list[str], option:
         (
             "NVIDIA GB200",
             [],
-            "needs figures of the devices, and NVIDIA GB200 is not in our catalog; use",
+            "needs figures of the devices, and NVIDIA GB200 is not in the catalog; use",
         ),
-        (H100, ["launch=slurm"], "and the job's nodes are not this one; use a100_40gb, "),
+        (H100, ["launch=slurm"], "and the job runs on other nodes; use a100_40gb, "),
     ],
 )
 def test_hardware_that_is_not_known_is_to_be_named(

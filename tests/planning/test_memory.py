@@ -14,7 +14,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import estimated_on
 from axonlaunch.models.build import construct
 from axonlaunch.planning.memory import estimate as memory_estimate
-from axonlaunch.planning.memory.cuda_process import besides
+from axonlaunch.planning.memory.cuda_process import non_allocator_bytes
 from axonlaunch.planning.memory.estimate import estimate, estimate_fitting
 
 pytestmark = pytest.mark.costly
@@ -92,7 +92,7 @@ def test_what_fits_is_reported_as_by_an_estimate(overrides: list[str]) -> None:
 @pytest.mark.deferred
 def test_what_does_not_fit_is_seen_by_its_tensors(recorded: list[int]) -> None:
     chosen = run(*PIPELINE)
-    tensors = estimate(chosen).peak_bytes + besides([4])
+    tensors = estimate(chosen).peak_bytes + non_allocator_bytes([4])
     recorded.clear()
     assert estimate_fitting(chosen, memory=tensors - 1) is None
     assert recorded == []
