@@ -350,7 +350,7 @@ def test_a_pattern_behind_a_wider_one_is_reported_to_go_first() -> None:
     model = build_model(GPT)
     wrong = dict(plan_issues(model, plan, degree=2, sequence_parallel=False))
     assert wrong["layers.*.mlp.up_proj"] == (
-        "layers.* stands before it and matches layers.0.mlp.up_proj too; put this one first"
+        "layers.* comes before it and matches layers.0.mlp.up_proj too; put this one first"
     )
 
 
