@@ -147,7 +147,7 @@ class MeshEngine:
     def memory_stats(self) -> FSDPMemoryStats | None:
         """Return what this rank holds of sharded parameters; None where none are."""
         stats = [part.memory_stats() for part in self._sharded]
-        return FSDPMemoryStats.together(stats) if stats else None
+        return FSDPMemoryStats.combine(stats) if stats else None
 
     def train_step(self, batch: AnyBatch) -> StepResult:
         """Run every micro-batch: forward, backward, synchronisation, clipping, update."""
