@@ -252,7 +252,7 @@ def test_a_group_by_position_shares_it() -> None:
 
 def test_who_shares_it_is_said_once_and_replicas_are_of_the_world() -> None:
     def run(world: ax.World) -> None:
-        with pytest.raises(ValueError, match="give one of them"):
+        with pytest.raises(ValueError, match="pass only one"):
             ax.FSDP(net(), world.default_group, world=world)
         group = world.new_group([0, 1]), world.new_group([2, 3])
         with pytest.raises(ValueError, match=r"2 replicas over ranks \[., .\], a part of the"):

@@ -45,7 +45,7 @@ class FixedBuckets(nn.parallel.DistributedDataParallel):
         ignoring: Any = module  # untyped in torch
         ignoring._ddp_params_and_buffers_to_ignore = ignored
         super().__init__(module, **options)
-        if self._may_change():
+        if self._rebuilds_buckets():
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
 
@@ -61,7 +61,7 @@ class FixedBuckets(nn.parallel.DistributedDataParallel):
     def _build_params_for_reducer(self) -> Any:
         build: Any = super()._build_params_for_reducer  # untyped in torch
         parameters, are_sparse = build()
-        if self._may_change():
+        if self._rebuilds_buckets():
             return parameters[::-1], are_sparse[::-1]
         return parameters, are_sparse
 
