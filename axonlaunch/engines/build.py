@@ -131,7 +131,7 @@ class _Plan:
             # Adapters stay in fp32, like PEFT's adapters of a model in bf16.
             has_adapter = self.config.adapter is not None
             dtype = DTYPES[self.config.train.param_dtype]
-            keep_parameters_in(model, dtype, frozen_alone=has_adapter)
+            keep_parameters_in(model, dtype, frozen_only=has_adapter)
         return model
 
 

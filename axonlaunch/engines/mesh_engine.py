@@ -170,7 +170,7 @@ class MeshEngine:
         """
         self._seed_draws()
         batch = self._local_part(batch)
-        # Sum on the model's device: with a GPU, the host would have to wait for other hosts.
+        # Sum on the device; with a GPU, the host would otherwise wait for the other hosts.
         tokens = push_to(self._count(batch) * int(self._reports_loss), self._world.device)
         counting = self._sum_async(tokens)
         factor: Tensor | None = None

@@ -195,9 +195,8 @@ def test_under_sequence_parallelism_a_plan_names_everything() -> None:
     assert found(model, plan, sequence_parallel=True) == [
         (
             "",
-            "sequence_parallel: the plan names no layers.0.input_layernorm, and it matters whether "
-            "it sees a part of the sequence: give it the style sequence, or replicated where it "
-            "sees all",
+            "sequence_parallel: the plan does not name layers.0.input_layernorm; give it the style "
+            "sequence if it sees only a part of the sequence, otherwise replicated",
         )
     ]
     assert not found(model, {**plan, "layers.*norm": "replicated"}, sequence_parallel=True)

@@ -26,7 +26,7 @@ class GradSyncStrategy(StrEnum):
     """When gradients are averaged over replicas."""
 
     OVERLAPPED = "overlapped"
-    """buckets are reduced during backward; plain ones by torch's DistributedDataParallel"""
+    """buckets are reduced during backward, if possible by torch's DistributedDataParallel"""
     SYNCHRONOUS = "synchronous"
     """buckets are reduced at the end of every backward"""
     NO_SYNC = "no_sync"

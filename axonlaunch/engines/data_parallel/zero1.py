@@ -65,7 +65,7 @@ class ShardedUpdate(Update):
             gradients: Mapping that receives the gradients of this rank's rows, by parameter;
                 cleared after use. None if every rank has full gradients in the parameters.
             facts: Facts about the parameters that select optimizer options, by the same names; None
-                for no facts.
+                derives names and shapes from the parameters.
             modules: Modules that use the parameters, in the order of their forwards. A forward
                 waits for the rows it needs, so communication overlaps with earlier forwards.
                 Without modules each update waits.

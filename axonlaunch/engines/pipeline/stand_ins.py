@@ -123,11 +123,10 @@ def cut_out(
     """Turn a full model into a stage, in place, and return it.
 
     Its forward takes tokens, or hidden states [samples, tokens, ...] of the previous stage. It
-    returns hidden states, or the model's outputs on the last stage. Absent modules lose their
-    storage.
+    returns hidden states, or the model's outputs on the last stage.
 
     Args:
-        model: The full model.
+        model: The full model; absent modules are moved to ``meta``.
         flow: Description of the tensors that pass through its blocks.
         blocks: Full names of all blocks.
         first: Index of the stage's first block.

@@ -56,7 +56,7 @@ def _identity(forward: Forward) -> Forward:
     return forward
 
 
-def keep_parameters_in(model: nn.Module, dtype: torch.dtype, *, frozen_alone: bool = False) -> None:
+def keep_parameters_in(model: nn.Module, dtype: torch.dtype, *, frozen_only: bool = False) -> None:
     """Convert a model's floating-point parameters to another type. Tied parameters stay tied.
 
     Buffers are not converted.
@@ -64,14 +64,14 @@ def keep_parameters_in(model: nn.Module, dtype: torch.dtype, *, frozen_alone: bo
     Args:
         model: The full model.
         dtype: The type of the parameters.
-        frozen_alone: Convert only frozen parameters.
+        frozen_only: Convert only frozen parameters.
     """
     converted: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if not parameter.is_floating_point() or parameter.dtype == dtype:
                 continue
-            if frozen_alone and parameter.requires_grad:
+            if frozen_only and parameter.requires_grad:
                 continue
             if parameter not in converted:
                 values = parameter.detach().to(dtype)

@@ -1,7 +1,8 @@
 """Records operations on logits after the head, to apply them to chunks of the logits later.
 
 Hidden states temporarily replace the logits in the model's forward. Elementwise operations on them,
-such as softcapping, are recorded but not executed. Any other use of the logits is an error.
+such as softcapping, are recorded but not executed. Any other use of the logits is an error, except
+for queries of their shape and type.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def indivisible_heads(
             return
 
 
-def follow_the_cut(
+def set_local_head_counts(
     holder: nn.Module, outputs: Sequence[int], *, degree: int, shared: int | None
 ) -> None:
     """Set the head counts and widths stored in a module to those of one rank.

@@ -203,8 +203,8 @@ class RowParallelLinear(nn.Linear):
         elif x.shape[-1] != weight.shape[1]:
             raise ValueError(
                 f"a row-parallel layer of {self.in_features} inputs on {group.size} ranks takes "
-                f"{weight.shape[1]} features per rank, got {x.shape[-1]}: feed it what a "
-                "column-parallel layer returns"
+                f"{weight.shape[1]} features per rank, got {x.shape[-1]}: pass the output "
+                "of a column-parallel layer"
             )
         product = F.linear(x, weight)
         adapted = with_adapter(self, product, x, read=lambda: (weight, None), group=group)

@@ -77,7 +77,7 @@ class Losses:
         return torch.tensor(sum(counts))
 
     def whole_logits(self) -> AbstractContextManager[Any]:
-        """Make the model return full logits instead of passing hidden states to a chunked loss."""
+        """Return a context in which the model returns full logits, also with a chunked loss."""
         return nullcontext() if self.chunked is None else self.chunked.whole_logits()
 
 

@@ -20,7 +20,7 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import all_reduce_from_group, copy_to_group, scatter_to_group
 from axonlaunch.engines.tensor.adapters import divide_adapter, divide_experts
 from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup
-from axonlaunch.engines.tensor.heads import follow_the_cut, key_value_heads
+from axonlaunch.engines.tensor.heads import key_value_heads, set_local_head_counts
 from axonlaunch.engines.tensor.kinds import LinearSizes, linear_sizes
 from axonlaunch.engines.tensor.layers import (
     ColumnParallelEmbedding,
@@ -79,7 +79,7 @@ def parallelize(
         ValueError: A style does not exist or does not suit its module, or a size is not divisible.
     """
     if mesh.ndim != 1:
-        raise ValueError(f"the mesh {mesh} has {mesh.ndim} dims; pass the tensor axis alone")
+        raise ValueError(f"the mesh {mesh} has {mesh.ndim} dims; pass only the tensor axis")
     divide(module, plan, TensorAxis(mesh, overlaps=overlap), sequence_parallel=sequence_parallel)
 
 
@@ -260,7 +260,7 @@ def _divide_heads(modules: Sequence[Styled], degree: int) -> None:
             for entry in columns.values()
             if (sizes := linear_sizes(entry.module)) is not None
         ]
-        follow_the_cut(holder, outputs, degree=degree, shared=shared_heads(columns))
+        set_local_head_counts(holder, outputs, degree=degree, shared=shared_heads(columns))
 
 
 def _share_regions(module: nn.Module, axis: TensorAxis, *, sequence_parallel: bool) -> None:

@@ -82,7 +82,8 @@ class Styled:
         style: Style of that pattern; None if no pattern matches.
         in_region: Whether the module is a region or in one, where the ranks' values differ.
         nested: Whether a parent module is a region or in one.
-        in_sequence: Whether the module or a parent has the style ``sequence``.
+        in_sequence: Whether the module has the style ``sequence``, or no style and a parent with
+            that style.
         holder: Parent module; None for the root.
         pieces: Number of equal pieces packed in its outputs.
         cuts: Cut of each sharded parameter that belongs directly to the module, by local name.
@@ -261,7 +262,7 @@ def _unsuitable(entry: Styled, modules: list[Styled]) -> str | None:
     if entry.cuts and entry.style not in ("experts", "local") and not entry.in_region:
         return (
             f"names {', '.join(entry.cuts)} of {entry.name}; give {entry.name} itself the style "
-            "experts, if ranks' results are to be summed, or local"
+            "experts if its results are to be summed over ranks, otherwise local"
         )
     return None
 
@@ -271,7 +272,10 @@ def _indivisible(entry: Styled, degree: int) -> str | None:
         size = entry.module._parameters[key].shape[cut.dim]  # type: ignore[union-attr]
         if size % (degree * cut.pieces):
             use = divisor_of(size // cut.pieces)
-            return f"{entry.name}.{key} has {size} there, which {degree} does not divide; use {use}"
+            return (
+                f"{entry.name}.{key} has size {size} in dim {cut.dim}, which {degree} does not "
+                f"divide; use {use}"
+            )
     size, unit = _divided_size(entry)
     if entry.style == "vocabulary":
         return empty_part(f"{entry.name}'s {unit}", size, degree)
@@ -365,8 +369,8 @@ def _missing_from_plan(modules: list[Styled]) -> Iterator[str]:
         )
         if is_trained and entry.style is None and not (entry.in_region or entry.in_sequence):
             yield (
-                f"sequence_parallel: the plan names no {entry.name or 'parameters of the model'}"
-                ", and it matters whether it sees a part of the sequence: give it the style "
-                "sequence, or replicated where it sees all"
+                f"sequence_parallel: the plan does not name {entry.name or 'the model itself'}; "
+                "give it the style sequence if it sees only a part of the sequence, otherwise "
+                "replicated"
             )
             return
