@@ -171,9 +171,9 @@ def build_engine(
     crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
     passes: ForwardBackward
     if layout.pipeline == 1:
-        passes, replicas = _local(plan, model)
+        passes, replicas = _build_local(plan, model)
     else:
-        passes, replicas = _pipeline(plan, model, counts, crossing)
+        passes, replicas = _build_pipeline(plan, model, counts, crossing)
     parameters = {
         n: parameter for module in passes.modules for n, parameter in module.named_parameters()
     }
@@ -236,7 +236,7 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
         )
 
 
-def _local(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, Replicas | None]:
+def _build_local(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, Replicas | None]:
     _wrap_stage(plan, model)
     replicas, forward = None, model
     if plan.layout.facts.shards_parameters:
@@ -252,7 +252,7 @@ def _local(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, Replica
     return passes, replicas
 
 
-def _pipeline(
+def _build_pipeline(
     plan: _Plan, full_model: nn.Module, counts: list[int], ties: dict[str, str]
 ) -> tuple[PipelineForwardBackward, Replicas | None]:
     """Create this rank's stages from copies of the model."""

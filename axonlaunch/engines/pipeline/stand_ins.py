@@ -60,7 +60,7 @@ class StandIn(nn.Module):
 
 
 class PassingBlock(StandIn):
-    """A placeholder for a block that returns its input, or the stage's received hidden states."""
+    """Placeholder for a block: returns its input, or the stage's received hidden states."""
 
     def __init__(
         self, absent: nn.Module, *, returns: int | None, micro_batch: _MicroBatch | None = None

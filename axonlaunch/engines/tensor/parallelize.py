@@ -70,7 +70,8 @@ def parallelize(
             pattern counts. A pattern matches a module's full name or the name of one of its
             parameters. Patterns that match nothing are ignored, so a plan for the full model can be
             applied to a stage.
-        mesh: The tensor axis: one-dimensional. FSDP needs a slice of the run's mesh.
+        mesh: One-dimensional mesh of the tensor axis. For use with FSDP it must be a slice of the
+            run's mesh.
         sequence_parallel: Shard hidden states [B, T, H] along T outside of regions.
         overlap: Compute a region's weight gradients while its input gradient is summed. Must be
             false if the backward passes for inputs and for weights run at different times.
