@@ -147,8 +147,7 @@ def build_engine(
     Args:
         config: A validated configuration.
         world: The ranks of the run. All of them must call this.
-        sample: Inputs of one sample [...], required to balance pipeline stages; only shape and type
-            matter.
+        sample: Inputs of one sample [...], used to balance pipeline stages; values do not matter.
         source: Functions that create modules and storage; None for ``models.build``.
     """
     layout = Layout.of(config, world_size=world.world_size)
@@ -241,7 +240,7 @@ def _build_local(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, R
     replicas, forward = None, model
     if plan.layout.facts.shards_parameters:
         [forward] = plan.sharded
-    elif (replicas := _make_replicas(plan, model, sync=plan.config.strategy.ddp.sync)) is not None:
+    elif (replicas := _replicas(plan, model, sync=plan.config.strategy.ddp.sync)) is not None:
         forward = replicas.module
     passes = LocalForwardBackward(
         model,
@@ -268,29 +267,25 @@ def _build_pipeline(
     for name in {*ties, *ties.values()}:
         end = 0 if holds(at_start, name) else -1
         plan.owners[name] = group.ranks[schedule.rank_of_stage[end]]
-    boundaries = _stage_boundaries(plan, stages)
-    local_stages: dict[int, nn.Module] = {}
+    boundaries = _boundaries(plan, stages)
+    modules: dict[int, nn.Module] = {}
     for index in schedule.stages_of(group.rank):
         model = full_model
-        if local_stages:
+        if modules:
             model = plan.construct()
             _parallelize(plan, model)
-        local_stages[index] = cut(plan.spec, model, stages[index])
+        modules[index] = cut(plan.spec, model, stages[index])
     replicas = None
-    for stage in local_stages.values():
+    for stage in modules.values():
         _wrap_stage(plan, stage)
     if not plan.layout.facts.shards_parameters:
         # Schedules split and reorder backward passes, so replicas are averaged after all of them.
-        replicas = _make_replicas(
-            plan, nn.ModuleList(local_stages.values()), sync=GradSyncStrategy.NO_SYNC
-        )
-    pipeline = Pipeline(local_stages, schedule=schedule, group=group, boundaries=boundaries)
+        replicas = _replicas(plan, nn.ModuleList(modules.values()), sync=GradSyncStrategy.NO_SYNC)
+    pipeline = Pipeline(modules, schedule=schedule, group=group, boundaries=boundaries)
     return PipelineForwardBackward(pipeline, micro_batch_size=layout.micro_batch_size), replicas
 
 
-def _stage_boundaries(
-    plan: _Plan, stages: Sequence[Part]
-) -> Mapping[int, tuple[Tensor, Tensor]] | None:
+def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tensor, Tensor]] | None:
     if plan.source.boundaries is None:
         return None
 
@@ -380,9 +375,7 @@ def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> Callable[[Forward],
     return lower_replicas(model, precision, device=device, blocks=blocks)
 
 
-def _make_replicas(
-    plan: _Plan, module: nn.Module, *, sync: GradSyncStrategy | str
-) -> Replicas | None:
+def _replicas(plan: _Plan, module: nn.Module, *, sync: GradSyncStrategy | str) -> Replicas | None:
     with plan.source.storing():
         return make_replicas(
             plan.config.strategy,

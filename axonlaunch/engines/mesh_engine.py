@@ -95,8 +95,7 @@ class MeshEngine:
             update: Update of the parameters.
             replicas: Keeps full copies of the parameters equal; None without replicas.
             sharded: Parts of the model that are sharded by fully_shard.
-            tied: Sums gradients of weights shared by two pipeline stages; None without such
-                weights.
+            tied: Sums gradients of weights shared by two stages; None without such weights.
             aliases: ``{local name: name in the full model}`` of this rank's copies of weights that
                 belong to another stage.
             losses: Loss function and output gathering.
@@ -210,17 +209,13 @@ class MeshEngine:
     def named_updated(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the update changes, by the same names: parameters or their rows.
 
-        Rows are DTensors of this rank's rows. Gradients are available from ``backward`` to
-        ``update``.
+        Rows are DTensors. The tensors have gradients from ``backward`` to ``update``.
         """
         for name, tensor in self._update.tensors.items():
             yield self._aliases.get(name, name), tensor
 
     def optimizer_states(self) -> Iterator[Tensor]:
-        """Yield the optimizer states of this rank, including both copies of a tied weight.
-
-        States that do not exist yet are allocated.
-        """
+        """Yield the optimizer's states, allocating missing ones; of both copies of tied weights."""
         yield from self._update.state_dict().values()
 
     @torch.no_grad()
@@ -244,8 +239,7 @@ class MeshEngine:
         """Return the model's outputs. Every rank of the world must call it with the same inputs."""
         length = inputs.shape[1] if self._multiple > 1 else 0
         if padding := -length % self._multiple:
-            # Causal models do not look ahead, so padding at the end does not change earlier
-            # outputs.
+            # Causal models do not look ahead, so padding at the end changes no earlier output.
             inputs = torch.nn.functional.pad(inputs, (0, padding))
         if self._context is not None:
             inputs = inputs[:, self._context.positions(inputs.shape[1])]
@@ -370,9 +364,9 @@ class MeshEngine:
         Ranks of a tensor axis use the same seed, because they all compute the layers that are not
         sharded.
         """
-        data_index = self._mesh.along("pp", "dp_replicate", "dp_shard")
+        mesh_index = self._mesh.along("pp", "dp_replicate", "dp_shard")
         # torch accepts 64 bits, and a configured seed may use 63.
-        torch.manual_seed(((self._rule.seed * 1_000_003 + self.step) * 65_537 + data_index) % 2**63)
+        torch.manual_seed(((self._rule.seed * 1_000_003 + self.step) * 65_537 + mesh_index) % 2**63)
 
     def _named_tensors(self) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers by name, a tied parameter once."""

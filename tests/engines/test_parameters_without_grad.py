@@ -67,8 +67,8 @@ def test_overlapped_replicas_refuse_it_by_name() -> None:
     error = reported.value.__cause__ or reported.value
     assert isinstance(error, ConfigError)
     assert str(error) == (
-        "strategy.ddp.sync=overlapped: extra.weight, extra.bias got no gradient, for which the "
-        "others wait; use synchronous"
+        "strategy.ddp.sync=overlapped: extra.weight, extra.bias got no gradient, but the other "
+        "ranks wait for it; use synchronous"
     )
 
 

@@ -106,7 +106,7 @@ def _looks_up(module: nn.Embedding) -> bool:
     cls: Any = type(module)
     trial.__class__ = _watched_class(cls)
     trial.__dict__["_parameters"] = {"weight": nn.Parameter(torch.ones(2, 3, device="cpu"))}
-    trial.__dict__["_lookups"] = lookups
+    trial.__dict__["lookups"] = lookups
     entries = torch.tensor([[0, 1, 1]], device="cpu")
     try:
         with torch.no_grad():
@@ -119,7 +119,7 @@ def _looks_up(module: nn.Embedding) -> bool:
 @functools.cache
 def _watched_class(cls: Any) -> Any:
     def forward(self: Any, entries: Tensor) -> Tensor:
-        self._lookups.append(entries)
+        self.lookups.append(entries)
         return F.embedding(entries, self.weight)
 
     watch = type("_Watch", (nn.Embedding,), {"forward": forward})
