@@ -294,12 +294,12 @@ def _unshared_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
 def _large_unit(modules: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
     """Return the modules with parameters, if large and not sharing parameters with other units."""
     with_parameters = [module for module in modules if any(True for _ in module.parameters())]
-    inside = {part for module in with_parameters for part in module.modules()}
+    submodules = {part for module in with_parameters for part in module.modules()}
     parameters = {parameter for module in with_parameters for parameter in module.parameters()}
     others = (
         part
         for module in model.modules()
-        if module not in inside
+        if module not in submodules
         for part in _direct_parameters(module)
     )
     if not parameters.isdisjoint(others):

@@ -35,7 +35,8 @@ def register_optimizer(
         config: Frozen dataclass with the fields ``name`` and ``lr`` that types the group
             ``optimizer``. Its other fields are keywords of the class, and options of parameter
             groups. None: the keywords are ``lr`` and the entries of ``optimizer.arguments``.
-        states: States that it keeps for each parameter; None determines them on small parameters.
+        states: States that the optimizer keeps for each parameter; None determines them on small
+            parameters.
         sharding: Way of handling sharded parameters, see ``OptimizerFacts``; None tests whether the
             update is elementwise.
         fixed: Keywords that users cannot change, such as ``{"fused": True}``.

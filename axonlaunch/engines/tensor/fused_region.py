@@ -1,6 +1,7 @@
 """Computes a region's column-parallel layers together, so that backward can overlap.
 
-The gradient of their common input is summed over ranks while the weight gradients are computed. A
+A parallel region is a part of the model in which each rank has only some heads or features. The
+gradient of its layers' common input is summed over ranks while the weight gradients are computed. A
 layer that reads a different input is computed separately.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,

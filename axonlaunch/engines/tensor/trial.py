@@ -58,8 +58,8 @@ def disagreement(
     modules = style_modules(model, plan)
     containers = [holder for holder, _ in holders(modules)]
     containers += [entry.module for entry in modules if entry.style == "experts"]
-    inside = {id(child) for holder in containers for child in holder.modules()}
-    inside -= {id(holder) for holder in containers}
+    inner_modules = {id(child) for holder in containers for child in holder.modules()}
+    inner_modules -= {id(holder) for holder in containers}
     logits = [
         expected[entry.name][-1:] for entry in modules if _is_head(entry) and entry.name in expected
     ]
@@ -67,8 +67,10 @@ def disagreement(
         full_shape, rank_shape = expected.get(entry.name), actual.get(entry.name)
         expected_shape = None
         if full_shape is not None:
-            free = id(entry.module) in inside or full_shape[-1:] in logits
-            expected_shape = _expected_shape(entry, full_shape, degree, free=free)
+            may_be_sharded = id(entry.module) in inner_modules or full_shape[-1:] in logits
+            expected_shape = _expected_shape(
+                entry, full_shape, degree, may_be_sharded=may_be_sharded
+            )
         if expected_shape is not None and rank_shape != expected_shape:
             shown = "nothing" if rank_shape is None else list(rank_shape)
             return f"{entry.name} returns {shown} on a rank, not {list(expected_shape)}"
@@ -140,8 +142,8 @@ def _run(model: nn.Module, length: int, repeats: Mapping[str, str]) -> tuple[Sha
     returned: dict[str, Any] = {}
     for name in set(repeats.values()):
         model.get_submodule(name).register_forward_hook(_record_output(name, returned))
-    for name, like in repeats.items():
-        model.get_submodule(name).forward = lambda *_, like=like, **__: returned[like]
+    for name, first in repeats.items():
+        model.get_submodule(name).forward = lambda *_, first=first, **__: returned[first]
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
         module.register_forward_hook(_record_shape(name, shapes, running))
@@ -180,7 +182,7 @@ def _record_output(name: str, returned: dict[str, Any]) -> Any:
 
 
 def _expected_shape(
-    entry: Styled, full_shape: tuple[int, ...], degree: int, *, free: bool
+    entry: Styled, full_shape: tuple[int, ...], degree: int, *, may_be_sharded: bool
 ) -> tuple[int, ...] | None:
     """Return the output shape that a rank's module must have; None if several are valid.
 
@@ -191,7 +193,7 @@ def _expected_shape(
         return full_shape
     if entry.style in ("column", "packed_column") or _is_head(entry):
         return (*full_shape[:-1], -(-full_shape[-1] // degree))
-    return None if free or not entry.name else full_shape
+    return None if may_be_sharded or not entry.name else full_shape
 
 
 def _is_head(entry: Styled) -> bool:
