@@ -1,7 +1,8 @@
-"""What an optimizer that nobody has described keeps and needs, found by trying it.
+"""Determines an optimizer's states and sharding by running it on small parameters.
 
-It lets the optimizer update parameters of a few elements, in this process, and compares; it refuses
-what a checkpoint could not save. Nothing is found out about parameters of a run.
+It is used for optimizers without a description. The optimizer updates parameters of a few elements
+in this process, and the results are compared. States that a checkpoint cannot save are refused.
+Parameters of a run are not used.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from axonlaunch.engines.optimizer.optimizers import optimizer_class
 from axonlaunch.models.fake_tensor_cache import with_tensor_values
 
 _SIZES = ((6, 4, 8, 10, 12), (10, 8, 4, 6, 14))
-"""Of the dims of two parameters; even, for halves, and all of a parameter's different."""
+"""Dims of the two test parameters: even, to split them in halves, and all different within one."""
 _STEPS = 3
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found.
+    """Properties of an optimizer.
 
     Attributes:
-        states: What is kept of a parameter of so many dims.
-        sharding: ``elementwise`` if halves of a parameter are updated as the whole is.
-        defaults: Options that a group of parameters may set.
+        states: States of a parameter with the tested number of dims.
+        sharding: ``elementwise`` if updating two halves gives the same as updating the whole.
+        defaults: Options that a parameter group can set.
     """
 
     states: tuple[OptimizerState, ...]
@@ -45,21 +46,22 @@ class Probe:
 
 
 def probe(config: Any, ndim: int) -> Probe:
-    """Try an optimizer on parameters of so many dims.
+    """Run an optimizer on test parameters with ``ndim`` dims.
 
     Args:
-        config: As ``with_options`` returns it.
-        ndim: Dims of the parameters.
+        config: Optimizer configuration, as returned by ``with_options``.
+        ndim: Number of dims of the parameters.
 
     Raises:
-        ConfigError: It can't be imported, can't be called, fails, or keeps what can't be saved.
+        ConfigError: The optimizer cannot be imported or called, fails, or has states that cannot be
+            saved.
     """
     return _probe(_Call(optimizer_class(config), repr(options_of(config)), config), ndim)
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A configuration, equal to others that would make the same optimizer."""
+    """A configuration that compares equal to others that create the same optimizer."""
 
     made_by: Callable[..., Optimizer]
     options: str
@@ -79,14 +81,14 @@ class _Call:
 def _probe(call: _Call, ndim: int) -> Probe:
     config = call.config
     shapes = [sizes[:ndim] for sizes in _SIZES]
-    # An estimate may ask first, whose tensors have no values to compare.
+    # Memory estimates may call this first, when tensors have no values to compare.
     with with_tensor_values(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         try:
             tried = [_try_update(config, _tensors(shape)) for shape in shapes]
             is_elementwise = all(_is_same_by_halves(config, shapes[0], dim) for dim in range(ndim))
         except ConfigError:
             raise
-        except Exception as error:  # a user's own class may fail in any way
+        except Exception as error:  # user code may raise any exception
             key, value = _chosen_by(config)
             what = "trying it on a small parameter"
             raise ConfigError([ConfigIssue.of_failure(key, what, error, value)]) from error
@@ -102,14 +104,14 @@ def _refusal(config: Any, message: str) -> ConfigError:
 
 
 def _chosen_by(config: Any) -> tuple[str, str]:
-    """Return the key that chose the optimizer, and its value."""
+    """Return the configuration key that selected the optimizer, and its value."""
     if isinstance(config, CustomOptimizerConfig):
         return "optimizer.target", config.target
     return "optimizer.name", config.name
 
 
 def _tensors(shape: Shape) -> list[Tensor]:
-    """Return a parameter and its gradients in every step."""
+    """Return a parameter and its gradients for every step."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) for _ in range(1 + _STEPS)]
 
@@ -118,7 +120,7 @@ def _try_update(config: Any, tensors: list[Tensor]) -> tuple[dict[str, Any], Opt
     """Update a parameter; return its states and the optimizer.
 
     Raises:
-        ConfigError: The optimizer keeps what it has learned in its groups.
+        ConfigError: The optimizer stores changing values in its parameter groups.
     """
     start, *gradients = tensors
     parameter = nn.Parameter(start.clone())
@@ -147,7 +149,7 @@ def _options(optimizer: Optimizer) -> dict[str, str]:
 
 
 def _is_same_by_halves(config: Any, shape: Shape, dim: int) -> bool:
-    """Say whether both halves of a parameter, each by itself, are updated as the whole is."""
+    """Return whether updating both halves separately gives the same as updating the parameter."""
     whole, halves = _tensors(shape), [_tensors(shape) for _ in range(2)]
     _try_update(config, whole)
     updated = []
@@ -161,10 +163,11 @@ def _is_same_by_halves(config: Any, shape: Shape, dim: int) -> bool:
 def _states(
     config: Any, shapes: list[Shape], first: dict[str, Any], second: dict[str, Any]
 ) -> Iterator[OptimizerState]:
-    """Yield what is kept, from what two parameters of different sizes have.
+    """Yield the states, derived from those of two parameters of different sizes.
 
     Raises:
-        ConfigError: A state is no tensor and no number, or its size does not follow.
+        ConfigError: A state is neither a tensor nor a number, or its size does not follow from the
+            parameter's.
     """
     for name, value in first.items():
         if value is None:
@@ -191,7 +194,7 @@ def _states(
 
 
 def _rule(shapes: list[Shape], sizes: tuple[Shape, Shape]) -> Callable[[Shape], Shape] | None:
-    """Return how a state's shape follows from its parameter's; None if it does not."""
+    """Return a function from a parameter's shape to its state's; None if the shapes do not fit."""
     first, second = sizes
     if first == second and math.prod(first) == 1:
         return _fixed_shape(first)
