@@ -82,7 +82,7 @@ def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
     if is_on_cpu(config.launch):
         return []
     look = "axonlaunch.diagnostics.doctor.machine:machine"
-    machine: dict[str, Any] = forked_call.call(context, look)
+    machine: dict[str, Any] = forked_call.call(context, look, task="looking at this node")
     return [device["name"] for device in machine["devices"]] if machine["nccl"]["devices"] else []
 
 

@@ -5,7 +5,7 @@ It is what an allocator would be asked; what the allocator makes of it is ``cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -72,6 +72,7 @@ class RecordingTrace(StorageTrace):
             engine: Whose parameters and states are recognised by their blocks.
             blocks: Of each pipeline stage, in order.
         """
+        self._remove_freed()
         owners = {} if engine is None else self._owners(engine, blocks or {})
         start, stop = self._first_update or (0, 0)
         known = {change.storage for change in self._changes[:start]}
@@ -95,9 +96,11 @@ class RecordingTrace(StorageTrace):
     @contextmanager
     def during(self, category: Category) -> Iterator[None]:
         """Take whatever is allocated inside for one category."""
+        self._remove_freed()
         start = len(self._changes)
         with super().during(category):
             yield
+        self._remove_freed()
         if category == "temporary" and self._first_update is None:
             self._first_update = start, len(self._changes)
 
@@ -109,11 +112,12 @@ class RecordingTrace(StorageTrace):
             self._changes.append(Change(number, storage.nbytes(), self._stream()))
 
     def _add(self, tensor: Tensor, category: Category) -> None:
+        self._remove_freed()
         storage = tensor.untyped_storage()
         key = id(storage)
         known = key in self._live
         super()._add(tensor, category)
-        if known or key not in self._live or category in self.host:
+        if known or key not in self._live or category in self._host:
             return
         self._numbers[key] = len(self._changes)
         self._changes.append(Change(self._numbers[key], storage.nbytes(), self._stream()))
@@ -126,21 +130,16 @@ class RecordingTrace(StorageTrace):
 
     def _move(self, storage: Any, category: Category) -> None:
         super()._move(storage, category)
-        if category in self.host:
+        if category in self._host:
             number = self._numbers.pop(id(storage.alive()), None)
             if number is not None:
                 self._changes.append(Change(number, 0))
 
-    def _remover(self, key: int) -> Callable[[Any], None]:
-        remove = super()._remover(key)
-
-        def remove_and_record(alive: Any) -> None:
-            remove(alive)
-            number = self._numbers.pop(key, None)
-            if number is not None:
-                self._changes.append(Change(number, 0))
-
-        return remove_and_record
+    def _remove(self, key: int) -> None:
+        super()._remove(key)
+        number = self._numbers.pop(key, None)
+        if number is not None:
+            self._changes.append(Change(number, 0))
 
     def _stream(self) -> int:
         stream = torch.cpu.current_stream()

@@ -128,7 +128,10 @@ class _Run:
         for place in places:
             runs |= {key: run for key, run in place.traces().items() if key not in self.done}
         results = forked_map.map_forked(
-            [*runs.values()], memory=fake_tensor_cache.recipes, until=self.until
+            [*runs.values()],
+            task="tracing a step to estimate its memory",
+            memory=fake_tensor_cache.recipes,
+            until=self.until,
         )
         self.done.update(zip(runs, results, strict=True))
 

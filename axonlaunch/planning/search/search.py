@@ -270,7 +270,9 @@ def _fastest(first: list[_Likely], *, hardware: HardwareConfig) -> list[tuple[_L
         ConfigError: Why the first can't be traced, if none can.
     """
     runs = [partial(_time_layout, choice.candidate.config, hardware) for choice in first]
-    works = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
+    works = forked_map.map_forked(
+        runs, task="tracing a step to predict its time", memory=fake_tensor_cache.recipes
+    )
     fastest = [
         (choice, work)
         for choice, work in zip(first, works, strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,9 +78,11 @@ class _Held:
 class StorageTrace(UncompiledDispatchMode):
     """Counts live storages while it is entered; it may be entered again and continues counting.
 
+    A freed storage is only queued by its weak reference and counted later, before anything else is:
+    torch frees a gradient in the middle of ``parameter.grad = None``, and a callback that reads
+    ``parameter.grad`` then reads freed memory, which ends the process with signal 11.
+
     Attributes:
-        now: Bytes of each category on the device.
-        host: Bytes of each category that an offloading run keeps in host memory.
         events: What was held in each part of what is measured.
     """
 
@@ -98,10 +101,11 @@ class StorageTrace(UncompiledDispatchMode):
                 them; where kernels run here, ``gloo_buffers.unseen``.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        self.host: dict[Category, int] = dict.fromkeys(on_host, 0)
+        self._now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        self._host: dict[Category, int] = dict.fromkeys(on_host, 0)
         self.events = [TraceEvent(("start",), [self._point()])]
         self._live: dict[int, _Held] = {}
+        self._freed: deque[int] = deque()
         self._parameters: list[Tensor] = []
         self._in_flight: dict[int, list[Tensor]] = {}
         self._queued: list[list[Tensor]] = []
@@ -110,6 +114,18 @@ class StorageTrace(UncompiledDispatchMode):
         self._highest = 0
         self._phase: Category | None = None
         self._workspaces = workspaces
+
+    @property
+    def now(self) -> dict[Category, int]:
+        """Bytes of each category on the device."""
+        self._remove_freed()
+        return self._now
+
+    @property
+    def host(self) -> dict[Category, int]:
+        """Bytes of each category that an offloading run keeps in host memory."""
+        self._remove_freed()
+        return self._host
 
     def __enter__(self) -> Self:
         self._outer = getattr(_running, "trace", None)
@@ -127,10 +143,12 @@ class StorageTrace(UncompiledDispatchMode):
             return args[0].fake_device
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
             return NotImplemented  # they come again as the plain tensors that they hold
+        self._remove_freed()
         namespace = func.namespace
         if namespace == "_c10d_functional" and isinstance(args[0], FakeTensor):
             return self._without_values(func, args, kwargs)
         out = func(*args, **(kwargs or {}))
+        self._remove_freed()
         category = self._phase or _category()
         if namespace in ("c10d", "fsdp"):
             if func._schema.name not in _SENDS:
@@ -140,7 +158,7 @@ class StorageTrace(UncompiledDispatchMode):
             if isinstance(tensor, Tensor):
                 # A tensor that waits for a message holds another one, and no storage of its own.
                 self._add(_plain(tensor), category)
-        if namespace == "c10d" and self.host:
+        if namespace == "c10d" and self._host:
             self._tag_gradients()
         if (is_queued := gloo_buffers.returns_before(func, args)) and self._queued:
             del self._queued[: 1 - gloo_buffers.THREADS]
@@ -165,6 +183,7 @@ class StorageTrace(UncompiledDispatchMode):
 
     def tag(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of tensors; those not seen yet are counted from now on."""
+        self._remove_freed()
         for tensor in tensors:
             plain = _plain(tensor)
             storage = self._live.get(id(plain.untyped_storage()))
@@ -186,17 +205,20 @@ class StorageTrace(UncompiledDispatchMode):
         """Begin an event, which ends the one before."""
         self.finish()
         self._queued.clear()
+        self._remove_freed()
         self.events.append(TraceEvent(name, [self._point()]))
         self._top, self._highest = 0, on_device(self.events[-1].points[0])
 
     def finish(self) -> None:
         """Complete what the last event says."""
+        self._remove_freed()
         self._note()
         self._settle()
         self._tag_gradients()
 
     def note_size(self, storage: Any) -> None:
         """Note that a storage has another size, as those of gathered parameters get."""
+        self._remove_freed()
         live = self._live.get(id(storage))
         if live is None:
             return
@@ -233,21 +255,24 @@ class StorageTrace(UncompiledDispatchMode):
         return held
 
     def _add(self, tensor: Tensor, category: Category) -> None:
+        self._remove_freed()  # the new storage may have the id of a freed one
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._live or tensor.device.type == "meta":
             return
         size = storage.nbytes()
-        alive = weakref.ref(storage, self._remover(key))
+        alive = weakref.ref(storage, lambda _: self._freed.append(key))
         self._live[key] = _Held(alive, size, category)
         self._count(category, size)
 
-    def _remover(self, key: int) -> Callable[[Any], None]:
-        def remove(_: Any) -> None:
-            live = self._live.pop(key)
-            self._count(live.category, -live.num_bytes)
+    def _remove_freed(self) -> None:
+        """Count what was freed since the last call, in order."""
+        while self._freed:
+            self._remove(self._freed.popleft())
 
-        return remove
+    def _remove(self, key: int) -> None:
+        live = self._live.pop(key)
+        self._count(live.category, -live.num_bytes)
 
     def _between_ranks(self, args: Any, kwargs: Any) -> None:
         """Take an operation's buffers, given to be written or read, for what they are."""
@@ -260,13 +285,13 @@ class StorageTrace(UncompiledDispatchMode):
     def _move(self, live: _Held, category: Category) -> None:
         if live.category == category:
             return
-        crosses = (live.category in self.host) != (category in self.host)
+        crosses = (live.category in self._host) != (category in self._host)
         if crosses:
             self._count(live.category, -live.num_bytes)
             live.category = category
             self._count(category, live.num_bytes)
             return
-        place = self.host if category in self.host else self.now
+        place = self._host if category in self._host else self._now
         place[live.category] -= live.num_bytes
         place[category] += live.num_bytes
         live.category = category
@@ -275,7 +300,7 @@ class StorageTrace(UncompiledDispatchMode):
         if change < 0:
             self._note()
             self._settle()
-        place = self.host if category in self.host else self.now
+        place = self._host if category in self._host else self._now
         place[category] += change
         self._grown = self._grown or change > 0
 
@@ -300,7 +325,7 @@ class StorageTrace(UncompiledDispatchMode):
             self.events[-1].points[top] = self._point()
 
     def _point(self) -> Point:
-        return (*self.now.values(), sum(self.host.values()))
+        return (*self._now.values(), sum(self._host.values()))
 
     def _tag_gradients(self) -> None:
         for parameter in self._parameters:
