@@ -138,10 +138,14 @@ def _show_tracebacks(error: Exception, problems: Sequence[ConfigIssue]) -> None:
 def _refusal(error: Exception) -> str:
     """Return what this node refused, and what to do; empty for a bug of ours."""
     from axonlaunch.launch.failures.report import cause_of, plain_error
+    from axonlaunch.system.forked_call import CallsFailedError
+    from axonlaunch.system.forked_process import ProcessDiedError
     from axonlaunch.system.forkserver import ForkServerError
 
-    if isinstance(error, ForkServerError):
-        return str(error)
+    errors = error.errors.values() if isinstance(error, CallsFailedError) else [error]
+    for failure in errors:
+        if isinstance(failure, ForkServerError | ProcessDiedError):
+            return str(failure)
     if not isinstance(error, OSError):
         return ""
     remedy = {

@@ -113,7 +113,9 @@ class Request:
 
 def accelerators_of(server: Callable[[], ForkServerContext]) -> int:
     """Count this node's accelerators, in a forked process."""
-    count: int = forked_call.call(server(), "axonlaunch.preflight.devices:accelerators")
+    count: int = forked_call.call(
+        server(), "axonlaunch.preflight.devices:accelerators", task="counting accelerators"
+    )
     return count
 
 

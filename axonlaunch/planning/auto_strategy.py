@@ -82,7 +82,7 @@ def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
     if is_on_cpu(config.launch):
         return []
     target = "axonlaunch.diagnostics.doctor.machine:machine"
-    machine: dict[str, Any] = forked_call.call(context, target)
+    machine: dict[str, Any] = forked_call.call(context, target, task="looking at this node")
     return [device["name"] for device in machine["devices"]] if machine["nccl"]["devices"] else []
 
 

@@ -156,7 +156,9 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     ]
     if layout.pipeline > 1:
         functions.append(partial(_split, config))
-    results = forked_map.map_forked(functions, memory=fake_tensor_cache.recipes)
+    results = forked_map.map_forked(
+        functions, task="tracing a step to predict its time", memory=fake_tensor_cache.recipes
+    )
     layers = tuple(results[-1]) if layout.pipeline > 1 else (depth,)
     traced = {
         (rank, *key): trace
