@@ -185,18 +185,21 @@ def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Refuse a run folder in which a link or a FIFO stands where steps are logged.
+    """Refuse a run folder with a link, a FIFO or a folder in place of a file that ranks append to.
 
     Raises:
-        ConfigError: One does.
+        ConfigError: There is one, or a file cannot be read.
     """
-    try:
-        for name in (METRICS, EVENTS):
-            if is_there(folder / name):
-                open_regular(folder / name).close()
-    except NotRegularError:
-        message = f"{folder / name} is not a regular file; remove it, or use another run folder"
-        raise ConfigError([ConfigIssue("run_dir", message)]) from None
+    for file in (folder / METRICS, folder / EVENTS, *sorted((folder / "logs").glob("rank_*.log"))):
+        try:
+            open_regular(file).close()
+        except FileNotFoundError:
+            continue
+        except NotRegularError:
+            message = f"{file} is not a regular file; remove it, or use another run folder"
+            raise ConfigError([ConfigIssue("run_dir", message)]) from None
+        except OSError as error:
+            raise _cannot_create(error) from None
 
 
 def _differences(config: RunConfig) -> list[str]:
