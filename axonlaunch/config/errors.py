@@ -55,7 +55,7 @@ class ConfigIssue:
         if not self.key:
             return self.message
         shown = "" if self.value is ... else f"={_shortened(plain(self.value))}"
-        return f"{_in_one_line(self.key)}{shown}: {self.message}"
+        return f"{self.key}{shown}: {self.message}"
 
 
 class ConfigError(ValueError):
@@ -99,11 +99,12 @@ def plain(value: Any) -> str:
 
 
 def _shortened(text: str) -> str:
-    text = _in_one_line(text)
+    text = in_one_line(text)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
-def _in_one_line(text: str) -> str:
+def in_one_line(text: str) -> str:
+    """Write line breaks as escape sequences."""
     return text.replace("\r", "\\r").replace("\n", "\\n")
 
 
