@@ -68,7 +68,7 @@ class Reader(StorageReader):
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._files: dict[str, Path] = {}
         for file in _files(folder):
-            with _open_safetensors(file) as content:
+            with open_safetensors(file) as content:
                 for name in content.offset_keys():
                     entry = content.get_slice(name)
                     dtype = _DTYPES.get(entry.get_dtype(), torch.uint8)
@@ -125,7 +125,7 @@ class Reader(StorageReader):
             def read(name: str, region: tuple[slice, ...]) -> Tensor:
                 file = self._files[name]
                 if file not in opened:
-                    opened[file] = stack.enter_context(_open_safetensors(file))
+                    opened[file] = stack.enter_context(open_safetensors(file))
                 part: Tensor = (
                     opened[file].get_slice(name)[region]
                     if region
@@ -295,7 +295,7 @@ def read_json(file: Path, key: str | None = None) -> dict[str, Any]:
 
 
 @contextmanager
-def _open_safetensors(file: Path) -> Iterator[Any]:
+def open_safetensors(file: Path) -> Iterator[Any]:
     """Open a regular file of safetensors.
 
     Raises:
