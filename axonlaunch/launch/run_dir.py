@@ -48,7 +48,15 @@ from axonlaunch.system.files import (
     read_text,
     replace_text,
 )
-from axonlaunch.system.run_files import CRASH, EVENTS, METRICS, ORIGINS, SUMMARY, append_event
+from axonlaunch.system.run_files import (
+    CRASH,
+    EVENTS,
+    METRICS,
+    ORIGINS,
+    SUMMARY,
+    TOKENIZER,
+    append_event,
+)
 from axonlaunch.system.version_control import commit_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -185,11 +193,14 @@ def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Refuse a run folder with a link, a FIFO or a folder in place of a file that ranks append to.
+    """Refuse a run folder with a link or a FIFO in place of what its ranks write.
 
     Raises:
         ConfigError: There is one, or a file cannot be read.
     """
+    if (folder / TOKENIZER).is_symlink():
+        message = f"{folder / TOKENIZER} is a link; remove it, or use another run folder"
+        raise ConfigError([ConfigIssue("run_dir", message)])
     for file in (folder / METRICS, folder / EVENTS, *sorted((folder / "logs").glob("rank_*.log"))):
         try:
             open_regular(file).close()

@@ -75,3 +75,15 @@ def test_a_rank_log_that_is_a_link_or_a_fifo_is_an_error_line(
     assert errors.splitlines() == [
         f"error: run_dir: {log} is not a regular file; remove it, or use another run folder"
     ]
+
+
+def test_a_tokenizer_folder_that_is_a_link_is_not_written_through(served: Command) -> None:
+    folder, victim = served.folder / "runs/run", served.folder / "victim"
+    (folder / "logs").mkdir(parents=True)
+    victim.mkdir()
+    (folder / "tokenizer").symlink_to(victim)
+    errors = served.train(*OVERRIDES, "train.steps=2", status=2).stderr
+    assert (
+        errors
+        == f"error: run_dir: {folder}/tokenizer is a link; remove it, or use another run folder\n"
+    )
