@@ -39,7 +39,7 @@ from axonlaunch.config.url import is_url
 from axonlaunch.diagnostics.report.run_record import NotARunError, find_launched, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity
 from axonlaunch.system import host
-from axonlaunch.system.disk import free_bytes
+from axonlaunch.system.disk import free_bytes, shortage
 from axonlaunch.system.files import (
     NotRegularError,
     folder_lock,
@@ -99,7 +99,8 @@ def open_run_dir(
         folder = Path(config.run_dir)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
-        raise _cannot_create(error) from None
+        named = "runs" if config.run_dir == "auto" else config.run_dir
+        raise _cannot_create(error, Path(named)) from None
     with _hold(folder), lock_checkpoints(config, makes=not is_submitted):
         given, config = config.checkpoint.resume, _with_resume(config)
         if given != config.checkpoint.resume:
@@ -115,7 +116,7 @@ def open_run_dir(
             if composed is not None:
                 write_json(folder / ORIGINS, origins_of(composed, config))
         except OSError as error:
-            raise _cannot_create(error) from None
+            raise _cannot_create(error, folder) from None
         yield config
 
 
@@ -133,7 +134,7 @@ def _hold(folder: Path) -> Iterator[None]:
             message = f"another process is training in {folder}; wait for it, or choose another"
             raise ConfigError([ConfigIssue("run_dir", f"{message} name")]) from None
         except OSError as error:
-            raise _cannot_create(error) from None
+            raise _cannot_create(error, folder) from None
         _refuse_special_files(folder)
         yield
 
@@ -180,7 +181,7 @@ def check_run_dir(config: RunConfig) -> None:
     existing, _ = free_bytes(folder)
     reason = 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
     if reason := reason if existing.is_dir() else errno.ENOTDIR:
-        raise _cannot_create(OSError(reason, os.strerror(reason), str(existing)))
+        raise _cannot_create(OSError(reason, os.strerror(reason), str(existing)), folder)
 
 
 def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
@@ -210,7 +211,7 @@ def _refuse_special_files(folder: Path) -> None:
             message = f"{file} is not a regular file; remove it, or use another run folder"
             raise ConfigError([ConfigIssue("run_dir", message)]) from None
         except OSError as error:
-            raise _cannot_create(error) from None
+            raise _cannot_create(error, folder) from None
 
 
 def _differences(config: RunConfig) -> list[str]:
@@ -325,12 +326,12 @@ def adopt(config: RunConfig) -> None:
         if not (folder / CONFIG).exists():  # no disk is shared with that process
             replace_text(folder / CONFIG, to_yaml(config))
     except OSError as error:
-        raise _cannot_create(error) from None
+        raise _cannot_create(error, folder) from None
 
 
-def _cannot_create(error: OSError) -> ConfigError:
+def _cannot_create(error: OSError, folder: Path) -> ConfigError:
     where = f": {error.filename}" if error.filename else ""
-    what_to_do = "; free some space, or use another" if error.errno in FULL else ""
+    what_to_do = f"; {shortage(folder)[1]}, or use another" if error.errno in FULL else ""
     message = f"can't make the run folder: {error.strerror}{where}{what_to_do}"
     return ConfigError([ConfigIssue("run_dir", message)])
 
