@@ -26,17 +26,15 @@ from axonlaunch.config import (
     ConfigError,
     ConfigIssue,
     RunConfig,
-    flatten,
-    to_tree,
     to_yaml,
     with_values,
 )
-from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.origins import origins_of
-from axonlaunch.config.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.plain import LARGEST_YAML
 from axonlaunch.config.url import is_url
 from axonlaunch.diagnostics.report.run_record import NotARunError, find_launched, read_run
+from axonlaunch.launch.changed_settings import changed_settings, frozen_settings, other_threads
 from axonlaunch.launch.environment_variables import LaunchIdentity
 from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes, shortage
@@ -61,10 +59,6 @@ from axonlaunch.system.version_control import commit_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk without space, or without space for this user, refuses a write with."""
-
-_LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
-_LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
-"""What of a configuration decides what is learned: a layout and a length don't."""
 
 
 @contextmanager
@@ -224,38 +218,16 @@ def _differences(config: RunConfig) -> list[str]:
         if not is_there(file) or checkpoint.find_checkpoint(where) is None:
             return []
     try:
-        before = _frozen(file)
+        before = frozen_settings(file)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         return [
             f"{file}: can't be read ({reason}): whether this run resumes with its settings is not "
             "known; it is written again"
         ]
-    changed = _other_settings(config, before)
+    changed = changed_settings(config, before)
     notes = [f"resuming with changed settings: {', '.join(changed)}"] if changed else []
-    return [*notes, *_other_threads(config, before)]
-
-
-def _other_threads(config: RunConfig, before: dict[str, Any]) -> list[str]:
-    """Say that a run which resumes on another number of threads is not the same to the bit."""
-    was, now = before.get("launch.threads"), config.launch.threads
-    if was in (None, "auto", now):
-        return []
-    return [
-        f"resuming with launch.threads={now} (was {was}): sums round otherwise, so losses may "
-        "differ in their last bits from those of a run that was not stopped; "
-        f"launch.threads={was} keeps them"
-    ]
-
-
-def _frozen(file: Path) -> dict[str, Any]:
-    """Return the frozen configuration of a run, by dotted key.
-
-    Raises:
-        OSError: It can't be read.
-        ValueError: It is none.
-    """
-    return flatten(read_yaml(read_text(file, at_most=LARGEST_YAML)))
+    return [*notes, *other_threads(config, before)]
 
 
 def finished_summary(config: RunConfig) -> dict[str, Any] | None:
@@ -275,7 +247,7 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     if not is_done:
         return None
     try:
-        changed = _other_settings(config, _frozen(folder / CONFIG))
+        changed = changed_settings(config, frozen_settings(folder / CONFIG))
     except (OSError, ValueError):
         changed = []  # nothing is trained by them any more
     if changed:
@@ -300,18 +272,6 @@ def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
     if is_url(config.checkpoint.path or ""):
         return None
     return checkpoint.find_checkpoint(storage.root(config))
-
-
-def _other_settings(config: RunConfig, before: dict[str, Any]) -> list[str]:
-    """Return settings that decide what is learned and differ from a frozen configuration."""
-    now = flatten(to_tree(config))
-    keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
-    keys += [f"train.{name}" for name in _LEARNED_OF_TRAIN]
-    return [
-        f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
-        for key in keys
-        if now.get(key) != before.get(key)
-    ]
 
 
 def adopt(config: RunConfig) -> None:
