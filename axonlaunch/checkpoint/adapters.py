@@ -168,7 +168,7 @@ def _mismatched_matrices(rank: int, entries: _Entries) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    """Shorten a value from somebody's file for a message."""
+    """Shorten a value of a foreign file for a message."""
     return value if isinstance(value, str) and len(value) < 200 else reprlib.repr(value)
 
 

@@ -1,7 +1,6 @@
 """Checks the names of runs and of their folders.
 
-Characters that change what a terminal shows, and bytes that no other program can read as text, are
-refused.
+Refuses characters that control a terminal, and bytes that are not text.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from axonlaunch.config.errors import ConfigIssue
 from axonlaunch.config.schema import RunConfig
 
 _LONGEST_NAME, _LONGEST_PATH = 240, 2048
-"""Bytes of a folder's name and of a path, with room for what a run adds to them."""
+"""Bytes of a folder's name and of a path, with room for the files of a run below it."""
 _UNREADABLE = {
     "Cc": "a control character",
     "Cs": "a byte that is not UTF-8",

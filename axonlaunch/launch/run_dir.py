@@ -32,9 +32,13 @@ from axonlaunch.config import (
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.origins import origins_of
 from axonlaunch.config.plain import LARGEST_YAML
+from axonlaunch.config.resumed_settings import (
+    frozen_settings,
+    other_threads,
+    settings_unlike_resumed,
+)
 from axonlaunch.config.url import is_url
 from axonlaunch.diagnostics.report.run_record import NotARunError, find_launched, read_run
-from axonlaunch.launch.changed_settings import changed_settings, frozen_settings, other_threads
 from axonlaunch.launch.environment_variables import LaunchIdentity
 from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes, shortage
@@ -188,7 +192,7 @@ def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Refuse a run folder with a link or a FIFO in place of what its ranks write.
+    """Refuse a run folder with a link or a FIFO under the name of a file that its ranks write.
 
     Raises:
         ConfigError: There is one, or a file cannot be read.
@@ -225,7 +229,7 @@ def _differences(config: RunConfig) -> list[str]:
             f"{file}: can't be read ({reason}): whether this run resumes with its settings is not "
             "known; it is written again"
         ]
-    changed = changed_settings(config, before)
+    changed = settings_unlike_resumed(config, before)
     notes = [f"resuming with changed settings: {', '.join(changed)}"] if changed else []
     return [*notes, *other_threads(config, before)]
 
@@ -247,7 +251,7 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     if not is_done:
         return None
     try:
-        changed = changed_settings(config, frozen_settings(folder / CONFIG))
+        changed = settings_unlike_resumed(config, frozen_settings(folder / CONFIG))
     except (OSError, ValueError):
         changed = []  # nothing is trained by them any more
     if changed:

@@ -28,7 +28,7 @@ def free_inodes(folder: Path) -> int | None:
 
 
 def shortage(folder: Path) -> tuple[str, str]:
-    """Return what a full disk has left, and what to do: ``("0.00 GiB free", "free some space")``.
+    """Return the free space of a full disk, and advice: ``("0.00 GiB free", "free some space")``.
 
     A disk without free inodes refuses new files however much space it has:
     ``("4.51 GiB but 0 inodes free", "delete some files, ...")``.

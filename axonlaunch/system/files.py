@@ -27,7 +27,7 @@ _BLOB = r"blobs/([0-9a-f]{40,64})"
 
 
 LARGEST_MODEL_FILE = 256 << 20
-"""Bytes of a file beside a model's weights, such as ``tokenizer.json``."""
+"""Bytes of a file of a model's folder other than weights, such as ``tokenizer.json``."""
 
 
 class NotRegularError(OSError):
@@ -115,14 +115,14 @@ def read_copy(path: str | os.PathLike[str], *, at_most: int) -> FileCopy:
 
 
 def why_not_read(file: Path, error: OSError) -> str:
-    """Say why a file of somebody's folder was not read, and what to do about a link."""
+    """Say why a file of a foreign folder was not read, and how to replace a link."""
     if isinstance(error, NotRegularError) and file.is_symlink():
         return f"{error.strerror} but a link out of its folder; put a copy of the file in its place"
     return str(error.strerror or error)
 
 
 def inside_folder(file: Path, *, depth: int = 0) -> Path:
-    """Return the file that a link leads to if that is beside it, or a blob of the Hub's cache.
+    """Return the target of a link to a file of the same folder or to a blob of the Hub's cache.
 
     All other paths are returned unchanged, so that ``open_regular`` refuses links out of a folder.
 

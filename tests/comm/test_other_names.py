@@ -1,4 +1,4 @@
-"""Long names of classes and names of backends are what they stand for."""
+"""Long names of classes, names of backends, and identifiers of NCCL communicators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script of continuous integration says at its end what it could not check."""
+"""The script of continuous integration ends with a list of skipped checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STUBS = {
     ".venv/bin/lint-imports": "exit 0",
     ".venv/bin/pip-audit": "exit 0",
 }
-"""What ``.ci/run`` starts beside ``scripts/check``, replaced by commands that take no time."""
+"""Commands that ``.ci/run`` and ``scripts/check`` start, replaced by ones that take no time."""
 
 
 @pytest.mark.parametrize(("is_reached", "tests"), [(False, 0), (False, 1), (True, 0)])

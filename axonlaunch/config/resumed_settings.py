@@ -1,6 +1,6 @@
 """Compares the settings of a run with those of the run that it resumes.
 
-Only settings that decide what is learned, and the number of threads, are compared.
+Compares the settings that the result depends on, and the number of threads.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import RunConfig, flatten, to_tree
 from axonlaunch.config.errors import plain
-from axonlaunch.config.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.plain import LARGEST_YAML, flatten, read_yaml, to_tree
+from axonlaunch.config.schema import RunConfig
 from axonlaunch.system.files import read_text
 
 _LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
 _LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
-"""What of a configuration decides what is learned: a layout and a length don't."""
+"""Settings that the result depends on; a layout and a number of steps are not among them."""
 
 
-def changed_settings(config: RunConfig, before: dict[str, Any]) -> list[str]:
-    """Return the settings that decide what is learned and differ, each as ``key=new (was old)``.
+def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[str]:
+    """Return the settings that differ and change the result, each as ``key=new (was old)``.
 
     A key that an earlier version of the program did not write is taken to have had its default.
 
@@ -81,6 +81,6 @@ def frozen_settings(file: Path) -> dict[str, Any]:
 
     Raises:
         OSError: It can't be read.
-        ValueError: It is none.
+        ValueError: It is not a configuration.
     """
     return flatten(read_yaml(read_text(file, at_most=LARGEST_YAML)))
