@@ -26,6 +26,7 @@ from axonlaunch.data.tokenizer import (
     model_of_folder,
     read_foreign,
 )
+from axonlaunch.system.files import write_copy
 
 if TYPE_CHECKING:
     import torch
@@ -220,8 +221,8 @@ def _write_whole(
 def _copy_tokenizer(run_dir: Path, folder: Path) -> list[str]:
     """Copy the tokenizer that a run has kept, over that of the model that it started from."""
     files = foreign_files(run_dir / TOKENIZER)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
+    for name, file in files.items():
+        write_copy(folder / name, file)
     return [*files]
 
 

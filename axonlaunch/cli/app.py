@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -138,6 +139,7 @@ def _show_tracebacks(error: Exception, problems: Sequence[ConfigIssue]) -> None:
 def _refusal(error: Exception) -> str:
     """Return what this node refused, and what to do; empty for a bug of ours."""
     from axonlaunch.launch.failures.report import cause_of, plain_error
+    from axonlaunch.system.disk import shortage
     from axonlaunch.system.forked_call import CallsFailedError
     from axonlaunch.system.forked_process import ProcessDiedError
     from axonlaunch.system.forkserver import ForkServerError
@@ -148,10 +150,12 @@ def _refusal(error: Exception) -> str:
             return str(failure)
     if not isinstance(error, OSError):
         return ""
-    remedy = {
-        "disk": "free some space, also in TMPDIR and where standard output goes",
-        "files": "allow more with ulimit -n, or use fewer ranks",
-    }.get(cause_of(error))
+    cause, remedy = cause_of(error), ""
+    if cause == "disk":
+        advice = shortage(Path(error.filename or "."))[1]
+        remedy = f"{advice}, also in TMPDIR and where standard output goes"
+    elif cause == "files":
+        remedy = "allow more with ulimit -n, or use fewer ranks"
     return f"{plain_error(error)}; {remedy}" if remedy else ""
 
 

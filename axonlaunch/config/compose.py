@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch.config.composition_errors import as_config_errors
 from axonlaunch.config.did_you_mean import nearest, unknown
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.errors import ConfigError, ConfigIssue, in_one_line
 from axonlaunch.config.hydra_files import HydraFiles
 from axonlaunch.config.other_names import FOREIGN_OPTIONS, UNSUPPORTED
 from axonlaunch.config.override_text import (
@@ -172,7 +172,7 @@ class Composer:
             except OverrideParseException as error:
                 reason = why_unread(text, str(error).splitlines()[0])
                 reason = reason or f"not an override; write {self._meant(text)}"
-                problems.append(ConfigIssue("", f"{text}: {reason}"))
+                problems.append(ConfigIssue("", f"{in_one_line(text)}: {reason}"))
                 continue
             if override.key_or_group:
                 parsed.append(override)

@@ -99,7 +99,13 @@ def plain(value: Any) -> str:
 
 
 def _shortened(text: str) -> str:
+    text = in_one_line(text)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
+def in_one_line(text: str) -> str:
+    """Write line breaks as escape sequences."""
+    return text.replace("\r", "\\r").replace("\n", "\\n")
 
 
 def target_problems(target: str | None, attribute: str) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from axonlaunch.config.layout import nodes
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.planning.estimate import cached_estimate, forecast, prepared, suggest_changes
-from axonlaunch.system.disk import free_bytes
+from axonlaunch.system.disk import free_bytes, shortage
 from axonlaunch.system.formatting import size
 
 
@@ -30,9 +30,10 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
     if cause == "memory":
         return _memory(report, config, context)
     if cause == "disk":
-        folder, free = free_bytes(Path(config.run_dir))
+        folder, _ = free_bytes(Path(config.run_dir))
+        left, what_to_do = shortage(folder)
         return (
-            f"the disk of {folder} has {free / GIB:.2f} GiB free; free some space, or use another "
+            f"the disk of {folder} has {left}; {what_to_do}, or use another "
             "run_dir, checkpoint.keep_last=1 or a larger checkpoint.every"
         )
     if cause == "files":
