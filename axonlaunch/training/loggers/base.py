@@ -36,8 +36,10 @@ class RunInfo:
 class Logger:
     """Base of loggers; ``log`` alone has to be written.
 
-    The main rank makes one, and calls it; other ranks make none. What a method raises is reported
-    once, and training continues.
+    Only the main rank makes one. It is made and called in a thread of its own, one call at a time,
+    so that training does not wait for it. The first exception is reported, and training continues.
+    After three failures in a row the logger is switched off; if it can't be made or started, that
+    is tried again after 1 and 5 seconds.
 
     Attributes:
         rewinds: Whether ``start`` removes what was logged after ``run.resumed_at``. A logger that
