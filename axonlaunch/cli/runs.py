@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from axonlaunch.cli.options import Json, print_json, refuse
-from axonlaunch.system.files import why_no_folder
+from axonlaunch.system.files import modified_at, why_no_folder
 from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
@@ -111,11 +111,13 @@ def _check_conditions(conditions: list[_Condition], keys: set[str], folder: Path
 
 
 def _row(run: RunRecord) -> dict[str, Any]:
+    from axonlaunch.config import CONFIG
     from axonlaunch.diagnostics.report.life import cost
+    from axonlaunch.system.run_files import EVENTS, METRICS
 
     last = run.steps[-1] if run.steps else {}
     evaluated = run.evaluations[-1] if run.evaluations else {}
-    files = [run.path / name for name in ("metrics.jsonl", "events.jsonl", "config.yaml")]
+    files = [run.path / name for name in (METRICS, EVENTS, CONFIG)]
     return {
         "run": str(run.path),
         "status": run.status,
@@ -126,7 +128,8 @@ def _row(run: RunRecord) -> dict[str, Any]:
         "eval_loss": evaluated.get("eval_loss"),
         "tokens_per_s": last.get("tokens_per_s"),
         "cost": cost(run),
-        "changed_at": max((file.stat().st_mtime for file in files if file.exists()), default=0.0),
+        "changed_at": max(modified_at(file) for file in files),
+        "notes": run.notes,
     }
 
 
@@ -147,9 +150,13 @@ def _show(rows: list[dict[str, Any]], folder: Path) -> None:
             Text(str(Path(row["run"]).relative_to(folder))),
             Text(row["status"], style=_COLOURS.get(row["status"], "red")),
             Text(str(row["layout"] or "")),
-            f"{row['step']}/{row['steps']}",
+            "" if row["status"] == "unreadable" else f"{row['step']}/{row['steps']}",
             "" if loss is None else f"{loss:.4f}",
             quantity(speed) if isinstance(speed, int | float) else "",
             ago(time.time() - row["changed_at"]),
         )
-    console_on().print(table)
+    console = console_on()
+    console.print(table)
+    for row in rows:
+        for note in row["notes"]:
+            console.print(Text(f"{Path(row['run']).relative_to(folder)}: {note}", style="yellow"))

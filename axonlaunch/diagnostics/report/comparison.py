@@ -53,11 +53,16 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 def with_units(rows: Sequence[tuple[str, list[Any]]]) -> list[tuple[str, list[Any]]]:
     """Return results whose bytes are written as people read them."""
     return [
-        (name.removesuffix(_BYTES), [value and size(value) for value in values])
+        (name.removesuffix(_BYTES), [_size(value) for value in values])
         if name.endswith(_BYTES)
         else (name, values)
         for name, values in rows
     ]
+
+
+def _size(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return size(value) if is_number and value else value
 
 
 def _value_text(config: dict[str, Any], key: str) -> str:

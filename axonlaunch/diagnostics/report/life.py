@@ -5,6 +5,7 @@ It reads events and steps that a record holds; it decides nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -67,7 +68,8 @@ def cost(run: RunRecord) -> float | None:
     price = run.config.get("hardware.price_per_hour")
     if isinstance(price, bool) or not isinstance(price, int | float):
         return None
-    return price * device_seconds(run) / 3600
+    amount = price * device_seconds(run) / 3600
+    return amount if math.isfinite(amount) else None
 
 
 def nodes_of_run(run: RunRecord) -> list[str]:

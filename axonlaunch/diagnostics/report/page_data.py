@@ -200,7 +200,7 @@ def _ranks(run: RunRecord) -> dict[str, Any] | None:
         "hosts": hosts if isinstance(hosts, list) else [],
         "worked": [
             [
-                round(100 * (data + compute))
+                round(100 * min(1.0, max(0.0, data + compute)))
                 for data, compute in zip(line["data"], line["compute"], strict=True)
             ]
             for line in lines
@@ -254,7 +254,7 @@ def _finite(value: Any) -> float | None:
 def _rounded(value: float | None) -> float | None:
     if value is None or isinstance(value, int):
         return value
-    return float(f"{value:.{_DIGITS}g}")
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
 
 
 def _short(value: Any) -> str | None:
@@ -268,7 +268,10 @@ def _thousands(value: Any) -> str | None:
 
 
 def _duration(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))
+    try:
+        return str(datetime.timedelta(seconds=round(seconds)))
+    except OverflowError:  # more than a billion days, or infinite
+        return f"{seconds:.3g} s"
 
 
 def _moment(seconds: float) -> str:
