@@ -26,6 +26,7 @@ from axonlaunch.config import (
     ConfigError,
     ConfigIssue,
     RunConfig,
+    as_written,
     flatten,
     to_tree,
     to_yaml,
@@ -289,7 +290,7 @@ def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
 
 def _other_settings(config: RunConfig, before: dict[str, Any]) -> list[str]:
     """Return settings that decide what is learned and differ from a frozen configuration."""
-    now = flatten(to_tree(config))
+    now = flatten(as_written(to_tree(config)))
     keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
     keys += [f"train.{name}" for name in _LEARNED_OF_TRAIN]
     return [
@@ -334,7 +335,7 @@ def _make_folder(config: RunConfig) -> RunConfig:
 
 def with_run_dir(config: RunConfig) -> RunConfig:
     """Return a run with its name and its folder, which is not made."""
-    name, folder = config.name, Path(config.run_dir)
+    name, folder = str(config.name), Path(config.run_dir)
     if name == config.run_dir == "auto":
         name = free_name(default_name(config))
     if config.run_dir == "auto":

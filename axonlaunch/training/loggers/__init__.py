@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import RunConfig, to_tree
+from axonlaunch.config import RunConfig, as_written, to_tree
 from axonlaunch.config.errors import failure_text
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.events import (
@@ -76,7 +76,7 @@ class RunLoggers:
         self._run = RunInfo(
             name=config.name,
             run_dir=folder,
-            config=to_tree(config),
+            config=as_written(to_tree(config)),
             resumed_at=resumed_at,
             ids=ids,
         )

@@ -20,7 +20,8 @@ class RunInfo:
     Attributes:
         name: Its name.
         run_dir: Its folder, which exists.
-        config: Its configuration as nested plain values.
+        config: Its configuration as nested plain values, as it is in ``config.yaml``: with the
+            names of environment variables, not with their values.
         resumed_at: Steps done in the checkpoint that was loaded; None: it starts at step 0.
         ids: What a logger noted, by its own name, for the next start of this run: the id that a
             service gave to it. Empty where nothing is resumed.
