@@ -113,6 +113,7 @@ def _check_conditions(conditions: list[_Condition], keys: set[str], folder: Path
 def _row(run: RunRecord) -> dict[str, Any]:
     from axonlaunch.config import CONFIG
     from axonlaunch.diagnostics.report.life import cost
+    from axonlaunch.events import rate_in
     from axonlaunch.system.run_files import EVENTS, METRICS
 
     last = run.steps[-1] if run.steps else {}
@@ -126,7 +127,8 @@ def _row(run: RunRecord) -> dict[str, Any]:
         "steps": run.config.get("train.steps"),
         "loss": last.get("loss"),
         "eval_loss": evaluated.get("eval_loss"),
-        "tokens_per_s": last.get("tokens_per_s"),
+        "counted": run.counted,
+        f"{run.counted}_per_s": rate_in(last)[1],
         "cost": cost(run),
         "changed_at": max(modified_at(file) for file in files),
         "notes": run.notes,
@@ -140,19 +142,20 @@ def _show(rows: list[dict[str, Any]], folder: Path) -> None:
     from axonlaunch.system.formatting import ago, quantity
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("run", "status", "layout", "step", "loss", "tokens/s", "age"):
+    for name in ("run", "status", "layout", "step", "loss", "speed", "age"):
         is_text = name in ("run", "status", "layout", "age")
         table.add_column(name, justify="left" if is_text else "right", overflow="fold")
     for row in rows:
         loss = row["loss"] if isinstance(row["loss"], float) else None
-        speed = row["tokens_per_s"]
+        unit = row["counted"]
+        speed = row[f"{unit}_per_s"]
         table.add_row(
             Text(str(Path(row["run"]).relative_to(folder))),
             Text(row["status"], style=_COLOURS.get(row["status"], "red")),
             Text(str(row["layout"] or "")),
             "" if row["status"] == "unreadable" else f"{row['step']}/{row['steps']}",
             "" if loss is None else f"{loss:.4f}",
-            quantity(speed) if isinstance(speed, int | float) else "",
+            f"{quantity(speed)} {unit}/s" if isinstance(speed, int | float) else "",
             ago(time.time() - row["changed_at"]),
         )
     console = console_on()

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from axonlaunch.config import CONFIG
 from axonlaunch.config.plain import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
+from axonlaunch.events import Counted, rate_in
 from axonlaunch.system.files import is_locked, open_regular
 from axonlaunch.system.run_files import (
     CRASH,
@@ -85,6 +86,14 @@ class RunRecord:
     def started(self) -> dict[str, Any]:
         """What the latest attempt reported when its ranks were ready; {} where none did."""
         return next(iter(reversed(self.of_kind(_STARTED))), {})
+
+    @property
+    def counted(self) -> Counted:
+        """What the loss had a target for, by which ``metrics.jsonl`` names its numbers."""
+        counted = self.started.get("counted")
+        if isinstance(counted, str) and counted in get_args(Counted):
+            return cast("Counted", counted)
+        return rate_in(self.steps[-1] if self.steps else {})[0]
 
 
 class NotARunError(Exception):

@@ -18,11 +18,13 @@ from axonlaunch.config import RunConfig, as_written, to_tree
 from axonlaunch.config.errors import failure_text
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.events import (
+    Counted,
     Evaluated,
     Event,
     Listener,
     Noted,
     StepLogged,
+    named_by_unit,
     perplexity_of,
 )
 from axonlaunch.system.files import read_text, replace_text
@@ -50,7 +52,13 @@ class RunLoggers:
     """
 
     def __init__(
-        self, config: RunConfig, *, world_size: int, resumed_at: int | None, report: Listener
+        self,
+        config: RunConfig,
+        *,
+        world_size: int,
+        resumed_at: int | None,
+        report: Listener,
+        counted: Counted = "tokens",
     ) -> None:
         """Open ``metrics.jsonl``.
 
@@ -59,13 +67,14 @@ class RunLoggers:
             world_size: Its ranks.
             resumed_at: Steps done in the checkpoint that was loaded; None: none was.
             report: Takes every event, and a note of each logger that fails.
+            counted: What targets are, for the names of their numbers.
 
         Raises:
             OSError: The run folder can't be read or written.
         """
         folder = Path(config.run_dir)
-        self._jsonl = JSONLLogger(folder / METRICS, resumed_at=resumed_at)
-        self._events = EventLog(folder, world_size=world_size)
+        self._jsonl = JSONLLogger(folder / METRICS, resumed_at=resumed_at, counted=counted)
+        self._events = EventLog(folder, world_size=world_size, counted=counted)
         self._report = report
         self._state = folder / _STATE
         last, ids, unreadable = _earlier(self._state) if resumed_at is not None else (0, {}, ())
@@ -79,6 +88,7 @@ class RunLoggers:
             config=as_written(to_tree(config)),
             resumed_at=resumed_at,
             ids=ids,
+            counted=counted,
         )
         self._drain_s = min(_DRAIN_S, config.launch.timeout_s / 2)
         self._writing_state = threading.Lock()
@@ -94,7 +104,7 @@ class RunLoggers:
         self._report_problems()
         if not isinstance(event, StepLogged | Evaluated):
             return
-        numbers = _numbers(event)
+        numbers = named_by_unit(_numbers(event), self._run.counted)
         for logger in self._loggers:
             logger.log(dict(numbers), step=event.step)
 
@@ -149,7 +159,7 @@ def _make(config: Any) -> Any:
 
 
 def _numbers(event: StepLogged | Evaluated) -> dict[str, Number]:
-    """Return what of an event is a number, under the names of ``metrics.jsonl``."""
+    """Return the numbers of an event by the names of its fields."""
     fields = asdict(event).items()
     numbers = {k: v for k, v in fields if k != "step" and isinstance(v, int | float)}
     for name, loss in event.sources.items() if isinstance(event, Evaluated) else ():

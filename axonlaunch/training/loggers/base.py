@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.events import Counted
+
 Number = int | float
 
 
@@ -25,6 +27,8 @@ class RunInfo:
         resumed_at: Steps done in the checkpoint that was loaded; None: it starts at step 0.
         ids: What a logger noted, by its own name, for the next start of this run: the id that a
             service gave to it. Empty where nothing is resumed.
+        counted: What the loss has a target for, and ``log`` numbers are named by: tokens, images or
+            other samples.
     """
 
     name: str
@@ -32,6 +36,7 @@ class RunInfo:
     config: dict[str, Any]
     resumed_at: int | None = None
     ids: dict[str, str] = field(default_factory=dict)
+    counted: Counted = "tokens"
 
 
 class Logger:
@@ -61,7 +66,8 @@ class Logger:
                 tokens_seen, data_wait_s, in fp16 skipped and loss_scale, and of a GPU mfu,
                 reserved_bytes, active_bytes, alloc_retries, power_w, utilization, temperature_c; or
                 eval_loss, perplexity, eval_tokens, unigram_entropy, and of each source of a mix
-                eval_loss/NAME and perplexity/NAME. What is unknown is left out.
+                eval_loss/NAME and perplexity/NAME. Of images or other samples, ``images`` or
+                ``samples`` is in place of ``tokens``. What is unknown is left out.
             step: Optimizer steps done, never fewer than in the call before.
         """
         raise NotImplementedError
