@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.compose import OVERRIDE_ORIGIN, Composed, Composer
+from axonlaunch.config.environment_values import as_written, resolved
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.plain import LARGEST_YAML, flatten, read_yaml, to_tree, to_yaml, with_values
 from axonlaunch.config.plugins import import_plugins
@@ -28,6 +31,7 @@ __all__ = [
     "ConfigError",
     "ConfigIssue",
     "RunConfig",
+    "as_written",
     "compose",
     "composer_of",
     "flatten",
@@ -204,7 +208,9 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
 
     Args:
         path: The file or the folder.
-        trusted: Import the modules that it names; they are refused otherwise.
+        trusted: Import the modules that it names, which are refused otherwise, and put in the
+            values of the environment variables that it names, which otherwise stay
+            ``${oc.env:NAME}``: its author could have them sent to a server.
 
     Raises:
         ConfigError: There is no such file, it does not fit this version's schema, or names code.
@@ -222,6 +228,7 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
     tree = _read_tree(text, name=str(file))
     if not trusted and (problems := foreign_code(tree, text, file=str(file))):
         raise ConfigError(problems)
+    tree = _with_environment(tree, os.environ if trusted else None, name=str(file))
     return type_config(tree, _import_plugins(tree))
 
 
@@ -235,10 +242,32 @@ def parse_frozen(text: str, *, name: str = "the frozen configuration") -> RunCon
     """Read the text of a ``config.yaml`` that this very run has frozen, and import what it names.
 
     Raises:
-        ConfigError: It does not fit this version's schema.
+        ConfigError: It does not fit this version's schema, or names environment variables that this
+            process does not have.
     """
-    tree = _read_tree(text, name=name)
+    tree = _with_environment(_read_tree(text, name=name), os.environ, name=name)
     return type_config(tree, _import_plugins(tree))
+
+
+def _with_environment(
+    tree: dict[str, Any], environment: Mapping[str, str] | None, *, name: str
+) -> dict[str, Any]:
+    """Put the values of environment variables into a frozen configuration; None: their names.
+
+    Raises:
+        ConfigError: Some are not set here; all of them are named.
+    """
+    values: dict[str, Any] = {}
+    issues = []
+    for key, value in tree.items():
+        try:
+            values[key] = resolved(value, environment)
+        except KeyError as error:
+            message = f"{name} names the environment variable {error.args[0]}, which is not set on"
+            issues.append(ConfigIssue(key, f"{message} {socket.gethostname()}; set it there too"))
+    if issues:
+        raise ConfigError(issues)
+    return values
 
 
 def _read_tree(text: str, *, name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from axonlaunch.config.composition_errors import as_config_errors
 from axonlaunch.config.did_you_mean import nearest, unknown
+from axonlaunch.config.environment_values import marked
 from axonlaunch.config.errors import ConfigError, ConfigIssue, in_one_line
 from axonlaunch.config.hydra_files import HydraFiles
 from axonlaunch.config.other_names import FOREIGN_OPTIONS, UNSUPPORTED
@@ -46,12 +47,19 @@ PRESETS = (
 _FROM_PRESET = re.compile(r"\$\{oc\.select:(model\.preset\.\w+),")
 
 
+_CHANGED = (
+    "another resolver changes the value of an environment variable, so that the value would be "
+    "written to config.yaml; write ${oc.env:NAME}, with no other resolver around it"
+)
+
+
 @dataclass(frozen=True)
 class Composed:
     """A composed configuration before it is typed.
 
     Attributes:
-        tree: Nested plain values, interpolations resolved.
+        tree: Nested plain values, interpolations resolved; texts with values of environment
+            variables are ``EnvironmentText``.
         given: Dotted key of each leaf that an override set -> that override.
         in_files: The same of files; a call, since reading them all again takes as long as composing
             and few ask.
@@ -131,7 +139,9 @@ class Composer:
             unregistered = self._unregistered_options(files, config_name, asked.groups)
             composed = files.compose(config_name, asked.groups, asked.values)
             tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+            tree, unclear = marked(tree, composed)
         assert isinstance(tree, dict)
+        problems += [ConfigIssue(key, _CHANGED) for key in unclear]
         for group, name in unregistered.items():
             tree.pop(group, None)
             problems.append(self._unknown_option(group, name))

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from axonlaunch.config.environment_values import EnvironmentText
+
 _SHOWN = 200
 """Characters of a value that a message shows."""
 
@@ -89,6 +91,8 @@ def plain(value: Any) -> str:
     """Write a value as one would on the command line: ``[1,2]``, ``true``, ``null``, ``0.5``."""
     if value is None:
         return "null"
+    if isinstance(value, EnvironmentText):
+        return value.written
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):

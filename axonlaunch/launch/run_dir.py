@@ -313,7 +313,7 @@ def _make_folder(config: RunConfig) -> RunConfig:
 
 def with_run_dir(config: RunConfig) -> RunConfig:
     """Return a run with its name and its folder, which is not made."""
-    name, folder = config.name, Path(config.run_dir)
+    name, folder = str(config.name), Path(config.run_dir)
     if name == config.run_dir == "auto":
         name = free_name(default_name(config))
     if config.run_dir == "auto":

@@ -240,6 +240,14 @@ def write_copy(path: os.PathLike[str], copy: FileCopy) -> None:
     replace(path, copy.content, mode=copy.mode)
 
 
+def modified_at(path: Path) -> float:
+    """Return when a file was last written, in seconds since 1970; 0 if that can't be found out."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def is_there(path: Path) -> bool:
     """Whether a path exists; unlike ``Path.exists`` it passes over no error but that.
 

@@ -31,7 +31,7 @@ from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
-from axonlaunch.events import NOBODY, Finished, Listener, Monitor, Noted, Started
+from axonlaunch.events import NOBODY, Counted, Finished, Listener, Monitor, Noted, Started
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.system import gpus
@@ -75,7 +75,9 @@ def run(
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
     monitor.report_phase("loading", step=None)
     resumed = load_run_state(config, engine, world)
-    report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
+    report, notes, loggers = _on_main(
+        monitor.report, resumed.checkpoint, config, world, counted=_counted(dataset)
+    )
     monitor = dataclasses.replace(monitor, report=report)
     if world.is_main:
         _keep_tokenizer(config, dataset)
@@ -163,13 +165,18 @@ def _started_event(
         device=str(world.device),
         parameters=engine.num_parameters,
         samples=dataset.num_samples or None,
-        counted="samples" if dataset.kind == "structured" else dataset.kind,
+        counted=_counted(dataset),
         step=engine.step,
         steps=config.train.num_steps,
         resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
         corrupt=resumed.aside,
         notes=notes,
     )
+
+
+def _counted(dataset: Dataset) -> Counted:
+    """Return what the loss has a target for."""
+    return "samples" if dataset.kind == "structured" else dataset.kind
 
 
 def _saver(
@@ -270,7 +277,12 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
 
 
 def _on_main(
-    report: Listener, resumed: Checkpoint | None, config: RunConfig, world: World
+    report: Listener,
+    resumed: Checkpoint | None,
+    config: RunConfig,
+    world: World,
+    *,
+    counted: Counted,
 ) -> tuple[Listener, tuple[str, ...], AbstractContextManager[object]]:
     """Return what takes events on this rank, what is to be said of earlier files, and the loggers.
 
@@ -279,7 +291,13 @@ def _on_main(
     if not world.is_main:
         return lambda event: None, (), nullcontext()
     resumed_at = None if resumed is None else resumed.step
-    loggers = RunLoggers(config, world_size=world.world_size, resumed_at=resumed_at, report=report)
+    loggers = RunLoggers(
+        config,
+        world_size=world.world_size,
+        resumed_at=resumed_at,
+        report=report,
+        counted=counted,
+    )
     return loggers, loggers.notes, loggers
 
 

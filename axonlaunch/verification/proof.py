@@ -15,7 +15,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
+from axonlaunch.config import (
+    ConfigError,
+    ConfigIssue,
+    RunConfig,
+    as_written,
+    to_tree,
+    with_values,
+)
 from axonlaunch.config.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
@@ -65,7 +72,7 @@ def prove(config: RunConfig) -> Proof:
     if not result.passed:
         raise ConfigError([_difference(config, small, result)])
     if file is not None:
-        cache.keep(file, json.dumps(to_tree(small)))
+        cache.keep(file, json.dumps(as_written(to_tree(small))))
     seconds = time.monotonic() - began
     return replace(proof, outcome="proved", seconds=seconds, parameters=parameters)
 

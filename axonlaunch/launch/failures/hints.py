@@ -14,6 +14,7 @@ from axonlaunch.config.layout import nodes
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.planning.estimate import cached_estimate, forecast, prepared, suggest_changes
+from axonlaunch.system import limits
 from axonlaunch.system.disk import free_bytes, shortage
 from axonlaunch.system.formatting import size
 
@@ -80,6 +81,12 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
     """Say what the highest rank needs beside what it had, and the smallest changes that fit."""
     had = report.memory_bytes
     there = "" if had is None else f"; there were {size(had)} for it"
+    limit = limits.address_space()
+    if limit is not None and config.launch.device != "cuda":
+        there += (
+            f" (ulimit -v lets a process map {size(limit)}, which its libraries and threads take "
+            "part of; ulimit -v unlimited removes that limit)"
+        )
     if context is None:
         return f"axonlaunch estimate shows what each rank needs{there}"
     hardware = config.hardware or HardwareConfig(name="device")
