@@ -27,8 +27,16 @@ _PASS_KEY = 2
 """Distinguishes the order of rows in a pass over a source from other orders."""
 
 
-def build_text(config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> AnyText:
+def build_text(
+    config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress, verifies: bool = False
+) -> AnyText:
     """Return the rows of files, or of a mix of sources.
+
+    Args:
+        config: The group ``data``.
+        tokenizer: Makes tokens of text.
+        report: Is called now and then while that happens.
+        verifies: Whether to compare tokens of the cache with their checksums now.
 
     Raises:
         ConfigError: A file can't be read, a row is none, or nothing is left to train on.
@@ -36,11 +44,11 @@ def build_text(config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgre
     if config.shuffle == "shards":
         return ShardedRows(config, tokenizer, report=report)
     if not config.mix:
-        return TextRows(config, tokenizer, report=report)
+        return TextRows(config, tokenizer, report=report, verifies=verifies)
     _refuse_overlap(config)
     return TextMix(
         {
-            name: _source(name, source, tokenizer, report)
+            name: _source(name, source, tokenizer, report, verifies=verifies)
             for name, source in config.sources().items()
         },
         config.shares(),
@@ -181,7 +189,12 @@ def _counts(rows: Sequence[int], shares: Sequence[SourceShare]) -> list[int]:
 
 
 def _source(
-    name: str, config: TextRowsConfig, tokenizer: Tokenizer, report: OnProgress
+    name: str,
+    config: TextRowsConfig,
+    tokenizer: Tokenizer,
+    report: OnProgress,
+    *,
+    verifies: bool,
 ) -> TextRows:
     """Return the rows of a source.
 
@@ -189,7 +202,7 @@ def _source(
         ConfigError: It is of the source's keys.
     """
     try:
-        return TextRows(config, tokenizer, report=report)
+        return TextRows(config, tokenizer, report=report, verifies=verifies)
     except ConfigError as error:
         problems = [
             replace(problem, key=f"data.mix.{name}{problem.key.removeprefix('data')}")

@@ -91,6 +91,7 @@ class TextRows:
         *,
         report: OnProgress,
         shards: Sequence[Shard] | None = None,
+        verifies: bool = False,
     ) -> None:
         """Tokenise what is not tokenised yet, and fill rows.
 
@@ -99,6 +100,8 @@ class TextRows:
             tokenizer: Makes tokens of text.
             report: Is called now and then while that happens.
             shards: Of ``data.files`` these alone, which may have no row; None: all.
+            verifies: Whether to compare all tokens with their checksums now; otherwise they are
+                compared when they are mapped.
 
         Raises:
             ConfigError: A file can't be read, a row is none, or nothing is left to train on.
@@ -116,9 +119,10 @@ class TextRows:
             sources = find_sources(config.files)
             refuse_overlap(config, sources)
             with explain_failures(config):
-                shards = [*corpus(config, sources, tokenizer, report)]
+                shards = [*_shards(config, sources, tokenizer, report, verifies=verifies)]
         with explain_failures(config):
-            self._shards: list[Shard] = [*shards, *corpus(config, eval_sources, tokenizer, report)]
+            held_out_shards = _shards(config, eval_sources, tokenizer, report, verifies=verifies)
+            self._shards: list[Shard] = [*shards, *held_out_shards]
         train_shards = len(shards)
         self._first_token = np.cumsum([0, *(shard.progress.tokens for shard in self._shards)])
         self._first_document = np.cumsum([0, *(shard.num_documents for shard in self._shards)])
@@ -328,6 +332,22 @@ def corpus(
     )
 
 
+def _shards(
+    config: TextRowsConfig,
+    sources: Sequence[SourceFile],
+    tokenizer: Tokenizer,
+    report: OnProgress,
+    *,
+    verifies: bool,
+) -> Iterator[Shard]:
+    """Return the shards of files, after tokenising what is missing."""
+    made = corpus(config, sources, tokenizer, report)
+    count = len([*made])
+    if verifies:
+        made.verify(range(count))
+    return iter(made)
+
+
 @contextmanager
 def explain_failures(config: TextRowsConfig) -> Iterator[None]:
     """Say of which key it is that a shard can't be made, and what to write instead.
@@ -343,8 +363,8 @@ def explain_failures(config: TextRowsConfig) -> Iterator[None]:
     except UnreadableFileError as error:
         raise ConfigError([ConfigIssue("data.files", str(error))]) from None
     except OSError as error:
-        folder = token_cache.folder_of(config.cache_dir)
-        message = f"{folder} can't be used: {error.strerror or error}; choose another folder"
+        where = error.filename or token_cache.folder_of(config.cache_dir)
+        message = f"{where} can't be used: {error.strerror or error}; choose another folder"
         raise ConfigError([ConfigIssue("data.cache_dir", message, config.cache_dir)]) from None
 
 

@@ -36,7 +36,8 @@ def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
 def make_dataset(config: RunConfig, report: OnProgress) -> tuple[Dataset | None, list[ConfigIssue]]:
     """Return a run's dataset, or why there is none; text is tokenised if it is not yet."""
     try:
-        return data.build_dataset(config.data, config.tokenizer, report=report), []
+        made = data.build_dataset(config.data, config.tokenizer, report=report, verifies=True)
+        return made, []
     except ConfigError as error:
         return None, error.problems
     except Exception as error:
