@@ -130,6 +130,15 @@ class TextMix:
         for where, piece in self._sources[number].sources(int(own)):
             yield f"{self._names[number]}: {where}", piece
 
+    def file_sums(self) -> list[tuple[str, str]]:
+        """Return (source and name, checksum of tokens) of the files that are trained on."""
+        of_each = zip(self._names, self._sources, strict=True)
+        return [
+            (f"{name}: {file}", digest)
+            for name, source in of_each
+            for file, digest in source.file_sums()
+        ]
+
     def summaries(self) -> dict[str, TextSummary]:
         """Count what there is of each source, by reading through which tokens count."""
         of_each = (source.summaries()[""] for source in self._sources)

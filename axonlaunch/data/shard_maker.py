@@ -37,6 +37,7 @@ TOKENS_FILE, LENGTHS_FILE, ROWS_FILE, COUNTED_FILE = (
 )
 _PROGRESS = "progress.json"
 _CHUNK_ROWS, _CHUNK_CHARACTERS = 1024, 1 << 20
+_TUPLES = ("documents", "listed", "source_sums")
 _LISTED = 5
 """Bad rows that are remembered by name; the others are counted."""
 
@@ -58,6 +59,7 @@ class Progress:
         listed: The first of them: ``"FILE, line N: reason"``.
         is_last: Whether it was read to the end of the group's last file.
         sums: CRC-32 of what is written of each file, by its name.
+        source_sums: CRC-32 of the tokens of each file that was read, as ``documents`` counts them.
     """
 
     file: int = 0
@@ -72,12 +74,14 @@ class Progress:
     listed: tuple[str, ...] = ()
     is_last: bool = False
     sums: Mapping[str, int] = field(default_factory=dict)
+    source_sums: tuple[int, ...] = (0,)
 
     @classmethod
     def behind(cls, other: Progress) -> Progress:
         """Return the beginning of a shard that starts where another one ends."""
-        documents = (0,) * (other.file + 1)
-        return cls(file=other.file, row=other.row, offset=other.offset, documents=documents)
+        none = (0,) * (other.file + 1)
+        start = cls(file=other.file, row=other.row, offset=other.offset)
+        return replace(start, documents=none, source_sums=none)
 
     @classmethod
     def read(cls, file: Path) -> Progress:
@@ -88,13 +92,14 @@ class Progress:
             ValueError: It is no record of this form; or ``TypeError`` or ``KeyError``.
         """
         content = json.loads(file.read_text())
-        lists = {key: tuple(content[key]) for key in ("documents", "listed")}
+        lists = {key: tuple(content[key]) for key in _TUPLES}
         return cls(**{**content, **lists})
 
     def at_next_file(self) -> Progress:
         """Return the same at the beginning of the group's next file."""
-        documents = (*self.documents, 0)
-        return replace(self, file=self.file + 1, row=0, offset=0, documents=documents)
+        documents, sums = (*self.documents, 0), (*self.source_sums, 0)
+        start = replace(self, file=self.file + 1, row=0, offset=0)
+        return replace(start, documents=documents, source_sums=sums)
 
     def write(self, file: Path) -> None:
         """Put it on record."""
@@ -347,6 +352,9 @@ class _Files:
             for name, content in written.items()
         }
         *before, here = progress.documents
+        *sums_before, sum_here = progress.source_sums
+        for content in written.values():
+            sum_here = zlib.crc32(content, sum_here)
         listed = [f"{where} {number}: {reason}" for number, reason in bad]
         progress = replace(
             progress,
@@ -360,6 +368,7 @@ class _Files:
             bad=progress.bad + len(bad),
             listed=(*progress.listed, *listed)[:_LISTED],
             sums=sums,
+            source_sums=(*sums_before, sum_here),
         )
         progress.write(self._progress_file)
         return progress

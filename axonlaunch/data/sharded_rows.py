@@ -117,6 +117,23 @@ class ShardedRows:
         shard, own = self._place(row)
         yield from self._rows(shard).sources(own)
 
+    def file_sums(self, shards: int | None) -> tuple[list[tuple[str, str]], int | None]:
+        """Return (name, checksum of tokens) of the files of the first shards, and their number.
+
+        Args:
+            shards: How many; tokenised if they are not yet. None: those that are known by now.
+
+        Returns:
+            The checksums, and how many shards they cover; None: all.
+        """
+        known = self._corpus.num_known if shards is None else shards
+        first: list[Shard] = []
+        with explain_failures(self._config):
+            while len(first) < known and (shard := self._corpus.shard(len(first))) is not None:
+                first.append(shard)
+        is_all = self._corpus.is_known and len(first) == self._corpus.num_known
+        return token_cache.sums_by_file(first), None if is_all else len(first)
+
     def summaries(self) -> dict[str, TextSummary]:
         """Count what there is of all shards, which are tokenised for it."""
         with explain_failures(self._config):

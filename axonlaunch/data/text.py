@@ -5,6 +5,7 @@ It takes files one after another; what is not text is refused, and a pattern tha
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from glob import glob
@@ -88,9 +89,20 @@ class Text(ByteWindows):
         looked_at = zip(files, map(text_files.refused_content, contents), strict=True)
         _refuse(looked_at, config.files)
         content = np.frombuffer(b"\n".join(contents), dtype=np.uint8)
+        self._content = content
+        self._files = [(str(path), len(part)) for path, part in zip(files, contents, strict=True)]
         held_out = round(len(content) * config.eval_fraction)
         train = len(content) - held_out
         super().__init__(content[:train], content[train:], sequence_length=config.sequence_length)
+
+    def file_sums(self) -> list[tuple[str, str]]:
+        """Return (name, checksum) of the files."""
+        sums, start = [], 0
+        for name, size in self._files:
+            crc32 = zlib.crc32(self._content[start : start + size].data)
+            sums.append((name, f"{size}-{crc32:08x}"))
+            start += size + 1  # a newline is between two files
+        return sums
 
 
 def _refuse(judged: Iterable[tuple[Path, str | None]], patterns: list[str]) -> None:

@@ -123,7 +123,7 @@ class TextRows:
         with explain_failures(config):
             held_out_shards = _shards(config, eval_sources, tokenizer, report, verifies=verifies)
             self._shards: list[Shard] = [*shards, *held_out_shards]
-        train_shards = len(shards)
+        self._train_shards = len(shards)
         self._first_token = np.cumsum([0, *(shard.progress.tokens for shard in self._shards)])
         self._first_document = np.cumsum([0, *(shard.num_documents for shard in self._shards)])
         lengths = np.concatenate([shard.lengths() for shard in self._shards]).astype(np.int64)
@@ -131,7 +131,7 @@ class TextRows:
         self._places = lengths - 1
         documents = np.arange(len(lengths))
         if eval_sources:
-            is_held_out = documents >= self._first_document[train_shards]
+            is_held_out = documents >= self._first_document[self._train_shards]
         else:
             is_held_out = np.zeros(len(lengths), dtype=bool)
             is_held_out[_chosen(config, len(lengths))] = True
@@ -184,6 +184,10 @@ class TextRows:
         for piece in self.pieces(row, split="train"):
             document = int(np.searchsorted(self._starts, piece.start, side="right")) - 1
             yield self._source(document), piece
+
+    def file_sums(self) -> list[tuple[str, str]]:
+        """Return (name, checksum of tokens) of the files that are trained on, in order."""
+        return token_cache.sums_by_file(self._shards[: self._train_shards])
 
     def summaries(self) -> dict[str, TextSummary]:
         """Count what there is."""

@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +42,7 @@ from axonlaunch.data.sources import SourceFile
 from axonlaunch.system.cache import cache_folder
 from axonlaunch.system.files import open_regular
 
-_FORMAT = 3
+_FORMAT = 4
 """Of what is in a shard; another one is never read, for its name has this in it."""
 _READ_AT_ONCE = (META, LENGTHS_FILE, ROWS_FILE)
 """Files of a shard whose checksums are verified when it is opened; those of tokens, which are
@@ -89,6 +89,12 @@ class Shard:
         if not self.masks:
             return None
         return _map_file(self.folder / COUNTED_FILE, "uint8", self.made)
+
+    def source_sums(self) -> list[tuple[str, str]]:
+        """Return (name, checksum of tokens) of each file that has documents here."""
+        parts = zip(self.progress.documents, self.progress.source_sums, strict=True)
+        of_files = enumerate(parts)
+        return [(self.files[n], f"{count}-{crc32:08x}") for n, (count, crc32) in of_files if count]
 
     def place(self, document: int) -> str:
         """Return the file and the row of a document."""
@@ -167,6 +173,16 @@ class Corpus:
                 self._start = Progress.behind(shard.progress)
         return self._shards[number] if number < len(self._shards) else None
 
+    @property
+    def num_known(self) -> int:
+        """Number of shards, from the first one on, that are tokenised as far as is known."""
+        return len(self._shards)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all shards are tokenised."""
+        return self._group == len(self._groups)
+
     def verify(self, numbers: Sequence[int]) -> None:
         """Compare all files of shards with their checksums; make changed shards again.
 
@@ -242,6 +258,18 @@ class Corpus:
         made = folder.stat().st_ctime_ns
         dtype, masks = token_dtype(self._encoder), self._encoder.masks
         return Shard(folder, names, progress, dtype, masks, made), None
+
+
+def sums_by_file(shards: Iterable[Shard]) -> list[tuple[str, str]]:
+    """Return (name, checksum of tokens) of the files of shards, in order."""
+    parts = [entry for shard in shards for entry in shard.source_sums()]
+    grouped = itertools.groupby(parts, lambda entry: entry[0])
+    return [(name, _joined([digest for _, digest in group])) for name, group in grouped]
+
+
+def _joined(sums: Sequence[str]) -> str:
+    """Return one checksum for the parts of a file in several shards."""
+    return sums[0] if len(sums) == 1 else hashlib.sha256(" ".join(sums).encode()).hexdigest()[:16]
 
 
 def _say_changed(folder: Path, change: str) -> None:
