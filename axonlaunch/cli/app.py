@@ -142,6 +142,11 @@ def _refusal(error: Exception) -> str:
 
     if isinstance(error, ForkServerError):
         return str(error)
+    if isinstance(error, MemoryError):
+        return (
+            f"there was not enough memory{f': {error}' if str(error) else ''}; free some, allow "
+            "more (ulimit -v), or use less data or a smaller model"
+        )
     if not isinstance(error, OSError):
         return ""
     remedy = {

@@ -366,6 +366,9 @@ def explain_failures(config: TextRowsConfig) -> Iterator[None]:
         raise ConfigError([ConfigIssue("data.files", message)]) from None
     except UnreadableFileError as error:
         raise ConfigError([ConfigIssue("data.files", str(error))]) from None
+    except MemoryError:
+        message = "their rows need more memory than there is; split the largest, or use more memory"
+        raise ConfigError([ConfigIssue("data.files", message, config.files)]) from None
     except OSError as error:
         where = error.filename or token_cache.folder_of(config.cache_dir)
         message = f"{where} can't be used: {error.strerror or error}; choose another folder"
