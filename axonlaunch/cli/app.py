@@ -148,6 +148,11 @@ def _refusal(error: Exception) -> str:
     for failure in errors:
         if isinstance(failure, ForkServerError | ProcessDiedError):
             return str(failure)
+    if isinstance(error, MemoryError):
+        return (
+            f"there was not enough memory{f': {error}' if str(error) else ''}; free some, allow "
+            "more (ulimit -v), or use less data or a smaller model"
+        )
     if not isinstance(error, OSError):
         return ""
     cause, remedy = cause_of(error), ""

@@ -47,6 +47,7 @@ _Tokens = npt.NDArray[np.uint32]
 
 FOLDER = TOKENIZER
 _FILE = "tokenizer.json"
+_CONFIG_FILE, _TEMPLATE = "tokenizer_config.json", "chat_template"
 _FILES = (
     *("tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.*"),
@@ -120,6 +121,7 @@ class PretrainedTokenizer:
     Attributes:
         transformers: What transformers makes of it: chat templates are its.
         model: What the configuration beside it says of its model, by which its class was chosen.
+        template_fingerprint: Of the chat template, which decides nothing of a text's tokens.
     """
 
     def __init__(
@@ -132,8 +134,11 @@ class PretrainedTokenizer:
         self.end: int | None = loaded.eos_token_id
         digest = hashlib.sha256()
         for name, file in self._files.items():
-            digest.update(name.encode() + b"\0" + file.content)
+            if not name.startswith(_TEMPLATE):
+                digest.update(name.encode() + b"\0" + _without_template(name, file.content))
         self.fingerprint = digest.hexdigest()
+        template = json.dumps(getattr(loaded, "chat_template", None), sort_keys=True)
+        self.template_fingerprint = hashlib.sha256(template.encode()).hexdigest()
         self._fast: Any = getattr(loaded, "backend_tokenizer", None)
         if self._fast is not None:  # a file may say otherwise, and no document is cut unasked
             self._fast.no_truncation()
@@ -169,6 +174,20 @@ class PretrainedTokenizer:
     def _with_end(self, tokens: list[int]) -> list[int]:
         missing = self.end is not None and tokens[-1:] != [self.end]
         return [*tokens, self.end] if missing and self.end is not None else tokens
+
+
+def _without_template(name: str, content: bytes) -> bytes:
+    """Return a tokenizer's file without the chat template that it may hold."""
+    if name != _CONFIG_FILE:
+        return content
+    try:
+        about = json.loads(content)
+        if isinstance(about, dict):
+            about.pop(_TEMPLATE, None)
+            return json.dumps(about, sort_keys=True).encode()
+    except (ValueError, RecursionError):
+        pass
+    return content
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:

@@ -30,7 +30,12 @@ from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.models.trained import frozen_problems
 from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings
-from axonlaunch.preflight.checkpoint import checkpoint_problems, epochs_problems
+from axonlaunch.preflight.checkpoint import (
+    changed_data_problems,
+    checkpoint_problems,
+    epochs_problems,
+    first_row_at,
+)
 from axonlaunch.preflight.dataset import (
     described_dataset,
     make_dataset,
@@ -111,7 +116,7 @@ def _resolve(
     problems, dataset = _examine(config, devices=devices if here else None, report=report)
     if here and dataset is not None and not problems:
         epochs = config.train.epochs
-        config = with_steps(config, dataset)
+        config = with_steps(config, dataset, first_row_at=first_row_at(config, dataset))
         problems = find_rule_violations(config)  # some are about the number of steps
         problems += epochs_problems(config, epochs=epochs)
     if problems:
@@ -177,6 +182,8 @@ def _examine(
     if here and isinstance(dataset, Untokenised) and not problems:
         dataset, problems = make_dataset(config, report)
         problems += [] if dataset is None else sample_problems(config, dataset)
+    if here and dataset is not None and not isinstance(dataset, Untokenised) and not problems:
+        problems += changed_data_problems(config, dataset)
     return problems, None if isinstance(dataset, Untokenised) else dataset
 
 

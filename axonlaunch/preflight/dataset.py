@@ -36,7 +36,8 @@ def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
 def make_dataset(config: RunConfig, report: OnProgress) -> tuple[Dataset | None, list[ConfigIssue]]:
     """Return a run's dataset, or why there is none; text is tokenised if it is not yet."""
     try:
-        return data.build_dataset(config.data, config.tokenizer, report=report), []
+        made = data.build_dataset(config.data, config.tokenizer, report=report, verifies=True)
+        return made, []
     except ConfigError as error:
         return None, error.problems
     except Exception as error:
@@ -82,12 +83,19 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
         yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
 
 
-def with_steps(config: RunConfig, dataset: Dataset) -> RunConfig:
-    """Resolve ``train.epochs`` to the steps in which every training row was seen as often."""
+def with_steps(config: RunConfig, dataset: Dataset, *, first_row_at: int = 0) -> RunConfig:
+    """Resolve ``train.epochs`` to the steps in which every training row was seen as often.
+
+    Args:
+        config: The run's.
+        dataset: What ``config.data`` describes.
+        first_row_at: Samples of other data that the run saw before the first row of this.
+    """
     train = config.train
     if train.epochs is None:
         return config
-    steps = math.ceil(train.epochs * dataset.num_samples / train.global_batch_size)
+    samples = first_row_at + train.epochs * dataset.num_samples
+    steps = math.ceil(samples / train.global_batch_size)
     return with_values(config, {"train.steps": steps, "train.epochs": None})
 
 

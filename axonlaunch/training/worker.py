@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,8 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.dataset import Dataset, sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.describe_rows import describe_rows
+from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.data.mix import AnyText
 from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
@@ -41,6 +43,7 @@ from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.module_trace.run import RunTracer
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.profiling import StepProfiler
+from axonlaunch.training.resumed_rows import place_rows
 from axonlaunch.training.trainer import fit
 
 
@@ -75,6 +78,7 @@ def run(
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
     monitor.report_phase("loading", step=None)
     resumed = load_run_state(config, engine, world)
+    row_notes = place_rows(loader, config, dataset, resumed.checkpoint, world=world)
     report, notes, loggers = _on_main(
         monitor.report, resumed.checkpoint, config, world, counted=_counted(dataset)
     )
@@ -89,6 +93,7 @@ def run(
         *_remove_partial_saves(storage.root(config), world),
         *_notes(config, world),
         *data_notes(config, dataset),
+        *row_notes,
         *use.notes,
     )
     monitor.report(_started_event(config, engine, dataset, world, resumed=resumed, notes=notes))
@@ -96,7 +101,7 @@ def run(
     if config.train.trace.steps:
         tracer = RunTracer(config, engine, world=world, sample=sample_inputs(dataset))
     profiler = StepProfiler(config.train.profile, world=world, run_dir=Path(config.run_dir))
-    saver = _saver(config, engine, world, resumed=resumed, monitor=monitor)
+    saver = _saver(config, engine, loader, world, resumed=resumed, monitor=monitor)
     kernels = attention_kernels(config.train, world.device)
     with loggers, _tokenising_ahead(config, dataset, world), kernels:
         return fit(
@@ -180,9 +185,20 @@ def _counted(dataset: Dataset) -> Counted:
 
 
 def _saver(
-    config: RunConfig, engine: Engine, world: World, *, resumed: Resumed, monitor: Monitor
+    config: RunConfig,
+    engine: Engine,
+    loader: Loader,
+    world: World,
+    *,
+    resumed: Resumed,
+    monitor: Monitor,
 ) -> Saver | None:
     """Return what saves checkpoints, whose folder then says what they belong to; None: nothing."""
+
+    def describe() -> dict[str, Any] | None:
+        origin = describe_rows(config, loader.dataset) if world.is_main else None
+        return None if origin is None else origin.to_dict()
+
     if not config.checkpoint.every:
         return None
     root = storage.root(config)
@@ -205,6 +221,8 @@ def _saver(
         background=config.checkpoint.async_save,
         wrote=lambda: monitor.report_phase("saving", step=engine.step),
         warn=lambda text: monitor.report(Noted(text)),
+        origin=describe,
+        first_row_at=loader.first_row_at,
     )
 
 

@@ -80,6 +80,10 @@ def test_the_files_that_are_kept_are_the_same_tokenizer(folder: Path, tmp_path: 
     assert reloaded.fingerprint == tokenizer.fingerprint
     assert load_kept(tmp_path / "elsewhere") is None
     other = corpus.save_tokenizer(tmp_path / "other", chat_template="{{ messages }}")
+    assert loaded(other).fingerprint == tokenizer.fingerprint
+    assert loaded(other).template_fingerprint != tokenizer.template_fingerprint
+    with (other / "tokenizer.json").open("a") as stream:
+        stream.write(" ")
     assert loaded(other).fingerprint != tokenizer.fingerprint
 
 
@@ -114,9 +118,9 @@ def test_an_exported_tokenizer_is_not_of_the_class_of_the_weights_beside_it(
 
 
 def test_a_tokenizer_that_was_written_again_is_read_again(tmp_path: Path) -> None:
-    before = loaded(corpus.save_tokenizer(tmp_path)).fingerprint
+    before = loaded(corpus.save_tokenizer(tmp_path)).template_fingerprint
     corpus.save_tokenizer(tmp_path, chat_template="{{ messages }}")
-    assert loaded(tmp_path).fingerprint != before
+    assert loaded(tmp_path).template_fingerprint != before
 
 
 def test_what_is_no_tokenizer_is_refused_with_its_path(folder: Path, tmp_path: Path) -> None:

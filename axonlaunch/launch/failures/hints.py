@@ -9,8 +9,11 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch.config import ConfigError, RunConfig, with_values
+from axonlaunch.config.data import TokensConfig
+from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
+from axonlaunch.data import token_cache
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.planning.estimate import cached_estimate, forecast, prepared, suggest_changes
@@ -68,6 +71,8 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
             f"nothing listens at {launch.master_addr}:{launch.master_port}; is that node 0's "
             "address, and does a firewall let its port through?"
         )
+    if report.reason.startswith("killed by SIGBUS"):
+        return _bus_error(config)
     if cause == "types" and config.train.precision == "bf16":
         return (
             "train.precision=bf16: a forward reads weights in bf16, and something in fp32, as a "
@@ -75,6 +80,23 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
             "cast that in the model, table.to(x.dtype), or use train.precision=fp32"
         )
     return ""
+
+
+def _bus_error(config: RunConfig) -> str:
+    """Name the files that a rank maps, and say what to do after one of them was shortened."""
+    files, again = (
+        "weights that it was loading",
+        "the same command goes on from the last checkpoint",
+    )
+    if isinstance(config.data, TextRowsConfig):
+        files = f"tokens in {token_cache.folder_of(config.data.cache_dir)}"
+        again += ", and makes tokens again that were changed"
+    elif isinstance(config.data, TokensConfig):
+        files = f"data.path={config.data.path}"
+    return (
+        f"a file that the rank had mapped was shortened while it was read ({files}), or its disk "
+        f"failed, or /dev/shm is full; leave such files alone while a run reads them: {again}"
+    )
 
 
 def _memory(report: Report, config: RunConfig, context: ForkServerContext | None) -> str:
