@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
+from axonlaunch.models.flops import ModelFlops
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,8 @@ class Engine(Protocol):
 
     step: int
     num_parameters: int
-    num_looked_up: int
-    """Of the whole model's, the embedding's, which no product multiplies with."""
-    num_frozen: int
-    """Of the whole model's, those that have no gradient, without those that are looked up."""
+    flops: ModelFlops
+    """Sizes of the whole model, from which the cost of a token follows."""
     modules: tuple[nn.Module, ...]
     """This rank's part of the model, a module for each pipeline stage."""
 

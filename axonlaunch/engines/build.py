@@ -65,7 +65,7 @@ from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
-from axonlaunch.models.flops import frozen_parameters, looked_up_parameters
+from axonlaunch.models.flops import ModelFlops
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
 
@@ -158,7 +158,7 @@ def build_engine(
         plan.context = ContextAxis(context_group(world, layout))
     whole = plan.construct()
     num_parameters = sum(p.numel() for p in whole.parameters())
-    num_looked_up, num_frozen = looked_up_parameters(whole), frozen_parameters(whole)
+    flops = ModelFlops.of(whole)
     facts, ties = parameter_facts(plan.spec, whole), tied_names(whole)
     counts: list[int] = []
     if layout.pipeline > 1:
@@ -203,8 +203,7 @@ def build_engine(
         context=plan.context,
         input_multiple=length_multiple(config.strategy),
         num_parameters=num_parameters,
-        num_looked_up=num_looked_up,
-        num_frozen=num_frozen,
+        flops=flops,
         world=world,
         mesh=mesh,
         layout=layout,

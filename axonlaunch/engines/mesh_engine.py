@@ -29,6 +29,7 @@ from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision.policy import LossScale, scale_counters
 from axonlaunch.engines.tensor.losses import Losses
+from axonlaunch.models.flops import ModelFlops
 from axonlaunch.models.module_state import evaluating, model_state, persistent_buffers
 
 
@@ -79,8 +80,7 @@ class MeshEngine:
         context: ContextAxis | None,
         input_multiple: int,
         num_parameters: int,
-        num_looked_up: int,
-        num_frozen: int,
+        flops: ModelFlops,
         world: World,
         mesh: Mesh,
         layout: Layout,
@@ -102,8 +102,7 @@ class MeshEngine:
             context: Divides sequences; None: every rank sees whole ones.
             input_multiple: What the length of a sequence must be a multiple of.
             num_parameters: Of the whole model.
-            num_looked_up: Of these, as ``models.flops`` counts them.
-            num_frozen: As well.
+            flops: Sizes of the whole model, from which the cost of a token follows.
             world: Who takes part.
             mesh: Where this rank stands.
             layout: Shares of the batch.
@@ -113,8 +112,7 @@ class MeshEngine:
         """
         self.step = 0
         self.num_parameters = num_parameters
-        self.num_looked_up = num_looked_up
-        self.num_frozen = num_frozen
+        self.flops = flops
         self.modules = passes.modules
         self._passes = passes
         self._update = update

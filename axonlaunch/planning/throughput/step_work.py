@@ -93,8 +93,8 @@ class StepWork:
         parameters: Of the whole model.
         sample_length: Positions of a sample; 1 where it is no sequence.
         hidden_size: Numbers of a position between layers; 0 where that is not known.
-        looked_up: Of the parameters, as ``models.flops`` counts them.
-        frozen: As well.
+        flops_per_token: FLOPs that the whole model needs for a token, as ``models.flops`` counts
+            them.
     """
 
     first: StageWork
@@ -103,18 +103,16 @@ class StepWork:
     parameters: int
     sample_length: int
     hidden_size: int
-    looked_up: int = 0
-    frozen: int = 0
+    flops_per_token: int
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """One trace: a step's operations and bytes, parameters, those looked up or frozen, length."""
+    """One trace: a step's operations and bytes, parameters, FLOPs per token, sample length."""
 
     share: Share
     parameters: int
-    looked_up: int
-    frozen: int
+    flops_per_token: int
     sample_length: int
 
 
@@ -170,16 +168,14 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         of_a_period = (at_depths[1] - at_depths[0]) // (stages * len(ranks))
         return at_depths[0] + of_a_period * (depth - period * stages * len(ranks)) // period
 
-    known = traced[ranks[0], depths[0], counts[0]]
     return StepWork(
         first,
         last,
         layers,
         at_full_depth(lambda trace: trace.parameters),
-        known.sample_length,
-        hidden_size=figures.hidden_size,
-        looked_up=known.looked_up,
-        frozen=at_full_depth(lambda trace: trace.frozen),
+        traced[ranks[0], depths[0], counts[0]].sample_length,
+        figures.hidden_size,
+        at_full_depth(lambda trace: trace.flops_per_token),
     )
 
 
@@ -302,8 +298,7 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
         gradient_bytes=sum(size for size, is_trained in sizes if is_trained),
         parameter_bytes=sum(size for size, _ in sizes),
     )
-    counted = engine.num_parameters, engine.num_looked_up, engine.num_frozen
-    return _Traced(share, *counted, length)
+    return _Traced(share, engine.num_parameters, engine.flops.per_token(length), length)
 
 
 def _split(config: RunConfig) -> list[int]:
