@@ -41,6 +41,7 @@ from axonlaunch.preflight.dataset import (
     make_dataset,
     packing_problems,
     sample_problems,
+    with_packing,
     with_steps,
 )
 from axonlaunch.preflight.devices import accelerators, device_problems, memory_of_a_rank
@@ -112,7 +113,7 @@ def _resolve(
         config = with_backend(config, accelerators=devices)
     if problems := fetch_model(config, here=here):
         raise ConfigError(problems)
-    config = with_adapter_settings(with_absolute_paths(config))
+    config = with_packing(with_adapter_settings(with_absolute_paths(config)))
     problems, dataset = _examine(config, devices=devices if here else None, report=report)
     if here and dataset is not None and not problems:
         epochs = config.train.epochs

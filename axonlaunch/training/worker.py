@@ -35,7 +35,6 @@ from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import NOBODY, Counted, Finished, Listener, Monitor, Noted, Started
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.system import gpus
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
@@ -243,18 +242,7 @@ def _flops_per_step(config: RunConfig, engine: Engine, dataset: Dataset) -> floa
     if dataset.kind != "tokens":
         return None
     positions = dataset.sample_shape[0]
-    return (
-        config.train.global_batch_size
-        * positions
-        * training_flops_per_token(
-            parameters=engine.num_parameters,
-            looked_up=engine.num_looked_up,
-            frozen=engine.num_frozen,
-            layers=getattr(config.model, "num_hidden_layers", 0),
-            hidden_size=getattr(config.model, "hidden_size", 0),
-            positions=positions,
-        )
-    )
+    return float(config.train.global_batch_size * positions * engine.flops.per_token(positions))
 
 
 def _watch(

@@ -31,6 +31,7 @@ from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.models.build import on_meta
 from axonlaunch.preflight.checks import find_issues
+from axonlaunch.preflight.dataset import with_packing
 from axonlaunch.system import cache
 from axonlaunch.verification import locate
 from axonlaunch.verification.both_sides import BothSides
@@ -82,7 +83,7 @@ def foresee(config: RunConfig) -> Proof:
     import_plugins(config.plugins)
     proof = Proof(layout=layout_of(config))
     try:
-        small = reduced(config)
+        small = reduced(with_packing(config))
         file = _file(small)
         if config.train.prove == "auto" and file is not None and file.exists():
             return replace(proof, outcome="proved before")
