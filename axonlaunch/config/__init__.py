@@ -91,12 +91,30 @@ def compose(
         ConfigError: The files themselves can't be composed.
     """
     composer = composer_of(config_dirs) if config_dirs else _of_ours()
-    composed = composer.compose(overrides, config_name=config_name)
-    issues = _import_plugins(composed.tree)
-    if composed.tree.get("plugins"):
-        # Again, for what the plugins registered is an option now.
-        composed = composer.compose(overrides, config_name=config_name)
+    composed, issues = _compose_with_plugins(composer, overrides, config_name)
     return _replaced(dataclasses.replace(composed, problems=issues + composed.problems))
+
+
+def _compose_with_plugins(
+    composer: Composer, overrides: Sequence[str], config_name: str
+) -> tuple[Composed, list[ConfigIssue]]:
+    """Compose, and import the plug-ins; compose again only if an option is registered by none.
+
+    Returns:
+        What was composed, and what is wrong with the plug-ins.
+
+    Raises:
+        ConfigError: The files themselves can't be composed.
+    """
+    try:
+        composed, awaited = composer.compose_before_plugins(overrides, config_name=config_name)
+    except ConfigError:  # perhaps because of an option that does not exist
+        issues = _import_plugins(composer.compose(overrides, config_name=config_name).tree)
+    else:
+        issues = _import_plugins(composed.tree)
+        if composer.are_registered(awaited):
+            return composed, issues
+    return composer.compose(overrides, config_name=config_name), issues
 
 
 def _replaced(composed: Composed) -> Composed:

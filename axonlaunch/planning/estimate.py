@@ -57,7 +57,7 @@ def load_for_estimate(
         )
         return dataclasses.replace(composed, tree=naming_files(composed.tree))
 
-    config = auto_strategy.load_auto_strategy(
+    _, config = auto_strategy.load_auto_strategy(
         overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
     )
     return prepared(context, config)
