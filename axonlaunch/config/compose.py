@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch.config.composition_errors import as_config_errors
 from axonlaunch.config.did_you_mean import nearest, unknown
-from axonlaunch.config.environment_values import marked
+from axonlaunch.config.environment_values import mark_environment
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.hydra_files import HydraFiles
 from axonlaunch.config.other_names import FOREIGN_OPTIONS, UNSUPPORTED
@@ -139,7 +139,7 @@ class Composer:
             unregistered = self._unregistered_options(files, config_name, asked.groups)
             composed = files.compose(config_name, asked.groups, asked.values)
             tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
-            tree, unclear = marked(tree, composed)
+            tree, unclear = mark_environment(tree, composed)
         assert isinstance(tree, dict)
         problems += [ConfigIssue(key, _CHANGED) for key in unclear]
         for group, name in unregistered.items():

@@ -26,8 +26,8 @@ from axonlaunch.config import (
     ConfigError,
     ConfigIssue,
     RunConfig,
-    as_written,
     flatten,
+    to_interpolations,
     to_tree,
     to_yaml,
     with_values,
@@ -290,7 +290,7 @@ def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
 
 def _other_settings(config: RunConfig, before: dict[str, Any]) -> list[str]:
     """Return settings that decide what is learned and differ from a frozen configuration."""
-    now = flatten(as_written(to_tree(config)))
+    now = flatten(to_interpolations(to_tree(config)))
     keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
     keys += [f"train.{name}" for name in _LEARNED_OF_TRAIN]
     return [

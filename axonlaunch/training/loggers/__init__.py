@@ -14,21 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import RunConfig, as_written, to_tree
+from axonlaunch.config import RunConfig, to_interpolations, to_tree
 from axonlaunch.config.errors import failure_text
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.events import (
-    Counted,
     Evaluated,
     Event,
     Listener,
     Noted,
     StepLogged,
-    named_by_unit,
     perplexity_of,
 )
 from axonlaunch.system.files import read_text, replace_text
 from axonlaunch.system.run_files import EVENTS, METRICS
+from axonlaunch.system.units import Counted, named_by_unit
 from axonlaunch.training.loggers.background import BackgroundLogger
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 from axonlaunch.training.loggers.event_log import EventLog
@@ -85,7 +84,7 @@ class RunLoggers:
         self._run = RunInfo(
             name=config.name,
             run_dir=folder,
-            config=as_written(to_tree(config)),
+            config=to_interpolations(to_tree(config)),
             resumed_at=resumed_at,
             ids=ids,
             counted=counted,

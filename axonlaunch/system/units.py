@@ -1,0 +1,27 @@
+"""Names of numbers by what the loss has a target for: tokens, images or other samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+Counted = Literal["tokens", "images", "samples"]
+
+
+def named_by_unit(fields: Mapping[str, Any], counted: Counted) -> dict[str, Any]:
+    """Return fields of an event with what is counted in their names.
+
+    ``tokens_per_s`` becomes ``images_per_s`` where a target is an image.
+    """
+    return {name.replace("tokens", counted): value for name, value in fields.items()}
+
+
+def rate_in(content: Mapping[str, Any]) -> tuple[Counted, Any]:
+    """Return what a summary or a line of metrics counts and how many a second; None: it has none.
+
+    It is the reverse of ``named_by_unit``.
+    """
+    for unit in get_args(Counted):
+        if (rate := content.get(f"{unit}_per_s")) is not None:
+            return unit, rate
+    return "tokens", None
