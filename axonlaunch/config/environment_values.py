@@ -18,18 +18,18 @@ from typing import Any
 _RESOLVER = "oc.env"
 _BEGIN = "${" + _RESOLVER + ":"
 _MARK = re.compile("\0([^\0]*)\0")
-"""Matches what stands for a variable while a configuration is resolved the second time."""
+"""Matches the mark of a variable when a configuration is resolved the second time."""
 _INTERPOLATION = re.compile(
     r'(?P<escape>\\?)\$\{oc\.env:(?P<name>[^,{}"]+)(?:,(?P<default>"(?:[^"\\]|\\.)*"))?\}'
 )
-"""Matches what ``to_interpolations`` writes."""
+"""Matches an interpolation written by ``to_interpolations``."""
 
 
 class EnvironmentText(str):
     """A text with the values of environment variables in it.
 
     Attributes:
-        written: The text as it is written, ``${oc.env:NAME}`` in place of each value.
+        written: The text to write, with ``${oc.env:NAME}`` instead of each value.
     """
 
     written: str
@@ -49,7 +49,7 @@ class EnvironmentText(str):
 
 
 def to_interpolations(tree: Any) -> Any:
-    """Return nested plain values with interpolations in place of environment variables' values.
+    """Return nested plain values with interpolations instead of environment variables' values.
 
     Texts that only look like such interpolations are escaped with a backslash.
     """
@@ -75,7 +75,7 @@ def resolve_variables(tree: Any, environment: Mapping[str, str] | None) -> Any:
     """Reverse ``to_interpolations`` with the values of environment variables.
 
     Args:
-        tree: As it was read.
+        tree: Plain values of a file or a message.
         environment: The variables; None leaves their names in the texts.
 
     Raises:
@@ -95,7 +95,7 @@ def resolve_variables(tree: Any, environment: Mapping[str, str] | None) -> Any:
 def mark_environment(tree: Any, container: Any) -> tuple[Any, list[str]]:
     """Find the texts in a resolved tree that come from the environment.
 
-    Every interpolation is resolved a second time, with marks in place of the variables' values.
+    Every interpolation is resolved a second time, with marks instead of the variables' values.
 
     Args:
         tree: Plain values of the container, resolved.

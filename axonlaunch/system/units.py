@@ -1,4 +1,4 @@
-"""Names of numbers by what the loss has a target for: tokens, images or other samples."""
+"""Names numbers by the unit of the loss' targets: tokens, images or other samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Counted = Literal["tokens", "images", "samples"]
 
 
 def named_by_unit(fields: Mapping[str, Any], counted: Counted) -> dict[str, Any]:
-    """Return fields of an event with what is counted in their names.
+    """Return fields of an event with the unit in their names.
 
     ``tokens_per_s`` becomes ``images_per_s`` where a target is an image.
     """
@@ -17,7 +17,7 @@ def named_by_unit(fields: Mapping[str, Any], counted: Counted) -> dict[str, Any]
 
 
 def rate_in(content: Mapping[str, Any]) -> tuple[Counted, Any]:
-    """Return what a summary or a line of metrics counts and how many a second; None: it has none.
+    """Return the unit of a summary or a line of metrics, and the rate; None if it has no rate.
 
     It is the reverse of ``named_by_unit``.
     """
