@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch.config.composition_errors import as_config_errors
 from axonlaunch.config.did_you_mean import nearest, unknown
-from axonlaunch.config.environment_values import marked
+from axonlaunch.config.environment_values import mark_environment
 from axonlaunch.config.errors import ConfigError, ConfigIssue, in_one_line
 from axonlaunch.config.hydra_files import HydraFiles
 from axonlaunch.config.other_names import FOREIGN_OPTIONS, UNSUPPORTED
@@ -176,7 +176,7 @@ class Composer:
         with as_config_errors():
             merged = files.compose(config_name, asked.groups, asked.values)
             tree = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
-            tree, unclear = marked(tree, merged)
+            tree, unclear = mark_environment(tree, merged)
         assert isinstance(tree, dict)
         problems += [ConfigIssue(key, _CHANGED) for key in unclear]
         problems += _taken_preset(tree)

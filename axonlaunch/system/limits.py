@@ -9,9 +9,9 @@ _FILES = 65536
 
 
 def address_space() -> int | None:
-    """Return how many bytes a process may map (``ulimit -v``); None: as many as it wants.
+    """Return the number of bytes that a process may map (``ulimit -v``); None if it is unlimited.
 
-    What is mapped is much more than what is used: libraries and the stacks of threads count too.
+    Much more is mapped than used: libraries and the stacks of threads count too.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft

@@ -11,7 +11,7 @@ _SUSPECT = re.compile(rb"NaN|Infinity|\d{300}|[eE]\+?\d{3}")
 """Matches text of every number that no float holds, and of few others."""
 
 
-def read_json(text: bytes) -> Any:
+def parse_json(text: bytes) -> Any:
     """Read JSON; numbers that no float holds (NaN, Infinity, 1e999, 10**400) become None.
 
     Raises:

@@ -48,7 +48,7 @@ class BackgroundLogger:
         Args:
             name: Name of the logger in messages.
             make: Builds the logger; called in the thread, again if it fails.
-            run: The run, for the logger's ``start``.
+            run: The run that is logged; the argument of the logger's ``start``.
             last_step: Last step that was logged before the run was resumed. A logger that can't
                 rewind is not called with earlier steps.
             started: Called in the thread once the logger has started.
@@ -80,7 +80,7 @@ class BackgroundLogger:
                 self._dropped += 1
 
     def take_problem(self) -> str | None:
-        """Return the logger's first problem, once; None if there is none or it was returned."""
+        """Return the logger's first problem the first time; None before and after that."""
         with self._changed:
             problem = self._problem
             if problem is None and self._call is not None and self._is_late():

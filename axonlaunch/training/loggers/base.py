@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.events import Counted
+from axonlaunch.system.units import Counted
 
 Number = int | float
 
@@ -27,8 +27,8 @@ class RunInfo:
         resumed_at: Steps done in the checkpoint that was loaded; None: it starts at step 0.
         ids: What a logger noted, by its own name, for the next start of this run: the id that a
             service gave to it. Empty where nothing is resumed.
-        counted: What the loss has a target for, and ``log`` numbers are named by: tokens, images or
-            other samples.
+        counted: Unit of the loss' targets: tokens, images or samples. ``log`` gets numbers with it
+            in their names.
     """
 
     name: str

@@ -11,9 +11,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.events import Counted, Evaluated, Event, StepLogged, named_by_unit, perplexity_of
+from axonlaunch.events import (
+    Evaluated,
+    Event,
+    StepLogged,
+    perplexity_of,
+)
 from axonlaunch.system.files import append_text, is_there, open_regular, replace
 from axonlaunch.system.strict_json import finite
+from axonlaunch.system.units import Counted, named_by_unit
 
 
 class JSONLLogger:
