@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -183,7 +183,8 @@ class TextRows:
         """Yield the file and the row that each piece of a row to train on is of, and the piece."""
         for piece in self.pieces(row, split="train"):
             document = int(np.searchsorted(self._starts, piece.start, side="right")) - 1
-            yield self._source(document), piece
+            end = int(self._starts[document] + self._places[document]) + 1
+            yield self._source(document), replace(piece, left=end - piece.start)
 
     def file_sums(self) -> list[tuple[str, str]]:
         """Return (name, checksum of tokens) of the files that are trained on, in order."""
