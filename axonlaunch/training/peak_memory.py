@@ -70,7 +70,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def available_bytes(sharing: int) -> int:
+def available_to_rank(sharing: int) -> int:
     """Return what other programs leave of a device's memory to one rank, its own included.
 
     Args:

@@ -176,9 +176,9 @@ def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
 
 def test_nccl_holds_what_was_measured_of_it() -> None:
     """On 8 H100 a process held 1.06 GB beside the allocator, NVIDIA/nccl#1685."""
-    assert besides((8,)) == pytest.approx(1.06e9, rel=0.15)
+    assert non_allocator_bytes((8,)) == pytest.approx(1.06e9, rel=0.15)
     # On 4 A100, of the first two ranks and of all, NVIDIA/nccl#964.
-    assert (communicators((2,)), communicators((4,))) == (544 * MIB, 688 * MIB)
+    assert (communicator_bytes((2,)), communicator_bytes((4,))) == (544 * MIB, 688 * MIB)
 
 
 def test_what_was_measured_on_a_device_takes_the_place_of_others_figures() -> None:

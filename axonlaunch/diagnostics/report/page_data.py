@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from axonlaunch.config.errors import plain
-from axonlaunch.diagnostics.lost_peer import plain_reason, reason_of
+from axonlaunch.diagnostics.lost_peer import failure_reason, plain_reason
 from axonlaunch.diagnostics.report.comparison import changed_settings, rate_of, results, with_units
 from axonlaunch.diagnostics.report.downsampling import indices_to_keep
 from axonlaunch.diagnostics.report.life import (
@@ -225,7 +225,7 @@ def _crash(run: RunRecord) -> dict[str, Any] | None:
     keys = ("rank", "world_size", "host", "kind", "reason", "doing", "step", "traceback", "hint")
     followers = run.crash.get("followers")
     return {key: run.crash.get(key) for key in keys} | {
-        "reason": reason_of(run.crash),
+        "reason": failure_reason(run.crash),
         "followers": [
             f"rank {follower.get('rank')}: {plain_reason(str(follower.get('reason')))}"
             for follower in (followers if isinstance(followers, list) else [])
