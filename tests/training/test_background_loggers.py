@@ -116,6 +116,7 @@ def test_a_logger_is_switched_off_after_three_failures_in_a_row(
         "step 1"
     )
     assert note.endswith("; after 3 failures in a row it is switched off")
+    assert note in (tmp_path / "run/events.jsonl").read_text()  # and so on the run's page
     assert not custom.closed
 
 

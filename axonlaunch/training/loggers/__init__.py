@@ -142,7 +142,9 @@ class RunLoggers:
     def _report_problems(self) -> None:
         for logger in self._loggers:
             if (problem := logger.take_problem()) is not None:
-                self._report(Noted(problem))
+                note = Noted(problem)
+                self._log_event(note)
+                self._report(note)
 
     def _save_state(self) -> None:
         """Write the last step and the ids that services gave, for a resumed run."""
