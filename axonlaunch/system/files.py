@@ -174,20 +174,24 @@ def new_descriptor(path: str | os.PathLike[str], *, mode: int = 0o666) -> int:
     return os.open(path, flags, mode)
 
 
-def appending_descriptor(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor that adds to a regular file, which is made where there is none.
+def appending_descriptor(path: str | os.PathLike[str], *, creates: bool = True) -> int:
+    """Return a descriptor that adds to a regular file.
+
+    Args:
+        path: The file.
+        creates: Whether a missing file is created, or an error.
 
     Raises:
         NotRegularError: It is something else.
         OSError: It can't be opened.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return _regular(path, flags)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return _regular(path, flags | (os.O_CREAT if creates else 0))
 
 
-def append_text(path: str | os.PathLike[str], text: str) -> None:
+def append_text(path: str | os.PathLike[str], text: str, *, creates: bool = True) -> None:
     """Add to a regular file, as ``appending_descriptor`` does."""
-    with os.fdopen(appending_descriptor(path), "a") as stream:
+    with os.fdopen(appending_descriptor(path, creates=creates), "a") as stream:
         stream.write(text)
 
 

@@ -3,6 +3,7 @@
 Torch imports some of it only when first used, which would cost every rank a second.
 """
 
+import errno
 import gc
 import importlib
 import os
@@ -28,13 +29,31 @@ MODULES = (
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Say in a line why the server ends; whoever asks it next reports the rest."""
-    del trace
+    """Say in a line why the server ends; whoever asks it next reports the rest.
+
+    A server without open files left says it by its exit status, as its parent reports that.
+    """
     if issubclass(kind, EOFError):  # who asked has gone in the middle of it, and says why itself
         return
+    if os.getpid() == _SERVER and _is_out_of_files(error, trace):
+        os._exit(errno.EMFILE)
     print(f"the fork server ended: {kind.__name__}: {error}", file=sys.stderr)
 
 
+def _is_out_of_files(error: BaseException, trace: TracebackType | None) -> bool:
+    """Return whether a process may have no more open files, as an error in this trace shows.
+
+    The kernel drops descriptors that are sent to such a process; Python then finds fewer than were
+    announced, "Len is 4 but msg[0] is 5", or none.
+    """
+    if isinstance(error, OSError):
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_name == "recvfds"
+
+
+_SERVER = os.getpid()
 sys.excepthook = _say
 # It was for this process alone; what a rank starts shall find what its user expects.
 os.environ.pop("PYTHONSAFEPATH", None)

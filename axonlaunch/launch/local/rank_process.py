@@ -226,8 +226,8 @@ def report_of(error: BaseException, place: RankSpec) -> Report:
         text = None
     reason = f"{type(error).__name__}: {str(error).strip() or type(error).__name__}"
     cause = _cause(error)
-    if isinstance(error, OSError) and not place.log.parent.is_dir():
-        reason, cause = f"the run folder {place.log.parents[1]} is gone", "folder"
+    if gone := _deleted(error, place.log.parents[1]):
+        reason, cause = f"{gone} is gone", "folder"
     elif isinstance(error, OSError) and cause:
         reason = plain_error(error)
     if cause in ("disk", "files", "folder"):
@@ -248,6 +248,17 @@ def report_of(error: BaseException, place: RankSpec) -> Report:
         cause=cause,
         memory_bytes=available_to_rank(place.local_world_size) if is_out_of_memory(error) else None,
     )
+
+
+def _deleted(error: BaseException, run_folder: Path) -> str:
+    """Name what was deleted under the run and so caused an error; empty for another error."""
+    if not isinstance(error, OSError | SaveError):
+        return ""
+    if not (run_folder / "logs").is_dir():
+        return f"the run folder {run_folder}"
+    file = Path(str(getattr(error, "filename", "")))
+    is_missing = isinstance(error, FileNotFoundError) and run_folder in file.parents
+    return str(file) if is_missing else ""
 
 
 def _cause(error: BaseException) -> str:

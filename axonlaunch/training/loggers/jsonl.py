@@ -91,7 +91,8 @@ class JSONLLogger:
         line = named_by_unit(line, self._counted)
         text = json.dumps(finite(line), allow_nan=False) + "\n"
         if text.encode() != self._last:  # an evaluation that a run was killed after is done again
-            append_text(self._path, text)
+            # A file that was deleted would begin again in the middle of the run.
+            append_text(self._path, text, creates=False)
         self._last = b""
 
 
