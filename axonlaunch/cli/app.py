@@ -161,9 +161,12 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
     from axonlaunch.checkpoint import CorruptCheckpointError
     from axonlaunch.config import ConfigError, ConfigIssue
     from axonlaunch.config.other_names import RENAMED_OPTIONS
+    from axonlaunch.system.isolated import IsolatedCallError
 
     if isinstance(error, ConfigError):
         return error.problems
+    if isinstance(error, IsolatedCallError):
+        return [ConfigIssue("tokenizer.path", str(error))]
     if isinstance(error, CorruptCheckpointError):
         return [ConfigIssue("", str(error))]
     # Typer's usage errors: some versions raise click's classes, some a copy of them.
