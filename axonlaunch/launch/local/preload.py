@@ -15,7 +15,7 @@ from axonlaunch.system import allocator_settings
 MODULES = (
     "numpy.ma",
     "yaml",
-    "torch._dynamo",
+    "torch._dynamo.config",
     "torch.distributed._functional_collectives",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -61,6 +61,7 @@ os.environ.pop("PYTHONSAFEPATH", None)
 gc.disable()
 # torch may read it when it is imported.
 allocator_settings.grow_segments()
+importlib.import_module("axonlaunch.launch.local.torch_internals").defer_compiler()
 for module in MODULES:
     importlib.import_module(module)
 with sys.modules["torch"].profiler.record_function("imported"):  # by the first one, where torch has
