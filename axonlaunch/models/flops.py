@@ -1,4 +1,4 @@
-"""Floating-point operations that a model needs, from its sizes: what MFU is a share of."""
+"""Counts the floating-point operations of a model from its sizes, for MFU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from torch import nn
 
 
 def looked_up_parameters(model: nn.Module) -> int:
-    """Return how many parameters a token only looks up: embeddings that no head multiplies with.
+    """Return the number of embedding parameters that no matrix product uses.
+
+    A tied embedding is used by the head and does not count.
 
     Args:
-        model: Whole, on any device.
+        model: Unsharded model on any device.
     """
     tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     multiplied = {
@@ -22,10 +24,10 @@ def looked_up_parameters(model: nn.Module) -> int:
 
 
 def frozen_parameters(model: nn.Module) -> int:
-    """Return how many parameters have no gradient, without those that a token only looks up.
+    """Return the number of parameters without a gradient, not counting embeddings.
 
     Args:
-        model: Whole, on any device.
+        model: Unsharded model on any device.
     """
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return sum(p.numel() for p in model.parameters() if not p.requires_grad and id(p) not in tables)
@@ -40,21 +42,21 @@ def training_flops_per_token(
     positions: int,
     frozen: int = 0,
 ) -> float:
-    """Return the FLOPs that forward and backward of a token need: 6 N - 2 F + 12 L H Q T.
+    """Return the FLOPs of forward and backward for one token: 6 N - 2 F + 12 L H Q T.
 
-    N parameters without those that are looked up, F of them frozen, which need no gradient of their
-    own, L layers, H heads of Q numbers, T positions, as if attention saw them all; nothing for what
-    is computed again.
+    N is the number of parameters without those that are only looked up. F of them are frozen and
+    need no weight gradient. L is the number of layers, with H heads of size Q, and T is the number
+    of positions, as if every token attended to all positions. Recomputation is not counted.
 
     Args:
-        parameters: Of the model.
-        looked_up: Of these, the embedding's, as ``looked_up_parameters`` counts them.
-        layers: Blocks with attention.
-        hidden_size: H x Q; 0 where it is not known, which leaves attention out.
-        positions: Of a sample.
-        frozen: Of the parameters, as ``frozen_parameters`` counts them.
+        parameters: Number of parameters of the model.
+        looked_up: Number of parameters that are only looked up (see ``looked_up_parameters``).
+        layers: Number of blocks with attention.
+        hidden_size: H x Q; 0 if unknown, which leaves out attention.
+        positions: Number of positions of a sample.
+        frozen: Number of frozen parameters (see ``frozen_parameters``).
 
-    Source: Chowdhery et al., "PaLM", 2022, appendix B; pytorch/torchtitan leaves the embedding out
+    Source: Chowdhery et al., "PaLM", 2022, appendix B; pytorch/torchtitan leaves out the embedding
     too, ``torchtitan/models/utils.py``.
     """
     return float(6 * (parameters - looked_up) - 2 * frozen + 12 * layers * hidden_size * positions)

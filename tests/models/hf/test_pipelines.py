@@ -79,7 +79,7 @@ def test_a_loss_of_all_blocks_routers_is_refused_in_stages() -> None:
         run_config(without_folder("mixtral", *PIPELINE, output_router_logits=True))
     (issue,) = raised.value.problems
     assert issue.key == "strategy.pipeline.degree"
-    assert "its auxiliary loss is of all blocks together" in issue.message
+    assert "its auxiliary loss needs all blocks" in issue.message
     assert "use model.config.output_router_logits=false" in issue.message
 
 
