@@ -52,8 +52,8 @@ def block_flow(model: nn.Module, *, layers: str) -> BlockFlow:
     except _ImpassableError as reason:
         return BlockFlow(problem=str(reason))
     except Exception as error:  # a user's model may need values, or fail in any way
-        reason = " ".join(str(error).split())[:200]
-        problem = f"running it without values fails with {type(error).__name__}: {reason}"
+        details = " ".join(str(error).split())[:200]
+        problem = f"running it without values fails with {type(error).__name__}: {details}"
         return BlockFlow(problem=problem)
 
 
