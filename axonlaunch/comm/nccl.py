@@ -1,4 +1,4 @@
-"""What NCCL there is on this node, found without starting it."""
+"""Detects whether NCCL can be used on this node, without starting it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class NcclStatus:
     """Whether NCCL can be used here.
 
     Attributes:
-        available: Ranks of this node can use ``backend=nccl``.
-        version: NCCL's version (RCCL's on ROCm), or None where this torch has none.
-        devices: The names of the devices that this process sees, by index.
-        reason: Why it is not available; empty where it is.
+        available: Whether ranks of this node can use ``backend=nccl``.
+        version: Version of NCCL (of RCCL on ROCm), or None if this torch has none.
+        devices: Names of the devices that this process sees, by index.
+        reason: Why NCCL is not available; empty if it is.
     """
 
     available: bool
@@ -27,7 +27,7 @@ class NcclStatus:
 
 
 def status() -> NcclStatus:
-    """Find out whether NCCL can be used here, and if not, why."""
+    """Return whether NCCL can be used here, and the reason if not."""
     if not gpus.has_nccl():
         return NcclStatus(
             available=False,

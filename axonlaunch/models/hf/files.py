@@ -179,5 +179,8 @@ def _refuse_invalid_id(path: str) -> None:
 
 def _missing_files(config: HuggingFaceConfig, reason: str) -> ConfigIssue:
     option = f" --revision {config.revision}" if config.revision else ""
-    message = f"{reason}; give a folder, or run hf download {config.path}{option} where there is a network"
+    message = (
+        f"{reason}; give a folder, or run hf download {config.path}{option} "
+        "where there is a network"
+    )
     return ConfigIssue("model.path", message, config.path)
