@@ -167,7 +167,7 @@ def buckets(tensors: Iterable[AnyTensor], *, limit: int) -> Iterator[list[AnyTen
         limit: Size in bytes from which a bucket is full; its last tensor may exceed it.
 
     Yields:
-        Full buckets, each as soon as it is full, then the remaining ones.
+        A bucket when it reaches ``limit``; at the end the remaining buckets.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
     for tensor in tensors:

@@ -75,7 +75,7 @@ class Mesh:
             )
             for axis in sizes
         }
-        # In a world on NCCL, torch's ``init_device_mesh`` would create a gloo group along every axis,
+        # In a world on NCCL, torch's ``init_device_mesh`` would create a gloo group on every axis,
         # and it accepts no timeout.
         self.device_mesh: DeviceMesh = DeviceMesh.from_group(
             [self._groups[axis].torch_group for axis in mesh_axes],

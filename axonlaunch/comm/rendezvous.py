@@ -140,18 +140,20 @@ def is_loopback(host: str) -> bool:
         return host in ("localhost", "localhost.localdomain")
 
 
-def open_store(place: RankEnvironment, *, timeout: timedelta) -> dist.Store:
+def open_store(environment: RankEnvironment, *, timeout: timedelta) -> dist.Store:
     """Open the store through which the ranks of a world meet.
 
     Raises:
         ValueError: Rank 0 can't listen at its address.
     """
-    if place.alone:
+    if environment.alone:
         return dist.HashStore()
-    assert place.master_addr is not None
+    assert environment.master_addr is not None
     agent_hosts_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    listens = place.rank == 0 and not agent_hosts_it
-    store = meet_at(place.master_addr, place.master_port, listens=listens, timeout=timeout)
+    listens = environment.rank == 0 and not agent_hosts_it
+    store = meet_at(
+        environment.master_addr, environment.master_port, listens=listens, timeout=timeout
+    )
     if not agent_hosts_it:
         return store
     # The agent's store outlives its ranks. The prefix separates this attempt from earlier ones.

@@ -102,13 +102,15 @@ class World:
                 or this process already has a world.
             NcclError: A ValueError about NCCL.
         """
-        place = find_place(os.environ, store=store)
-        return cls.join(place, backend=backend, device=device, timeout_s=timeout_s, store=store)
+        environment = find_place(os.environ, store=store)
+        return cls.join(
+            environment, backend=backend, device=device, timeout_s=timeout_s, store=store
+        )
 
     @classmethod
     def join(
         cls,
-        place: RankEnvironment,
+        environment: RankEnvironment,
         *,
         backend: Backend | str = "auto",
         device: str = "auto",
@@ -119,11 +121,11 @@ class World:
         """Join a world as a given rank; like ``init``, but independent of the environment.
 
         Args:
-            place: Rank of this process and address of the world.
+            environment: Rank of this process and address of the world.
             backend: See ``init``.
             device: See ``init``.
             timeout_s: See ``init``.
-            store: Store through which the ranks meet; None uses the address in ``place``.
+            store: Store through which the ranks meet; None uses the address in ``environment``.
             connects_at_once: Whether NCCL connects all ranks before the first collective and splits
                 later groups from that communicator. Point-to-point messages are then operations of
                 their group, executed in order. Otherwise each pair of ranks connects separately at
@@ -142,27 +144,27 @@ class World:
             raise ValueError(f"timeout_s={timeout_s}: must be more than 0 seconds")
         if device == "cpu" and backend == "auto":
             backend = Backend.GLOO
-        selected = choose_backend(str(backend), place)
-        rank_device = _device(selected, place.local_rank, requested=device)
+        selected = choose_backend(str(backend), environment)
+        rank_device = _device(selected, environment.local_rank, requested=device)
         timeout = timedelta(seconds=timeout_s)
         with contextlib.ExitStack() as cleanup:
-            cleanup.enter_context(gloo_towards(place.master_addr or "localhost"))
+            cleanup.enter_context(gloo_towards(environment.master_addr or "localhost"))
             cleanup.callback(setattr, sys, "excepthook", sys.excepthook)
-            store = store or open_store(place, timeout=timeout)
+            store = store or open_store(environment, timeout=timeout)
             cleanup.callback(_release, store)
-            cleanup.enter_context(authenticated_groups(store, rank=place.rank))
+            cleanup.enter_context(authenticated_groups(store, rank=environment.rank))
             dist.init_process_group(
                 selected.torch_name,
                 store=store,
-                rank=place.rank,
-                world_size=place.world_size,
+                rank=environment.rank,
+                world_size=environment.world_size,
                 timeout=timeout,
                 device_id=rank_device if selected is Backend.NCCL and connects_at_once else None,
             )
             world = cls(
-                rank=place.rank,
-                local_rank=place.local_rank,
-                world_size=place.world_size,
+                rank=environment.rank,
+                local_rank=environment.local_rank,
+                world_size=environment.world_size,
                 device=rank_device,
                 backend=selected,
                 timeout_s=timeout_s,
@@ -293,14 +295,14 @@ def _release(store: dist.Store) -> None:
     del store
 
 
-def choose_backend(name: str, place: RankEnvironment) -> Backend:
+def choose_backend(name: str, environment: RankEnvironment) -> Backend:
     """Return the backend for a user's setting.
 
     Raises:
         ValueError: The name is unknown, or its ranks are not processes.
     """
     if name == "auto":
-        return Backend.NCCL if _every_local_rank_has_a_device(place) else Backend.GLOO
+        return Backend.NCCL if _every_local_rank_has_a_device(environment) else Backend.GLOO
     if name == Backend.MOCK:
         raise ValueError(
             "backend=mock: its ranks are threads that only World.mock(world_size).run(fn) starts"
@@ -310,14 +312,14 @@ def choose_backend(name: str, place: RankEnvironment) -> Backend:
     return Backend(name)
 
 
-def _every_local_rank_has_a_device(place: RankEnvironment) -> bool:
+def _every_local_rank_has_a_device(environment: RankEnvironment) -> bool:
     """Decide from facts that are the same for all ranks of a node, so that they agree."""
     devices = gpus.device_count()
-    if devices == 1 and not place.on_loopback:
+    if devices == 1 and not environment.on_loopback:
         return True  # a scheduler has assigned one device to each task
-    needed = place.local_world_size
+    needed = environment.local_world_size
     if needed is None:
-        needed = place.world_size if place.on_loopback else place.local_rank + 1
+        needed = environment.world_size if environment.on_loopback else environment.local_rank + 1
     return devices > 0 and devices >= needed
 
 

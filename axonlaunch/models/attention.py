@@ -68,9 +68,9 @@ class Packing(NamedTuple):
             places: Indices of the part's tokens in the rows, [tokens].
         """
         documents = (whole == 0).cumsum(1)
-        same = documents[:, None, places, None] == documents[:, None, None, :]
+        is_same_document = documents[:, None, places, None] == documents[:, None, None, :]
         earlier = places[:, None] >= torch.arange(whole.shape[1], device=whole.device)
-        return cls(positions, same & earlier)
+        return cls(positions, is_same_document & earlier)
 
 
 def refuses_groups_on_cuda(q: Tensor, mask: Tensor | None) -> bool:

@@ -37,11 +37,13 @@ def convert_module(module: nn.Module, kind: type[ModuleT], *, beneath: bool = Fa
 def _join_classes(new_class: Any, old_class: Any, beneath: bool) -> Any:
     if issubclass(new_class, old_class):
         return new_class
-    named = {
+    attributes = {
         "__module__": old_class.__module__,
         "__qualname__": old_class.__qualname__,
         "__doc__": old_class.__doc__,
     }
     return type(
-        old_class.__name__, (old_class, new_class) if beneath else (new_class, old_class), named
+        old_class.__name__,
+        (old_class, new_class) if beneath else (new_class, old_class),
+        attributes,
     )

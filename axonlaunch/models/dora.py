@@ -29,14 +29,14 @@ class LoraMagnitude(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs))
 
-    def forward(self, norms: Tensor, own: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, norms: Tensor, output_range: tuple[int, int] | None = None) -> Tensor:
         """Return the factors by which outputs are multiplied.
 
         Args:
             norms: Norms of the adapted weight, [outputs].
-            own: First output and number of outputs in ``norms``; None means all outputs.
+            output_range: First output and number of outputs in ``norms``; None means all outputs.
         """
-        weight = self.weight if own is None else self.weight.narrow(0, *own)
+        weight = self.weight if output_range is None else self.weight.narrow(0, *output_range)
         return weight / norms
 
 

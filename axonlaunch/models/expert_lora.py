@@ -90,11 +90,11 @@ def adapted_experts(
     experts = len(weight)
     down = down.view(experts, -1, down.shape[-1]).to(weight.dtype)
     up = up.view(len(up), -1, experts).permute(2, 0, 1).to(weight.dtype)
-    left, right = (down.mT, up.mT) if is_transposed else (up, down)
+    left_factors, right_factors = (down.mT, up.mT) if is_transposed else (up, down)
     device = weight.device.type
     # Autocast would change the dtype of the sum.
     with torch.autocast("cpu" if device == "meta" else device, enabled=False):
-        return torch.baddbmm(weight, left, right, alpha=scale)
+        return torch.baddbmm(weight, left_factors, right_factors, alpha=scale)
 
 
 def packed_experts(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:

@@ -36,5 +36,5 @@ def persistent_buffers(model: torch.nn.Module) -> list[str]:
 def model_state(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; tied parameters appear once."""
     state = model.state_dict()
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.detach() for name, tensor in named if name in state}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in tensors if name in state}

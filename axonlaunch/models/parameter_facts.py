@@ -100,12 +100,17 @@ def _shares(key: _SharesKey) -> tuple[float, float, float, float]:
     element = config.train.parameter_bytes
     model = on_meta(config, seed=config.seed)
     facts = parameter_facts(spec_for(config), model)
-    whole = element * max(1, sum(parameter.numel() for parameter in model.parameters()))
+    total_bytes = element * max(1, sum(parameter.numel() for parameter in model.parameters()))
     trained = element if config.adapter is None else _FP32
     gradients = trained * sum(p.numel() for p in model.parameters() if p.requires_grad)
     states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
     small, looked_up = small_bytes(model, element=element), element * looked_up_parameters(model)
-    return gradients / whole, states / whole, small / whole, looked_up / whole
+    return (
+        gradients / total_bytes,
+        states / total_bytes,
+        small / total_bytes,
+        looked_up / total_bytes,
+    )
 
 
 def small_bytes(model: nn.Module, *, element: int) -> int:

@@ -35,8 +35,8 @@ def with_first_blocks(module: nn.Module, layers: str, count: int) -> nn.Module:
     """Return a copy of a module with only the first ``count`` blocks."""
     blocks = module.get_submodule(layers)
     assert isinstance(blocks, nn.ModuleList)
-    few = copy.deepcopy(blocks[:count]) if count < len(blocks) else None
-    return copy.deepcopy(module, {} if few is None else {id(blocks): few})
+    first_blocks = copy.deepcopy(blocks[:count]) if count < len(blocks) else None
+    return copy.deepcopy(module, {} if first_blocks is None else {id(blocks): first_blocks})
 
 
 def representative(

@@ -91,7 +91,9 @@ def _caches(module: ModuleType, _members: int) -> list[functools._lru_cache_wrap
     kinds = [member for member in vars(module).values() if isinstance(member, type)]
     members = [member for holder in (module, *kinds) for member in [*vars(holder).values()]]
     functions = [getattr(member, "__func__", member) for member in members]
-    return [one for one in functions if isinstance(one, functools._lru_cache_wrapper)]
+    return [
+        function for function in functions if isinstance(function, functools._lru_cache_wrapper)
+    ]
 
 
 def forget_meshes() -> None:

@@ -96,15 +96,15 @@ def _refuse_unknown(
     Raises:
         ConfigError: Names each unknown key and the most similar known key.
     """
-    known, problems = known_keys(cls) | content.keys() | {"model_type"}, []
+    valid_keys, problems = known_keys(cls) | content.keys() | {"model_type"}, []
     nested = dict(cls.sub_configs)
     for key, value in overrides.items():
-        if key not in known and key not in library.keys_read_by_code(cls):
-            similar = nearest(key, known)
+        if key not in valid_keys and key not in library.keys_read_by_code(cls):
+            similar = nearest(key, valid_keys)
             hint = f"; did you mean {prefix}.{similar}?" if similar else ""
             message = f"{cls.model_type} has no such key{hint}"
-            shown = ... if isinstance(value, dict) else value
-            problems.append(ConfigIssue(f"{prefix}.{key}", message, shown))
+            shown_value = ... if isinstance(value, dict) else value
+            problems.append(ConfigIssue(f"{prefix}.{key}", message, shown_value))
         elif isinstance(value, Mapping) and hasattr(nested.get(key), "model_type"):
             inner = content.get(key) or {}
             _refuse_unknown(value, nested[key], inner, prefix=f"{prefix}.{key}")
@@ -246,14 +246,14 @@ def _refuse_kind(kind: Any, config: HuggingFaceConfig) -> None:
         return
     key = "model.path" if config.path else "model.config.model_type"
     value = config.path if config.path else kind
-    shown = f"model_type={kind} " if config.path else ""
+    prefix = f"model_type={kind} " if config.path else ""
     if kind in library.config_types():
-        message = f"{shown}is not a causal language model; give one that continues text"
+        message = f"{prefix}is not a causal language model; give one that continues text"
     else:
         similar = nearest(str(kind), library.causal_types())
         hint = f"; did you mean {similar}?" if similar else ""
         version = library.transformers().__version__
-        message = f"{shown}is not known to transformers {version}{hint}"
+        message = f"{prefix}is not known to transformers {version}{hint}"
     raise ConfigError([ConfigIssue(key, message, value)])
 
 
@@ -280,8 +280,8 @@ def _refuse_untrainable(typed: Any, config: HuggingFaceConfig) -> None:
         reason = "attends to later tokens; set model.config.causal=true"
     if reason:
         key = "model.path" if config.path else "model.config.model_type"
-        shown = f"model_type={kind} " if config.path else ""
-        raise ConfigError([ConfigIssue(key, f"{shown}{reason}", config.path or kind)])
+        prefix = f"model_type={kind} " if config.path else ""
+        raise ConfigError([ConfigIssue(key, f"{prefix}{reason}", config.path or kind)])
 
 
 def _config_issue(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
@@ -289,7 +289,9 @@ def _config_issue(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__
     reason = str(cause).strip() if cause is not None and str(cause).strip() else " ".join(lines)
-    shown = config.config if config.config else ...
+    shown_value = config.config if config.config else ...
     file_name = f"{config.path}/{files.CONFIG_FILE_NAME}: " if config.path else ""
     message = f"{file_name}{reason or type(error).__name__}"
-    return ConfigIssue("model.config" if config.config else "model.path", message[:400], shown)
+    return ConfigIssue(
+        "model.config" if config.config else "model.path", message[:400], shown_value
+    )

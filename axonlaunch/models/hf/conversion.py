@@ -121,9 +121,9 @@ def as_saved(
             parameters together.
     """
 
-    def block(named: tuple[str, Tensor]) -> str:
+    def block(item: tuple[str, Tensor]) -> str:
         prefix = f"{blocks}."
-        return named[0].removeprefix(prefix).split(".")[0] if named[0].startswith(prefix) else ""
+        return item[0].removeprefix(prefix).split(".")[0] if item[0].startswith(prefix) else ""
 
     for _, group in groupby(tensors, key=block):
         yield from library.revert_conversion(model, dict(group)).items()

@@ -49,10 +49,12 @@ def divide_attention(model: Any, parts: SequenceParts, *, needs_mask: bool = Fal
     library.register_attention(NAME, attend=attend, mask=mask)
     model._part_positions = parts.positions
     model._whole_positions = lambda part: parts.gather(part[:, None, :, None])[:, 0, :, 0]
-    for config in {id(each): each for each in map(_config, model.modules()) if each}.values():
-        chosen = library.attention_kernel(config)
-        if chosen != NAME:
-            object.__setattr__(config, NAME, _Division(parts, chosen, needs_mask))
+    for config in {
+        id(config): config for config in map(_config, model.modules()) if config
+    }.values():
+        kernel = library.attention_kernel(config)
+        if kernel != NAME:
+            object.__setattr__(config, NAME, _Division(parts, kernel, needs_mask))
             library.replace_attention_kernel(config, NAME)
 
 
@@ -91,18 +93,18 @@ def mask(
     if attention_mask is not None and not library.hides_nothing(attention_mask):
         raise ValueError("a padded sequence can't be divided over ranks")
     division: _Division = getattr(config, NAME)
-    whole = q_length * division.parts.ranks
+    full_length = q_length * division.parts.ranks
     positions = library.document_positions()
-    is_causal = allow_is_causal_skip and (local_size is None or whole <= local_size)
+    is_causal = allow_is_causal_skip and (local_size is None or full_length <= local_size)
     if is_causal and division.chosen == "sdpa" and positions is None:
         return None
     with division.parts.around():
         query_positions = division.parts.positions(q_length).to(device)[None, None, :, None]
-        key_positions = torch.arange(whole, device=device)[None, None, None, :]
+        key_positions = torch.arange(full_length, device=device)[None, None, None, :]
         sample = torch.arange(batch_size, device=device)[:, None, None, None]
         head = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
         is_visible = mask_function(sample, head, query_positions, key_positions).expand(
-            batch_size, -1, q_length, whole
+            batch_size, -1, q_length, full_length
         )
         if positions is not None:
             documents = (positions == 0).cumsum(-1)
@@ -151,7 +153,7 @@ def _attend(
     if division.needs_mask and attention_mask is None:
         raise ValueError(f"{type(module).__name__} attends without a mask from transformers")
     parts, length = division.parts, query.shape[2]
-    whole = length * parts.ranks
+    full_length = length * parts.ranks
     if attention_mask is None:
         if division.chosen == "sdpa" and _fits_a_ring(module, key, value, options):
             default_scale, scaling = query.shape[-1] ** -0.5, options.get("scaling")
@@ -160,10 +162,10 @@ def _attend(
             return parts.attend(query, key, value).transpose(1, 2).contiguous(), None
         if _is_causal(module, options):
             positions = parts.positions(length).to(query.device)
-            attention_mask = (torch.arange(whole, device=query.device) <= positions[:, None])[
+            attention_mask = (torch.arange(full_length, device=query.device) <= positions[:, None])[
                 None, None
             ]
-    elif attention_mask.shape[-2:] != (length, whole):
+    elif attention_mask.shape[-2:] != (length, full_length):
         shape = tuple(attention_mask.shape)
         raise ValueError(f"{type(module).__name__} attends with a custom mask {shape}")
     inner = library.attention_function(division.chosen) or _eager(module)

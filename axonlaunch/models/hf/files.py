@@ -140,14 +140,14 @@ def fetch(config: HuggingFaceConfig, *, weights: bool) -> Path | None:
         raise ConfigError([_missing_files(config, f"can't be fetched: {reason}")]) from None
 
 
-def is_complete(where: Path) -> bool:
+def is_complete(model_folder: Path) -> bool:
     """Return whether a folder has all weight files in its index, or any weight file if no index."""
-    index = where / "model.safetensors.index.json"
+    index = model_folder / "model.safetensors.index.json"
     if not index.exists():
-        return any(where.glob(_WEIGHTS))
-    files = read_folder_json(index, path=str(where)).get("weight_map")
+        return any(model_folder.glob(_WEIGHTS))
+    files = read_folder_json(index, path=str(model_folder)).get("weight_map")
     names = {str(name) for name in files.values()} if isinstance(files, dict) else set()
-    return bool(names) and all((where / name).exists() for name in names)
+    return bool(names) and all((model_folder / name).exists() for name in names)
 
 
 def _code(config: HuggingFaceConfig) -> list[str]:

@@ -195,9 +195,9 @@ def _small_sizes(typed: Any, division: ModelDivision) -> Iterator[tuple[str, Any
     yield from _blocks(typed, division.stages)
     for queries in _HEADS:
         if _number(typed, queries) is not None:
-            few, few_shared = _heads(typed, queries, division)
-            yield queries, few
-            yield from ((name, few_shared) for name in _HEADS[queries] if _number(typed, name))
+            count, shared_count = _heads(typed, queries, division)
+            yield queries, count
+            yield from ((name, shared_count) for name in _HEADS[queries] if _number(typed, name))
     hidden, small = _hidden(typed, division)
     yield "hidden_size", small
     for name in _WIDTHS:
@@ -219,12 +219,12 @@ def _hidden(typed: Any, division: ModelDivision) -> tuple[int, int]:
     count = _number(typed, "num_attention_heads")
     if count is None:
         return hidden, _HIDDEN
-    few, _ = _heads(typed, "num_attention_heads", division)
+    small_count, _ = _heads(typed, "num_attention_heads", division)
     size = _number(typed, "head_dim")
     if size is None:  # the size of a head follows from the hidden size
-        return hidden, few * _head_size(few)
-    width = few * _head_size(few) / (count * size)
-    return hidden, _rounded(hidden * width, math.lcm(few, 8 * division.tensor))
+        return hidden, small_count * _head_size(small_count)
+    width = small_count * _head_size(small_count) / (count * size)
+    return hidden, _rounded(hidden * width, math.lcm(small_count, 8 * division.tensor))
 
 
 def _token_sizes(typed: Any, division: ModelDivision) -> Iterator[tuple[str, Any]]:
@@ -254,21 +254,21 @@ def _state_sizes(typed: Any, hidden: int) -> Iterator[tuple[str, Any]]:
 
 
 def _head_sizes(typed: Any, division: ModelDivision) -> Iterator[tuple[str, Any]]:
-    few, _ = _heads(typed, "num_attention_heads", division)
+    count, _ = _heads(typed, "num_attention_heads", division)
     is_latent = _number(typed, "qk_rope_head_dim") is not None
     for name in _HEAD_SIZES:
         if _number(typed, name) is not None and not (is_latent and name == "head_dim"):
-            yield name, _head_size(few)
+            yield name, _head_size(count)
     if is_latent:
-        yield "qk_rope_head_dim", _head_size(few) // 2
+        yield "qk_rope_head_dim", _head_size(count) // 2
         is_even = _number(typed, "v_head_dim") == _number(typed, "qk_nope_head_dim")
-        yield "v_head_dim", _head_size(few) if is_even else 12
+        yield "v_head_dim", _head_size(count) if is_even else 12
     for name in _RANKS:
         if _number(typed, name) is not None:
             yield name, _HEAD_SIZE if name == "kv_lora_rank" else 24
     if (rotary := _number(typed, "rotary_dim")) is not None:
         size = (_number(typed, "hidden_size") or 1) // (_number(typed, "num_attention_heads") or 1)
-        yield "rotary_dim", max(2, _head_size(few) * rotary // max(1, size) // 2 * 2)
+        yield "rotary_dim", max(2, _head_size(count) * rotary // max(1, size) // 2 * 2)
 
 
 def _expert_sizes(typed: Any) -> Iterator[tuple[str, Any]]:
@@ -294,10 +294,10 @@ def _heads(typed: Any, queries: str, division: ModelDivision) -> tuple[int, int]
     keys = next(filter(None, (_number(typed, name) for name in _HEADS[queries])), count)
     group = max(1, count // keys)
     if keys < division.before:  # several ranks share each head
-        few = max(1, division.tensor * keys // division.before)
+        small_keys = max(1, division.tensor * keys // division.before)
     else:
-        few = min(keys, max(2, division.tensor))
-    return few * group, few
+        small_keys = min(keys, max(2, division.tensor))
+    return small_keys * group, small_keys
 
 
 def _head_size(heads: int) -> int:

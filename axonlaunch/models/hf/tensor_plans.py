@@ -205,8 +205,10 @@ def _translate_style(style: str, name: str, modules: Mapping[str, nn.Module]) ->
     """Return our style; ranks may share key-value heads if there are fewer of them."""
     base, slash, pieces = style.partition("/")
     holder: Any = modules.get(_parent(name))
-    few = getattr(holder, "num_key_value_groups", None) is not None and hasattr(holder, "head_dim")
-    if base == "colwise" and few and name.endswith((".k_proj", ".v_proj")):
+    has_groups = getattr(holder, "num_key_value_groups", None) is not None and hasattr(
+        holder, "head_dim"
+    )
+    if base == "colwise" and has_groups and name.endswith((".k_proj", ".v_proj")):
         return "key_value"
     return _STYLES.get(base, base) + slash + pieces
 
