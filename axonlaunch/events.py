@@ -62,6 +62,9 @@ class Straggler:
 class StepLogged:
     """A step that was logged; the fields are those of a line of ``metrics.jsonl``.
 
+    Where targets are images or other samples, files and loggers have ``images`` or ``samples`` in
+    place of ``tokens`` in these names (``system.units``).
+
     Attributes:
         step: Optimizer steps done.
         loss: Mean over the counted targets of the world.
@@ -80,9 +83,8 @@ class StepLogged:
         skipped: Updates that fp16 left out since the last logged step, as gradients overflowed;
             None in another precision.
         loss_scale: What fp16 multiplies the next step's loss by; None in another precision.
-        mfu: Share of the devices' dense peak that the model needs: 6 FLOPs for each parameter that
-            is not looked up and position, padding included, 12 L H Q T for attention, nothing for
-            recomputation. None on a CPU, or where the peak is not known.
+        mfu: Fraction of the devices' dense peak that the model needs, as ``models.flops`` counts
+            it for all positions, padding included. None on a CPU, or if the peak is not known.
         reserved_bytes: The most that this rank's allocator has reserved of its device.
         active_bytes: The most that was in blocks which are in use, or whose streams are not done.
         alloc_retries: How often the allocator has emptied its cache to find room.

@@ -1,11 +1,13 @@
-"""Detects whether NCCL can be used on this node, without starting it."""
+"""Detects whether NCCL can be used on this node, and handles communicator identifiers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 
+from axonlaunch.comm.errors import NcclError
 from axonlaunch.system import gpus
 
 
@@ -48,3 +50,35 @@ def status() -> NcclStatus:
             "CUDA_VISIBLE_DEVICES, or use backend=gloo",
         )
     return NcclStatus(available=True, version=version, devices=names)
+
+
+class NcclUniqueId(bytes):
+    """Identifier of 128 bytes with which the ranks of an NCCL communicator find each other.
+
+    Worlds on NCCL create and exchange identifiers through the store. This class is needed only for
+    custom communicators, which ``torch.cuda.nccl.init_rank`` creates.
+    """
+
+    SIZE = 128
+
+    def __new__(cls, content: bytes) -> Self:
+        """Wrap an identifier that another rank sent.
+
+        Raises:
+            ValueError: It is not 128 bytes long.
+        """
+        if len(content) != cls.SIZE:
+            raise ValueError(f"an NCCL identifier has {cls.SIZE} bytes, not {len(content)}")
+        return super().__new__(cls, content)
+
+    @classmethod
+    def create(cls) -> Self:
+        """Create an identifier on this node; one rank sends it to the others.
+
+        Raises:
+            NcclError: NCCL is not available here.
+        """
+        nccl_status = status()
+        if not nccl_status.available:
+            raise NcclError(nccl_status.reason)
+        return cls(torch.cuda.nccl.unique_id())

@@ -6,9 +6,12 @@ only this file has to change. (For the mock world, see ``mock/torch_internals.py
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,12 +27,15 @@ __all__ = [
     "gloo_options",
     "group_by_name",
     "limit_options",
+    "name_groups_by_members",
     "ranks_of_groups",
     "reduce_scatter_single",
     "set_timeout",
 ]
 
 _c10d: Any = distributed_c10d
+_group_counts: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""Number of groups created for each list of members, per default group."""
 
 # torch 2.11 has only the old names, and 2.13 warns about them.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,6 +59,26 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     """Return the process group with a name that functional collectives use."""
     group: dist.ProcessGroup = _c10d._resolve_process_group(name)
     return group
+
+
+def name_groups_by_members() -> None:
+    """Name groups that only their members create by these members; may be called repeatedly.
+
+    torch's name is a hash of the members and of the number of groups that this process is in. This
+    number differs between members if some of them are in another group, and then each member waits
+    for the others under a different name. Example: after ``new_group([2])``, ranks 2 and 3 named
+    their group on an axis of a mesh differently.
+    """
+    _c10d._hash_ranks_to_str = _name_by_members
+
+
+def _name_by_members(ranks: Sequence[int]) -> str:
+    """Return a name for the next group of these ranks that is the same on each of them."""
+    counts = _group_counts.setdefault(_c10d._get_default_group(), Counter())
+    members = tuple(ranks)
+    counts[members] += 1
+    text = f"{members} {counts[members]}"
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def ranks_of_groups() -> dict[str, tuple[int, ...]]:

@@ -305,6 +305,11 @@ class CheckpointConfig:
     """auto: resume where this run folder stopped; never: start from step 0; or the path of a run
     folder or a checkpoint
     """
+    changed_data: Literal["error", "restart"] = "error"
+    """what to do where data files, chat template or options of data are not those of the checkpoint
+    that the run resumes from. error: refuse to start; restart: keep weights, optimizer and step,
+    and read the data from its first row
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,9 @@ class _Walk:
         if isinstance(value, str) and (reason := facts.get("refused", {}).get(value)):
             raise Rejected(reason)
         converted = convert(value, hint)
-        _check_name(converted, facts.get("names"))
+        if (names := facts.get("names")) is not None and converted is not None:
+            converted = str(converted)  # a name in a registry, frozen as it is
+            _check_name(converted, names)
         check_range(converted, facts, or_null=type(None) in get_args(hint))
         return converted
 
@@ -145,6 +147,8 @@ class _Walk:
             self._add(f"{key}.name", str(error), name)
             return _default(spec)
         self._check_arguments(tree, variants, name, key)
+        if "name" in tree:
+            tree = {**tree, "name": str(name)}  # a name in a registry, frozen as it is
         return self.dataclass(tree, schema, key)
 
     def _options(self, tree: Any, variants: Registry[Any, Any], name: str | None, key: str) -> Any:

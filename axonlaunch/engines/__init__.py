@@ -1,1 +1,1 @@
-"""Engines: a strategy carried out for one model, behind one interface (``base``)."""
+"""Engines: execute a parallelization strategy for a model, behind one interface (``base``)."""

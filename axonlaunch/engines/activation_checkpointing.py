@@ -1,6 +1,6 @@
-"""Activation checkpointing: what a block keeps for backward and what it computes again.
+"""Activation checkpointing: recomputes activations of blocks in backward instead of saving them.
 
-It changes each block's forward in place and no parameter's name.
+The forward of each block is replaced in place; parameter names do not change.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _ALWAYS_SAVED = {
 
 
 class _SaveEverySecondProduct:
-    """Save attention, collectives and every second matrix product of one run through a block.
+    """Saves attention, collectives and every second matrix product of one run of a block.
 
-    Forward and recomputation are counted apart, for both must decide alike.
+    Forward and recomputation use separate counters, because both must make the same decisions.
     """
 
     def __init__(self) -> None:
@@ -61,19 +61,19 @@ class _SaveEverySecondProduct:
 
 
 def apply_activation_checkpointing(blocks: Iterable[nn.Module], *, mode: Mode) -> None:
-    """Make each block recompute its activations in backward.
+    """Make blocks recompute their activations in backward.
 
     Args:
         blocks: Repeated blocks of a model.
-        mode: ``none``; ``full`` keeps each block's inputs alone; ``selective`` also keeps
-            attention, collectives and every second matrix product (torchtitan's per-op policy).
+        mode: ``none``; ``full`` saves only each block's inputs; ``selective`` also saves attention,
+            collectives and every second matrix product (torchtitan's per-op policy).
     """
     if mode == "none":
         return
     blocks = list(blocks)
     kwargs: dict[str, Any] = {
         "use_reentrant": False,
-        # The generators' states would be saved and set in each block, in forward and again.
+        # Otherwise each block would save and set generator states, in forward and recomputation.
         "preserve_rng_state": any(map(may_draw, blocks)),
     }
     if mode == "selective":
@@ -81,14 +81,14 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], *, mode: Mode) -
             _SaveEverySecondProduct()
         )
     for block in blocks:
-        # The forward is replaced rather than the module wrapped: parameters keep their names.
+        # Replace the forward instead of wrapping the module, so that parameter names do not change.
         block.forward = _recomputing(block.forward, kwargs)
 
 
 def may_draw(block: nn.Module) -> bool:
-    """Return whether a block may draw numbers in training, as dropout does.
+    """Return whether a block may use random numbers in training, as dropout does.
 
-    Of classes that are neither torch's nor ours nobody knows.
+    This is assumed of all classes that are not from torch or axonlaunch.
     """
     return any(
         isinstance(part, _DRAWING) or not type(part).__module__.startswith(_KNOWN)
@@ -97,7 +97,7 @@ def may_draw(block: nn.Module) -> bool:
 
 
 def _recomputing(forward: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """Return a forward that recomputes; a function of ours, for torch.compile skips torch's."""
+    """Wrap a forward to recompute. It is a local function, because torch.compile skips torch's."""
 
     def forward_again(*inputs: Any, **options: Any) -> Any:
         return checkpoint(forward, *inputs, **kwargs, **options)

@@ -1,7 +1,4 @@
-"""What every engine offers the trainer, whatever its layout.
-
-It holds the interface and the numbers of a step; no engine.
-"""
+"""The interface that every engine offers the trainer, and the result of a training step."""
 
 from __future__ import annotations
 
@@ -13,18 +10,19 @@ from torch import Tensor, nn
 
 from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
+from axonlaunch.models.flops import ModelFlops
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The numbers of one optimizer step, the same on every rank.
+    """Results of one optimizer step, the same on every rank.
 
     Attributes:
         loss: Mean over the counted targets of the whole world, 0-dim fp32.
-        tokens: Counted targets of the whole world, 0-dim int64.
-        grad_norm: Norm of the whole model's gradient before clipping, 0-dim; None if nobody asked.
-        skipped: fp16 only: 1 where gradients overflowed, so that the update was left out, else 0,
-            0-dim; None in another precision.
+        tokens: Number of counted targets of the whole world, 0-dim int64.
+        grad_norm: Norm of the full model's gradient before clipping, 0-dim; None if not computed.
+        skipped: fp16 only: 1 if gradients overflowed and the update was skipped, otherwise 0,
+            0-dim; None with other precisions.
     """
 
     loss: Tensor
@@ -34,73 +32,72 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """Carries out a strategy for one model: a step, an evaluation, a state."""
+    """Executes a parallelization strategy for one model: training, evaluation, and state."""
 
     step: int
     num_parameters: int
-    num_looked_up: int
-    """Of the whole model's, the embedding's, which no product multiplies with."""
-    num_frozen: int
-    """Of the whole model's, those that have no gradient, without those that are looked up."""
+    flops: ModelFlops
+    """Sizes of the full model that determine the FLOPs of a token."""
     modules: tuple[nn.Module, ...]
-    """This rank's part of the model, a module for each pipeline stage."""
+    """This rank's part of the model, one module per pipeline stage."""
 
     @property
     def loss_scale(self) -> float:
-        """What losses, and so gradients until ``update``, are multiplied by: 1 but for fp16."""
+        """Factor of losses, and of gradients until ``update``; 1 except with fp16."""
 
     def train_step(self, batch: AnyBatch) -> StepResult:
         """Run every micro-batch and update: ``backward``, then ``update``."""
 
     def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
-        """Run forward and backward and synchronise gradients; return the loss and the targets."""
+        """Run forward and backward and synchronize gradients; return (loss, counted targets)."""
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm of the whole model's gradient after ``backward``, 0-dim fp32.
+        """Return the norm of the full model's gradient after ``backward``, 0-dim fp32.
 
-        Replicas that average no gradients have each their own.
+        Replicas that do not average gradients have different norms.
         """
 
     def update(self, *, known_norm: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Clip and update; return the gradient's norm, and whether fp16 left the update out.
+        """Clip and update; return the gradient norm, and whether fp16 skipped the update.
 
         Args:
-            known_norm: What ``gradient_norm`` returned since ``backward``; None: it was not asked.
+            known_norm: Result of ``gradient_norm`` since ``backward``; None computes it if needed.
         """
 
     def memory_stats(self) -> FSDPMemoryStats | None:
-        """Return what this rank holds of sharded parameters; None where none are."""
+        """Return this rank's memory of sharded parameters; None without sharded parameters."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank holds by its name in the whole model, divided ones as DTensors."""
+        """Yield this rank's parameters by name in the full model; sharded ones as DTensors."""
 
     def named_updated(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the update changes here, by those names, with gradients after ``backward``.
+        """Yield the tensors that the update changes, with the same names.
 
-        They are parameters, or DTensors of rows of them: of a parameter that is whole on each rank
-        the gradient may be this rank's rows alone.
+        They are parameters, or DTensors of rows of parameters; after ``backward`` they have
+        gradients. For a parameter that is complete on every rank, the gradient may cover only this
+        rank's rows.
         """
 
     def optimizer_states(self) -> Iterator[Tensor]:
-        """Yield the optimizer's states on this rank, made if they are not there yet."""
+        """Yield this rank's optimizer states, allocating those that do not exist yet."""
 
     def evaluate(self, batch: AnyBatch) -> Tensor:
         """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64."""
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Return the model's outputs; every rank of the world calls it with the same inputs."""
+        """Return the model's outputs. Every rank of the world must call it with the same inputs."""
 
     def learning_rate(self) -> float:
-        """Return the rate that the next step uses."""
+        """Return the learning rate of the next step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, buffers, optimizer states and counters; sharded ones as DTensors."""
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and buffers alone, and make no optimizer states for it."""
+        """Return only parameters and buffers, without allocating optimizer states."""
 
     def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over parameters and buffers that ``model_state_dict`` gave."""
+        """Load parameters and buffers saved by ``model_state_dict``."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state that ``state_dict`` of any layout gave."""
+        """Load a state saved by ``state_dict``, in any layout."""

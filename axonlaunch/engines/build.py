@@ -1,7 +1,7 @@
-"""Builds the engine that a configuration asks for, in one fixed order.
+"""Builds the engine for a configuration, in one fixed order.
 
 Tensor parallelism, pipeline stages, activation checkpointing, compile, then sharding or
-replication: each takes what the one before left, and none knows of the next.
+replication. Each step takes the result of the previous one and does not depend on later ones.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
-from axonlaunch.models.flops import frozen_parameters, looked_up_parameters
+from axonlaunch.models.flops import ModelFlops
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
 
@@ -75,15 +75,15 @@ Boundaries = Callable[[Divide, Sequence[Part]], Mapping[int, tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class Source:
-    """Where modules and their storage come from; another one builds an engine without bytes.
+    """Functions that create modules and allocate storage; can be replaced to build without memory.
 
     Attributes:
-        construct: As ``models.build.construct``.
-        initialize_weights: As ``models.build.initialize_weights``.
-        storing: What surrounds whatever allocates storage.
-        boundaries: What divides a whole model as a stage is, and all stages, to what each stage
-            takes and gives of a micro-batch; None: a micro-batch is passed through the ranks to
-            see.
+        construct: Creates a model, see ``models.build.construct``.
+        initialize_weights: Initializes a model, see ``models.build.initialize_weights``.
+        storing: Returns a context for code that allocates storage.
+        boundaries: Maps a function that parallelizes a model like a stage, and the list of stages,
+            to each stage's input and output for one micro-batch. None passes a micro-batch through
+            the ranks to find out.
     """
 
     construct: Callable[..., nn.Module] = construct
@@ -94,12 +94,12 @@ class Source:
 
 @dataclass
 class _Plan:
-    """What the steps of building share.
+    """State shared by the steps of building.
 
     Attributes:
-        chunked: Of the loss, if it is computed in chunks.
-        owners: The global rank that holds each of the two ends of a tied weight.
-        sharded: What of the model fully_shard divides.
+        chunked: The chunked loss, if one is used.
+        owners: Global rank of each copy of a tied weight.
+        sharded: Parts of the model that are sharded by fully_shard.
     """
 
     config: RunConfig
@@ -115,23 +115,23 @@ class _Plan:
 
     @property
     def separate_weight_grad(self) -> bool:
-        """Whether a schedule computes gradients of weights apart from those of inputs."""
+        """Whether the schedule computes weight gradients separately from input gradients."""
         return self.layout.pipeline > 1 and SCHEDULES[self.layout.schedule].separate_weight_grad
 
     @property
-    def whole_on_host(self) -> bool:
+    def parameters_on_host(self) -> bool:
         """Whether FSDP keeps parameters in host memory."""
         offload = CPUOffload(self.config.strategy.fsdp.cpu_offload)
         return self.layout.facts.shards_parameters and offload.keeps_parameters_on_host
 
     def construct(self) -> nn.Module:
-        """Build the whole model, undivided."""
+        """Create the full model."""
         model = self.source.construct(self.config, seed=self.config.seed)
         if self.config.train.param_dtype != "fp32":
-            # Adapters are kept in fp32, as PEFT keeps those of a model in bf16.
+            # Adapters stay in fp32, like PEFT's adapters of a model in bf16.
             has_adapter = self.config.adapter is not None
             dtype = DTYPES[self.config.train.param_dtype]
-            keep_parameters_in(model, dtype, frozen_alone=has_adapter)
+            keep_parameters_in(model, dtype, frozen_only=has_adapter)
         return model
 
 
@@ -142,38 +142,37 @@ def build_engine(
     sample: Tensor | None = None,
     source: Source | None = None,
 ) -> Engine:
-    """Build a model, divide it, wrap it, fill it with its initial weights.
+    """Create a model, parallelize and wrap it, and initialize its weights.
 
     Args:
-        config: A checked configuration.
-        world: Its ranks; all of them call this.
-        sample: One sample's inputs [...], for balancing the stages of a pipeline; values don't
-            matter.
-        source: Of modules and their storage; None: as ``models.build`` makes them.
+        config: A validated configuration.
+        world: The ranks of the run. All of them must call this.
+        sample: Inputs of one sample [...], used to balance pipeline stages; values do not matter.
+        source: Functions that create modules and storage; None for ``models.build``.
     """
     layout = Layout.of(config, world_size=world.world_size)
     mesh = run_mesh(world, layout, cpu_offload=config.strategy.fsdp.cpu_offload)
     plan = _Plan(config, world, layout, mesh, spec_for(config), source or Source())
     if layout.context > 1:
         plan.context = ContextAxis(context_group(world, layout))
-    whole = plan.construct()
-    num_parameters = sum(p.numel() for p in whole.parameters())
-    num_looked_up, num_frozen = looked_up_parameters(whole), frozen_parameters(whole)
-    facts, ties = parameter_facts(plan.spec, whole), tied_names(whole)
+    model = plan.construct()
+    num_parameters = sum(p.numel() for p in model.parameters())
+    flops = ModelFlops.of(model)
+    facts, ties = parameter_facts(plan.spec, model), tied_names(model)
     counts: list[int] = []
     if layout.pipeline > 1:
-        assert sample is not None, "a pipeline is balanced by what a sample takes"
-        counts = stage_blocks(config, layout, whole, sample=sample)
-    _parallelize(plan, whole)
-    classes = divided_classes(whole)
+        assert sample is not None, "balancing pipeline stages requires a sample"
+        counts = stage_blocks(config, layout, model, sample=sample)
+    _parallelize(plan, model)
+    classes = divided_classes(model)
     losses = losses_of(plan.spec, config.train, classes=classes, group=mesh.group("tp"))
     plan.chunked = losses.chunked
     crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
     passes: ForwardBackward
     if layout.pipeline == 1:
-        passes, replicas = _whole(plan, whole)
+        passes, replicas = _build_local(plan, model)
     else:
-        passes, replicas = _pipeline(plan, whole, counts, crossing)
+        passes, replicas = _build_pipeline(plan, model, counts, crossing)
     parameters = {
         n: parameter for module in passes.modules for n, parameter in module.named_parameters()
     }
@@ -203,8 +202,7 @@ def build_engine(
         context=plan.context,
         input_multiple=length_multiple(config.strategy),
         num_parameters=num_parameters,
-        num_looked_up=num_looked_up,
-        num_frozen=num_frozen,
+        flops=flops,
         world=world,
         mesh=mesh,
         layout=layout,
@@ -220,7 +218,7 @@ def build_engine(
 
 
 def _parallelize(plan: _Plan, model: nn.Module) -> None:
-    """Divide a whole model's sequences over the context axis, its layers over the tensor axis."""
+    """Shard a full model's sequences over the context axis and its layers over the tensor axis."""
     if plan.context is not None:
         plan.context.divide(plan.spec, model)
     tensor = plan.config.strategy.tensor
@@ -236,7 +234,7 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
         )
 
 
-def _whole(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, Replicas | None]:
+def _build_local(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, Replicas | None]:
     _wrap_stage(plan, model)
     replicas, forward = None, model
     if plan.layout.facts.shards_parameters:
@@ -252,10 +250,10 @@ def _whole(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, Replica
     return passes, replicas
 
 
-def _pipeline(
-    plan: _Plan, whole: nn.Module, counts: list[int], ties: dict[str, str]
+def _build_pipeline(
+    plan: _Plan, full_model: nn.Module, counts: list[int], ties: dict[str, str]
 ) -> tuple[PipelineForwardBackward, Replicas | None]:
-    """Cut this rank's stages out of copies of the model."""
+    """Create this rank's stages from copies of the model."""
     layout, group = plan.layout, plan.mesh.group("pp")
     schedule = PipelineSchedule(
         layout.schedule,
@@ -269,20 +267,20 @@ def _pipeline(
         end = 0 if holds(at_start, name) else -1
         plan.owners[name] = group.ranks[schedule.rank_of_stage[end]]
     boundaries = _boundaries(plan, stages)
-    mine: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     for index in schedule.stages_of(group.rank):
-        model = whole
-        if mine:
+        model = full_model
+        if modules:
             model = plan.construct()
             _parallelize(plan, model)
-        mine[index] = cut(plan.spec, model, stages[index])
+        modules[index] = cut(plan.spec, model, stages[index])
     replicas = None
-    for stage in mine.values():
+    for stage in modules.values():
         _wrap_stage(plan, stage)
     if not plan.layout.facts.shards_parameters:
-        # Schedules split and reorder backwards, so replicas agree when all of them have run.
-        replicas = _replicas(plan, nn.ModuleList(mine.values()), sync=GradSyncStrategy.NO_SYNC)
-    pipeline = Pipeline(mine, schedule=schedule, group=group, boundaries=boundaries)
+        # Schedules split and reorder backward passes, so replicas are averaged after all of them.
+        replicas = _replicas(plan, nn.ModuleList(modules.values()), sync=GradSyncStrategy.NO_SYNC)
+    pipeline = Pipeline(modules, schedule=schedule, group=group, boundaries=boundaries)
     return PipelineForwardBackward(pipeline, micro_batch_size=layout.micro_batch_size), replicas
 
 
@@ -295,7 +293,7 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
         if plan.chunked is not None and (head := plan.spec.head_of(model)) is not None:
             ChunkedLoss(plan.spec.loss, chunk=1).defer(head, model)
         if plan.layout.facts.shards_parameters:
-            model.to(DTYPES[plan.config.train.precision])  # as it is gathered
+            model.to(DTYPES[plan.config.train.precision])  # the type of gathered parameters
         else:
             model.forward = _replicated_arithmetic(plan, model)(model.forward)
 
@@ -303,7 +301,7 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
 
 
 def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
-    """Recompute, compile, then shard; and fill the model, or a stage, with its weights."""
+    """Add recomputation, compilation and sharding to a model or stage, and initialize weights."""
     shards = plan.layout.facts.shards_parameters
     lowered = None if shards else _replicated_arithmetic(plan, stage)
     if plan.chunked is not None and (head := plan.spec.head_of(stage)) is not None:
@@ -313,7 +311,7 @@ def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
         _shard(plan, stage)
     else:
         stage.forward = lowered(stage.forward)
-        _fill(plan, stage)
+        _initialize(plan, stage)
 
 
 def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
@@ -321,23 +319,25 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
     apply_activation_checkpointing(blocks, mode=train.activation_checkpointing)
     if train.compile:
         compile_blocks_whole()
-        # The compiler runs `python -c "from ctypes"`, in any step: not what lies in this folder.
+        # The compiler runs `python -c "from ctypes"`, in any step. It must not import modules from
+        # the current folder.
         os.environ["PYTHONSAFEPATH"] = "1"
         for block in blocks or [model]:
-            # Not the module: what fully_shard hooks to its call is not for a compiler.
+            # Compile only the forward, because fully_shard's hooks on the module call cannot be
+            # compiled.
             block.forward = torch.compile(block.forward, mode=train.compile_mode)
 
 
 def _around_blocks(plan: _Plan, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return what forward calls before the blocks and after them, where no weight is used alone."""
-    if type(plan.config.model) not in OWN_MODEL_CONFIGS:  # of others it is not known
+    """Return modules called before and after the blocks, if their weights are used only there."""
+    if type(plan.config.model) not in OWN_MODEL_CONFIGS:  # unknown for other models
         return [], []
     before, after = around_blocks(plan.spec, model)
-    return before, after if plan.chunked is None else []  # a head in chunks runs after forward
+    return before, after if plan.chunked is None else []  # a chunked head runs after forward
 
 
 def _units(plan: _Plan, model: nn.Module) -> list[nn.Module]:
-    """Return blocks, and what forward calls after them, whose weights nothing else reads."""
+    """Return blocks, and modules called after them, whose weights no other module reads."""
     is_known = type(plan.config.model) in (*OWN_MODEL_CONFIGS, HuggingFaceConfig)
     blocks = plan.spec.blocks(model).values() if is_known else ()
     return [*blocks, *_around_blocks(plan, model)[1]]
@@ -358,13 +358,13 @@ def _shard(plan: _Plan, model: nn.Module) -> None:
         mixed_precision=sharded_policy(
             config.train.precision, reduce_dtype=DTYPES[config.strategy.reduce_dtype]
         ),
-        # torch's schedules of several stages per rank gather a stage before its first micro-batch
-        # and reshard it after its last; they look for the gathered parameters in between. With one
-        # stage per rank they would be gathered again for each micro-batch.
+        # torch's schedules with several stages per rank gather a stage before its first micro-batch
+        # and reshard it after its last, and require gathered parameters in between. With one stage
+        # per rank, parameters would otherwise be gathered again for each micro-batch.
         keep_gathered=plan.layout.pipeline > 1,
     )
     sharded.ignore_returned_view()
-    _fill(plan, model)
+    _initialize(plan, model)
     plan.sharded.append(sharded)
 
 
@@ -385,13 +385,13 @@ def _replicas(plan: _Plan, module: nn.Module, *, sync: GradSyncStrategy | str) -
         )
 
 
-def _fill(plan: _Plan, model: nn.Module) -> None:
-    """Put a model on its device and give it its initial weights."""
+def _initialize(plan: _Plan, model: nn.Module) -> None:
+    """Move a model to its device and initialize its weights."""
     config, world = plan.config, plan.world
     filled = not any(parameter.is_meta for parameter in model.parameters())
     if filled and plan.layout.facts.shards_parameters:
-        return  # fully_shard has moved what the model filled itself
-    device = HOST if plan.whole_on_host else world.device
+        return  # fully_shard has moved parameters that the model initialized itself
+    device = HOST if plan.parameters_on_host else world.device
     with plan.source.storing():
         plan.source.initialize_weights(model, config, seed=config.seed, device=device)
     for module in model.modules():

@@ -1,7 +1,4 @@
-"""The device mesh: which ranks hold the same shard and which divide a copy among them.
-
-It lays ranks out; it wraps no model.
-"""
+"""Creates device meshes: which ranks replicate parameters and which shard them."""
 
 from __future__ import annotations
 
@@ -18,47 +15,47 @@ from axonlaunch.config.layout import Layout
 
 
 def run_mesh(world: World, layout: Layout, *, cpu_offload: str) -> Mesh:
-    """Return the mesh of a run: axes pp, dp_replicate, dp_shard, tp.
+    """Return the mesh of a run, with axes pp, dp_replicate, dp_shard, tp.
 
-    Context ranks are neighbours within a data axis: what sums gradients or divides parameters over
-    data ranks does so over them too. ``context_group`` distinguishes them.
+    Context-parallel ranks are neighbours within a data axis, so sums of gradients and sharding over
+    data ranks include them. ``context_group`` returns the ranks that share sequences.
 
     Args:
-        world: Its ranks; all of them call this.
-        layout: The run's.
-        cpu_offload: What sharded parameters leave in host memory, as the run's configuration says.
+        world: The ranks of the run. All of them must call this.
+        layout: Layout of the run.
+        cpu_offload: Value of ``strategy.fsdp.cpu_offload``.
     """
     sizes = dict(layout.axes)
     sizes["dp_replicate" if layout.replicates_context else "dp_shard"] *= sizes.pop("cp")
-    # What is divided has a mesh of its axis even where that has one rank.
+    # An axis that shards parameters or states keeps its mesh dim even with only one rank.
     keep: tuple[str, ...] = ()
     if layout.facts.shards_parameters:
         keep = ("dp_shard",)
     elif layout.facts.shards_optimizer:
         keep = ("dp_replicate",)
-    # Stages send each other the shapes of what they pass in an evaluation. A variant of somebody
-    # else's may average states that its optimizer keeps on the host.
+    # In evaluation, pipeline stages send shapes from host memory. A registered data-parallel
+    # variant may average optimizer states on the host.
     with_host = ["pp"]
     if layout.facts.shards_parameters and cpu_offload != "none":
         with_host += ["dp_shard", "tp"]
     if DATA_PARALLEL.entry(layout.data_parallel).target is not None:
         with_host += ["dp_replicate"]
-    # A layer waits for what its tensor ranks sum; gathers and reductions of the data ranks, which
-    # are for later layers, would take the multiprocessors first.
+    # A layer waits for the collectives of the tensor axis. Without priority, gathers and reductions
+    # of data ranks, which are needed only by later layers, would occupy the multiprocessors first.
     return world.lay_out(sizes, keep=keep, urgent=("tp",), with_host=tuple(with_host))
 
 
 def context_group(world: World, layout: Layout) -> ProcessGroup:
     """Return the ranks that share this rank's sequences."""
-    step = layout.tensor
-    first = world.rank - world.rank // step % layout.context * step
-    ranks = [first + step * place for place in range(layout.context)]
+    stride = layout.tensor
+    first = world.rank - world.rank // stride % layout.context * stride
+    ranks = [first + stride * index for index in range(layout.context)]
     backend = "nccl" if world.backend is Backend.NCCL else None
     return disjoint_group(ranks, name="cp", timeout_s=world.timeout_s, backend=backend)
 
 
 def sharding_mesh(mesh: Mesh) -> DeviceMesh:
-    """Return the part of a run's mesh that ``fully_shard`` divides parameters over."""
+    """Return the submesh over which ``fully_shard`` shards parameters."""
     if mesh.size("dp_replicate") > 1:
         return mesh.device_mesh["dp_replicate", "dp_shard"]
     return mesh.device_mesh["dp_shard"]
@@ -69,20 +66,21 @@ def data_mesh(
 ) -> DeviceMesh:
     """Return the mesh of ``replicate`` copies of ``shard`` ranks each, shards innermost.
 
-    With one copy the mesh has the axis ``dp_shard`` alone.
+    With one copy the mesh has only the axis ``dp_shard``.
 
     Args:
-        group: Who shares a model.
-        replicate: Copies.
-        shard: Ranks of a copy.
-        timeout_s: How long a collective of copies or of shards waits; None: as long as torch says.
+        group: The ranks that share a model.
+        replicate: Number of copies.
+        shard: Number of ranks per copy.
+        timeout_s: Timeout of collectives in seconds; None for torch's default.
 
     Raises:
-        ValueError: The two do not multiply to the group, or copies are to be of a part of the
-            world, whose ranks would have to be grouped again by all others.
+        ValueError: The product is not the size of the group, or copies are requested in only a part
+            of the world, which is not possible because all ranks of the world must create the
+            groups.
     """
     if replicate * shard != group.size:
-        raise ValueError(f"{replicate} x {shard} ranks are not the group's {group.size}")
+        raise ValueError(f"{replicate} x {shard} ranks do not match the group's {group.size}")
     kind, is_world = device_of(group).type, group.size == dist.get_world_size()
     if replicate == 1 and is_world:
         return init_device_mesh(kind, (shard,), mesh_dim_names=("dp_shard",))
@@ -90,8 +88,8 @@ def data_mesh(
         return DeviceMesh.from_group(group.torch_group, kind, mesh_dim_names=("dp_shard",))
     if not is_world:
         raise ValueError(
-            f"{replicate} replicas over ranks {list(group.ranks)}, a part of the world: give "
-            "mesh=world.mesh(...).device_mesh[...] in place of the group"
+            f"{replicate} replicas over ranks {list(group.ranks)}, a part of the world: pass "
+            "mesh=world.mesh(...).device_mesh[...] instead of the group"
         )
     sizes = {"dp_replicate": replicate, "dp_shard": shard}
     rank, keep = dist.get_rank(), tuple(sizes)

@@ -1,6 +1,6 @@
-"""How a rank's share of a batch passes forward and backward: through the model, or a pipeline.
+"""Runs forward and backward of a rank's share of a batch, through a local model or a pipeline.
 
-Gradients are left in the parameters; who averages, clips and updates is the engine.
+Gradients are left in the parameters. The engine averages and clips them and updates parameters.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from axonlaunch.models.spec import ModelOutputs, not_a_tensor
 
 Outputs = Tensor | ModelOutputs
 Loss = Callable[[Any, Any], Tensor]
-"""Of outputs and the micro-batch, or in the last stage of a pipeline its targets."""
+"""Maps ``(outputs, micro-batch)`` to a loss; on the last pipeline stage ``(outputs, targets)``."""
 
 
 class ForwardBackward(Protocol):
-    """What the engine needs of a model on this rank.
+    """The engine's interface to the model on this rank.
 
     Attributes:
-        modules: What this rank holds of the model: the whole, or stages of it.
+        modules: This rank's part of the model: the full model, or its stages.
         gives_outputs: Whether this rank computes outputs and losses.
     """
 
@@ -35,28 +35,28 @@ class ForwardBackward(Protocol):
     gives_outputs: bool
 
     def train(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
-        """Run forward and backward of every micro-batch; return their losses, [] elsewhere."""
+        """Run forward and backward of every micro-batch; return losses, [] on ranks without any."""
 
     def losses(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
-        """Run forward alone; return the micro-batches' losses, [] on ranks without outputs."""
+        """Run only the forward; return the micro-batches' losses, [] on ranks without outputs."""
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Return the outputs of inputs, on every rank of the pipeline."""
+        """Return the outputs, on every rank of the pipeline."""
 
 
 class LocalForwardBackward:
-    """The whole model on this rank, one micro-batch after another."""
+    """Runs the full model on this rank, one micro-batch after another."""
 
     def __init__(
         self, module: nn.Module, *, forward: nn.Module, micro_batch_size: int, device: torch.device
     ) -> None:
-        """Take over a model.
+        """Wrap a model.
 
         Args:
-            module: Owner of the parameters.
-            forward: It, or what wraps it.
-            micro_batch_size: Samples of one forward.
-            device: Where it computes.
+            module: The module that holds the parameters.
+            forward: The module to call: ``module`` or its wrapper.
+            micro_batch_size: Number of samples per forward.
+            device: Device of the model.
         """
         self.modules: tuple[nn.Module, ...] = (module,)
         self.gives_outputs = True
@@ -67,24 +67,24 @@ class LocalForwardBackward:
     def train(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
         """Run forward and backward of every micro-batch."""
         losses = []
-        left = -(-len(batch) // self._size)
+        remaining = -(-len(batch) // self._size)
         for micro_batch in batch.micro_batches(self._size):
-            left -= 1
-            with self._synchronise(last=not left):
-                loss_of_part = self._loss(micro_batch, loss)
-                loss_of_part.backward()
-            losses.append(loss_of_part.detach())
+            remaining -= 1
+            with self._synchronise(last=not remaining):
+                micro_batch_loss = self._loss(micro_batch, loss)
+                micro_batch_loss.backward()
+            losses.append(micro_batch_loss.detach())
         return losses
 
     def losses(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
-        """Run forward alone."""
+        """Run only the forward."""
         return [self._loss(micro_batch, loss) for micro_batch in batch.micro_batches(self._size)]
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs.
 
         Raises:
-            ConfigError: They are not a tensor, nor hold one in its place.
+            ConfigError: The model returned neither a tensor nor an object with logits.
         """
         outputs: object = self._forward(inputs.to(self._device))
         if not isinstance(outputs, Tensor | ModelOutputs):
@@ -99,21 +99,21 @@ class LocalForwardBackward:
         return total if batch.is_counted else total * 0
 
     def _synchronise(self, last: bool) -> AbstractContextManager[None]:
-        """Replicas agree once, in the last backward; shards are reduced in each, to stay small."""
+        """Average replicas only in the last backward; reduce shards in each, to save memory."""
         if isinstance(self._forward, DDP) and not last:
             return self._forward.no_sync()
         return nullcontext()
 
 
 class PipelineForwardBackward:
-    """This rank's stages of a pipeline, round after round of its schedule."""
+    """Runs this rank's stages of a pipeline, in rounds of its schedule."""
 
     def __init__(self, pipeline: Pipeline, *, micro_batch_size: int) -> None:
-        """Take over a pipeline.
+        """Wrap a pipeline.
 
         Args:
-            pipeline: This rank's end of it.
-            micro_batch_size: Samples of one forward.
+            pipeline: This rank's part of the pipeline.
+            micro_batch_size: Number of samples per forward.
         """
         self.modules = pipeline.modules
         self.gives_outputs = pipeline.has_last
@@ -121,24 +121,24 @@ class PipelineForwardBackward:
         self._size = micro_batch_size
 
     def train(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
-        """Run the schedule as many rounds as the batch takes."""
+        """Run the rounds of the schedule that the batch needs."""
         assert isinstance(batch, Batch)
-        in_round = self._size * self._pipeline.schedule.microbatches
+        round_size = self._size * self._pipeline.schedule.microbatches
         losses = []
-        for start in range(0, len(batch), in_round):
-            part = batch.rows(start, start + in_round)
-            documents = _of_documents(part.positions, self._pipeline.device)
-            losses += self._pipeline.run(part.inputs, part.targets, loss=loss, **documents)
+        for start in range(0, len(batch), round_size):
+            part = batch.rows(start, start + round_size)
+            packing = _packing_arguments(part.positions, self._pipeline.device)
+            losses += self._pipeline.run(part.inputs, part.targets, loss=loss, **packing)
         return losses
 
     def losses(self, batch: AnyBatch, *, loss: Loss) -> list[Tensor]:
-        """Pass micro-batches through the stages, forward alone."""
+        """Pass micro-batches through the stages, without backward."""
         assert isinstance(batch, Batch)
         losses = []
         for start in range(0, len(batch), self._size):
             part = batch.rows(start, start + self._size)
-            documents = _of_documents(part.positions, self._pipeline.device)
-            outputs = self._pipeline.forward(part.inputs, **documents)
+            packing = _packing_arguments(part.positions, self._pipeline.device)
+            outputs = self._pipeline.forward(part.inputs, **packing)
             if outputs is not None:
                 losses.append(loss(outputs, part.targets.to(outputs.device)))
         return losses
@@ -148,6 +148,6 @@ class PipelineForwardBackward:
         return self._pipeline.predict(inputs)
 
 
-def _of_documents(positions: Tensor | None, device: torch.device) -> dict[str, Tensor]:
-    """Return what a forward is given beside its inputs: nothing, but for packed rows."""
+def _packing_arguments(positions: Tensor | None, device: torch.device) -> dict[str, Tensor]:
+    """Return the forward's keyword arguments for packed rows; empty without packing."""
     return {} if positions is None else {"positions": positions.to(device, non_blocking=True)}

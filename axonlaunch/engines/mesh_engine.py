@@ -1,6 +1,6 @@
-"""The engine of every layout: a step from micro-batches to the update, on a mesh of ranks.
+"""The engine of all layouts: runs a step from micro-batches to the update on a mesh of ranks.
 
-It composes what the other files offer; how a layout computes or synchronises is theirs.
+It combines the other modules of this package, which implement the layouts.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision.policy import LossScale, scale_counters
 from axonlaunch.engines.tensor.losses import Losses
+from axonlaunch.models.flops import ModelFlops
 from axonlaunch.models.module_state import evaluating, model_state, persistent_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRule:
-    """What a step is besides its layout: the same numbers in any.
+    """Parameters of a step that do not depend on the layout.
 
     Attributes:
-        seed: Of what the model draws in training.
-        grad_clip: Largest norm of the whole model's gradient; None: any.
-        rate: A step, and the peak of a group of parameters as ``peak``, to the group's learning
-            rate in that step.
-        peak_rate: The optimizer's own peak.
+        seed: Seed of the model's random numbers in training.
+        grad_clip: Maximum norm of the full model's gradient; None does not clip.
+        rate: Maps ``(step, peak=...)`` to the learning rate of a parameter group with that peak.
+        peak_rate: Peak learning rate of the optimizer.
     """
 
     seed: int
@@ -51,9 +51,10 @@ class StepRule:
 
 
 class MeshEngine:
-    """Trains one model on every data rank's share of the global batch.
+    """Trains a model on every data rank's share of the global batch.
 
-    One class for every layout: a layout is what it is given, and what a layout lacks is None.
+    One class serves all layouts. The layout determines its parts; parts that a layout does not need
+    are None or empty:
 
         layout                        passes     replicas   sharded           tied
         single                        local      None       ()                None
@@ -63,7 +64,7 @@ class MeshEngine:
         fsdp 4 x pipeline 2           pipeline   None       a rank's stages   None
         the same, tied embeddings     pipeline   None       a rank's stages   on the two end ranks
 
-    ``context`` is there where sequences are divided, ``loss_scale`` with fp16, whatever the rest.
+    ``context`` is set if sequences are sharded, ``loss_scale`` with fp16, in any layout.
     """
 
     def __init__(
@@ -79,8 +80,7 @@ class MeshEngine:
         context: ContextAxis | None,
         input_multiple: int,
         num_parameters: int,
-        num_looked_up: int,
-        num_frozen: int,
+        flops: ModelFlops,
         world: World,
         mesh: Mesh,
         layout: Layout,
@@ -88,33 +88,31 @@ class MeshEngine:
         rule: StepRule,
         saves_frozen: bool = True,
     ) -> None:
-        """Take over a model that is on its device, divided and initialised.
+        """Create an engine from an initialized model that is on its device and parallelized.
 
         Args:
-            passes: Forward and backward.
-            update: The optimizer's side.
-            replicas: Keeps whole copies of the parameters in step; None: there are none.
-            sharded: What of the model fully_shard divides.
-            tied: Sums gradients of weights that two pipeline stages share.
-            aliases: ``{name here: name in the whole model}`` of this rank's copies of a weight
-                that another stage owns.
-            losses: What is made of outputs.
-            context: Divides sequences; None: every rank sees whole ones.
-            input_multiple: What the length of a sequence must be a multiple of.
-            num_parameters: Of the whole model.
-            num_looked_up: Of these, as ``models.flops`` counts them.
-            num_frozen: As well.
-            world: Who takes part.
-            mesh: Where this rank stands.
-            layout: Shares of the batch.
-            loss_scale: fp16's; None: the loss is not scaled.
-            rule: What a step is besides that.
-            saves_frozen: Whether ``state_dict`` has what is not trained.
+            passes: Forward and backward of the model.
+            update: Update of the parameters.
+            replicas: Keeps full copies of the parameters equal; None without replicas.
+            sharded: Parts of the model that are sharded by fully_shard.
+            tied: Sums gradients of weights shared by two stages; None without such weights.
+            aliases: ``{local name: name in the full model}`` of this rank's copies of weights that
+                belong to another stage.
+            losses: Loss function and output gathering.
+            context: The ranks that share sequences; None if sequences are not sharded.
+            input_multiple: Number that must divide the length of a sequence.
+            num_parameters: Number of parameters of the full model.
+            flops: Sizes of the full model that determine the FLOPs of a token.
+            world: The ranks of the run.
+            mesh: Mesh of the ranks, with this rank's position.
+            layout: Layout of the run, with each rank's share of the batch.
+            loss_scale: Loss scale of fp16; None with other precisions.
+            rule: Parameters of a step that do not depend on the layout.
+            saves_frozen: Whether ``state_dict`` includes frozen parameters.
         """
         self.step = 0
         self.num_parameters = num_parameters
-        self.num_looked_up = num_looked_up
-        self.num_frozen = num_frozen
+        self.flops = flops
         self.modules = passes.modules
         self._passes = passes
         self._update = update
@@ -134,53 +132,53 @@ class MeshEngine:
         self._pipeline: ProcessGroup | None = mesh.group("pp") if layout.pipeline > 1 else None
         self._buffers = [(m, name) for m in self.modules for name in persistent_buffers(m)]
         for module in self.modules:
-            if not module.training:  # as pretrained models come; parts that a model froze stay so
+            if not module.training:  # pretrained models start in eval mode; frozen parts keep it
                 module.train()
-        # Ranks of a tensor axis compute the same loss: one of them reports it.
+        # All ranks of a tensor axis compute the same loss; only one reports it.
         self._reports_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
 
     @property
     def loss_scale(self) -> float:
-        """What losses, and so gradients until ``update``, are multiplied by: 1 but for fp16."""
+        """Factor of losses, and of gradients until ``update``; 1 except with fp16."""
         return 1.0 if self._scale is None else float(self._scale.value)
 
     def memory_stats(self) -> FSDPMemoryStats | None:
-        """Return what this rank holds of sharded parameters; None where none are."""
-        stats = [part.memory_stats() for part in self._sharded]
-        return FSDPMemoryStats.together(stats) if stats else None
+        """Return this rank's memory of sharded parameters; None without sharded parameters."""
+        stats = [module.memory_stats() for module in self._sharded]
+        return FSDPMemoryStats.combine(stats) if stats else None
 
     def train_step(self, batch: AnyBatch) -> StepResult:
-        """Run every micro-batch: forward, backward, synchronisation, clipping, update."""
+        """Run every micro-batch: forward, backward, synchronization, clipping, update."""
         loss, tokens = self.backward(batch)
         norm, skipped = self.update()
         return StepResult(loss, tokens, norm, skipped)
 
     def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
-        """Run forward and backward of every micro-batch and synchronise the gradients.
+        """Run forward and backward of every micro-batch and synchronize the gradients.
 
-        The loss is normalised by the counted targets of the whole world, so unequal counts on
-        ranks or in micro-batches weigh as they would in one process.
+        The loss is normalized by the number of counted targets of the whole world, so unequal
+        counts on ranks or in micro-batches have the same weights as in one process.
 
         Returns:
             Mean loss and number of counted targets over the world, 0-dim, the same on every rank.
 
         Raises:
-            ConfigError: A parameter got no gradient, and replicas' buckets wait for it.
+            ConfigError: A parameter got no gradient, and buckets of gradients wait for it.
         """
         self._seed_draws()
-        batch = self._own_part(batch)
-        # Summed where the model is: the host of a GPU would have to wait for what other hosts send.
+        batch = self._local_part(batch)
+        # Sum on the device; with a GPU, the host would otherwise wait for the other hosts.
         tokens = push_to(self._count(batch) * int(self._reports_loss), self._world.device)
         counting = self._sum_async(tokens)
         factor: Tensor | None = None
 
-        def scaled(outputs: Outputs, judged: Any) -> Tensor:
+        def scaled(outputs: Outputs, micro_batch: Any) -> Tensor:
             nonlocal factor
             if factor is None:
                 _wait(counting)
                 # Gradients are averaged over the data ranks, but the losses must be summed.
                 factor = self._layout.gradient_ranks / tokens.clamp(min=1)
-            loss = self._losses.sum(outputs, judged) * factor
+            loss = self._losses.sum(outputs, micro_batch) * factor
             return loss if self._scale is None else loss * self._scale.value
 
         losses = self._passes.train(batch, loss=scaled)
@@ -197,9 +195,9 @@ class MeshEngine:
         return total, tokens
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield this rank's parameters by their name in the whole model, divided ones as DTensors.
+        """Yield this rank's parameters by name in the full model; sharded ones as DTensors.
 
-        Both ends of a weight that two pipeline stages share come under the one name.
+        Both copies of a weight shared by two pipeline stages have the same name.
         """
         self._update.finish()
         for module in self.modules:
@@ -207,26 +205,26 @@ class MeshEngine:
                 yield self._aliases.get(name, name), parameter
 
     def named_updated(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the update changes, by those names: parameters, or this rank's rows of them.
+        """Yield the tensors that the update changes, by the same names: parameters or their rows.
 
-        Rows are DTensors. After ``backward`` they have the gradients, which stand until ``update``.
+        Rows are DTensors. The tensors have gradients from ``backward`` to ``update``.
         """
         for name, tensor in self._update.tensors.items():
             yield self._aliases.get(name, name), tensor
 
     def optimizer_states(self) -> Iterator[Tensor]:
-        """Yield the optimizer's states, made if not there yet; of both ends of a tied weight."""
+        """Yield the optimizer's states, allocating missing ones; of both copies of tied weights."""
         yield from self._update.state_dict().values()
 
     @torch.no_grad()
     def evaluate(self, batch: AnyBatch) -> Tensor:
         """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64.
 
-        Of ranks that compute the same samples one gives numbers, the others zeros. They are on the
-        device, and nothing waits for it.
+        If several ranks compute the same samples, only one returns the sums, the others zeros. The
+        result is on the device and is not waited for.
         """
         self._agree_on_buffers()
-        batch = self._own_part(batch)
+        batch = self._local_part(batch)
         with evaluating(self.modules):
             losses = self._passes.losses(batch, loss=self._losses.sum)
         if not self._reports_loss:
@@ -236,25 +234,25 @@ class MeshEngine:
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
-        """Return the model's outputs; every rank of the world calls it with the same inputs."""
+        """Return the model's outputs. Every rank of the world must call it with the same inputs."""
         length = inputs.shape[1] if self._multiple > 1 else 0
-        if missing := -length % self._multiple:
-            # Causal models don't look ahead, so what is added behind changes nothing before it.
-            inputs = torch.nn.functional.pad(inputs, (0, missing))
+        if padding := -length % self._multiple:
+            # Causal models do not look ahead, so padding at the end changes no earlier output.
+            inputs = torch.nn.functional.pad(inputs, (0, padding))
         if self._context is not None:
             inputs = inputs[:, self._context.positions(inputs.shape[1])]
         with evaluating(self.modules), self._losses.whole_logits():
             outputs = self._losses.gather_outputs(self._passes.predict(inputs))
         if self._context is not None:
             outputs = self._context.join(outputs)
-        return outputs[:, :length] if missing else outputs
+        return outputs[:, :length] if padding else outputs
 
     def learning_rate(self) -> float:
-        """Return the rate that the next step uses; groups of parameters may have others."""
+        """Return the learning rate of the next step; parameter groups may have other rates."""
         return self._rule.rate(self.step, peak=self._rule.peak_rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return parameters, buffers, optimizer states and counters; divided ones as DTensors."""
+        """Return parameters, buffers, optimizer states and counters; sharded ones as DTensors."""
         self._agree_on_buffers()
         counters = {"step": torch.tensor(self.step), **scale_counters(self._scale)}
         model = self._model_state()
@@ -269,7 +267,7 @@ class MeshEngine:
         return {"model": model, "optimizer": optimizer, "counters": counters}
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and buffers alone, and make no optimizer states for it."""
+        """Return only parameters and buffers, without allocating optimizer states."""
         self._agree_on_buffers()
         model = self._model_state()
         if self._replicas is not None:
@@ -284,7 +282,7 @@ class MeshEngine:
 
     @torch.no_grad()
     def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over parameters and buffers that ``model_state_dict`` gave."""
+        """Load parameters and buffers saved by ``model_state_dict``."""
         for name, tensor in self._named_tensors().items():
             saved = state[self._aliases.get(name, name)]
             if tensor is not saved:
@@ -292,10 +290,10 @@ class MeshEngine:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state that ``state_dict`` of any layout gave."""
-        # What is not saved has its values already.
-        own = {} if self._saves_frozen else self._model_state()
-        self.load_model_state_dict({**own, **state["model"]})
+        """Load a state saved by ``state_dict``, in any layout."""
+        # Frozen parameters that are not saved already have their values.
+        current = {} if self._saves_frozen else self._model_state()
+        self.load_model_state_dict({**current, **state["model"]})
         saved_states = state["optimizer"]
         counters = state["counters"]
         self.step = int(counters["step"])
@@ -306,12 +304,12 @@ class MeshEngine:
             self._scale.load(counters)
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm of the whole model's gradient, between ``backward`` and ``update``."""
+        """Return the norm of the full model's gradient, between ``backward`` and ``update``."""
         counted = [t for n, t in self._update.tensors.items() if n not in self._aliases]
         return gradient_norm(counted, across=self._pipeline)
 
     def update(self, *, known_norm: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Clip gradients and update; return their norm, and whether fp16 left the update out."""
+        """Clip gradients and update; return their norm, and whether fp16 skipped the update."""
         self.step += 1
         norm = None
         if self._rule.grad_clip is not None or self._scale is not None:
@@ -331,14 +329,14 @@ class MeshEngine:
         return norm, overflowed
 
     def _synchronise(self) -> None:
-        """Finish synchronising gradients: average replicas, sum tied weights."""
+        """Finish gradient synchronization: average replicas, collect rows, sum tied weights."""
         if self._replicas is not None:
             self._replicas.after_backward()
         self._update.collect_gradients()
         if self._tied is not None:
             self._tied.sync()
 
-    def _own_part(self, batch: AnyBatch) -> AnyBatch:
+    def _local_part(self, batch: AnyBatch) -> AnyBatch:
         if self._context is None:
             return batch
         assert isinstance(batch, Batch)
@@ -348,7 +346,7 @@ class MeshEngine:
         return self._losses.count(batch, micro_batch_size=self._layout.micro_batch_size)
 
     def _agree_on_buffers(self) -> None:
-        """Broadcast the first data rank's buffers, which each rank updated by its own samples."""
+        """Broadcast the first data rank's buffers; each rank updated them with other samples."""
         if self._layout.gradient_ranks == 1:
             return
         axes = [axis for axis in ("dp_shard", "dp_replicate") if self._mesh.size(axis) > 1]
@@ -359,13 +357,14 @@ class MeshEngine:
             broadcast_tensors(buffers, source=first, group=members)
 
     def _seed_draws(self) -> None:
-        """Seed by step, so that a resumed run draws (dropout, say) what an uninterrupted one would.
+        """Seed by step, so a resumed run has the random numbers of an uninterrupted one.
 
-        Ranks of a tensor axis draw alike, for what they don't divide they all compute.
+        Ranks of a tensor axis use the same seed, because they all compute the layers that are not
+        sharded.
         """
-        place = self._mesh.along("pp", "dp_replicate", "dp_shard")
-        # torch takes 64 bits, and a seed may have 63 of its own.
-        torch.manual_seed(((self._rule.seed * 1_000_003 + self.step) * 65_537 + place) % 2**63)
+        mesh_index = self._mesh.along("pp", "dp_replicate", "dp_shard")
+        # torch accepts 64 bits, and a configured seed may use 63.
+        torch.manual_seed(((self._rule.seed * 1_000_003 + self.step) * 65_537 + mesh_index) % 2**63)
 
     def _named_tensors(self) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers by name, a tied parameter once."""
@@ -384,10 +383,10 @@ class MeshEngine:
 
 
 def push_to(value: Tensor, device: torch.device) -> Tensor:
-    """Return a value of the host on a device, without waiting for what the device still computes.
+    """Copy a host value to a device without waiting for the device's pending work.
 
-    Pageable memory is copied once the device has done everything before it: the host would then
-    launch the backward only after the whole forward.
+    A copy from pageable memory would start only after all earlier work of the device, so the host
+    could launch the backward only after the whole forward.
     """
     if value.device == device:
         return value

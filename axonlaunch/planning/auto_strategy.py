@@ -29,8 +29,8 @@ def load_auto_strategy(
     compose: Compose,
     server: Callable[[], ForkServerContext],
     config_dirs: Sequence[Path],
-) -> RunConfig:
-    """Return the configuration of a run, with a searched layout if ``strategy.auto`` is set.
+) -> tuple[Composed, RunConfig]:
+    """Return the composed values of a run and its configuration, with a searched layout if needed.
 
     Args:
         overrides: Overrides of the run.
@@ -54,8 +54,9 @@ def load_auto_strategy(
         )
 
     composed, config = compose_and_type(overrides)
+    as_asked = composed
     if not config.strategy.auto:
-        return config
+        return as_asked, config
     context = server()
     devices = _devices(context, config)
     nproc = resolved(config, accelerators=len(devices)).launch.nproc
@@ -74,7 +75,8 @@ def load_auto_strategy(
     print(f"planned {best.layout}: the fastest of {plan.searched} layouts", file=sys.stderr)
     layout = [word for word in best.overrides if not word.startswith("launch.")]
     _, config = compose_and_type([*overrides, *layout])
-    return configuration.with_values(config, {"strategy.auto": False, "launch.nproc": nproc})
+    planned = {"strategy.auto": False, "launch.nproc": nproc}
+    return as_asked, configuration.with_values(config, planned)
 
 
 def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
@@ -82,7 +84,7 @@ def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
     if is_on_cpu(config.launch):
         return []
     target = "axonlaunch.diagnostics.doctor.machine:machine"
-    machine: dict[str, Any] = forked_call.call(context, target)
+    machine: dict[str, Any] = forked_call.call(context, target, task="looking at this node")
     return [device["name"] for device in machine["devices"]] if machine["nccl"]["devices"] else []
 
 

@@ -19,6 +19,7 @@ from axonlaunch.planning.records import Estimate, StepPrediction
 from axonlaunch.planning.throughput.run_hardware import hardware_of_run
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.system import forked_call, forkserver
+from axonlaunch.system.forked_process import reason_of
 from axonlaunch.system.run_files import ESTIMATE, STEP_TIME
 
 PATIENCE_S = 60.0
@@ -71,7 +72,9 @@ class BackgroundCall(Generic[_Result]):
             return
         self.reason = "it was not ready when the run had ended"
         try:
-            self._call = forked_call.ForkedCall(self._context, self._target, (self._config,))
+            self._call = forked_call.ForkedCall(
+                self._context, self._target, (self._config,), task="estimating this run"
+            )
         except (forkserver.ForkServerError, OSError) as error:
             self.set_result(None, str(error))  # the run continues without the result
 
@@ -91,7 +94,7 @@ class BackgroundCall(Generic[_Result]):
         elif isinstance(error, ConfigError):
             self.set_result(None, str(error))
         else:
-            self.set_result(None, f"{type(error).__name__}: {error}")
+            self.set_result(None, reason_of(error))
             self.traceback = str(error.__cause__ or "")
 
     def close(self) -> None:

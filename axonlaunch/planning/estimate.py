@@ -57,7 +57,7 @@ def load_for_estimate(
         )
         return dataclasses.replace(composed, tree=naming_files(composed.tree))
 
-    config = auto_strategy.load_auto_strategy(
+    _, config = auto_strategy.load_auto_strategy(
         overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
     )
     return prepared(context, config)
@@ -71,7 +71,10 @@ def prepared(context: ForkServerContext, config: RunConfig) -> RunConfig:
     """
     if config.launch.nproc == "auto":
         config = forked_call.call(
-            context, "axonlaunch.preflight.checks:resolve_anywhere", replace_with_synthetic(config)
+            context,
+            "axonlaunch.preflight.checks:resolve_anywhere",
+            replace_with_synthetic(config),
+            task="checking the configuration",
         )
     return _with_device_memory(resolved(config, accelerators=0))
 
@@ -95,6 +98,7 @@ def forecast(
             context,
             "axonlaunch.planning.estimate:estimate_without_tracing",
             replace_with_synthetic(config),
+            task="estimating memory",
         )
     else:
         result = cached_estimate(context, config, exact=exact)
@@ -150,6 +154,7 @@ def suggest_changes(
             "axonlaunch.planning.estimate:find_remedies",
             replace_with_synthetic(config),
             forecast.estimate,
+            task="looking for changes that fit",
         )
     except ConfigError as error:
         return Searched(0, 0.0, error.problems[0].message)
@@ -173,7 +178,11 @@ def cached_estimate(
     cached = estimate_cache.read_estimate(config, exact=exact)
     if cached is None:
         cached = forked_call.call(
-            context, "axonlaunch.planning.estimate:traced_estimate", config, exact
+            context,
+            "axonlaunch.planning.estimate:traced_estimate",
+            config,
+            exact,
+            task="estimating memory",
         )
         estimate_cache.write_estimate(config, cached, exact=exact)
     return cached

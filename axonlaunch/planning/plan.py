@@ -96,6 +96,7 @@ def search_composed(
         devices,
         {key: value for key, value in fixed.items() if value not in ("auto", None)},
         wanted,
+        task="searching layouts",
     )
     return plan
 

@@ -337,7 +337,8 @@ class _Loop:
     def _epoch(self, step: int) -> float | None:
         """Return how often the data was seen; None: a stream does not say how long it is."""
         samples = self.data.dataset.num_samples
-        return step * self.config.global_batch_size / samples if samples else None
+        seen = step * self.config.global_batch_size - self.data.first_row_at
+        return seen / samples if samples else None
 
     def _log(self, result: StepResult, *, step: int, rate: float) -> None:
         """Report the step's numbers; this waits for the device, which unlogged steps never do."""

@@ -139,10 +139,10 @@ def test_every_layer_gets_the_same_positions_of_a_part_on_its_device(
     # Made again on the host, or copied from it, they would wait for the device in each layer.
     def run(world: World) -> None:
         axis = ContextAxis(world.default_group)
-        assert axis._of_part(4) is axis._of_part(4)
-        assert axis._of_part(4).tolist() == axis.positions(8).tolist()
+        assert axis._local_positions(4) is axis._local_positions(4)
+        assert axis._local_positions(4).tolist() == axis.positions(8).tolist()
 
     World.mock(2).run(run)
     monkeypatch.setattr(context, "device_of", lambda group: torch.device("meta"))
-    parts = World.mock(2).run(lambda world: ContextAxis(world.default_group)._of_part(4))
+    parts = World.mock(2).run(lambda world: ContextAxis(world.default_group)._local_positions(4))
     assert [part.device.type for part in parts] == ["meta"] * 2

@@ -104,7 +104,7 @@ def test_what_was_noted_is_forgotten_by_clear() -> None:
 def test_a_parameter_that_was_not_prepared_is_refused() -> None:
     def run(world: ax.World) -> None:
         sync = ax.GradientSynchronizer([nn.Parameter(torch.ones(2))])
-        with pytest.raises(ValueError, match=r"shape \[3\] is in no bucket: give prepare"):
+        with pytest.raises(ValueError, match=r"shape \[3\] is in no bucket: pass every"):
             sync.add_gradient(nn.Parameter(torch.ones(3)))
 
     ax.World.mock(1).run(run)

@@ -67,8 +67,8 @@ def test_overlapped_replicas_refuse_it_by_name() -> None:
     error = reported.value.__cause__ or reported.value
     assert isinstance(error, ConfigError)
     assert str(error) == (
-        "strategy.ddp.sync=overlapped: extra.weight, extra.bias got no gradient, for which the "
-        "others wait; use synchronous"
+        "strategy.ddp.sync=overlapped: extra.weight, extra.bias got no gradient, but the other "
+        "ranks wait for it; use synchronous"
     )
 
 
@@ -87,7 +87,7 @@ def test_so_they_do_where_it_is_left_out_of_any_step(overrides: tuple[str, ...],
     error = reported.value.__cause__ or reported.value
     assert isinstance(error, ConfigError)
     assert str(error) == (
-        f"strategy.ddp.sync=overlapped: {name} got no gradient, for which the others wait; "
+        f"strategy.ddp.sync=overlapped: {name} got no gradient, but the other ranks wait for it; "
         "use synchronous"
     )
 

@@ -114,7 +114,7 @@ def test_a_stage_that_gives_no_single_tensor_is_reported() -> None:
         pipeline = Pipeline.from_modules([Two(), *modules(1)], microbatches=2)
         pipeline.step(*batch(), loss=loss)
 
-    with pytest.raises(RankFailedError, match="returned tuple; stages pass one tensor on"):
+    with pytest.raises(RankFailedError, match="returned tuple, but stages must return a tensor"):
         World.mock(2).run(run)
 
 
@@ -167,7 +167,7 @@ def test_memory_stats_report_what_each_stage_holds() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Pipeline.from_modules(modules(3)), "3 modules can't be divided among 2 ranks"),
+        (lambda: Pipeline.from_modules(modules(3)), "3 modules cannot be divided among 2 ranks"),
         (lambda: Pipeline.from_modules(modules(2), schedule="1f2b"), "schedule=1f2b"),
         (lambda: Pipeline.from_modules(modules(2), microbatches=1), "microbatches=1"),
         (

@@ -232,7 +232,7 @@ def test_torchs_own_order_of_1f1b_can_still_not_be_used() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("2f2b", {}, "schedule=2f2b: there is no such; use gpipe, 1f1b, .* or dualpipev"),
+        ("2f2b", {}, "schedule=2f2b: no such schedule; use gpipe, 1f1b, .* or dualpipev"),
         ("1f1b", {"degree": 1}, "degree=1: a pipeline has at least 2 ranks; use 2 or more"),
         ("1f1b", {"stages_per_rank": 2}, "stages_per_rank=2: 1f1b has 1; use 1"),
         ("zbv_zero_bubble", {"stages_per_rank": 3}, "stages_per_rank=3: zbv_.* has 2; use 2"),

@@ -111,7 +111,7 @@ def test_zero_bubble_schedules_wait_less_than_1f1b() -> None:
 
 def test_times_that_are_not_times_are_refused() -> None:
     schedule = PipelineSchedule("1f1b", degree=2, microbatches=2)
-    with pytest.raises(ValueError, match=r"backward=0: .* use a positive number"):
+    with pytest.raises(ValueError, match=r"backward=0: not positive"):
         timeline(schedule, backward=0)
     with pytest.raises(ValueError, match="forward=nan"):
         timeline(schedule, forward=math.nan)

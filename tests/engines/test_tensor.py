@@ -238,14 +238,14 @@ def test_what_ranks_give_to_the_gradient_of_a_region_s_input_is_summed_where_it_
     """Out of place torch would copy it first."""
     computed: set[int] = set()
     arrived: set[int] = set()
-    of_input = fused_region._of_input
+    of_input = fused_region._input_gradient
 
     def noted(*given: Any) -> Tensor:
         gradient = of_input(*given)
         computed.add(gradient.data_ptr())
         return gradient
 
-    monkeypatch.setattr(fused_region, "_of_input", noted)
+    monkeypatch.setattr(fused_region, "_input_gradient", noted)
 
     def rank(world: ax.World) -> None:
         x = drawn(2, 6, 16).requires_grad_()

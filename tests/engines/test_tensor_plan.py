@@ -339,7 +339,7 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_changes() -> None:
             parallelize(model, {"norm": "colum"}, mesh=axis(world))
         assert not [p for p in model.parameters() if isinstance(p, DTensor)]
         square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))
-        with pytest.raises(ValueError, match="pass the tensor axis alone"):
+        with pytest.raises(ValueError, match="pass only the tensor axis"):
             parallelize(model, {}, mesh=square)
 
     on_ranks(2, rank)
@@ -350,7 +350,7 @@ def test_a_pattern_behind_a_wider_one_is_reported_to_go_first() -> None:
     model = build_model(GPT)
     wrong = dict(plan_issues(model, plan, degree=2, sequence_parallel=False))
     assert wrong["layers.*.mlp.up_proj"] == (
-        "layers.* stands before it and matches layers.0.mlp.up_proj too; put this one first"
+        "layers.* comes before it and matches layers.0.mlp.up_proj too; put this one first"
     )
 
 

@@ -102,13 +102,13 @@ def feed_forward(width: int = 130) -> nn.Module:
             [
                 (
                     "embed",
-                    "names embed, of type Embedding; row is for nn.Linear with a forward and "
-                    "weight of its own",
+                    "names embed, of type Embedding; row is for nn.Linear with its standard "
+                    "forward and weight",
                 ),
                 (
                     "layers.*.norm",
-                    "names layers.0.norm, of type LayerNorm; column is for nn.Linear with a "
-                    "forward and weight of its own",
+                    "names layers.0.norm, of type LayerNorm; column is for nn.Linear with its "
+                    "standard forward and weight",
                 ),
             ],
         ),
@@ -129,8 +129,8 @@ def feed_forward(width: int = 130) -> nn.Module:
             [
                 (
                     "layers.0",
-                    "names layers.0, of type ModuleDict; a region holds layers of style column, "
-                    "and the plan gives it none",
+                    "names layers.0, of type ModuleDict; a region needs layers of style column, "
+                    "and the plan has none in it",
                 )
             ],
         ),
@@ -140,8 +140,8 @@ def feed_forward(width: int = 130) -> nn.Module:
             [
                 (
                     "layers.?",
-                    "names layers.0, of type ModuleDict; it lies in a region already, and an "
-                    "input enters once",
+                    "names layers.0, of type ModuleDict; it is inside another region, and an "
+                    "input can enter only once",
                 )
             ],
         ),
@@ -195,9 +195,8 @@ def test_under_sequence_parallelism_a_plan_names_everything() -> None:
     assert found(model, plan, sequence_parallel=True) == [
         (
             "",
-            "sequence_parallel: the plan names no layers.0.input_layernorm, and it matters whether "
-            "it sees a part of the sequence: give it the style sequence, or replicated where it "
-            "sees all",
+            "sequence_parallel: the plan does not name layers.0.input_layernorm; give it the style "
+            "sequence if it sees only a part of the sequence, otherwise replicated",
         )
     ]
     assert not found(model, {**plan, "layers.*norm": "replicated"}, sequence_parallel=True)

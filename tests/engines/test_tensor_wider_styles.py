@@ -172,8 +172,12 @@ def test_a_divided_module_computes_and_learns_what_the_whole_one_does(case: str,
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        ("heads in a region", {"q_proj": "column_gathered"}, "it lies in a region, where ranks"),
-        ("experts", {"experts.down": ""}, "has to cut all its parameters, and down is"),
+        (
+            "heads in a region",
+            {"q_proj": "column_gathered"},
+            "it is inside a region, where each rank",
+        ),
+        ("experts", {"experts.down": ""}, "must cut all its parameters, but not down"),
         ("experts", {"experts": "replicated"}, "give experts itself the style experts"),
         ("packed", {"qkv": "packed_column/5"}, "which 2 does not divide"),
         ("packed", {"down": "packed_column/x"}, "there is no style 'packed_column/x'"),
@@ -192,4 +196,4 @@ def test_ranks_that_share_a_head_are_a_multiple_of_the_heads() -> None:
     build, plan = CASES["heads in a region"]
     assert not plan_issues(build(), plan, degree=4, sequence_parallel=False)
     issues = plan_issues(build(), plan, degree=3, sequence_parallel=False)
-    assert ("", "num_heads=4 can't be dealt out to so many ranks; use 1, 2 or 4") in issues
+    assert ("", "num_heads=4 cannot be divided among 3 ranks; use 1, 2 or 4") in issues

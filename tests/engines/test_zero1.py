@@ -78,13 +78,13 @@ def test_who_reads_parameters_waits_for_all_rows(reads: str) -> None:
         engine.train_step(loader.batch(0))
         update = engine._update
         assert isinstance(update, zero1.ShardedUpdate)
-        assert update._under_way
-        before = {id(message): message for message in update._under_way.values()}
+        assert update._in_flight
+        before = {id(message): message for message in update._in_flight.values()}
         if reads == "update":
             engine.update()
         else:
             dict(getattr(engine, reads)())
-        assert not any(id(message) in before for message in update._under_way.values())
+        assert not any(id(message) in before for message in update._in_flight.values())
 
     World.mock(2).run(run)
 

@@ -39,7 +39,7 @@ COSTLY = ("axonlaunch plan ", "axonlaunch train strategy=auto")
 AT_ONCE = ("README",)
 """Pages whose commands every test run has: those of each other take up to half a minute."""
 # Run by continuous integration, and by whoever installs.
-NOT_RUN_HERE = ("scripts/quickstart ", ". .venv/", "scripts/test ", "pip install axonlaunch")
+NOT_RUN_HERE = ("scripts/quickstart ", ". .venv/", "scripts/test ")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -146,6 +146,12 @@ def test_every_command_of_a_page_runs_in_the_order_of_the_page(
             axonlaunch(*shortened(command, page)[1:], status=int(differs))
         else:
             assert f"{command} ".startswith(NOT_RUN_HERE), f"{command} is not run by any test"
+
+
+def test_the_readme_starts_from_a_clone_and_installs_no_unreleased_package() -> None:
+    commands = lines(ROOT / "README.md")
+    assert commands[0].startswith("scripts/quickstart ")
+    assert not any("pip install axonlaunch" in command for command in commands)
 
 
 @pytest.mark.slow

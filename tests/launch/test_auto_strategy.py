@@ -59,9 +59,10 @@ def load(overrides: list[str], context: ForkServerContext | None = None) -> conf
         assert context is not None, "no server is needed"
         return context
 
-    return auto_strategy.load_auto_strategy(
+    _, run = auto_strategy.load_auto_strategy(
         overrides, compose=compose, server=server, config_dirs=[]
     )
+    return run
 
 
 @pytest.mark.deferred

@@ -241,13 +241,15 @@ def test_the_rate_is_of_the_targets_that_counted_in_each_step(
         batch = whole(loader, step)
         assert isinstance(batch, Batch)
         targets = batch.targets.clone()
-        targets[:, 2 * step :] = -100
+        targets[:, 2 * step + 2 :] = -100
         return dataclasses.replace(batch, targets=targets)
 
     monkeypatch.setattr(Loader, "batch", shortened)
     events = train(tmp_path, "train.steps=4", "train.log_every=100", "train.eval_batches=0")
     first, last = of(StepLogged, events)
-    assert (last.tokens_seen - first.tokens_seen, last.tokens) == (8 * (2 + 4 + 6), 8 * 6)
+    assert (first.tokens_seen, first.tokens) == (8 * 2, 8 * 2)
+    assert first.tokens_per_s * first.step_s == pytest.approx(first.tokens)
+    assert (last.tokens_seen - first.tokens_seen, last.tokens) == (8 * (4 + 6 + 8), 8 * 8)
     seconds = 3 * last.step_s
     assert last.tokens_per_s * seconds == pytest.approx(last.tokens_seen - first.tokens_seen)
     assert of(Finished, events)[0].tokens_per_s == pytest.approx(last.tokens_per_s)

@@ -1,1 +1,1 @@
-"""Context parallelism: sequences divided over ranks."""
+"""Context parallelism: sequences sharded among ranks."""

@@ -1,12 +1,12 @@
-"""Causal attention over a sequence whose parts lie on different ranks: torch's ring attention.
+"""Causal attention over sequences sharded among ranks, with torch's ring attention.
 
-torch passes keys and values round the ring, balances the causal mask and merges partial results;
-it dispatches to its CUDA kernels alone, so its templates are given the CPU's kernel here. They
-are private to ``torch.distributed.tensor.experimental``: this file is their only user, and
-``tests/engines/test_context.py`` pins them.
+torch passes keys and values around the ring, balances the causal mask and merges partial results.
+It supports only CUDA kernels, so this file passes the CPU's kernel to torch's templates. The
+templates are private to ``torch.distributed.tensor.experimental``; they are used only here and
+checked by ``tests/engines/test_context.py``.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers", 2023; Brandon et al., "Striped
-Attention", 2023, for the balance.
+Attention", 2023 (balanced causal mask).
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ _SEQUENCE_DIM = 2
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup) -> Tensor:
-    """Attend causally over the whole sequence from this rank's part of it.
+    """Attend causally from this rank's part of a sequence to the full sequence.
 
     Args:
-        q: [B, heads, T / ranks, head_dim], at the positions of ``ContextAxis.positions``.
-        k: As q; with fewer heads each serves a group of query heads. The ring passes those alone:
-            each rank repeats them for its kernel.
-        v: As k.
-        group: The ranks that divide the sequence.
+        q: Queries [B, heads, T / ranks, head_dim], at the positions of ``ContextAxis.positions``.
+        k: Keys, shaped like ``q``, possibly with fewer heads, each shared by a group of query
+            heads. Only these heads are communicated; each rank repeats them for its kernel.
+        v: Values, shaped like ``k``.
+        group: The ranks that share the sequence.
 
     Returns:
-        [B, heads, T / ranks, head_dim].
+        Attention output [B, heads, T / ranks, head_dim].
     """
     if torch.is_autocast_enabled(q.device.type):
-        # As torch's attention does, which autocast knows by its name: rotary tables may be fp32.
+        # Autocast handles torch's attention by name, but not this function. Rotary tables may have
+        # made the inputs fp32.
         lower = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(lower) for x in (q, k, v))
     attended: Tensor = _RingAttention.apply(q, k, v, group)  # type: ignore[no-untyped-call]
@@ -84,7 +85,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _for_groups(kernel: Any, size: int) -> Any:
-    """Return a kernel that takes one head of keys and values for as many of queries."""
+    """Wrap a kernel so that each key-value head serves ``size`` query heads."""
     if size == 1:
         return kernel
 
@@ -95,7 +96,7 @@ def _for_groups(kernel: Any, size: int) -> Any:
 
 
 def _for_groups_backward(kernel: Any, size: int) -> Any:
-    """Return the backward of ``_for_groups``'s kernel: a head's gradient is its group's sum."""
+    """Wrap a backward: a key-value head's gradient is the sum over its query heads."""
     if size == 1:
         return kernel
 
@@ -109,7 +110,7 @@ def _for_groups_backward(kernel: Any, size: int) -> Any:
 
 
 def _kernel(q: Tensor) -> Any:
-    """Return torch's kernel for a device and type, as the ring calls it."""
+    """Return torch's kernel for a device and type, with the ring's call signature."""
     if q.device.type == "cpu":
         return _on_cpu
     if q.dtype in (torch.float16, torch.bfloat16):
@@ -134,7 +135,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Ten
 def _backward_kernel(
     q: Tensor, tensors: list[Tensor], numbers: list[Any]
 ) -> tuple[Any, str, dict[str, Any]]:
-    """Return a kernel's backward, what it calls the output's gradient, and what else it takes."""
+    """Return a kernel's backward, its name for the output gradient, and its extra arguments."""
     if q.device.type == "cpu":
         return _on_cpu_backward, "grad_out", {}
     if q.dtype in (torch.float16, torch.bfloat16):

@@ -1,1 +1,1 @@
-"""Engines of data parallelism: DDP, ZeRO-1 and FSDP."""
+"""Data parallelism: DDP, ZeRO-1 and FSDP."""

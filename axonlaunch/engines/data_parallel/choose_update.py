@@ -1,4 +1,4 @@
-"""What updates this rank's parameters, chosen by what divides them and where their states live."""
+"""Selects the update of this rank's parameters by how parameters and states are divided."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ def choose_update(
     modules: Sequence[nn.Module],
     units: Sequence[nn.Module],
 ) -> Update:
-    """Build the update of a rank's trained parameters.
+    """Create the update of a rank's trained parameters.
 
     Args:
-        config: The run's.
-        trained: Parameters, by name in the whole model.
-        facts: What else is known of them, by the same names.
-        world: Where this rank computes.
-        mesh: Its place.
-        replicas: Who averages gradients, if they are whole.
+        config: Configuration of the run.
+        trained: Trained parameters, by name in the full model.
+        facts: Facts about the parameters that select optimizer options, by the same names.
+        world: This rank's process and device.
+        mesh: Mesh of all ranks.
+        replicas: The object that averages gradients of full parameters; None if parameters are
+            sharded.
         modules: This rank's parts of the model, in order.
-        units: Parts of them whose parameters nothing else uses, in the order of their forwards.
+        units: Submodules whose parameters no other module uses, in the order of their forwards.
     """
     layout, device = Layout.of(config, world_size=world.world_size), world.device
     if layout.facts.divides_update:

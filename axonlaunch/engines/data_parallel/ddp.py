@@ -1,6 +1,6 @@
-"""Replicated data parallelism: every rank holds the whole model, gradients are averaged.
+"""Replicated data parallelism: every rank holds the full model, and gradients are averaged.
 
-It averages gradients and copies parameters and buffers; it updates nothing.
+This module averages gradients and copies parameters and buffers. It does not update parameters.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from axonlaunch.engines.data_parallel.torch_internals import (
 
 
 class DDP(nn.Module):
-    """A module whose replicas' gradients are averaged over a group.
+    """A module with gradients averaged over the replicas of a group.
 
-    The module's own parameters keep their names: take them, and its state, from ``module``.
+    Parameter names are those of the original module: use ``module`` for parameters and state.
     """
 
     def __init__(
@@ -48,23 +48,27 @@ class DDP(nn.Module):
         scatters_rows: bool = False,
         waits_in_backward: bool = False,
     ) -> None:
-        """Copy the first rank's parameters and buffers to every rank, and set up synchronisation.
+        """Copy the first rank's parameters and buffers to all ranks and set up synchronization.
 
         Args:
-            module: On its device, the same on every rank.
-            group: Replicas; None is the whole world.
+            module: The module, on its device, with the same structure on every rank.
+            group: The replicas; None for the whole world.
             sync: When gradients are averaged.
-            bucket_size_mb: MiB of gradients reduced together.
-            broadcast_buffers: Copy the first rank's buffers before each forward in training, but
-                for those that are not saved: tables of positions are the same on every rank.
-            gradient_as_bucket_view: Let gradients be views into the buckets (overlapped only).
-            find_unused_parameters: Let ``overlapped`` not wait for gradients of parameters that a
-                forward left out, for which torch goes through the graph of each output. A rank's
-                own left-out parameter counts as zero. The other strategies never wait.
-            reduce_dtype: Type in which gradients are summed; None: their own.
-            scatters_rows: Give each rank the mean gradient of its own rows alone, in
-                ``synchronizer.rows``, for an update that is divided so.
-            waits_in_backward: As ``GradientSynchronizer`` takes it (overlapped only).
+            bucket_size_mb: MiB of gradients per bucket.
+            broadcast_buffers: Copy the first rank's buffers before each forward in training.
+                Buffers that are not saved (tables of positions) are excluded, because they are
+                equal on all ranks.
+            gradient_as_bucket_view: Make gradients views into the buckets (only with
+                ``overlapped``).
+            find_unused_parameters: Do not wait (in ``overlapped``) for gradients of parameters
+                that a forward did not use; torch then traverses the graph of each output. A
+                parameter that this rank did not use counts as zero. The other strategies never
+                wait.
+            reduce_dtype: Type in which gradients are summed; None for the type of the gradients.
+            scatters_rows: Give each rank only the mean gradient of its rows, in
+                ``synchronizer.rows``. Required by an update that is divided by rows.
+            waits_in_backward: Free buckets during backward, see ``GradientSynchronizer`` (only with
+                ``overlapped``).
         """
         super().__init__()
         self.module = module
@@ -75,7 +79,7 @@ class DDP(nn.Module):
         self._queued = False
         self._waits_for_all = not find_unused_parameters
         self._torch: FixedBuckets | None = None
-        # torch's DDP leaves out what the module names so.
+        # torch's DDP also ignores the names that the module declares.
         ignored = ignored_names(module)
         self._ignored = ignored | (dict(module.named_buffers()).keys() - module.state_dict().keys())
         self.sync_parameters()
@@ -90,10 +94,10 @@ class DDP(nn.Module):
         )
         if self.group.size == 1 or self.sync is GradSyncStrategy.NO_SYNC:
             return
-        # torch's reducer knows neither DTensors nor another type of the sum, nor rows.
-        plain = not any(isinstance(p, DTensor) for p in module.parameters())
-        is_torchs = plain and reduce_dtype is None and not scatters_rows
-        if self.sync is GradSyncStrategy.OVERLAPPED and is_torchs:
+        # torch's reducer supports neither DTensors, nor another type for the sum, nor rows.
+        has_plain_tensors = not any(isinstance(p, DTensor) for p in module.parameters())
+        uses_torch_ddp = has_plain_tensors and reduce_dtype is None and not scatters_rows
+        if self.sync is GradSyncStrategy.OVERLAPPED and uses_torch_ddp:
             options: dict[str, Any] = {
                 "bucket_cap_mb": bucket_size_mb,
                 "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -107,7 +111,7 @@ class DDP(nn.Module):
                 init_sync=False,
                 **options,
             )
-            # Not a submodule: the parameters would appear twice under two names.
+            # Not a submodule, because each parameter would then appear under two names.
             object.__setattr__(self, "_torch", wrapped)
             return
         for parameter in module.parameters():
@@ -115,19 +119,19 @@ class DDP(nn.Module):
                 parameter.register_post_accumulate_grad_hook(self._gradient_ready)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; in training, backward then synchronises as ``sync`` says."""
+        """Run the module. In training, the next backward synchronizes according to ``sync``."""
         if self._torch is not None and torch.is_grad_enabled():
             return self._torch(*inputs, **kwargs)
         if self._queued and torch.is_grad_enabled():
             self._forget_failed_backward()
-        # The module's mode: who evaluates it need not know of what it is wrapped in.
+        # Check the wrapped module's mode: evaluation code may set only that.
         if self._broadcast_buffers and self.module.training and self._enabled:
             self.sync_buffers()
         return self.module(*inputs, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside add to gradients without averaging them."""
+        """Accumulate gradients without averaging in backward passes inside the context."""
         self._enabled = False
         try:
             if self._torch is None:
@@ -139,35 +143,35 @@ class DDP(nn.Module):
             self._enabled = True
 
     def sync_parameters(self) -> None:
-        """Copy the group's first rank's parameters and buffers to all of its ranks."""
+        """Copy parameters and buffers from the group's first rank to all its ranks."""
         self._copy_from_first(self.module.parameters())
         self._copy_from_first(self.module.buffers())
 
     def sync_buffers(self) -> None:
-        """Copy the group's first rank's buffers, those that are saved, to all of its ranks."""
+        """Copy the saved buffers from the group's first rank to all its ranks."""
         named = self.module.named_buffers()
         self._copy_from_first(buffer for name, buffer in named if name not in self._ignored)
 
     def has_averaged(self) -> bool:
-        """Return whether the last backward filled all of torch's buckets, where torch averages.
+        """Return whether the last backward filled all of torch's buckets; true without torch's DDP.
 
-        Of a bucket that misses a gradient none is averaged. Torch reports that in the next step,
-        which the last one has not, and after an update by which replicas are apart. The host knows:
-        nothing waits for a device.
+        If a bucket misses a gradient, none of its gradients is averaged. Torch reports that only in
+        the next step, after an update that makes the replicas diverge, and never for the last step.
+        The check needs no synchronization with the device.
         """
         if self._torch is None or not self._waits_for_all:
             return True
         return self._torch.is_complete()
 
     def parameters_without_grad(self) -> list[str]:
-        """Return the trained parameters that no backward of this step reached."""
+        """Return the names of trained parameters that no backward of this step reached."""
         named = self.module.named_parameters()
         return [
             name for name, parameter in named if parameter.requires_grad and parameter.grad is None
         ]
 
     def sync_gradients(self) -> None:
-        """Average every gradient over the group now."""
+        """Average all gradients over the group now."""
         self.synchronizer.sync_all()
 
     def _copy_from_first(self, tensors: Iterable[Tensor]) -> None:
@@ -177,7 +181,7 @@ class DDP(nn.Module):
             broadcast_tensors(detached, source=first, group=group)
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Let its bucket know, and ask autograd to finish when this backward ends."""
+        """Report a complete gradient and schedule the end of this backward's synchronization."""
         if not self._enabled:
             return
         self.synchronizer.add_gradient(parameter)
@@ -186,9 +190,10 @@ class DDP(nn.Module):
             call_after_backward(self._sync_at_end)
 
     def _forget_failed_backward(self) -> None:
-        """Begin again after a backward that raised: autograd then drops what was to end it.
+        """Reset after a backward that raised; autograd has dropped the callback at its end.
 
-        The next one would send nothing, and every rank would go on by its own gradients.
+        Without the reset, the next backward would not synchronize, and every rank would continue
+        with its local gradients.
         """
         self._queued = False
         self.synchronizer.clear()
@@ -196,3 +201,7 @@ class DDP(nn.Module):
     def _sync_at_end(self) -> None:
         self._queued = False
         self.synchronizer.sync_all()
+
+
+DistributedDataParallel = DDP
+"""Another name for ``DDP``."""

@@ -1,6 +1,6 @@
-"""Sharded data parallelism: each rank holds its share of parameters, gradients and states.
+"""Sharded data parallelism: each rank holds a shard of parameters, gradients and states.
 
-It composes torch's ``fully_shard``; it updates nothing.
+Based on torch's ``fully_shard``. Updates are done elsewhere.
 
 Source: Rajbhandari et al., "ZeRO", 2020 (stages 2 and 3); Zhao et al., "PyTorch FSDP", 2023.
 """
@@ -45,8 +45,9 @@ from axonlaunch.engines.optimizer.streaming import STREAMED, stream_parameters
 from axonlaunch.engines.precision.policy import sharded_policy
 
 LARGE_UNIT = 16 * 2**20
-"""Bytes of parameters beside the blocks that are gathered by themselves; less travels with what is
-left, for a message costs more than what is in it."""
+"""Minimum bytes of parameters outside of blocks that are gathered as a separate unit. Smaller ones
+are gathered with the root, to save the fixed cost of a message.
+"""
 
 
 class ShardingStrategy(StrEnum):
@@ -55,15 +56,15 @@ class ShardingStrategy(StrEnum):
     FULL_SHARD = "full_shard"
     """parameters, gradients, optimizer states (ZeRO-3)"""
     SHARD_GRAD_OP = "shard_grad_op"
-    """gradients and optimizer states; parameters stay whole from forward to backward (ZeRO-2)"""
+    """gradients and optimizer states; parameters stay gathered from forward to backward (ZeRO-2)"""
     NO_SHARD = "no_shard"
     """nothing"""
     HYBRID_SHARD = "hybrid_shard"
-    """as full_shard inside a replica; replicas average their gradients"""
+    """full_shard within a replica; gradients are averaged over replicas"""
 
 
 class CPUOffload(StrEnum):
-    """What lives in host memory between uses."""
+    """What is kept in host memory between uses."""
 
     NONE = "none"
     PARAMS = "params"
@@ -75,19 +76,19 @@ class CPUOffload(StrEnum):
 
     @property
     def keeps_parameters_on_host(self) -> bool:
-        """Whether shards live on the host."""
+        """Whether the shards are in host memory."""
         return self in (CPUOffload.PARAMS, CPUOffload.FULL)
 
     @property
     def streams_the_update(self) -> bool:
-        """Whether an update brings one parameter after another to the device."""
+        """Whether an update moves one parameter after another to the device."""
         return self in (CPUOffload.PARAMS, CPUOffload.OPTIMIZER_STATES)
 
 
 class FSDP(nn.Module):
-    """A module whose parameters are sharded over a mesh; they are DTensors afterwards.
+    """A module with parameters sharded over a mesh, as DTensors.
 
-    The module's own parameters keep their names: take them, and its state, from ``module``.
+    Parameter names are those of the original module: use ``module`` for parameters and state.
     """
 
     def __init__(
@@ -109,36 +110,39 @@ class FSDP(nn.Module):
         """Shard a module in place.
 
         Args:
-            module: On its device or on ``meta`` (then fill the shards after this).
-            group: The ranks that share it; None: the whole world.
-            world: The same as a world; not with ``group``.
-            mesh: The same, laid out: one axis, or replicas x shards; None: the group, laid out by
-                ``sharding`` and ``replicate``. Parameters that are DTensors already must be on
-                another slice of the same mesh.
-            layers: Blocks that are gathered one at a time; what is left is gathered as one more,
-                with the blocks that share a parameter.
-            before: Modules that forward calls before the blocks. Those of ``LARGE_UNIT`` bytes that
-                share no parameter are gathered together, and let go as blocks are.
-            after: Modules that it calls after them, as ``before``, but kept until backward, which
-                begins with them.
-            sharding: What is divided.
-            cpu_offload: What lives in host memory between uses. Under ``params`` and
-                ``optimizer_states`` the update streams through the device: take the optimizer
-                from ``optimizer``, for another one's step is refused.
-            replicate: Copies of the parameters under hybrid_shard; divides the world.
-            mixed_precision: torch's policy: in which type to gather, compute and reduce. True:
-                gather and compute in bf16, reduce in fp32.
-            keep_gathered: Keep what is gathered after a forward, whatever ``sharding`` says: for
-                who gathers and reshards by himself, as pipeline schedules do.
+            module: The module, on its device or on ``meta``. In the latter case, initialize the
+                shards afterwards.
+            group: The ranks that share the module; None for the whole world.
+            world: The ranks as a ``World``; mutually exclusive with ``group``.
+            mesh: Mesh of the ranks: one axis, or replicas x shards. None derives it from the group,
+                ``sharding`` and ``replicate``. DTensor parameters must be on another slice of the
+                same mesh.
+            layers: Blocks, gathered one at a time. All other parameters, and blocks that share a
+                parameter, form one more unit.
+            before: Modules that forward calls before the blocks. If they hold at least
+                ``LARGE_UNIT`` bytes and share no parameter, they form one unit, which is freed like
+                a block.
+            after: Modules that forward calls after the blocks, treated like ``before``, but kept
+                gathered until backward, which starts with them.
+            sharding: What is divided among ranks.
+            cpu_offload: What is kept in host memory. With ``params`` and ``optimizer_states`` the
+                update streams through the device: use the optimizer returned by ``optimizer``; the
+                step of any other is an error.
+            replicate: Number of copies of the parameters with hybrid_shard; must divide the world
+                size.
+            mixed_precision: torch's policy with the types for gathering, computing and reducing.
+                True gathers and computes in bf16 and reduces in fp32.
+            keep_gathered: Keep parameters gathered after a forward, independent of ``sharding``.
+                For callers that gather and reshard explicitly, as pipeline schedules do.
 
         Raises:
-            ValueError: The group can't be divided so.
+            ValueError: The group cannot be divided in this way.
         """
         super().__init__()
         self.sharding = ShardingStrategy(sharding)
         self.cpu_offload = CPUOffload(cpu_offload)
         if world is not None and group is not None:
-            raise ValueError("group and world both say who shares the module; give one of them")
+            raise ValueError("group and world both define the ranks of the module; pass only one")
         group = group or (world.default_group if world else default_group())
         timeout_s = world.timeout_s if world else None
         self.mesh = mesh or _mesh(group, self.sharding, replicate, timeout_s)
@@ -161,19 +165,19 @@ class FSDP(nn.Module):
             fully_shard(last, reshard_after_forward=False, **options)
         for layer in _unshared_layers(layers):
             fully_shard(layer, reshard_after_forward=reshard, **options)
-        # The root's own parameters are needed again at once, at the start of backward.
+        # The root's parameters are needed again immediately, at the start of backward.
         fully_shard(module, reshard_after_forward=False, **options)
         self._memory = MemoryWatch(module, total_bytes=total, device=self._device)
         if self.cpu_offload.streams_the_update:
             self._refuse_other_optimizers()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; its blocks gather their parameters and let them go again."""
+        """Run the module; each block gathers its parameters and frees them afterwards."""
         return self.module(*inputs, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside add to whole gradients without reducing them."""
+        """Accumulate full gradients without reducing them in backward passes inside the context."""
         root = self._root()
         root.set_requires_gradient_sync(False)
         try:
@@ -182,69 +186,70 @@ class FSDP(nn.Module):
             root.set_requires_gradient_sync(True)
 
     def gather_parameters(self) -> None:
-        """Make every parameter whole on every rank, until ``reshard_parameters``."""
+        """Gather every parameter on every rank until ``reshard_parameters``."""
         for module in self._sharded_units():
             module.unshard()
 
     def reshard_parameters(self) -> None:
-        """Free all parameters but this rank's shards."""
+        """Free all parameters except this rank's shards."""
         for module in self._sharded_units():
             module.reshard()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale gradients to a norm of at most ``max_norm``; return the norm before, 0-dim."""
+        """Scale gradients to a norm of at most ``max_norm``; return the original norm, 0-dim."""
         return clip_gradients(self.module.parameters(), max_norm=max_norm)
 
     def optimizer(self, make: Callable[..., Optimizer], **options: Any) -> Optimizer:
-        """Build an optimizer of the shards, whose states and update are where offloading says.
+        """Create an optimizer of the shards, with states and update as ``cpu_offload`` requires.
 
-        Without offloading, and under ``full``, any optimizer of ``parameters()`` does the same.
+        Without offloading, and with ``full``, any optimizer of ``parameters()`` is equivalent.
 
         Args:
-            make: A class as ``torch.optim.AdamW``, or what else takes parameters and options. It
-                updates each parameter from its own gradient and states alone.
-            options: What ``make`` takes beside the parameters, ``lr=1e-3``.
+            make: An optimizer class such as ``torch.optim.AdamW``, or a function of parameters and
+                options. The update of a parameter may use only its own gradient and states.
+            options: Keyword arguments of ``make`` other than the parameters, such as ``lr=1e-3``.
         """
-        made = make(self.module.parameters(), **options)
+        optimizer = make(self.module.parameters(), **options)
         if self.cpu_offload.streams_the_update:
             states_on_host = self.cpu_offload is CPUOffload.OPTIMIZER_STATES
             stream_parameters(
-                made, device=self._device, states_on=HOST if states_on_host else self._device
+                optimizer, device=self._device, states_on=HOST if states_on_host else self._device
             )
-        return made
+        return optimizer
 
     def memory_estimate(self, optimizer: OptimizerConfig | str = "adamw") -> FSDPMemoryEstimate:
-        """Return what this rank holds between steps, on whatever device.
+        """Return the bytes that this rank holds between steps, independent of the device.
 
         Args:
-            optimizer: Whose states to count: ``adamw``, ``sgd`` (with momentum), or figures.
+            optimizer: Optimizer whose states are counted: a name such as ``adamw`` or ``sgd`` (with
+                momentum), or an optimizer configuration.
 
         Raises:
-            ValueError: There is no such optimizer.
+            ValueError: There is no optimizer of that name.
         """
         if isinstance(optimizer, str):
             if optimizer not in OPTIMIZERS:
-                known = ", ".join(OPTIMIZERS.names())
-                raise ValueError(f"optimizer={optimizer}: its states are not known; use {known}")
+                names = ", ".join(OPTIMIZERS.names())
+                raise ValueError(f"optimizer={optimizer}: no such optimizer; use {names}")
             return estimate_fsdp_memory(self.module, OPTIMIZERS.config(optimizer)())
         return estimate_fsdp_memory(self.module, optimizer)
 
     def ignore_returned_view(self) -> None:
-        """Let torch not warn that the module returns a view: whoever is given it changes none."""
+        """Suppress torch's warning about a returned view. Callers do not modify the output."""
         name = type(self.module).__name__
         blocks = {type(unit).__name__ for unit in self._sharded_units()[1:]}
-        if name not in blocks:  # by which a warning of theirs can't be distinguished from one of it
+        if name not in blocks:  # otherwise the blocks' warnings would be suppressed too
             returned = rf"FSDP2-wrapped module \({name}\) returned a view"
             warnings.filterwarnings("ignore", message=returned)
 
     def memory_stats(self) -> FSDPMemoryStats:
-        """Return what parameters hold on this rank now and at most, and what they would whole."""
+        """Return the parameters' current, peak and unsharded bytes on this rank."""
         return self._memory.stats()
 
     def _refuse_other_optimizers(self) -> None:
-        """Refuse other optimizers, whose states would not be where ``cpu_offload`` says.
+        """Make steps of other optimizers an error, because their states ignore ``cpu_offload``.
 
-        torch calls every optimizer's step through this hook, until this module is gone.
+        torch calls this hook in every optimizer's step, until this module is deleted.
         """
         module, offload = weakref.ref(self.module), self.cpu_offload
 
@@ -253,8 +258,10 @@ class FSDP(nn.Module):
             sharded = module()
             if sharded is None or optimizer in STREAMED:
                 return
-            mine = set(sharded.parameters())
-            if any(p in mine for group in optimizer.param_groups for p in group["params"]):
+            sharded_parameters = set(sharded.parameters())
+            if any(
+                p in sharded_parameters for group in optimizer.param_groups for p in group["params"]
+            ):
                 kind = type(optimizer).__name__
                 raise RuntimeError(
                     f"cpu_offload={offload}: this {kind} keeps its states where the parameters "
@@ -279,31 +286,36 @@ def _policy(precision: MixedPrecisionPolicy | bool | None) -> MixedPrecisionPoli
 
 
 def _unshared_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the layers that share no parameter with others."""
+    """Return the layers that share no parameter with other layers."""
     users = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     return [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
 
 
 def _large_unit(modules: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
-    """Return the modules with parameters, if those are many and unshared with other units."""
-    holding = [module for module in modules if any(True for _ in module.parameters())]
-    inside = {part for module in holding for part in module.modules()}
-    mine = {parameter for module in holding for parameter in module.parameters()}
-    others = (part for module in model.modules() if module not in inside for part in _own(module))
-    if not mine.isdisjoint(others):
+    """Return the modules with parameters, if large and not sharing parameters with other units."""
+    with_parameters = [module for module in modules if any(True for _ in module.parameters())]
+    submodules = {part for module in with_parameters for part in module.modules()}
+    parameters = {parameter for module in with_parameters for parameter in module.parameters()}
+    others = (
+        part
+        for module in model.modules()
+        if module not in submodules
+        for part in _direct_parameters(module)
+    )
+    if not parameters.isdisjoint(others):
         return []
-    total = sum(parameter.numel() * parameter.element_size() for parameter in mine)
-    return holding if total >= LARGE_UNIT else []
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return with_parameters if total >= LARGE_UNIT else []
 
 
-def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+def _direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in module._parameters.values() if parameter is not None)
 
 
 def _mesh(
     group: ProcessGroup, sharding: ShardingStrategy, replicate: int, timeout_s: float | None
 ) -> DeviceMesh:
-    """Lay a group out: replicas x shards, shards innermost, or one axis of shards."""
+    """Return a group's mesh: replicas x shards with shards innermost, or one axis of shards."""
     hybrid = sharding is ShardingStrategy.HYBRID_SHARD
     if not hybrid and replicate != 1:
         raise ValueError(f"replicate={replicate}: only hybrid_shard has replicas, not {sharding}")
@@ -312,3 +324,7 @@ def _mesh(
     replicas = group.size if sharding is ShardingStrategy.NO_SHARD else replicate
     shard = group.size // replicas
     return data_mesh(group, replicate=replicas, shard=shard, timeout_s=timeout_s)
+
+
+FullyShardedDataParallel = FSDP
+"""Another name for ``FSDP``."""

@@ -1,6 +1,6 @@
-"""Bytes that a sharded module's parameters hold on this rank, read from their storages.
+"""Memory of a sharded module's parameters on this rank, measured from their storages.
 
-``fully_shard``'s own records are private; they are read here alone, and a test pins them.
+``fully_shard``'s records are private. They are accessed only here, and a test checks them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class FSDPMemoryStats:
     """Bytes of parameters on one rank.
 
     Attributes:
-        current_bytes: Held now: this rank's shards, and whole parameters that are gathered.
-        peak_bytes: Held at most, sampled when a block has gathered its parameters in one of its
-            first two forwards; those after them are like these.
-        total_bytes: What the whole parameters take without sharding.
-        savings: Share of ``total_bytes`` that is not held now; negative while both shard and
-            whole are.
-        device_peak_bytes: Everything the device's allocator held at most; None on a CPU, which
-            keeps no such record.
+        current_bytes: Bytes held now: this rank's shards and gathered full parameters.
+        peak_bytes: Maximum bytes held, sampled after each block gathers its parameters in its first
+            two forwards; later forwards behave the same.
+        total_bytes: Bytes of the full parameters without sharding.
+        savings: Fraction of ``total_bytes`` not held now; negative while shards and full parameters
+            are both held.
+        device_peak_bytes: Peak of all memory of the device's allocator; None on CPU, which has no
+            such record.
     """
 
     current_bytes: int
@@ -44,30 +44,30 @@ class FSDPMemoryStats:
     device_peak_bytes: int | None
 
     @classmethod
-    def together(cls, stats: Sequence[FSDPMemoryStats]) -> Self:
-        """Return what a rank holds of several sharded modules; their peaks are taken as one."""
+    def combine(cls, stats: Sequence[FSDPMemoryStats]) -> Self:
+        """Return the combined memory of several sharded modules, adding their peaks."""
         return cls.of(
-            sum(part.current_bytes for part in stats),
-            sum(part.peak_bytes for part in stats),
-            sum(part.total_bytes for part in stats),
+            sum(module_stats.current_bytes for module_stats in stats),
+            sum(module_stats.peak_bytes for module_stats in stats),
+            sum(module_stats.total_bytes for module_stats in stats),
             stats[0].device_peak_bytes if stats else None,
         )
 
     @classmethod
     def of(cls, current: int, peak: int, total: int, device_peak: int | None) -> Self:
-        """Add what follows from the rest."""
+        """Create stats, computing ``savings`` from the other figures."""
         savings = 1 - current / total if total else 0.0
         return cls(current, peak, total, savings, device_peak)
 
 
 @dataclass(frozen=True)
 class FSDPMemoryEstimate:
-    """Bytes that one rank holds between steps, on whatever device.
+    """Bytes that one rank holds between steps, independent of the device.
 
     Attributes:
-        parameter_bytes: This rank's shards.
-        gradient_bytes: Those of the shards that are trained.
-        optimizer_bytes: The optimizer's states of them.
+        parameter_bytes: Bytes of this rank's parameter shards.
+        gradient_bytes: Bytes of the gradients of the trained shards.
+        optimizer_bytes: Bytes of the optimizer states of the trained shards.
     """
 
     parameter_bytes: int
@@ -76,12 +76,12 @@ class FSDPMemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """All three."""
+        """Sum of parameters, gradients and optimizer states."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 def estimate_fsdp_memory(module: nn.Module, optimizer: OptimizerConfig) -> FSDPMemoryEstimate:
-    """Count what a sharded module's parameters take with gradients and an optimizer's states."""
+    """Count the bytes of a sharded module's parameters, gradients and optimizer states."""
     sharded = [local_tensor(p) for p in module.parameters()]
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     dtype = torch.float32 if getattr(optimizer, "state_dtype", None) == "fp32" else None
@@ -100,7 +100,7 @@ def estimate_fsdp_memory(module: nn.Module, optimizer: OptimizerConfig) -> FSDPM
 
 
 class MemoryWatch:
-    """Follows the storages of a sharded module's parameters."""
+    """Measures the storages of a sharded module's parameters, now and during forwards."""
 
     def __init__(self, module: nn.Module, *, total_bytes: int, device: torch.device) -> None:
         self._module = module
@@ -111,11 +111,11 @@ class MemoryWatch:
         self._sampled: set[nn.Module] = set()
         for child in module.modules():
             if isinstance(child, FSDPModule):
-                # After fully_shard's own hook, which gathers: the block's parameters are whole.
+                # Runs after fully_shard's hook, when the block's parameters are gathered.
                 self._watched[child] = child.register_forward_pre_hook(self._sample)
 
     def stats(self) -> FSDPMemoryStats:
-        """Measure now."""
+        """Return current and peak bytes."""
         current = self._measure()
         self._peak = max(self._peak, current)
         device_peak = None
@@ -126,28 +126,28 @@ class MemoryWatch:
     def _sample(self, module: nn.Module, inputs: Any) -> None:
         del inputs
         self._peak = max(self._peak, self._measure())
-        # Each sample reads every parameter, so that all together would slow a deep model's steps.
+        # Each sample reads every parameter, so sampling every forward would slow down deep models.
         if module in self._sampled:
             self._watched.pop(module).remove()
         self._sampled.add(module)
 
     def _measure(self) -> int:
-        """Sum distinct live storages, in bytes."""
-        seen: dict[int, int] = {}
+        """Return the bytes of all distinct live storages."""
+        storage_bytes: dict[int, int] = {}
         for tensor in _parameter_storages(self._module):
             storage = tensor.untyped_storage()
             if storage.nbytes():
-                seen[storage_key(tensor)] = storage.nbytes()
-        return sum(seen.values())
+                storage_bytes[storage_key(tensor)] = storage.nbytes()
+        return sum(storage_bytes.values())
 
 
 def _parameter_storages(module: nn.Module) -> Iterator[Tensor]:
-    """Yield local shards and gathered parameters of every ``fully_shard`` unit."""
+    """Yield the local shards and gathered parameters of every ``fully_shard`` unit."""
     for child in module.modules():
         if not isinstance(child, FSDPModule):
             continue
         for parameter in fsdp_parameters(child):
             yield local_tensor(parameter.sharded_param)
             yield from parameter.all_gather_outputs
-            if (whole := whole_parameter(parameter)) is not None:
-                yield local_tensor(whole)
+            if (full_parameter := whole_parameter(parameter)) is not None:
+                yield local_tensor(full_parameter)

@@ -1,6 +1,6 @@
-"""Parameters whose gradients travel in one bucket: what is sent, and where the mean goes.
+"""The gradients of one bucket: fills the bucket, sends it, and writes the mean.
 
-When they go is the synchronizer's to say.
+``GradientSynchronizer`` decides when buckets are sent.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class GradientShare(ABC):
     """The gradients of one bucket.
 
     Attributes:
-        parameters: Whose they are.
-        bucket: What they travel in. Behind them, for each: whether there was one.
-        missing: Parameters whose gradients are not complete yet.
+        parameters: Parameters whose gradients are in the bucket.
+        bucket: Communication buffer. Its end holds one flag per gradient: whether it was present.
+        missing: Parameters with incomplete gradients.
     """
 
     bucket: GradientBucket | RowBucket
@@ -36,14 +36,15 @@ class GradientShare(ABC):
     def start(self) -> None:
         """Fill the bucket and send it.
 
-        A missing gradient counts as zero, so that ranks which used different parts agree.
+        A missing gradient counts as zero, so that ranks that used different parameters agree.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for the mean and give each parameter its own.
+        """Wait for the means and assign them to the parameters.
 
-        What no rank had a gradient of has none, as in one process: weight decay leaves it alone.
+        A parameter without gradient on every rank has no gradient afterwards, as in single-process
+        training, so weight decay does not change it.
         """
 
     def clear(self) -> None:
@@ -52,25 +53,26 @@ class GradientShare(ABC):
         self.missing = set(self.parameters)
 
     def _gradients(self) -> tuple[list[Tensor], Tensor]:
-        """Return all gradients, zeros for those that are missing, and which are there."""
+        """Return all gradients, with zeros for missing ones, and a presence flag for each."""
         self._absent = [n for n, parameter in enumerate(self.parameters) if parameter.grad is None]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         local = [local_part(gradient.detach()) for gradient in gradients]
         present = local[0].new_ones(len(local))
-        if self._absent:  # an index from the host, for which it waits until the device has it
+        if self._absent:  # indexing with host data makes the host wait for the device
             present[self._absent] = 0.0
         return local, present
 
-    def _of_no_rank(self, present: Tensor) -> list[nn.Parameter]:
-        """Return the parameters of which no rank had a gradient.
+    def _absent_everywhere(self, present: Tensor) -> list[nn.Parameter]:
+        """Return the parameters without gradient on every rank.
 
-        Looked at where one was missing, for it makes the host wait for the device.
+        Checks only gradients missing on this rank, because reading the flags makes the host wait
+        for the device.
         """
         return [self.parameters[number] for number in self._absent if not present[number]]
 
 
 class WholeGradients(GradientShare):
-    """Gradients of which every rank gets the whole mean, in their place."""
+    """Averages gradients in place: every rank gets the full mean."""
 
     bucket: GradientBucket
 
@@ -97,13 +99,13 @@ class WholeGradients(GradientShare):
             self.parameters[number].grad = torch.zeros_like(self.parameters[number])
         gradients = [local_part(p.grad) for p in self.parameters if p.grad is not None]
         torch._foreach_copy_(gradients, means)
-        for parameter in self._of_no_rank(present):
+        for parameter in self._absent_everywhere(present):
             parameter.grad = None
         self.clear()
 
 
 class RowGradients(GradientShare):
-    """Gradients of which every rank gets the mean of its own rows; the whole ones are freed."""
+    """Averages gradients so that every rank gets the mean of its rows; frees the full gradients."""
 
     bucket: RowBucket
 
@@ -115,13 +117,13 @@ class RowGradients(GradientShare):
         dtype: torch.dtype | None,
         rows: dict[Tensor, Tensor],
     ) -> None:
-        """Lay a bucket out.
+        """Create the bucket.
 
         Args:
-            parameters: Whose gradients it is for.
-            group: The ranks, among which rows are divided in its order.
-            dtype: Type in which gradients are summed; None: their own.
-            rows: Where the means go, by parameter; to what is there they are added.
+            parameters: Parameters whose gradients the bucket holds.
+            group: The ranks; rows are divided among them in this order.
+            dtype: Type in which gradients are summed; None for the type of the gradients.
+            rows: Receives the means, by parameter; existing entries are added to.
         """
         super().__init__(parameters)
         self._group, self._rows = group, rows
@@ -132,18 +134,20 @@ class RowGradients(GradientShare):
     def start(self) -> None:
         """Fill the bucket, free the gradients and send it."""
         gradients, present = self._gradients()
-        everyones = present.repeat(self._group.size, 1)  # CUDA packs contiguous tensors at once
-        self.bucket.start([*gradients, everyones])
+        present_for_all = present.repeat(
+            self._group.size, 1
+        )  # contiguous, so CUDA packs all at once
+        self.bucket.start([*gradients, present_for_all])
         for parameter in self.parameters:
             parameter.grad = None
 
     def finish(self) -> None:
         """Wait for the mean of this rank's rows and add it to ``rows``."""
         *means, [present] = self.bucket.finish()
-        skipped = set(self._of_no_rank(present))
+        skipped = set(self._absent_everywhere(present))
         for parameter, mean in zip(self.parameters, means, strict=True):
             if parameter not in skipped:
                 row = mean.to(parameter.dtype)
-                before = self._rows.get(parameter)
-                self._rows[parameter] = row if before is None else before + row
+                previous = self._rows.get(parameter)
+                self._rows[parameter] = row if previous is None else previous + row
         self.clear()

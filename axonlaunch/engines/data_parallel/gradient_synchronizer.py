@@ -1,6 +1,6 @@
-"""Averages the gradients of replicas, bucket by bucket, and says when a bucket goes.
+"""Averages the gradients of replicas in buckets and decides when each bucket is sent.
 
-It moves gradients and nothing else: parameters and buffers are ``DDP``'s.
+Only gradients are communicated here; parameters and buffers are copied by ``DDP``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from axonlaunch.engines.data_parallel.gradient_shares import (
 
 
 class GradSyncStrategy(StrEnum):
-    """When replicas agree on gradients."""
+    """When gradients are averaged over replicas."""
 
     OVERLAPPED = "overlapped"
-    """buckets are reduced during backward; plain ones by torch's DistributedDataParallel"""
+    """buckets are reduced during backward, if possible by torch's DistributedDataParallel"""
     SYNCHRONOUS = "synchronous"
     """buckets are reduced at the end of every backward"""
     NO_SYNC = "no_sync"
@@ -34,20 +34,20 @@ class GradSyncStrategy(StrEnum):
 
 
 TRAVELLING = 2
-"""Buckets that are on their way at once: those before have arrived, and what they took is free."""
+"""Maximum number of buckets in flight; earlier ones have arrived and their memory is free."""
 
 
 class GradientSynchronizer:
-    """Averages gradients over a group, bucket by bucket, in reverse order of the parameters.
+    """Averages gradients over a group in buckets, in reverse order of the parameters.
 
-    Of a DTensor it is this rank's part that is averaged: replicas hold the same part.
+    For a DTensor, this rank's shard is averaged; all replicas hold the same shard.
 
     Attributes:
         group: The replicas.
-        strategy: When a bucket goes: under ``overlapped`` once the gradients in it, and in those
-            before it, are complete; otherwise with ``sync_all``.
-        rows: With ``scatters_rows``, the mean gradient of this rank's rows by parameter, until
-            somebody clears it; otherwise empty.
+        strategy: When buckets are sent. With ``overlapped``, a bucket is sent as soon as its
+            gradients and those of all earlier buckets are complete; otherwise in ``sync_all``.
+        rows: Mean gradient of this rank's rows, by parameter, if ``scatters_rows`` is set;
+            otherwise empty. The caller clears it.
     """
 
     def __init__(
@@ -61,20 +61,20 @@ class GradientSynchronizer:
         scatters_rows: bool = False,
         waits_in_backward: bool = False,
     ) -> None:
-        """Divide parameters among buckets.
+        """Assign parameters to buckets.
 
         Args:
-            parameters: As ``prepare`` takes them.
-            group: Replicas; None is the whole world.
-            strategy: When a bucket goes.
-            bucket_size_mb: MiB of gradients reduced together.
-            reduce_dtype: Type in which gradients are summed; None: their own.
-            scatters_rows: Give each rank, of several, the mean of its own rows alone, in ``rows``,
-                and free the whole gradients: half the bytes.
-            waits_in_backward: Let a backward wait for all buckets but the last ones, so that what
-                they took is free. Not where backwards of the group wait for each other, as those of
-                ranks that share a sequence do: one that misses a gradient sends its bucket last,
-                and would wait for ranks that wait for this bucket.
+            parameters: The parameters, see ``prepare``.
+            group: The replicas; None for the whole world.
+            strategy: When buckets are sent.
+            bucket_size_mb: MiB of gradients per bucket.
+            reduce_dtype: Type in which gradients are summed; None for the type of the gradients.
+            scatters_rows: Give each of several ranks only the mean gradient of its rows, in
+                ``rows``, and free the full gradients. This halves the communicated bytes.
+            waits_in_backward: Wait during backward, except for the last ``TRAVELLING`` buckets, to
+                free their memory. Must be false if backward passes of the group wait for each
+                other, as those of ranks that share a sequence do: a rank without some gradient
+                sends that bucket last, and would wait for ranks that are waiting for this bucket.
         """
         self.group = group or default_group()
         self.strategy = GradSyncStrategy(strategy)
@@ -90,31 +90,34 @@ class GradientSynchronizer:
 
     @property
     def buckets(self) -> list[GradientBucket | RowBucket]:
-        """The buckets in the order in which they go; each ends with a number for each gradient."""
+        """The buckets in sending order. Each ends with one flag per gradient."""
         return [share.bucket for share in self._shares]
 
     def prepare(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Divide the parameters that need a gradient among buckets, in place of those before.
+        """Assign the trained parameters to new buckets and drop the previous buckets.
 
-        They are taken in reverse order, which is about the order of their gradients.
+        Parameters are taken in reverse order, which is roughly the order of their gradients.
         """
         self.clear()
         trained = reversed([p for p in parameters if p.requires_grad])
-        self._shares = [self._share(together) for together in buckets(trained, limit=self._limit)]
+        self._shares = [
+            self._share(bucket_parameters)
+            for bucket_parameters in buckets(trained, limit=self._limit)
+        ]
         self._share_of = {p: share for share in self._shares for p in share.parameters}
 
     def add_gradient(self, parameter: nn.Parameter) -> None:
-        """Note that ``parameter.grad`` is complete; under ``overlapped``, send complete buckets.
+        """Mark ``parameter.grad`` as complete; with ``overlapped``, send complete buckets.
 
-        Buckets go in their order on every rank, whatever the order of the gradients.
+        Buckets are sent in the same order on every rank, independent of the order of the gradients.
 
         Raises:
-            ValueError: The parameter was not prepared.
+            ValueError: The parameter was not passed to ``prepare``.
         """
         if parameter not in self._share_of:
             raise ValueError(
-                f"a parameter of shape {list(parameter.shape)} is in no bucket: give prepare() "
-                "every parameter that is trained"
+                f"a parameter of shape {list(parameter.shape)} is in no bucket: pass every trained "
+                "parameter to prepare()"
             )
         self._share_of[parameter].missing.discard(parameter)
         if self.strategy is not GradSyncStrategy.OVERLAPPED or self.group.size == 1:
@@ -125,7 +128,7 @@ class GradientSynchronizer:
                 self._finish(self._started - TRAVELLING)
 
     def sync_all(self) -> None:
-        """Replace every gradient by its mean over the group; all its ranks call this."""
+        """Replace every gradient by its mean over the group. All ranks must call it."""
         if self.group.size == 1:
             return
         while self._started < len(self._shares):
@@ -135,7 +138,7 @@ class GradientSynchronizer:
         self._started = self._finished = 0
 
     def clear(self) -> None:
-        """Forget which gradients are complete, once what was sent has arrived."""
+        """Wait for buckets in flight and mark all gradients as incomplete."""
         for share in self._shares:
             share.clear()
         self._started = self._finished = 0
@@ -150,7 +153,7 @@ class GradientSynchronizer:
         self._started += 1
 
     def _finish(self, count: int) -> None:
-        """Finish the first so many buckets."""
+        """Wait for the first ``count`` buckets."""
         while self._finished < count:
             self._shares[self._finished].finish()
             self._finished += 1

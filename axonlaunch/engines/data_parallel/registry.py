@@ -1,7 +1,7 @@
-"""How a data-parallel variant joins: ``register_data_parallel``, in a plug-in or in a package.
+"""Registers data-parallel variants from plug-ins and packages, with ``register_data_parallel``.
 
-The table itself is ``config.data_parallel``'s. A variant keeps whole parameters on every rank; what
-shards them can't be added from outside.
+The registry itself is in ``config.data_parallel``. A registered variant keeps full parameters on
+every rank; variants that shard parameters cannot be registered.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ def register_data_parallel(
     """Register a class of ``Replicas`` as ``strategy.data_parallel=NAME``.
 
     Args:
-        name: The name.
-        averages: What its ranks average. Gradients, in every step: it then computes what one
-            process does, and `plan` searches it too. Parameters, every ``period`` steps.
+        name: Name of the variant.
+        averages: What the ranks average. "gradients" in every step: the result equals that of one
+            process, and `plan` includes the variant in its search. "parameters" every ``period``
+            steps.
         config: Dataclass with a field ``name`` that types ``strategy.options``.
-        period: From the options to the steps between two averages of parameters, for estimates of
-            the traffic; None: 1.
-        summary: One line for ``axonlaunch ls data_parallel``; None: the docstring's first.
+        period: Maps the options to the number of steps between averages of parameters, used to
+            estimate traffic; None for 1.
+        summary: One line for ``axonlaunch ls data_parallel``; None for the docstring's first line.
 
     Raises:
-        ValueError: The name is taken, or the configuration is no dataclass with a name.
+        ValueError: The name is taken, or the configuration is not a dataclass with a name.
     """
     facts = DataParallelFacts(averages=averages, period=period)
 

@@ -1,6 +1,6 @@
-"""Ranks that hold whole parameters, and what keeps them in step around backward and update.
+"""Data-parallel variants with full parameters, synchronized around backward and update.
 
-It wraps no forward but DDP's; what shards parameters is ``fsdp``'s.
+Only DDP wraps a forward. Sharded parameters are handled by ``fsdp``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from axonlaunch.engines.precision.policy import DTYPES
 
 
 class Replicas:
-    """Base of data-parallel variants that a package registers; every method is called on all ranks.
+    """Base class of registered data-parallel variants; all ranks must call every method.
 
     Attributes:
-        module: This rank's part of the model, whole along the data ranks.
-        group: The data ranks, of which each trains on samples of its own.
-        options: ``strategy.options``.
-        rows: Of a variant that gives each rank the gradients of its own rows alone: those, by
-            parameter, after ``after_backward``. None: gradients are whole, in the parameters.
+        module: This rank's part of the model, complete along the data axis.
+        group: The data-parallel ranks; each trains on different samples.
+        options: Value of ``strategy.options``.
+        rows: Gradients of this rank's rows, by parameter, valid after ``after_backward``, if the
+            variant gives each rank only those. None if the parameters hold full gradients.
     """
 
     rows: MutableMapping[Tensor, Tensor] | None = None
@@ -38,22 +38,22 @@ class Replicas:
         self.options = options
 
     def after_backward(self) -> None:
-        """Do what a step's gradients need, once all of its micro-batches are through."""
+        """Process a step's gradients; called after the backward of all its micro-batches."""
 
     def after_update(self, *, step: int) -> None:
-        """Do what an update needs; ``step`` have been done."""
+        """Process an update; called when ``step`` updates have been done."""
 
     def agree(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the same values of what a checkpoint is to hold, in place.
+        """Make tensors that a checkpoint will hold equal on all ranks, in place.
 
         Args:
-            tensors: Parameters and optimizer states. Training continues with what is left in them,
-                so that a run which is resumed is the one that was saved.
+            tensors: Parameters and optimizer states. Training continues with the agreed values, so
+                a resumed run equals the saved one.
         """
 
 
 class AveragedGradients(Replicas):
-    """Replicas by DDP: gradients are averaged in every step, so that all ranks stay the same."""
+    """Replicas with DDP: gradients are averaged in every step, so all ranks stay equal."""
 
     def __init__(self, replicas: DDP, *, group: ProcessGroup, scatters_rows: bool = False) -> None:
         super().__init__(replicas, group=group, options=None)
@@ -62,7 +62,7 @@ class AveragedGradients(Replicas):
             self.rows = replicas.synchronizer.rows
 
     def after_backward(self) -> None:
-        """Average what backward left apart.
+        """Average gradients that backward did not average.
 
         Raises:
             ConfigError: A parameter got no gradient, and buckets of gradients wait for it.
@@ -72,7 +72,7 @@ class AveragedGradients(Replicas):
         if not self._replicas.has_averaged():
             names = self._replicas.parameters_without_grad() or ["a parameter"]
             listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-            message = f"{listed} got no gradient, for which the others wait; use synchronous"
+            message = f"{listed} got no gradient, but the other ranks wait for it; use synchronous"
             raise ConfigError([ConfigIssue("strategy.ddp.sync", message, "overlapped")])
 
 
@@ -84,18 +84,18 @@ def make_replicas(
     group: ProcessGroup,
     sync: GradSyncStrategy | str,
 ) -> Replicas | None:
-    """Keep whole copies of a module in step, as a data-parallel variant does.
+    """Create the object that keeps full copies of a module equal.
 
     Args:
-        strategy: The run's.
-        module: This rank's, filled with its weights.
-        kind: The variant; it shards no parameters.
-        group: The data ranks.
+        strategy: Parallelization options of the run.
+        module: This rank's module, with its initial weights.
+        kind: Name of the data-parallel variant; must not shard parameters.
+        group: The data-parallel ranks.
         sync: When DDP averages gradients.
 
     Returns:
-        What does it, whose ``module`` is to be called in the module's place; None where there is
-        nothing to keep in step.
+        The replicas; call their ``module`` instead of the original. None if the variant averages
+        nothing.
     """
     entry = DATA_PARALLEL.entry(kind)
     if entry.target is not None:
@@ -105,7 +105,9 @@ def make_replicas(
         return None
     ddp, reduce = strategy.ddp, strategy.reduce_dtype
     scatters_rows = DATA_PARALLEL.facts(kind).divides_update
-    own = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+    trained_dtypes = {
+        parameter.dtype for parameter in module.parameters() if parameter.requires_grad
+    }
     averaged = DDP(
         module,
         group=group,
@@ -113,7 +115,7 @@ def make_replicas(
         bucket_size_mb=ddp.bucket_size_mb,
         broadcast_buffers=ddp.broadcast_buffers,
         gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-        reduce_dtype=None if own == {DTYPES[reduce]} else DTYPES[reduce],
+        reduce_dtype=None if trained_dtypes == {DTYPES[reduce]} else DTYPES[reduce],
         scatters_rows=scatters_rows,
         waits_in_backward=strategy.context.degree == 1,
     )

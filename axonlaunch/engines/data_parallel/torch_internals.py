@@ -1,7 +1,8 @@
-"""The private names of torch that data parallelism stands on: all of them, and nothing else.
+"""All private names of torch that data parallelism uses, and nothing else.
 
-``tests/house/test_private_names.py`` pins each, ``tests/engines/test_ddp_internals.py`` what torch
-does with DDP's. When torch moves one, they say which, and the fix belongs in this file alone.
+``tests/house/test_private_names.py`` checks each of them, ``tests/engines/test_ddp_internals.py``
+the behaviour of DDP's. If a torch release changes one, those tests report it, and only this file
+has to change.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
-# torch 2.13 renamed the argument, and warns of the old name.
+# torch 2.13 renamed the argument and warns about the old name.
 BUFFERS_KEYWORD = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -23,34 +24,34 @@ BUFFERS_KEYWORD = (
 
 
 class FixedBuckets(nn.parallel.DistributedDataParallel):
-    """Torch's DDP with one layout of buckets from the first backward to the last.
+    """Torch's DDP with a constant bucket layout from the first backward on.
 
-    Torch starts with one layout, and after the first backward changes to another, in the order in
-    which gradients came. gloo and NCCL add the ranks' values in an order that depends on where an
-    element lies in its bucket: (a + b) + c in one place, (b + c) + a in another. So on 3 or more
-    ranks the first step after a resume would round otherwise than the same step of a run that was
-    never stopped. Here both have the layout that torch makes of gradients that come in reverse
-    order of the parameters, which is about how they do.
+    Torch starts with one layout and changes it after the first backward, to the order in which
+    gradients arrived. gloo and NCCL sum the ranks' values in an order that depends on an element's
+    position in its bucket: (a + b) + c at one position, (b + c) + a at another. With 3 or more
+    ranks, the first step after a resume would therefore be rounded differently from the same step
+    of an uninterrupted run. This class always uses the layout that torch would choose for gradients
+    in reverse order of the parameters, which is roughly their real order.
     """
 
     def __init__(self, module: nn.Module, *, ignored: Collection[str] = (), **options: Any) -> None:
         """Wrap a module.
 
         Args:
-            module: What torch's takes.
-            ignored: Names of parameters and buffers that the ranks do not agree on.
-            options: Torch's own.
+            module: The module, as for torch's DDP.
+            ignored: Names of parameters and buffers that are not synchronized.
+            options: Options of torch's DDP.
         """
-        ignoring: Any = module  # torch has not typed it
+        ignoring: Any = module  # untyped in torch
         ignoring._ddp_params_and_buffers_to_ignore = ignored
         super().__init__(module, **options)
-        if self._may_change():
+        if self._rebuilds_buckets():
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
 
     def is_complete(self) -> bool:
-        """Say whether the last backward gave every bucket all of its gradients."""
-        check: Any = self._check_reducer_finalized  # torch has not typed it
+        """Return whether the last backward filled every bucket with all of its gradients."""
+        check: Any = self._check_reducer_finalized  # untyped in torch
         try:
             check()
         except RuntimeError:
@@ -58,26 +59,26 @@ class FixedBuckets(nn.parallel.DistributedDataParallel):
         return True
 
     def _build_params_for_reducer(self) -> Any:
-        build: Any = super()._build_params_for_reducer  # torch has not typed it
+        build: Any = super()._build_params_for_reducer  # untyped in torch
         parameters, are_sparse = build()
-        if self._may_change():
+        if self._rebuilds_buckets():
             return parameters[::-1], are_sparse[::-1]
         return parameters, are_sparse
 
-    def _may_change(self) -> bool:
+    def _rebuilds_buckets(self) -> bool:
         return not self.find_unused_parameters
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Let autograd call a function at the end of the backward that runs in this thread."""
+    """Register a function that autograd calls at the end of this thread's running backward."""
     engine: Any = Variable._execution_engine
     engine.queue_callback(function)
 
 
 def compile_blocks_whole() -> None:
-    """Keep the compiler from cutting a block where one of DDP's buckets ends.
+    """Keep the compiler from splitting a block at the boundary of a DDP bucket.
 
-    It has a reason to for a whole model, not for blocks.
+    That split is useful for models compiled as a whole, not for blocks compiled separately.
     """
     import torch._dynamo.config
 
@@ -85,17 +86,17 @@ def compile_blocks_whole() -> None:
 
 
 def fsdp_parameters(module: FSDPModule) -> Iterable[Any]:
-    """Return what ``fully_shard`` holds of each parameter of its unit."""
+    """Return ``fully_shard``'s records of a unit's parameters."""
     state: Any = module._get_fsdp_state()
     group = state._fsdp_param_group
     return () if group is None else group.fsdp_params
 
 
 def ignored_names(module: nn.Module) -> set[str]:
-    """Return the names that a module keeps from torch's DDP."""
+    """Return the names that a module excludes from torch's DDP."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def whole_parameter(parameter: Any) -> Any:
-    """Return the whole of one of ``fsdp_parameters``; None where it was never gathered."""
+    """Return the unsharded tensor of an ``fsdp_parameters`` record; None if never gathered."""
     return getattr(parameter, "_unsharded_param", None)

@@ -1,6 +1,7 @@
-"""ZeRO-1: parameters whole on every rank, optimizer states and the update divided among them.
+"""ZeRO-1: full parameters on every rank; optimizer states and the update are divided among ranks.
 
-Gradients are whole while they add up. Their mean is a rank's own rows, which come from ``DDP``.
+Full gradients are accumulated during backward. ``DDP`` then gives each rank the mean gradient of
+its rows.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", 2020, stage 1.
@@ -30,15 +31,15 @@ from axonlaunch.models.torch_internals import StridedShard
 
 _LARGE = parameter_facts.LARGE
 _FULL = BUCKET_BYTES
-"""Bytes of parameters that are gathered together, as many as DDP reduces together."""
+"""Bytes of parameters gathered in one message; equal to DDP's bucket size."""
 
 
 class ShardedUpdate(Update):
-    """Updates each rank's rows of every parameter, then gathers the rows of the others.
+    """Updates this rank's rows of every parameter, then gathers the rows of other ranks.
 
-    The rows are DTensors over the parameters' own storage, placed as fully_shard places them, so
-    optimizer states are saved and loaded as those of any other layout. Of a parameter that is
-    divided over a tensor axis already, it is this rank's part whose rows are divided.
+    The rows are DTensors that share the parameters' storage, with the placements of fully_shard, so
+    optimizer states are saved and loaded as in any other layout. If a parameter is already sharded
+    over a tensor axis, the rows of this rank's shard are divided.
     """
 
     def __init__(
@@ -56,19 +57,21 @@ class ShardedUpdate(Update):
         """Divide parameters by rows.
 
         Args:
-            config: The optimizer's figures.
-            parameters: By fully-qualified name, the same on every rank of the axis; plain, or
-                DTensors on ``mesh["tp"]``.
-            mesh: The run's.
-            axis: The ranks that divide the states.
-            gradients: Where those of this rank's rows arrive, by parameter, and are freed from;
-                None: every rank has whole ones, in the parameters.
-            facts: What else is known of the parameters, by the same names; None: nothing.
-            modules: What computes with the parameters, in the order of their forwards. A forward
-                waits for the rows that it needs, which travel meanwhile; without modules each
-                update waits.
-            units: Parts of ``modules`` that wait for their own, in the order of their forwards.
-                Nobody else may read what they alone hold before ``finish``.
+            config: Configuration of the optimizer.
+            parameters: Parameters by fully-qualified name, the same on every rank of the axis;
+                plain tensors, or DTensors on ``mesh["tp"]``.
+            mesh: Mesh of the run.
+            axis: Mesh axis over which the states are divided.
+            gradients: Mapping that receives the gradients of this rank's rows, by parameter;
+                cleared after use. None if every rank has full gradients in the parameters.
+            facts: Facts about the parameters that select optimizer options, by the same names; None
+                derives names and shapes from the parameters.
+            modules: Modules that use the parameters, in the order of their forwards. A forward
+                waits for the rows it needs, so communication overlaps with earlier forwards.
+                Without modules each update waits.
+            units: Submodules of ``modules`` that wait for their parameters separately, in the order
+                of their forwards. Parameters that only a unit holds must not be read elsewhere
+                before ``finish``.
         """
         self._parameters = dict(parameters)
         self._root = mesh
@@ -76,28 +79,34 @@ class ShardedUpdate(Update):
         self._gradients = gradients
         for parameter in parameters.values():
             _lay_out_by_rows(parameter)
-        parts = {parameter: local_part(parameter.detach()) for parameter in parameters.values()}
-        self._strides = {p: part.stride() for p, part in parts.items() if not part.is_contiguous()}
+        local_parts = {
+            parameter: local_part(parameter.detach()) for parameter in parameters.values()
+        }
+        self._strides = {
+            p: part.stride() for p, part in local_parts.items() if not part.is_contiguous()
+        }
         rows = {name: nn.Parameter(self._rows(p)) for name, p in parameters.items()}
         super().__init__(config, rows, parameters=facts)
-        self._under_way: dict[Tensor, _Message] = {}
+        self._in_flight: dict[Tensor, _Message] = {}
         self._readers = _first_readers(modules, units)
         for reader in self._readers:
             reader.register_forward_pre_hook(self._finish_before)
-        # As forwards ask for them; what no module holds is asked for by nobody.
-        asked = dict.fromkeys(p for held in self._readers.values() for p in held)
-        own = dict.fromkeys(parameters.values())
-        self._in_order = [p for p in asked if p in own] + [p for p in own if p not in asked]
+        # Gather in the order of the forwards, then parameters that no module holds.
+        used = dict.fromkeys(p for held in self._readers.values() for p in held)
+        updated = dict.fromkeys(parameters.values())
+        self._gather_order = [p for p in used if p in updated] + [
+            p for p in updated if p not in used
+        ]
 
     def _rows(self, parameter: Tensor) -> DTensor:
-        """Return a DTensor whose local part is a view of this rank's rows of a parameter."""
+        """Return a DTensor with a view of this rank's rows of a parameter as its local tensor."""
         local = local_part(parameter.detach())
         if local.ndim:
-            local = local[self._own(local)]
+            local = local[self._row_slice(local)]
         return self._dtensor(local, parameter)
 
     def _dtensor(self, rows: Tensor, parameter: Tensor) -> DTensor:
-        """Return a DTensor of this rank's rows of what has a parameter's shape."""
+        """Return a DTensor with a parameter's shape from this rank's rows."""
         mesh, placements = self._mesh, [self._placement(parameter)]
         if isinstance(parameter, DTensor):
             names = (
@@ -115,62 +124,62 @@ class ShardedUpdate(Update):
         )
 
     def _placement(self, parameter: Tensor) -> Placement:
-        """Return how the data axis divides a parameter: after the tensor axis, if both cut rows."""
+        """Return the data axis's placement; if the tensor axis cuts rows too, it cuts first."""
         if parameter.ndim == 0:
             return Replicate()
         if isinstance(parameter, DTensor) and getattr(parameter.placements[0], "dim", None) == 0:
             return StridedShard(0, split_factor=parameter.device_mesh.size())
         return Shard(0)
 
-    def _own(self, local: Tensor) -> slice:
+    def _row_slice(self, local: Tensor) -> slice:
         """Return this rank's rows of a parameter's local part."""
         return rows_of(local.shape[0], rank=self._mesh.get_local_rank(), ranks=self._mesh.size())
 
     def collect_gradients(self) -> None:
-        """Give each shard the gradient of its rows."""
+        """Set the gradient of each shard to the gradient of its rows."""
         for name, parameter in self._parameters.items():
             shard = self.tensors[name]
             if self._gradients is None:
-                whole = parameter.grad
-                shard.grad = None if whole is None else self._rows(whole)
+                full_gradient = parameter.grad
+                shard.grad = None if full_gradient is None else self._rows(full_gradient)
             else:
                 rows = self._gradients.get(parameter)
                 shard.grad = None if rows is None else self._gradient(rows, parameter)
 
     def _gradient(self, rows: Tensor, parameter: Tensor) -> DTensor:
-        """Return a gradient of rows, in memory as they are: fused kernels read both as they lie."""
+        """Return a gradient with the strides of its rows; fused kernels require equal strides."""
         if (strides := self._strides.get(parameter)) is not None:
             rows = rows.new_empty_strided(rows.shape, strides).copy_(rows)
         return self._dtensor(rows, parameter)
 
     def apply(self, *, rate: Callable[[float], float], unless: Tensor | None = None) -> None:
-        """Update this rank's rows and begin to gather everyone's."""
-        self.finish()  # what no forward has asked for
+        """Update this rank's rows and start gathering the rows of all ranks."""
+        self.finish()  # rows that no forward needed
         super().apply(rate=rate, unless=unless)
         self._gather()
         if not self._readers:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until every parameter has the rows of all ranks."""
-        self._receive(list(self._under_way))
+        """Wait until every parameter contains the rows of all ranks."""
+        self._receive(list(self._in_flight))
 
     def _finish_before(self, reader: nn.Module, inputs: Any) -> None:
         del inputs
-        if self._under_way:
+        if self._in_flight:
             self._receive(self._readers[reader])
 
     @torch.no_grad()
     def _receive(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
-            message = self._under_way.get(parameter)
+            message = self._in_flight.get(parameter)
             if message is not None:
                 message.finish()
                 for received in message.parameters:
-                    del self._under_way[received]
+                    del self._in_flight[received]
 
     def forget_gradients(self) -> None:
-        """Free every gradient, of shards and of whole parameters."""
+        """Free all gradients of shards and of full parameters."""
         super().forget_gradients()
         if self._gradients is not None:
             self._gradients.clear()
@@ -180,49 +189,49 @@ class ShardedUpdate(Update):
     @torch.no_grad()
     def _gather(self) -> None:
         group, size = self._mesh.get_group(), self._mesh.size()
-        alone: dict[Tensor, Tensor] = {}
+        large: dict[Tensor, Tensor] = {}
         small: dict[Tensor, Tensor] = {}
-        for parameter in self._in_order:
-            whole = local_part(parameter.detach())
-            if whole.ndim == 0 or whole.numel() == 0:
+        for parameter in self._gather_order:
+            local = local_part(parameter.detach())
+            if local.ndim == 0 or local.numel() == 0:
                 continue
-            divides = whole.shape[0] % size == 0 and whole.is_contiguous()
-            (alone if whole.nbytes >= _LARGE and divides else small)[whole] = parameter
-        # The first forward may need any of the small ones, and they are soon there.
-        for wholes in buckets(small, limit=_FULL):
-            bucket = _Bucket(wholes, ranks=size)
-            mine = bucket.pack([whole[self._own(whole)] for whole in bucket.wholes])
-            work = all_gather_single(bucket.gathered, mine, group=group, async_op=True)
-            self._note(_Message(work, [small[whole] for whole in wholes], bucket))
-        for whole, parameter in alone.items():
-            # To where they are to be already: nothing is copied, as fully_shard gathers.
-            mine = whole[self._own(whole)]
-            work = all_gather_single(whole, mine, group=group, async_op=True)
+            divides = local.shape[0] % size == 0 and local.is_contiguous()
+            (large if local.nbytes >= _LARGE and divides else small)[local] = parameter
+        # Small parameters first: the first forward may need any of them, and they arrive quickly.
+        for members in buckets(small, limit=_FULL):
+            bucket = _Bucket(members, ranks=size)
+            own_rows = bucket.pack([local[self._row_slice(local)] for local in bucket.parameters])
+            work = all_gather_single(bucket.gathered, own_rows, group=group, async_op=True)
+            self._note(_Message(work, [small[local] for local in members], bucket))
+        for local, parameter in large.items():
+            # Gather directly into the parameter without a copy, as fully_shard does.
+            own_rows = local[self._row_slice(local)]
+            work = all_gather_single(local, own_rows, group=group, async_op=True)
             self._note(_Message(work, [parameter]))
 
     def _note(self, message: _Message) -> None:
-        self._under_way.update(dict.fromkeys(message.parameters, message))
+        self._in_flight.update(dict.fromkeys(message.parameters, message))
 
 
 @dataclass(frozen=True)
 class _Message:
-    """Rows on their way: of one parameter to its own place, or of several to a bucket."""
+    """A gather in flight: directly into one parameter, or of several parameters into a bucket."""
 
     work: dist.Work
     parameters: list[Tensor]
     bucket: _Bucket | None = None
 
     def finish(self) -> None:
-        """Wait for them, and put them into the parameters."""
+        """Wait for the rows and write them to the parameters."""
         self.work.wait()
         if self.bucket is not None:
             self.bucket.unpack()
 
 
 def _lay_out_by_rows(parameter: Tensor) -> None:
-    """Put a plain parameter's rows one after another in memory, as those of a transposed are not.
+    """Make a plain parameter contiguous if its rows are not, as in a transposed tensor.
 
-    Parts of such rows would have gaps, over which torch's fused kernels read and write.
+    Parts of such rows would have gaps, which torch's fused kernels would read and overwrite.
     """
     strides = parameter.stride()
     if not isinstance(parameter, DTensor) and strides and strides[0] < max(strides):
@@ -232,9 +241,9 @@ def _lay_out_by_rows(parameter: Tensor) -> None:
 def _first_readers(
     modules: Sequence[nn.Module], units: Sequence[nn.Module]
 ) -> dict[nn.Module, list[nn.Parameter]]:
-    """Return the modules before whose forwards parameters must be whole, and which.
+    """Map each module to the parameters that must be complete before its forward.
 
-    A unit waits for those that it alone holds, the module around it for all others.
+    A unit waits for the parameters that only it holds; its surrounding module waits for all others.
     """
     unit_of = {part: unit for unit in units for part in unit.modules()}
     reader_of: dict[nn.Parameter, nn.Module] = {}
@@ -251,30 +260,32 @@ def _first_readers(
 
 
 class _Bucket:
-    """Parameters whose rows travel in one message, for one costs more than what is in it."""
+    """Small parameters gathered in one message, to save the fixed cost of a message for each."""
 
-    def __init__(self, wholes: list[Tensor], *, ranks: int) -> None:
-        self.wholes = wholes
+    def __init__(self, parameters: list[Tensor], *, ranks: int) -> None:
+        self.parameters = parameters
         self._ranks = ranks
-        self._lengths = padded_lengths([whole.shape for whole in wholes], ranks=ranks)
-        self.gathered = wholes[0].new_empty(ranks * sum(self._lengths))
-        # Here as long as NCCL holds it, which is until it is waited for.
+        self._lengths = padded_lengths([parameter.shape for parameter in parameters], ranks=ranks)
+        self.gathered = parameters[0].new_empty(ranks * sum(self._lengths))
+        # Kept alive until the message has been waited for, because NCCL reads it until then.
         self._sent: Tensor | None = None
 
     def pack(self, pieces: list[Tensor]) -> Tensor:
-        """Return a rank's rows of every parameter, one after another."""
+        """Concatenate a rank's rows of every parameter."""
         flat = self._sent = self.gathered.new_zeros(sum(self._lengths))
-        places = zip(flat.split(self._lengths), pieces, strict=True)
-        torch._foreach_copy_([to[: part.numel()].view(part.shape) for to, part in places], pieces)
+        targets = zip(flat.split(self._lengths), pieces, strict=True)
+        torch._foreach_copy_(
+            [target[: piece.numel()].view(piece.shape) for target, piece in targets], pieces
+        )
         return flat
 
     def unpack(self) -> None:
         """Copy the rows of all ranks to the parameters."""
         self._sent = None
         by_rank = self.gathered.view(self._ranks, -1).split(self._lengths, dim=1)
-        for whole, pieces in zip(self.wholes, by_rank, strict=True):
-            # The padding is at the end of the last ranks' rows, so at the very end.
-            # Their number is written out, which -1 leaves open for parameters of shape [n, 0].
-            count = self._ranks * padded_rows(whole.shape[0], ranks=self._ranks)
-            rows = pieces.reshape(count, *whole.shape[1:])
-            whole.copy_(rows[: whole.shape[0]])
+        for parameter, pieces in zip(self.parameters, by_rank, strict=True):
+            # The last ranks' rows end with padding, so all of it is at the very end. The row count
+            # is explicit, because -1 is ambiguous for parameters of shape [n, 0].
+            count = self._ranks * padded_rows(parameter.shape[0], ranks=self._ranks)
+            rows = pieces.reshape(count, *parameter.shape[1:])
+            parameter.copy_(rows[: parameter.shape[0]])

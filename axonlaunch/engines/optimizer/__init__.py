@@ -1,1 +1,1 @@
-"""Optimizers, their states, and the update step."""
+"""Optimizers, their states, and the update of a training step."""

@@ -1,9 +1,9 @@
-"""Adafactor on whole tensors by torch, and on divided ones with statistics that ranks add up.
+"""Adafactor: torch's for full tensors; for sharded ones, statistics are summed over ranks.
 
-Only rows, columns and single numbers travel, never a gradient.
+Only rows, columns and single numbers are communicated, never a gradient.
 
-Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018, as
-``torch.optim.Adafactor`` has it.
+Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018, in
+the variant of ``torch.optim.Adafactor``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from axonlaunch.engines.optimizer.owned_matrices import divisions, of_plain_tens
 
 
 class ShardedAdafactor(Adafactor):
-    """torch's Adafactor that also takes DTensors, whose gradients it overwrites.
+    """torch's Adafactor that also supports DTensors; it overwrites their gradients.
 
-    It gives what torch's gives of whole tensors, to rounding, by three messages an axis of ranks.
+    The result equals torch's on full tensors up to rounding. It needs three messages per mesh axis.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every tensor that has a gradient; all ranks that divide one call this."""
+        """Update every tensor that has a gradient. All ranks that share a tensor must call it."""
         groups = self.param_groups
         with of_plain_tensors(self):
             loss = super().step(closure)  # type: ignore[no-untyped-call]
@@ -56,11 +56,11 @@ class ShardedAdafactor(Adafactor):
 
 
 SumOverParts = tuple[Tensor, tuple[int, ...] | None]
-"""What this rank has of a sum, and the dims of the parameter that divide it; None: any."""
+"""This rank's term of a sum, and the parameter dims over whose shards it is summed; None: all."""
 
 
 class _Part:
-    """This rank's part of one parameter, through one step.
+    """This rank's part of one parameter, during one step.
 
     Attributes:
         whole: The parameter.
@@ -81,7 +81,7 @@ class _Part:
         self._least = torch.finfo(whole.dtype).eps if least is None else least
 
     def statistics(self) -> list[SumOverParts]:
-        """Return the parameter's squared norm, and those of the rows and columns of a gradient."""
+        """Return the parameter's squared norm and the gradient's squared row and column norms."""
         self._size = self._parameter.square().sum()
         if self.whole.ndim < 2:
             return [(self._size, None)]
@@ -92,7 +92,7 @@ class _Part:
         return [(self._size, None), (self._rows, (columns,)), (self._columns, (rows,))]
 
     def average(self) -> list[SumOverParts]:
-        """Move the averages of squares; return the sum of a matrix's rows."""
+        """Update the running averages of squares; return a matrix's sum over rows."""
         if self.whole.ndim < 2:
             self._state["variance"].lerp_(self._gradient.square(), self._fresh)
             return []
@@ -114,7 +114,7 @@ class _Part:
         return self._norm, None
 
     def apply(self) -> None:
-        """Decay and update the parameter."""
+        """Apply weight decay and update the parameter."""
         group, root = self._group, math.sqrt(self.whole.numel())
         size = (self._size.sqrt() / root).clamp(min=group["eps"][1])
         rate = size * min(group["lr"], 1 / math.sqrt(self._step))
@@ -125,7 +125,7 @@ class _Part:
 
 
 def _add_up(sums: Sequence[tuple[DTensor, Tensor, tuple[int, ...] | None]]) -> None:
-    """Add up what each rank has of some sums, in place: one message an axis of ranks."""
+    """Sum tensors over the ranks that shard their dims, in place, one message per mesh axis."""
     divided: dict[tuple[DeviceMesh, int], list[Tensor]] = {}
     for whole, part, dims in sums:
         for division in divisions(whole):

@@ -1,4 +1,4 @@
-"""The norm of a whole model's gradient, and gradients scaled down to one."""
+"""The norm of a full model's gradient, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.argument_checks import device_of
 
 _ROW = 4096
-"""Elements whose squares a CPU adds one after the other."""
+"""Number of elements whose squares a CPU sums sequentially."""
 
 
 def clip_gradients(
@@ -24,18 +24,19 @@ def clip_gradients(
     known: Tensor | None = None,
     loss_scale: Tensor | None = None,
 ) -> Tensor:
-    """Scale gradients so that the whole model's 2-norm is at most ``max_norm``.
+    """Scale gradients so that the full model's 2-norm is at most ``max_norm``.
 
     Args:
-        parameters: Those whose gradients are scaled: whole tensors, or DTensors of any meshes.
-        max_norm: Largest norm; None: any.
-        known: The norm, where ``gradient_norm`` was asked for it already; None: theirs.
-        loss_scale: What gradients are too large by, 0-dim, a power of two, so that it makes no
-            difference to their bits whether it is taken out before or with the rest, in one pass
-            over them; None: 1.
+        parameters: Parameters with the gradients to scale: plain tensors, or DTensors of any mesh.
+        max_norm: Maximum norm; None does not clip.
+        known: The norm, if ``gradient_norm`` has already computed it; None computes the norm of
+            ``parameters``.
+        loss_scale: Factor by which gradients are too large, 0-dim; None for 1. It is a power of
+            two, so dividing by it together with clipping, in one pass, gives the same bits as
+            before it.
 
     Returns:
-        The norm before clipping, without the scale, 0-dim fp32, the same on every rank.
+        The norm before clipping, without the loss scale, 0-dim fp32, the same on every rank.
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters) if known is None else known
@@ -53,13 +54,13 @@ def clip_gradients(
 def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None = None) -> Tensor:
     """Return the 2-norm of all gradients together, 0-dim fp32, the same on every rank.
 
-    Squares are summed where gradients lie, then over each mesh axis that divides them; torch's
-    ``get_total_norm`` refuses gradients of different meshes.
+    Squares are summed locally and then over each mesh axis that shards them. torch's
+    ``get_total_norm`` does not support gradients on different meshes.
 
     Args:
-        parameters: Those whose gradients count: one that another rank of ``across`` holds too, on
-            one of them.
-        across: Ranks that hold other parameters of the model, as pipeline stages do.
+        parameters: Parameters whose gradients are included. A parameter that several ranks of
+            ``across`` hold must be included on only one of them.
+        across: Ranks that hold other parameters of the model, such as pipeline stages.
     """
     alike: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for parameter in parameters:
@@ -81,10 +82,11 @@ def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None =
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    """Return the 2-norm of each: on a CPU of rows first, which its cores share, then of those.
+    """Return the 2-norm of each gradient; on a CPU in two levels: of rows, then of their norms.
 
-    Of a whole tensor torch has one core add up all squares in fp32, and so large a sum loses most
-    of what is added to it: the norm of 2^26 random elements is 0.5 % too small, of 2^29 10 %.
+    The rows are computed on all cores. For a single vector, torch sums all squares in fp32 on one
+    core, and such a large sum loses most of each new term: the norm of 2^26 random elements is 0.5
+    % too small, of 2^29 10 %.
     """
     if gradients[0].device.type != "cpu":
         return list(torch._foreach_norm(gradients))
@@ -103,12 +105,12 @@ def _norm_by_rows(gradient: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return this rank's local part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _division(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """Return a gradient's mesh and the axes of it that divide the gradient."""
+    """Return a gradient's mesh and the mesh axes that shard the gradient."""
     if not isinstance(gradient, DTensor):
         return None, ()
     mesh = gradient.device_mesh

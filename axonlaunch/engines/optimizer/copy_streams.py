@@ -1,6 +1,7 @@
-"""Streams of a GPU by which one parameter arrives while another is updated and a third leaves.
+"""CUDA streams that overlap the copies of one parameter with the update of another.
 
-It orders copies and computation, and holds what they use; what is copied is ``streaming``'s.
+This module orders copies and computation and keeps their tensors alive. ``streaming`` does the
+copying.
 """
 
 from __future__ import annotations
@@ -12,39 +13,39 @@ from contextlib import contextmanager
 import torch
 
 IN_FLIGHT = 3
-"""Parameters that may be on the device at a time: arriving, updated, leaving. Without a limit the
-host, which waits for none of it, would bring them all.
+"""Maximum number of parameters on the device: one arriving, one updated, one leaving. Without a
+limit, the host would enqueue all of them, because it does not wait for the device.
 """
 
 
 class InOrder:
-    """One thing after another, as on a CPU."""
+    """Sequential execution, as on a CPU."""
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Surround what brings a parameter; what follows outside of it finds it there."""
+        """Return a context for copying a parameter to the device; later work can use it."""
         yield
 
     @contextmanager
     def leaving(self, *held: object) -> Iterator[None]:
-        """Surround what takes a parameter back, after what was launched before it.
+        """Return a context for copying a parameter back, ordered after all work enqueued before it.
 
         Args:
-            held: What must not be freed before that is done.
+            held: Objects that must stay alive until the copies are done.
         """
         del held
         yield
 
     def finish(self) -> None:
-        """Wait until all that left is there: whoever reads it on the host does not."""
+        """Wait until all copies to the host are done, before the host reads them."""
 
 
 class CopyStreams(InOrder):
-    """Copies in both directions at a time, beside what the current stream computes.
+    """Copies in both directions concurrently with the computation of the current stream.
 
-    Both directions of PCIe carry at once, and a copy takes none of the multiprocessors. What
-    ``leaving`` holds is freed by the host once its copies are done, so the allocator, which knows
-    of one stream for each block of memory, gives it to nobody too early.
+    PCIe transfers in both directions at once, and copies use no multiprocessors. Objects held by
+    ``leaving`` are freed by the host after their copies are done. The allocator tracks only one
+    stream for each block of memory and would otherwise reuse the memory too early.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,9 +56,9 @@ class CopyStreams(InOrder):
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Bring a parameter once there is room, beside the update of the one before."""
+        """Copy a parameter to the device during the previous update, when a slot is free."""
         computing = torch.cuda.current_stream(self._device)
-        if not self._follows:  # gradients, and parameters of the device, are computed before it
+        if not self._follows:  # wait for gradients and parameters on the device
             self._to_device.wait_stream(computing)
             self._follows = True
         if len(self._held) == IN_FLIGHT - 1:
@@ -69,19 +70,19 @@ class CopyStreams(InOrder):
 
     @contextmanager
     def leaving(self, *held: object) -> Iterator[None]:
-        """Take a parameter back, beside the update of the next one."""
+        """Copy a parameter back during the next update."""
         self._to_host.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._to_host):
             yield
         self._held.append((self._to_host.record_event(), held))
 
     def finish(self) -> None:
-        """Wait for what leaves; what is launched later comes after it."""
+        """Wait for copies to the host; work enqueued later is ordered after them."""
         self._to_host.synchronize()
         self._held.clear()
         self._follows = False
 
 
 def copy_streams(device: torch.device | None) -> InOrder:
-    """Return how what streams through a device is ordered; None: it stays where it is."""
+    """Return the ordering of copies for a device; None means parameters stay in place."""
     return CopyStreams(device) if device is not None and device.type == "cuda" else InOrder()

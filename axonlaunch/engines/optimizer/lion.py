@@ -1,6 +1,6 @@
-"""Lion: the sign of a momentum, which is all the state that it keeps.
+"""The Lion optimizer: updates by the sign of a momentum, which is its only state.
 
-It updates plain tensors, each element by itself; torch has no such optimizer.
+Works on plain tensors, elementwise. torch has no such optimizer.
 
 Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
 """
@@ -29,14 +29,14 @@ class Lion(Optimizer):
         weight_decay: float = 0.0,
         eps: float = 0.0,
     ) -> None:
-        """Take over parameters.
+        """Create the optimizer.
 
         Args:
             params: Parameters, or groups of them.
             lr: Learning rate.
-            betas: Share of the momentum in the update, and of the last momentum in the next.
-            weight_decay: Decoupled.
-            eps: Above 0 the sign of c is ``c / (abs(c) + eps)``.
+            betas: Weight of the momentum in the update, and of the old momentum in the new one.
+            weight_decay: Decoupled weight decay.
+            eps: If above 0, the sign of c is replaced by ``c / (abs(c) + eps)``.
         """
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}
         super().__init__(params, defaults)

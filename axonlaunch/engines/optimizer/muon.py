@@ -1,9 +1,9 @@
-"""Muon: of whole matrices torch's, of divided ones torch's iteration on the ranks that own them.
+"""Muon: torch's for full matrices; for sharded ones, torch's iteration on each matrix's owner.
 
-What is no matrix torch refuses.
+Like torch's Muon, it accepts only matrices.
 
-Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; of owned
-matrices Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.3.
+Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; owned
+matrices: Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.3.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from axonlaunch.engines.optimizer.owned_matrices import (
 
 
 class ShardedMuon(Muon):
-    """torch's Muon that also takes DTensors; the same to the bit for the same gradients.
+    """torch's Muon that also supports DTensors; bitwise the same result for the same gradients.
 
-    Momentum is divided as the parameter is. Each rank orthogonalizes the updates of the matrices
-    that it owns, in bf16, in which they travel.
+    The momentum is sharded like the parameter. Each rank orthogonalizes the updates of the matrices
+    it owns, in bf16, which is also the type in which they are communicated.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every matrix that has a gradient; all ranks that divide one call this."""
+        """Update every matrix that has a gradient. All ranks that share a matrix must call it."""
         groups = self.param_groups
         with of_plain_tensors(self):
             loss = super().step(closure)  # type: ignore[no-untyped-call]
@@ -62,7 +62,7 @@ class ShardedMuon(Muon):
             part.add_(update, alpha=-rate)
 
     def _momentum(self, group: dict[str, Any], p: DTensor) -> Tensor:
-        """Move this rank's part of the momentum; return that of what is to be orthogonalized."""
+        """Update this rank's momentum; return its part of the matrix to orthogonalize."""
         assert isinstance(p.grad, DTensor)
         gradient = p.grad.to_local()
         if not self.state[p]:
@@ -73,13 +73,14 @@ class ShardedMuon(Muon):
 
 
 def orthogonalized(matrix: Tensor, **iteration: Any) -> Tensor:
-    """Return about U V^T of a bf16 matrix U S V^T, in bf16, as torch's Muon finds it.
+    """Return approximately U V^T of a bf16 matrix U S V^T, in bf16, computed by torch's Muon.
 
-    It is what Muon takes from zeros at a rate of 1, without momentum. A tall matrix is turned, as
-    Muon itself turns it, for its rate would be adjusted to its shape.
+    The result is the negative of Muon's update of a zero matrix at a rate of 1, without momentum.
+    Tall matrices are transposed, as in Muon, because Muon would otherwise adjust the rate to their
+    shape.
 
     Args:
-        matrix: [m, n]; not changed.
+        matrix: Matrix [m, n]; not modified.
         iteration: torch's ``ns_coefficients``, ``ns_steps`` and ``eps``.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -93,12 +94,12 @@ def orthogonalized(matrix: Tensor, **iteration: Any) -> Tensor:
 
 
 def _adjust_lr(lr: float, kind: str, rows: int, columns: int) -> float:
-    """Return the rate of a matrix of a shape, as ``torch.optim.Muon`` documents it."""
+    """Return the learning rate for a matrix shape, as documented for ``torch.optim.Muon``."""
     if kind == "original":
         return lr * math.sqrt(max(1, rows / columns))
     return lr * 0.2 * math.sqrt(max(rows, columns))
 
 
 def _cost(rows: int, columns: int) -> float:
-    """Return what an iteration takes, about: products of the shorter side with the whole."""
+    """Return the approximate cost of an iteration: products of the shorter side with the matrix."""
     return float(rows * columns * min(rows, columns))

@@ -1,7 +1,7 @@
-"""Updates whose parameters or optimizer states live in host memory between steps.
+"""Updates with parameters or optimizer states in host memory between steps.
 
-One parameter after another passes through the device, so that the device never holds more states
-or copies than those of a few. On a CPU device host and device are one and nothing moves.
+Parameters pass through the device one after another, so the device holds states and copies of only
+a few at a time. With a CPU device, host and device are the same and nothing is copied.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ HOST = torch.device("cpu")
 
 
 class StreamedUpdate(Update):
-    """Runs the update on the device, one parameter after another, copies beside it.
+    """Runs the update on the device one parameter at a time, overlapped with copies.
 
-    It is exact for optimizers that update each parameter from its own gradient and states alone.
+    Exact for optimizers that update each parameter from only its own gradient and states.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class StreamedUpdate(Update):
         states_on: torch.device,
         parameters: Mapping[str, ParameterFacts] | None = None,
     ) -> None:
-        """Prepare an optimizer that streams.
+        """Create the streaming optimizers.
 
         Args:
-            config: The optimizer's figures.
+            config: Configuration of the optimizer.
             tensors: Shards by parameter name, on the host or on the device.
-            device: Where the update runs.
-            states_on: Where states live between updates.
-            parameters: As ``Update`` takes them.
+            device: Device of the update.
+            states_on: Device of the states between updates.
+            parameters: Facts about the parameters, see ``Update``.
         """
         self._device = device
         self._states_on = states_on

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, built from their configurations.
+"""Creates optimizers from their configurations and computes learning rates.
 
 A schedule is a pure function of the step, so it has no state to save.
 """
@@ -29,11 +29,11 @@ from axonlaunch.models.dtensor_regions import dtensor_of
 from axonlaunch.models.page_locked import page_locked
 
 PEAK_LR = "initial_lr"
-"""Option of a group that holds its peak learning rate, as torch's schedulers call it."""
+"""Group option with the peak learning rate, named as in torch's schedulers."""
 
 
 def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, ParameterFacts]:
-    """Return what is known of tensors without their model: names and whole shapes."""
+    """Return the facts known about tensors without their model: names and global shapes."""
     return {
         name: ParameterFacts(name=name, shape=tuple(tensor.shape))
         for name, tensor in tensors.items()
@@ -41,11 +41,11 @@ def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, ParameterFacts]:
 
 
 def build_optimizers(configs: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Optimizer]:
-    """Build what updates some tensors: an optimizer for each class, with groups of options.
+    """Create one optimizer per class, with one parameter group per set of options.
 
     Args:
-        configs: By parameter's name, as ``with_options`` returns it.
-        tensors: What is updated, by the same names.
+        configs: Configuration by parameter name, see ``chosen_options``.
+        tensors: Tensors to update, by the same names.
     """
     alike: dict[tuple[Any, str], tuple[Any, list[Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -60,7 +60,7 @@ def build_optimizers(configs: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 
 def _build(groups: list[tuple[Any, list[Tensor]]]) -> Optimizer:
-    """Build an optimizer of groups of tensors that share a class."""
+    """Create an optimizer from groups of tensors with the same optimizer class."""
     config, _ = groups[0]
     options = [
         {"params": tensors, **options_of(group), PEAK_LR: group.lr} for group, tensors in groups
@@ -71,10 +71,10 @@ def _build(groups: list[tuple[Any, list[Tensor]]]) -> Optimizer:
 
 
 def optimizer_class(config: Any) -> Callable[..., Optimizer]:
-    """Return what makes an optimizer of groups of parameters and options.
+    """Return the function that creates an optimizer from parameter groups and options.
 
     Raises:
-        ConfigError: A user's own can't be imported, or does not take its arguments.
+        ConfigError: A custom optimizer cannot be imported or does not accept its arguments.
     """
     if not isinstance(config, CustomOptimizerConfig):
         return cast("Callable[..., Optimizer]", OPTIMIZERS.get(config.name))
@@ -84,7 +84,7 @@ def optimizer_class(config: Any) -> Callable[..., Optimizer]:
 
 
 def chosen_options(config: Any, parameters: Mapping[str, ParameterFacts]) -> dict[str, Any]:
-    """Return the configuration that updates each parameter, by the same names."""
+    """Return the optimizer configuration of each parameter, by the same names."""
     return {name: with_options(config, facts) for name, facts in parameters.items()}
 
 
@@ -95,20 +95,22 @@ def new_state(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Allocate what an optimizer would make of a parameter in its first step.
+    """Allocate the state that an optimizer would create for a parameter in its first step.
 
-    A step with ``lr=0`` would not do: SGD adds ``weight_decay * parameter`` to the gradient before
-    it fills the momentum, which would then begin with the decay of weights that may be replaced.
+    A real step with ``lr=0`` would not be equivalent: SGD adds ``weight_decay * parameter`` to the
+    gradient before it fills the momentum, so the momentum would start with the decay of weights
+    that may be replaced later.
 
-    AdamW begins with zeros itself. SGD has no momentum before its first step, in which it takes the
-    gradient as it is: ``buffer = gradient``. Zeros give the same, ``0 * momentum + (1 - dampening)
-    * gradient``, because dampening is left at 0; with another they would not.
+    AdamW starts with zeros. SGD has no momentum before its first step, in which it uses the
+    gradient: ``buffer = gradient``. Zeros give the same result, ``0 * momentum + (1 - dampening) *
+    gradient``, because dampening is always 0 here.
 
     Args:
-        state: Which.
-        parameter: A whole tensor, or a DTensor of whose state this rank's part is returned.
-        device: Where states of the parameter's device are kept.
-        dtype: Of what is updated; None: the parameter's own.
+        state: Description of the state.
+        parameter: A full tensor, or a DTensor; for a DTensor the state of this rank's part is
+            returned.
+        device: Device of states that are stored with the parameter.
+        dtype: Type of the updated tensor; None for the type of the parameter.
     """
     local = parameter.detach()
     if isinstance(local, DTensor):
@@ -120,13 +122,13 @@ def new_state(
     assert whole is not None
     dims = state.kept_dims(parameter.ndim)
     if len(whole) == parameter.ndim:
-        shape = tuple(local.shape[dim] if dim in dims else 1 for dim in range(local.ndim))
+        shape = tuple(local.shape[dim] if dim in dims else whole[dim] for dim in range(local.ndim))
     else:
         shape = whole
-    # What is copied to a device in every update is in page-locked memory, as ``offload`` keeps it.
+    # Memory that is copied to a device in every update is page-locked, as in ``offload``.
     is_copied = local.is_cuda and device.type == "cpu" and not state.on_host
     place = torch.device("meta") if is_copied else device
-    if shape == local.shape and dtype == local.dtype:  # strided as the parameter is
+    if shape == local.shape and dtype == local.dtype:  # same strides as the parameter
         made = torch.empty_like(local, device=place)
     else:
         made = torch.empty(shape, dtype=dtype, device=place)
@@ -141,14 +143,14 @@ def _dtype(state: OptimizerState, own: torch.dtype) -> torch.dtype:
 
 
 def as_divided(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's part of a state as a DTensor that is divided as its parameter is.
+    """Return this rank's part of a state as a DTensor that is sharded like its parameter.
 
-    Dims of the parameter that the state has not are whole on every rank: of a matrix whose rows are
-    divided, row means [m, 1] are divided as its rows are, column means [1, n] are not.
+    Dims that the state does not have are replicated: for a matrix sharded by rows, row means [m, 1]
+    are sharded like its rows, column means [1, n] are not.
     """
     if not isinstance(parameter, DTensor) or local.ndim != parameter.ndim:
         return local
-    if not local.ndim and state.dtype != "parameter":  # a count of steps
+    if not local.ndim and state.dtype != "parameter":  # step counter
         return local
     dims = state.kept_dims(parameter.ndim)
     whole = state.shape(tuple(parameter.shape))
@@ -164,13 +166,13 @@ def as_divided(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tenso
 
 
 def learning_rate(schedule: SchedulerConfig, step: int, *, peak: float, steps: int) -> float:
-    """Return the rate of a step.
+    """Return the learning rate of a step.
 
     Args:
-        schedule: The shape and its figures.
-        step: Steps done before this one.
-        peak: The rate of the optimizer, or of a group of its parameters.
-        steps: Steps of the whole run.
+        schedule: Configuration of the schedule.
+        step: Number of steps done before this one.
+        peak: Peak learning rate of the optimizer or of a parameter group.
+        steps: Total number of steps of the run.
     """
     warmup = schedule.warmup(steps)
     if step < warmup:

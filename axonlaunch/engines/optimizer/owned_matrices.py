@@ -1,6 +1,6 @@
-"""Matrices that are divided among ranks, made whole for a while, each on the one rank that owns it.
+"""Temporarily gathers sharded matrices so that each is complete on one rank, its owner.
 
-Every rank then works on its share of the matrices, and none holds all of them.
+Every rank then works on its share of the matrices, and no rank holds all of them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class Division:
-    """One mesh axis that divides a dim of a tensor, as torch.chunk does.
+    """One mesh axis that shards a dim of a tensor, in the way of torch.chunk.
 
     Attributes:
-        axis: Of the mesh.
-        dim: Of the tensor.
-        length: Of that dim before this division, on this rank.
+        axis: Axis of the mesh.
+        dim: Dim of the tensor.
+        length: Length of that dim before this division, on this rank.
     """
 
     axis: int
@@ -33,17 +33,17 @@ class Division:
     length: int
 
     def lengths(self, mesh: DeviceMesh) -> list[int]:
-        """Return the part of each rank of the axis, which is 0 on the last where it is short."""
+        """Return the length of each rank's part; may be shorter or 0 on the last ranks."""
         step = -(-self.length // mesh.size(self.axis))
         ends = [min(step * place, self.length) for place in range(mesh.size(self.axis) + 1)]
         return [stop - start for start, stop in pairwise(ends)]
 
 
 def divisions(tensor: DTensor) -> list[Division]:
-    """Return what divides a tensor, in the order in which it was divided.
+    """Return the divisions of a tensor, in the order in which they were applied.
 
-    A data axis divides what the tensor axis has left: its placement is then a strided shard, which
-    is the later division though its axis is the earlier one.
+    A data axis shards each part that the tensor axis has left. Its placement is then a strided
+    shard: the later division, although its mesh axis comes first.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -74,19 +74,19 @@ def alike(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 class OwnedMatrices:
-    """An exchange that makes each of some matrices whole on one rank, and divides them again.
+    """Gathers each of several matrices on one rank, and scatters them again.
 
-    Of four ranks that divide eight matrices each gets two. Over two axes it goes axis by axis, from
-    the last division back: the ranks of the tensor axis share the matrices out, then those of the
-    data axis share what each of them got.
+    If four ranks share eight matrices, each rank gets two. With two axes the exchange is done axis
+    by axis, starting with the last division: the ranks of the tensor axis distribute the matrices
+    among them, then the ranks of the data axis distribute each of those shares.
     """
 
     def __init__(self, matrices: Sequence[DTensor], *, costs: Sequence[float]) -> None:
-        """Assign every matrix to the rank that owns it.
+        """Prepare the exchange.
 
         Args:
-            matrices: On the same mesh, divided over the same axes of it.
-            costs: Of working on each when it is whole.
+            matrices: Matrices on the same mesh, sharded over the same axes.
+            costs: Cost of processing each full matrix, used to balance the ranks.
         """
         self._mesh = matrices[0].device_mesh
         self._costs = costs
@@ -95,7 +95,7 @@ class OwnedMatrices:
         self._empty = torch.empty(0)
 
     def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return the whole matrices that this rank owns by their places, from everybody's parts."""
+        """Return the full matrices that this rank owns, by index, from the parts of all ranks."""
         tensors = dict(enumerate(parts))
         self._empty = parts[0].new_empty(0)
         self._shapes.clear()
@@ -117,7 +117,7 @@ class OwnedMatrices:
         return tensors
 
     def scatter(self, wholes: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return this rank's part of every matrix, from everybody's whole ones."""
+        """Return this rank's part of every matrix, from the full matrices of all owners."""
         tensors = dict(wholes)
         for turn, axis in reversed([*enumerate(self._axes())]):
             shapes = self._shapes[turn]
@@ -148,7 +148,7 @@ class OwnedMatrices:
         return self._divisions[place][turn].lengths(self._mesh)
 
     def _shape_on(self, rank: int, place: int, turn: int) -> torch.Size:
-        """Return the shape of a rank's part of a matrix, which differs from mine in one dim."""
+        """Return the shape of another rank's part; it differs from this rank's in one dim."""
         shape = list(self._shapes[turn][place])
         shape[self._dim(place, turn)] = self._lengths(place, turn)[rank]
         return torch.Size(shape)
@@ -166,7 +166,7 @@ class OwnedMatrices:
     def _exchange(
         self, axis: int, sent: list[list[Tensor]], shapes: list[list[torch.Size]]
     ) -> list[list[Tensor]]:
-        """Send tensors to each rank of an axis, and return what each sent, of known shapes."""
+        """Send tensors to each rank of an axis; return the received ones, of the given shapes."""
         out = [torch.cat([t.reshape(-1) for t in to]) if to else None for to in sent]
         message = torch.cat([self._empty if part is None else part for part in out])
         sizes = [[shape.numel() for shape in of_rank] for of_rank in shapes]
@@ -184,7 +184,7 @@ class OwnedMatrices:
 
 @contextmanager
 def of_plain_tensors(optimizer: Optimizer) -> Iterator[None]:
-    """Hide the parameters that are DTensors, for a step of torch's own class on the others."""
+    """Return a context that hides DTensor parameters, so torch's step updates only the others."""
     groups = optimizer.param_groups
     try:
         optimizer.param_groups = [

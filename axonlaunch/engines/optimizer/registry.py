@@ -1,6 +1,6 @@
-"""How an optimizer joins: ``register_optimizer``, in a plug-in or in a package that offers it.
+"""Registers optimizers from plug-ins and packages, with ``register_optimizer``.
 
-The table itself is ``config.optimizer``'s; it lists names without importing what is behind them.
+The registry itself is in ``config.optimizer``, which lists names without importing the classes.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ def register_optimizer(
     fixed: Mapping[str, Any] | None = None,
     summary: str | None = None,
 ) -> Callable[[_Builder], _Builder]:
-    """Register a ``torch.optim.Optimizer`` class, or what makes one, as ``optimizer=NAME``.
+    """Register an optimizer class, or a function that creates one, as ``optimizer=NAME``.
 
-    It is called with groups of parameters, each a dict of ``params`` and its options, and with the
-    options of the optimizer as keywords.
+    It is called with parameter groups, each a dict of ``params`` and options, and with the options
+    of the optimizer as keywords. The result must be a ``torch.optim.Optimizer``.
 
     Args:
-        name: The name.
+        name: Name of the optimizer.
         config: Frozen dataclass with the fields ``name`` and ``lr`` that types the group
-            ``optimizer``; its other fields are keywords of the class, and options of groups of
-            parameters. None: the keywords are ``lr`` and those of ``optimizer.arguments``.
-        states: What it keeps of each parameter; None: it is tried on small ones.
-        sharding: What it makes of a parameter that is divided among ranks, as ``OptimizerFacts``
-            has it; None: it is tried whether it updates each element by itself.
-        fixed: Keywords that are no choice of a user's, ``{"fused": True}``.
-        summary: One line for ``axonlaunch ls optimizer``; None: the docstring's first.
+            ``optimizer``. Its other fields are keywords of the class, and options of parameter
+            groups. None: the keywords are ``lr`` and the entries of ``optimizer.arguments``.
+        states: States that the optimizer keeps for each parameter; None determines them on small
+            parameters.
+        sharding: Way of handling sharded parameters, see ``OptimizerFacts``; None tests whether the
+            update is elementwise.
+        fixed: Keywords that users cannot change, such as ``{"fused": True}``.
+        summary: One line for ``axonlaunch ls optimizer``; None for the docstring's first line.
 
     Raises:
-        ValueError: The name is taken, or the configuration is no frozen dataclass with a name and
-            a learning rate.
+        ValueError: The name is taken, or the configuration is not a frozen dataclass with a name
+            and a learning rate.
     """
     if config is not None:
         config = _with_groups(name, config)
@@ -56,7 +57,7 @@ def register_optimizer(
 
 
 def _with_groups(name: str, config: type) -> type:
-    """Return a user's dataclass with the field ``groups``, which every optimizer here has."""
+    """Return a user's dataclass extended by the field ``groups``, which all optimizers have."""
     fields = {field.name for field in dataclasses.fields(config)} if is_dataclass(config) else set()
     if not {"name", "lr"} <= fields or not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ValueError(
@@ -77,12 +78,12 @@ def _with_groups(name: str, config: type) -> type:
 
 
 def _reduce(config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Pickle by the user's own class, for the one with ``groups`` has no name in any module."""
+    """Pickle with the user's class, because the extended one is not in any module."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return _restore, (type(config).__mro__[1], values)
 
 
 def _restore(named: type, values: dict[str, Any]) -> Any:
-    """Make a configuration again; unpickling ``named`` imported its module, which registers it."""
+    """Recreate a configuration; unpickling ``named`` imported the module that registers it."""
     del named
     return OPTIMIZERS.config(values["name"])(**values)

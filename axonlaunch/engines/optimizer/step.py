@@ -1,6 +1,6 @@
-"""The optimizer's side of a step: gradient scaling and norm, the update, and the states' names.
+"""The update of a training step: gradient clipping, optimizer steps, and named optimizer states.
 
-It works on whatever tensors an engine updates, whole parameters or DTensor shards alike.
+Works on any tensors that an engine updates, both full parameters and DTensor shards.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.parameter_groups import sharding_of, states_of
@@ -29,18 +30,18 @@ from axonlaunch.engines.optimizer.optimizers import (
 from axonlaunch.engines.optimizer.streaming import STREAMED, stream_parameters
 
 _NUMBERS: dict[str, Callable[[Any], float]] = {"int": int, "float": float}
-"""Kinds of states that are numbers of Python's, and tensors in a checkpoint alone."""
+"""Kinds of states that are Python numbers; checkpoints store them as tensors."""
 
 
 class Update:
     """Updates parameters in place.
 
-    What an optimizer is given of a DTensor is this rank's part, as a tensor of its own on the same
-    storage: an elementwise update is the same there, and plain tensors are updated faster. An
-    optimizer that exchanges parts itself is given the DTensor.
+    For a DTensor, the optimizer gets this rank's shard as a plain tensor with the same storage: an
+    elementwise update gives the same result, and plain tensors are updated faster. Optimizers that
+    communicate shards themselves get the DTensor.
 
     Attributes:
-        tensors: What is updated, by the parameter's fully-qualified name.
+        tensors: Updated tensors, by fully-qualified name of the parameter.
     """
 
     def __init__(
@@ -50,17 +51,18 @@ class Update:
         *,
         parameters: Mapping[str, ParameterFacts] | None = None,
     ) -> None:
-        """Prepare the optimizers of some tensors.
+        """Create the optimizers of some tensors.
 
         Args:
-            config: Options, and those of groups.
-            tensors: What is updated, by name.
-            parameters: What else is known of them, by the same names; None: nothing.
+            config: Optimizer options, including those of parameter groups.
+            tensors: Tensors to update, by name.
+            parameters: Facts about the parameters that select their options, by the same names;
+                None derives names and shapes from the tensors.
         """
         self.tensors = dict(tensors)
         self._configs = chosen_options(config, parameters or facts_of(tensors))
         is_fp32 = getattr(config, "state_dtype", None) == "fp32"
-        # Of fp32 parameters they are fp32 anyway.
+        # States of fp32 parameters are fp32 anyway.
         is_lower = is_fp32 and any(t.dtype != torch.float32 for t in tensors.values())
         self._dtype = torch.float32 if is_lower else None
         self._updated = {
@@ -68,7 +70,7 @@ class Update:
         }
         self._made: dict[str, dict[str, Any]] = {}
         self._divided: dict[str, tuple[Tensor, Tensor]] = {}
-        # A pipeline stage may hold nothing that is trained.
+        # A pipeline stage may hold no trained parameters.
         self.optimizers = self._build()
         self._owners = {
             parameter: optimizer
@@ -85,31 +87,31 @@ class Update:
         return made
 
     def _optimizers(self) -> list[Optimizer]:
-        """Return what updates the tensors, not yet streamed."""
+        """Return the optimizers of the tensors, before streaming is added."""
         return build_optimizers(self._configs, self._updated)
 
     def _tensor_for_optimizer(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the tensor that the optimizer sees in the place of a parameter."""
+        """Return the tensor that the optimizer sees instead of a parameter."""
         if not isinstance(tensor, DTensor) or sharding_of(self._configs[name]) == "collective":
             return tensor
         return nn.Parameter(_part(tensor))
 
     def collect_gradients(self) -> None:
-        """Bring gradients to where the update reads them; whole parameters have them already."""
+        """Move gradients to the updated tensors; full parameters already have theirs."""
 
     def apply(self, *, rate: Callable[[float], float], unless: Tensor | None = None) -> None:
-        """Update every tensor and forget the gradients.
+        """Update every tensor and free the gradients.
 
         Args:
-            rate: The peak learning rate of a group to its rate in this step.
-            unless: 1 where the update is to be left out, 0-dim fp32, as ``torch.amp`` has it; None:
-                it never is.
+            rate: Maps a group's peak learning rate to its learning rate in this step.
+            unless: 1 to skip the update, otherwise 0, 0-dim fp32, as in ``torch.amp``; None never
+                skips.
         """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate(group[PEAK_LR])
         self._hand_over()
-        if self._made:  # the optimizer has them, or makes its own now: hold no second copy
+        if self._made:  # the optimizer owns its states now; keep no second copy
             self._made, self._divided = {}, {}
         if unless is None:
             self._step()
@@ -118,15 +120,15 @@ class Update:
         self.forget_gradients()
 
     def finish(self) -> None:
-        """Wait for what ``apply`` has left under way: who reads parameters calls it before."""
+        """Wait for work started by ``apply``; must be called before parameters are read."""
 
     def _hand_over(self) -> None:
-        """Give each part that an optimizer updates its gradient, and the storage of its DTensor."""
+        """Give the tensors of the optimizers the gradients and the storage of their DTensors."""
         for name, parameter in self._updated.items():
             tensor = self.tensors[name]
             if parameter is tensor:
                 continue
-            parameter.data = _part(tensor)  # fully_shard may have laid its shards out again
+            parameter.data = _part(tensor)  # fully_shard may have reallocated its shards
             parameter.grad = None if tensor.grad is None else local_part(tensor.grad)
 
     def _step(self) -> None:
@@ -134,9 +136,10 @@ class Update:
             optimizer.step()
 
     def _step_unless(self, overflowed: Tensor) -> None:
-        """Step, or skip the step, as ``torch.amp.GradScaler.step`` does.
+        """Step or skip the step, as ``torch.amp.GradScaler.step`` does.
 
-        Torch's fused kernels look at the flag themselves; for others the host waits for it.
+        Torch's fused kernels check the flag on the device; for other optimizers the host waits for
+        it.
         """
         are_fused = all(_leaves_out_steps(optimizer) for optimizer in self.optimizers)
         if not (are_fused and self._has_states()):
@@ -151,10 +154,11 @@ class Update:
             del optimizer.found_inf  # type: ignore[attr-defined]
 
     def _has_states(self) -> bool:
-        """Make the states that are missing; say whether all are there.
+        """Allocate missing states; return whether all states exist.
 
-        A momentum that torch's fused SGD made in a step left out would hold what memory held, so
-        states that only an optimizer itself can make are left to a step that is not.
+        If torch's fused SGD creates its momentum in a skipped step, the momentum contains
+        uninitialized memory. Therefore states that only the optimizer can create are left to a step
+        that is not skipped.
         """
         for name, parameter in self._updated.items():
             if self._states(parameter):
@@ -165,7 +169,7 @@ class Update:
         return True
 
     def forget_gradients(self) -> None:
-        """Free every gradient."""
+        """Free all gradients."""
         for tensor in [*self.tensors.values(), *self._updated.values()]:
             tensor.grad = None
 
@@ -176,35 +180,49 @@ class Update:
         known: Tensor | None = None,
         loss_scale: Tensor | None = None,
     ) -> Tensor:
-        """Scale gradients down to a norm; return the whole model's norm before that, 0-dim.
+        """Scale gradients to a maximum norm; return the full model's original norm, 0-dim.
 
         Args:
-            max_norm: Largest norm; None: any.
-            known: As the function of this name takes it.
-            loss_scale: As the function of this name takes it.
+            max_norm: Maximum norm; None does not clip.
+            known: Norm if already computed, see ``clipping.clip_gradients``.
+            loss_scale: Loss scale to divide by, see ``clipping.clip_gradients``.
         """
         return clip_gradients(
             self.tensors.values(), max_norm=max_norm, known=known, loss_scale=loss_scale
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return optimizer states as ``{"<parameter>.<state>": tensor}``, made if not there yet."""
+        """Return optimizer states as ``{"<parameter>.<state>": tensor}``; allocate missing ones.
+
+        Raises:
+            ConfigError: The optimizer has a state that was not found when it was tried.
+        """
         states = {}
         for name, parameter in self._updated.items():
-            values = self._states(parameter) or self._made_states(name)
-            for key, state in self._kinds(name).items():
+            kinds, values = self._kinds(name), self._states(parameter)
+            if unknown := sorted(key for key in values.keys() - kinds if values[key] is not None):
+                message = (
+                    f"keeps {', '.join(unknown)} of {name}, and no such state when it was tried; "
+                    "a checkpoint without it would resume with other numbers; register the "
+                    "optimizer with its states"
+                )
+                raise ConfigError(
+                    [ConfigIssue("optimizer.name", message, self._configs[name].name)]
+                )
+            values = values or self._made_states(name)
+            for key, state in kinds.items():
                 if key in values:
                     states[f"{name}.{key}"] = self._as_saved(f"{name}.{key}", state, values[key])
         return states
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy optimizer states in.
+        """Copy optimizer states into the optimizers.
 
-        States that only the optimizer itself can make, and that it had not made when they were
-        saved, are left for it to make.
+        States that only the optimizer can create, and that did not exist when they were saved, are
+        left for the optimizer to create.
 
         Args:
-            state: As ``state_dict`` gives it.
+            state: States in the format of ``state_dict``.
 
         Raises:
             KeyError: A state of one of the tensors is missing.
@@ -222,7 +240,7 @@ class Update:
                     states[key] = _NUMBERS[kind.dtype](state[f"{name}.{key}"])
 
     def _states(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the states that the optimizer of a tensor has; none before they are made."""
+        """Return the optimizer's states of a tensor; empty before its first step."""
         by_parameter = self._owners[parameter].state
         states: dict[str, Any] = by_parameter.get(parameter, {})
         return states
@@ -232,11 +250,11 @@ class Update:
         return states_of(self._configs[name], tuple(self.tensors[name].shape))
 
     def _made_states(self, name: str) -> dict[str, Any]:
-        """Allocate the states that the first step would make, without a step.
+        """Allocate the states that the first step would create, without a step.
 
-        They are the optimizer's from now on, but for those that it must make itself: their shapes
-        are known then, for a checkpoint to be read into, and not what they begin with, which is
-        saved as not made.
+        They are handed to the optimizer at once, unless it must create some of them. In that case
+        the allocated tensors only provide shapes to load a checkpoint into, and are saved with a
+        marker for "not created yet".
         """
         if name not in self._made:
             tensor, parameter, kinds = self.tensors[name], self._updated[name], self._kinds(name)
@@ -254,7 +272,7 @@ class Update:
         return self._made[name]
 
     def _as_saved(self, key: str, state: OptimizerState, value: Any) -> Tensor:
-        """Return a state as checkpoints hold it: sharded as its parameter, a number as a tensor."""
+        """Return a state in checkpoint format: sharded like its parameter, numbers as tensors."""
         if not isinstance(value, Tensor):
             return torch.tensor(value, dtype=torch.int64 if state.dtype == "int" else torch.float64)
         part, divided = self._divided.get(key, (None, None))
@@ -264,19 +282,19 @@ class Update:
         return divided
 
     def _states_device(self, tensor: Tensor) -> torch.device:
-        """Return where the states of a tensor are between updates."""
+        """Return the device of a tensor's states between updates."""
         return tensor.device
 
 
 def _unmade(dtype: torch.dtype) -> float | None:
-    """Return what all elements of a state that is not made yet are saved as; None: no number."""
+    """Return the marker value of states that do not exist yet; None for types without one."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     return None if dtype is torch.bool else torch.iinfo(dtype).min
 
 
 def _is_unmade(made: Mapping[str, Tensor], kinds: Mapping[str, OptimizerState]) -> bool:
-    """Say whether a parameter's states were saved before its optimizer had made any."""
+    """Return whether a parameter's states were saved before its optimizer had created any."""
     own = [made[key] for key, kind in kinds.items() if kind.initial is None]
     marked = [(state, mark) for state in own if (mark := _unmade(state.dtype)) is not None]
     return bool(marked) and all(
@@ -285,12 +303,12 @@ def _is_unmade(made: Mapping[str, Tensor], kinds: Mapping[str, OptimizerState]) 
 
 
 def _leaves_out_steps(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer looks at its ``found_inf`` on the device, as fused ones do."""
+    """Return whether an optimizer checks ``found_inf`` on the device, as fused ones do."""
     return optimizer not in STREAMED and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 @torch.no_grad()
 def _part(tensor: Tensor) -> Tensor:
-    """Return what a DTensor holds, on the same storage."""
+    """Return a DTensor's local tensor, on the same storage."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local()

@@ -1,7 +1,7 @@
-"""An optimizer's step that sees one parameter at a time, elsewhere or in another type.
+"""Optimizer steps that process one parameter at a time, on another device or in another type.
 
-A copy stands in for each parameter during its update, so that no more than one copy exists; on a
-GPU one of each that arrives, is updated and leaves.
+A working copy replaces each parameter during its update, so only one copy exists at a time. On a
+GPU there are up to three: one arriving, one being updated, one leaving.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from axonlaunch.models.dtensor_regions import dtensor_of
 from axonlaunch.models.page_locked import page_locked
 
 STREAMED: WeakSet[Optimizer] = WeakSet()
-"""Optimizers whose step streams."""
+"""Optimizers with a streaming step."""
 
 
 def stream_parameters(
@@ -30,16 +30,16 @@ def stream_parameters(
     states_on: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Let an optimizer's step pass one parameter after another through a device, or another type.
+    """Make an optimizer's step process parameters one after another, on a device or in a type.
 
-    Only for optimizers that update each parameter from its own gradient and states alone, as
-    torch's all do but LBFGS.
+    Only valid for optimizers that update each parameter from only its own gradient and states,
+    which is true of all in torch except LBFGS.
 
     Args:
-        optimizer: Its parameters are on the host or on the device.
-        device: Where the update runs; None: where the parameter is.
-        states_on: Where states live between updates; None: where the update runs.
-        dtype: Type of the update and its states; None: the parameter's.
+        optimizer: The optimizer; its parameters are on the host or on the device.
+        device: Device of the update; None for the device of the parameter.
+        states_on: Device of the states between updates; None for the device of the update.
+        dtype: Type of the update and its states; None for the type of the parameter.
     """
     update = optimizer.step
     streams = copy_streams(device)
@@ -67,7 +67,7 @@ def stream_parameters(
             streams.finish()
         return loss
 
-    # A method, as torch's schedulers of learning rates expect.
+    # torch's learning rate schedulers expect a bound method.
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     STREAMED.add(optimizer)
 
@@ -75,9 +75,9 @@ def stream_parameters(
 def _brought(
     optimizer: Optimizer, tensor: Tensor, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[Tensor, dict[str, object]]:
-    """Return a stand-in of a parameter on a device, and the states that it has elsewhere.
+    """Return a working copy of a parameter on a device, and the states stored elsewhere.
 
-    It has its gradient and states.
+    The copy has its gradient and its states on the device.
     """
     dtype = dtype or tensor.dtype
     working = nn.Parameter(moved(tensor.detach(), device).to(dtype))
@@ -96,10 +96,10 @@ def _taken_back(
     states_on: torch.device,
     before: dict[str, object],
 ) -> None:
-    """Copy an updated stand-in, and its states, back to its parameter.
+    """Copy an updated working copy and its states back to the parameter.
 
-    Host memory that held a state before the update holds it again: to lock other memory for each
-    would take longer than the copy. The host does not wait for what is copied to it.
+    States return to the host memory that held them before the update, because page-locking new
+    memory would take longer than the copy. The host does not wait for these copies.
     """
     if tensor.device != working.device or tensor.dtype != working.dtype:
         _copy(working.detach(), tensor.detach())
@@ -110,7 +110,7 @@ def _taken_back(
 
 
 def _back(value: object, device: torch.device, pinned: object) -> object:
-    """Return a state where it is kept, in the tensor that held it if there is one."""
+    """Return a state on its storage device, in the tensor that held it before if possible."""
     if not isinstance(value, Tensor) or not isinstance(pinned, Tensor) or value.device == device:
         return _place(value, device)
     if (pinned.device, pinned.shape, pinned.dtype) != (device, value.shape, value.dtype):
@@ -120,7 +120,7 @@ def _back(value: object, device: torch.device, pinned: object) -> object:
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy values to a tensor of the same division."""
+    """Copy values to a tensor with the same sharding."""
     if isinstance(source, DTensor) and isinstance(target, DTensor):
         source, target = source.to_local(), target.to_local()
     target.copy_(source, non_blocking=True)
@@ -131,7 +131,7 @@ def _place(value: object, device: torch.device) -> object:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor, or a DTensor's local part under the same placement, on a device."""
+    """Return a tensor on a device; for a DTensor, its local part with the same placements."""
     if not isinstance(tensor, DTensor):
         return _copied(tensor, device)
     local = tensor.to_local()
@@ -147,10 +147,10 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device; from a GPU into page-locked memory, which is 5 times as fast.
+    """Copy a tensor to a device; GPU to host goes to page-locked memory, which is 5 times as fast.
 
     Source: microsoft/DeepSpeed pull request 5301.
     """
     if not (tensor.is_cuda and device.type == "cpu"):
-        return tensor.to(device, non_blocking=True)  # to a device: its later work comes after it
+        return tensor.to(device, non_blocking=True)  # later work on the device is ordered after it
     return page_locked(torch.empty_like(tensor, device="meta")).copy_(tensor)

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: splitting, schedules, timelines."""
+"""Pipeline parallelism: model splitting, schedules and timelines."""

@@ -1,6 +1,6 @@
-"""Tensors of any shape and type passed between ranks: shape and type are sent before the tensor is.
+"""Sends tensors of any shape and type between ranks; shape and type are sent before the data.
 
-For evaluation and prediction, whose shapes change; a training step's shapes are known.
+Used for evaluation and prediction, where shapes vary. In training steps the shapes are known.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ _DTYPES = (
     torch.bool,
     torch.uint8,
 )
-_MOST_DIMS = 8
+_MAX_DIMS = 8
 
 
 def send_tensor(tensor: Tensor, peer: int, group: ProcessGroup) -> None:
-    """Send a tensor to a global rank of the group."""
-    dist.send(_describe(tensor), peer, group=group.torch_group)
+    """Send a tensor to a rank of the group, given by its global rank."""
+    dist.send(_header(tensor), peer, group=group.torch_group)
     dist.send(tensor.contiguous(), peer, group=group.torch_group)
 
 
 def receive_tensor(peer: int, group: ProcessGroup) -> Tensor:
-    """Return the tensor that a global rank of the group sends."""
-    about = torch.empty(_MOST_DIMS + 2, dtype=torch.int64)
-    dist.recv(about, peer, group=group.torch_group)
-    tensor = _like(about, group)
+    """Receive a tensor from a rank of the group, given by its global rank."""
+    header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64)
+    dist.recv(header, peer, group=group.torch_group)
+    tensor = _empty_for(header, group)
     dist.recv(tensor, peer, group=group.torch_group)
     return tensor
 
 
 def broadcast_tensor(tensor: Tensor | None, source: int, group: ProcessGroup) -> Tensor:
-    """Give every rank of the group the tensor of one, a global rank."""
-    about = torch.empty(_MOST_DIMS + 2, dtype=torch.int64)
+    """Return the tensor of the global rank ``source`` on every rank of the group."""
+    header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64)
     if tensor is not None:
-        about = _describe(tensor)
-    dist.broadcast(about, source, group=group.torch_group)
-    shared = _like(about, group) if tensor is None else tensor.contiguous()
+        header = _header(tensor)
+    dist.broadcast(header, source, group=group.torch_group)
+    shared = _empty_for(header, group) if tensor is None else tensor.contiguous()
     dist.broadcast(shared, source, group=group.torch_group)
     return shared
 
 
-def _describe(tensor: Tensor) -> Tensor:
-    about = torch.zeros(_MOST_DIMS + 2, dtype=torch.int64)
-    about[0], about[1] = _DTYPES.index(tensor.dtype), tensor.ndim
-    about[2 : 2 + tensor.ndim] = torch.tensor(tensor.shape)
-    return about
+def _header(tensor: Tensor) -> Tensor:
+    header = torch.zeros(_MAX_DIMS + 2, dtype=torch.int64)
+    header[0], header[1] = _DTYPES.index(tensor.dtype), tensor.ndim
+    header[2 : 2 + tensor.ndim] = torch.tensor(tensor.shape)
+    return header
 
 
-def _like(about: Tensor, group: ProcessGroup) -> Tensor:
-    dtype, ndim, *shape = about.tolist()
+def _empty_for(header: Tensor, group: ProcessGroup) -> Tensor:
+    dtype, ndim, *shape = header.tolist()
     return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=device_of(group))

@@ -1,7 +1,7 @@
-"""torch's pipeline stage, whose actions a profiler shows by name: ``axonlaunch pipeline 2F0``.
+"""A torch pipeline stage that names its actions for profilers, as in ``axonlaunch pipeline 2F0``.
 
-torch names them in some of its schedules, together with the messages that they wait for; here each
-is its computation alone, under every schedule.
+Some of torch's schedules name actions too, but together with the messages they wait for. Here each
+name covers only the computation, in every schedule.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from torch.distributed import pipelining
 from torch.profiler import record_function
 
 PREFIX = "axonlaunch pipeline "
-"""Followed by stage, kind and micro-batch, as ``diagnostics.pipeline_actions`` reads them."""
+"""Prefix of stage, kind and micro-batch; read by ``diagnostics.pipeline_actions``."""
 
 
 class NamedStage(pipelining.PipelineStage):
-    """A stage that does what torch's does."""
+    """A torch pipeline stage with named actions."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return messages that connect this rank to its neighbours.
+        """Return the messages that connect this rank to its neighbours.
 
-        By torch 2.11 a rank where a V turns sends them to itself too, which gloo can't.
+        In torch 2.11, the rank at the turn of a V-shaped schedule also sends them to itself, which
+        gloo does not support. Those are removed.
         """
         operations = super()._get_init_p2p_neighbors_ops()
-        return [each for each in operations if each.group_peer != self.group_rank]
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch's forward."""
@@ -39,7 +40,7 @@ class NamedStage(pipelining.PipelineStage):
         full_backward: bool = True,
         last_backward: Any = False,
     ) -> Any:
-        """Run a micro-batch's backward, or that of its inputs alone."""
+        """Run a micro-batch's full backward, or only its input gradients."""
         kind = "B" if full_backward else "I"
         with record_function(f"{PREFIX}{self.stage_index}{kind}{bwd_chunk_id}"):
             return super().backward_one_chunk(
@@ -47,6 +48,6 @@ class NamedStage(pipelining.PipelineStage):
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the rest of a micro-batch's backward."""
+        """Compute a micro-batch's weight gradients."""
         with record_function(f"{PREFIX}{self.stage_index}W{bwd_chunk_id}"):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: stages of a model on different ranks, micro-batches passing through them.
+"""Pipeline parallelism: ranks hold stages of a model, and micro-batches pass through them.
 
-torch's schedules do the work of a training step. Evaluation and prediction pass one micro-batch
-after another from stage to stage; nothing here updates a parameter.
+Training steps are executed by torch's schedules. Evaluation and prediction pass one micro-batch
+after another from stage to stage. Parameters are not updated here.
 
 Source: Huang et al., "GPipe", 2019; Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
 Training" (1F1B), 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2024.
@@ -30,41 +30,41 @@ from axonlaunch.models.module_state import evaluating
 
 MicrobatchLoss = Callable[[Tensor, Tensor], Tensor]
 
-# Whatever a stage raises, torch's runtime logs the whole schedule, a line an action.
+# When a stage raises an error, torch's runtime logs the whole schedule, one line per action.
 logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
 
 
 class PipelineStage:
-    """A part of a model and its place in the pipeline.
+    """One stage of a pipeline.
 
     Attributes:
-        module: The part; maps what the stage before it gives to what the next one takes.
-        index: Its place, from 0.
+        module: Part of the model; maps the previous stage's output to the next stage's input.
+        index: Stage number, from 0.
     """
 
     def __init__(self, module: nn.Module, index: int) -> None:
         self.module = module
         self.index = index
-        self.takes: Tensor | None = None
-        self.gives: Tensor | None = None
+        self.input_meta: Tensor | None = None
+        self.output_meta: Tensor | None = None
 
-    def __call__(self, x: Tensor, **beside: Tensor) -> Tensor:
-        """Run the part on one micro-batch, and remember the shapes and types at its ends."""
-        y: Tensor = self.module(x, **beside)
-        self.meet(x, y)
+    def __call__(self, x: Tensor, **extra: Tensor) -> Tensor:
+        """Run the stage on a micro-batch and record shapes and types of its input and output."""
+        y: Tensor = self.module(x, **extra)
+        self.record_shapes(x, y)
         return y
 
-    def meet(self, takes: Tensor, gives: Tensor) -> None:
-        """Remember the shapes and types of what comes in and what goes out."""
-        self.takes, self.gives = _without_values(takes), _without_values(gives)
+    def record_shapes(self, stage_input: Tensor, stage_output: Tensor) -> None:
+        """Record the shapes and types of the stage's input and output."""
+        self.input_meta, self.output_meta = _meta_copy(stage_input), _meta_copy(stage_output)
 
 
 class Pipeline:
-    """The stages that this rank holds, and the schedule by which all ranks work through a batch.
+    """This rank's stages and the schedule by which all ranks process a batch.
 
     Attributes:
-        stages: This rank's, by index.
-        schedule: Who does what in which order.
+        stages: This rank's stages, by number.
+        schedule: Order of the actions on each rank.
         group: The ranks of the pipeline.
     """
 
@@ -76,17 +76,19 @@ class Pipeline:
         group: ProcessGroup | None = None,
         boundaries: Mapping[int, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        """Join a pipeline; every rank of the group calls this.
+        """Create this rank's part of a pipeline. Every rank of the group must call it.
 
         Args:
-            stages: This rank's parts of the model, on their device, by stage.
-            schedule: The same on every rank.
-            group: The ranks of the pipeline, in order; None is the whole world.
-            boundaries: What each stage takes and gives of a micro-batch, shapes and types alone,
-                if all are of one shape; None: a micro-batch is passed through the ranks to see.
+            stages: This rank's parts of the model, on their device, by stage number.
+            schedule: The schedule, the same on every rank.
+            group: The ranks of the pipeline, in order; None for the whole world.
+            boundaries: Input and output of each stage for one micro-batch, without values, if all
+                micro-batches have the same shape. None passes a micro-batch through the ranks to
+                find out.
 
         Raises:
-            ValueError: The schedule is for another number of ranks, or gives this rank others.
+            ValueError: The schedule is for a different number of ranks, or assigns other stages to
+                this rank.
         """
         self.group = group or default_group()
         if schedule.degree != self.group.size:
@@ -103,12 +105,12 @@ class Pipeline:
         self.schedule = schedule
         self.device = device_of(self.group)
         self.stages = {index: PipelineStage(stages[index], index) for index in sorted(stages)}
-        self._known = boundaries is not None
-        for index, ends in (boundaries or {}).items():
+        self._shapes_known = boundaries is not None
+        for index, boundary in (boundaries or {}).items():
             if index in self.stages:
-                self.stages[index].meet(*ends)
+                self.stages[index].record_shapes(*boundary)
         for stage in stages.values():
-            stage.register_forward_hook(lambda module, inputs, output: _laid_out(output))
+            stage.register_forward_hook(lambda module, inputs, output: _contiguous(output))
         self._runs: dict[tuple[torch.Size, torch.dtype], Any] = {}
         self._loss: MicrobatchLoss | None = None
 
@@ -121,21 +123,22 @@ class Pipeline:
         schedule: str = "1f1b",
         microbatches: int | None = None,
     ) -> Self:
-        """Make a pipeline of a list of modules, one a stage; every rank of the group calls this.
+        """Create a pipeline from a list of modules, one per stage. Every rank must call it.
 
         Args:
-            modules: All stages, in order; each rank keeps its own and moves it to its device.
-            group: The ranks of the pipeline, in order; None is the whole world.
-            schedule: A name of ``axonlaunch.config.schedule_rules.SCHEDULES``.
-            microbatches: Parts that a batch is divided into; None: two a stage.
+            modules: All stages in order; each rank keeps its stages and moves them to its device.
+            group: The ranks of the pipeline, in order; None for the whole world.
+            schedule: Name of a schedule in ``axonlaunch.config.schedule_rules.SCHEDULES``.
+            microbatches: Number of micro-batches per batch; None for two per stage.
 
         Raises:
-            ValueError: The stages can't be divided among the ranks, or the schedule refuses them.
+            ValueError: The stages cannot be divided among the ranks, or the schedule does not
+                support their number.
         """
         group = group or default_group()
         if not modules or len(modules) % group.size:
             raise ValueError(
-                f"{len(modules)} modules can't be divided among {group.size} ranks; pass "
+                f"{len(modules)} modules cannot be divided among {group.size} ranks; pass "
                 f"{group.size}, {2 * group.size} or another multiple"
             )
         order = PipelineSchedule(
@@ -145,43 +148,43 @@ class Pipeline:
             stages_per_rank=len(modules) // group.size,
         )
         device = device_of(group)
-        mine = {index: modules[index].to(device) for index in order.stages_of(group.rank)}
-        return cls(mine, schedule=order, group=group)
+        local_stages = {index: modules[index].to(device) for index in order.stages_of(group.rank)}
+        return cls(local_stages, schedule=order, group=group)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """This rank's parts of the model, in its order."""
+        """This rank's parts of the model, in the model's order."""
         return tuple(stage.module for stage in self.stages.values())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield this rank's parameters: what an optimizer here updates."""
+        """Yield the parameters of this rank's stages."""
         for module in self.modules:
             yield from module.parameters()
 
     @property
     def has_first(self) -> bool:
-        """Whether this rank is fed the samples."""
+        """Whether this rank receives the samples."""
         return 0 in self.stages
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank gives outputs and losses."""
+        """Whether this rank computes outputs and losses."""
         return self.schedule.num_stages - 1 in self.stages
 
     def step(self, inputs: Tensor, targets: Tensor, *, loss: MicrobatchLoss) -> Tensor:
-        """Run forward and backward of a batch; gradients are added to the parameters'.
+        """Run forward and backward of a batch; gradients are accumulated in the parameters.
 
         Args:
-            inputs: Samples [B, ...], read by the first stage's rank; the others need them only
-                for their shape.
-            targets: Their targets, read by the last stage's rank.
-            loss: ``(outputs, targets)`` of a micro-batch to a 0-dim tensor.
+            inputs: Samples [B, ...], read by the first stage's rank; other ranks use only the
+                shape.
+            targets: Targets of the samples, read by the last stage's rank.
+            loss: Maps ``(outputs, targets)`` of a micro-batch to a 0-dim tensor.
 
         Returns:
-            The sum of the micro-batches' losses, 0-dim fp32, on every rank.
+            Sum of the micro-batches' losses, 0-dim fp32, on every rank.
 
         Raises:
-            ValueError: The batch can't be divided into the schedule's micro-batches.
+            ValueError: The batch cannot be divided into the schedule's micro-batches.
         """
         losses = self.run(inputs, targets, loss=loss)
         total = torch.zeros((), device=self.device)
@@ -191,60 +194,61 @@ class Pipeline:
         return total
 
     def run(
-        self, inputs: Tensor, targets: Tensor, *, loss: MicrobatchLoss, **beside: Tensor
+        self, inputs: Tensor, targets: Tensor, *, loss: MicrobatchLoss, **extra: Tensor
     ) -> list[Tensor]:
-        """Do as ``step`` does; return each micro-batch's loss on the last stage's rank, else [].
+        """Run ``step``, but return each micro-batch's loss on the last stage's rank, [] on others.
 
         Args:
-            inputs: As ``step`` takes them.
-            targets: As ``step`` takes them.
-            loss: As ``step`` takes it.
-            beside: What every stage's module takes by name, on the device, a row a sample.
+            inputs: Samples, see ``step``.
+            targets: Targets, see ``step``.
+            loss: Loss of a micro-batch, see ``step``.
+            extra: Keyword arguments of every stage's module, on the device, with one row per
+                sample.
         """
         count = self.schedule.microbatches
         if len(inputs) % count:
             raise ValueError(
-                f"a batch of {len(inputs)} samples can't be divided into {count} micro-batches; "
+                f"a batch of {len(inputs)} samples cannot be divided into {count} micro-batches; "
                 f"use a multiple of {count}"
             )
-        piece = inputs[: len(inputs) // count]
-        key = (piece.shape, piece.dtype)
+        micro_batch = inputs[: len(inputs) // count]
+        key = (micro_batch.shape, micro_batch.dtype)
         if key not in self._runs:
-            self._runs[key] = self._schedule(piece)
+            self._runs[key] = self._schedule(micro_batch)
         self._loss = loss
         losses: list[Tensor] = []
         try:
             self._runs[key].step(
-                *([_laid_out(self._here(inputs))] if self.has_first else []),
+                *([_contiguous(self._here(inputs))] if self.has_first else []),
                 target=self._here(targets) if self.has_last else None,
                 losses=losses if self.has_last else None,
                 return_outputs=False,
-                **beside,
+                **extra,
             )
         except RuntimeError as error:
-            # torch wraps what a stage raised into a text about shapes.
+            # torch wraps the stage's exception in one with a text about shapes.
             raise error.__cause__ or error from None
-        return [of_microbatch.detach() for of_microbatch in losses]
+        return [microbatch_loss.detach() for microbatch_loss in losses]
 
     @torch.no_grad()
-    def forward(self, inputs: Tensor, **beside: Tensor) -> Tensor | None:
-        """Pass one micro-batch through all stages; return the outputs on the last one's rank."""
+    def forward(self, inputs: Tensor, **extra: Tensor) -> Tensor | None:
+        """Pass one micro-batch through all stages; return the outputs on the last stage's rank."""
         x = self._here(inputs) if self.has_first else inputs
         order = self.schedule.rank_of_stage
         for index, stage in self.stages.items():
             if index and order[index - 1] != self.group.rank:
                 x = receive_tensor(self.group.ranks[order[index - 1]], self.group)
-            x = stage(x, **beside)
+            x = stage(x, **extra)
             if index < len(order) - 1 and order[index + 1] != self.group.rank:
                 send_tensor(x, self.group.ranks[order[index + 1]], self.group)
         return x if self.has_last else None
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Return the last stage's outputs on every rank; all of them call this."""
+        """Return the last stage's outputs on every rank. All ranks must call it."""
         return broadcast_tensor(self.forward(inputs), self._rank_of(-1), self.group)
 
     def memory_stats(self) -> PipelineMemoryStats:
-        """Return what each stage holds at most under the schedule, and the idle share."""
+        """Return the schedule's maximum live activations per stage and its idle fraction."""
         return PipelineMemoryStats.from_schedule(self.schedule)
 
     def _here(self, tensor: Tensor) -> Tensor:
@@ -253,21 +257,21 @@ class Pipeline:
     def _rank_of(self, stage: int) -> int:
         return self.group.ranks[self.schedule.rank_of_stage[stage]]
 
-    def _meet_in_evaluation(self, inputs: Tensor) -> None:
-        """Pass one micro-batch through the stages for the shapes between them.
+    def _infer_shapes(self, inputs: Tensor) -> None:
+        """Pass one micro-batch through the stages to record the shapes between them.
 
-        torch's own inference would run it in training mode and move running statistics.
+        torch's shape inference would run in training mode and change running statistics.
         """
         with evaluating(self.modules):
             self.forward(inputs)
 
     def _schedule(self, inputs: Tensor) -> Any:
-        """Make torch's schedule for micro-batches of one shape."""
-        if not self._known:
-            self._meet_in_evaluation(inputs)
+        """Create torch's schedule for micro-batches of one shape."""
+        if not self._shapes_known:
+            self._infer_shapes(inputs)
         if self.group.backend is Backend.NCCL:
-            # Otherwise the first batch of a send and a receive connects the group, and waits for
-            # ranks in whose schedule there is none.
+            # Otherwise the first batched send and receive would initialize the communicator, and
+            # wait for ranks that have none at that point of their schedule.
             dist.all_reduce(torch.zeros((), device=self.device), group=self.group.torch_group)
         stages = [self._torch_stage(stage) for stage in self.stages.values()]
         several = self.schedule.stages_per_rank > 1
@@ -282,15 +286,15 @@ class Pipeline:
         )
 
     def _torch_stage(self, stage: PipelineStage) -> NamedStage:
-        assert stage.takes is not None
-        assert stage.gives is not None
+        assert stage.input_meta is not None
+        assert stage.output_meta is not None
         return NamedStage(
             stage.module,
             stage.index,
             self.schedule.num_stages,
             self.device,
-            input_args=(stage.takes,),
-            output_args=(stage.gives,),
+            input_args=(stage.input_meta,),
+            output_args=(stage.output_meta,),
             group=self.group.torch_group,
         )
 
@@ -299,18 +303,18 @@ class Pipeline:
         return self._loss(outputs, targets)
 
 
-def _without_values(tensor: Tensor) -> Tensor:
-    """Return shape and type of what passes between stages; gradients flow back if they can."""
+def _meta_copy(tensor: Tensor) -> Tensor:
+    """Return a tensor's shape and type on the meta device; requires a gradient if it can."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return empty.requires_grad_(empty.is_floating_point())
 
 
-def _laid_out(tensor: Tensor) -> Tensor:
-    """Return a tensor with the strides of its shape; torch compares them, also of one-row dims."""
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor. torch compares strides, even of dims of size 1."""
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"a stage of the pipeline returned {type(tensor).__name__}; stages pass one tensor "
-            "on: return one, or cut elsewhere by strategy.pipeline.split"
+            f"a pipeline stage returned {type(tensor).__name__}, but stages must return a tensor: "
+            "change the module, or split elsewhere with strategy.pipeline.split"
         )
     if tensor.stride() == torch.empty(tensor.shape, device="meta").stride():
         return tensor

@@ -1,6 +1,6 @@
-"""The order in which each rank of a pipeline carries out forwards and backwards, read from torch.
+"""The order of forwards and backwards on each rank of a pipeline, as torch's runtime executes them.
 
-It refuses sizes that a schedule can't order; how long the actions take is ``timeline``'s.
+Sizes that a schedule does not support are an error. Durations are computed by ``timeline``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ TORCH_CLASSES: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Action:
-    """What a rank does with one micro-batch on one of its stages.
+    """One computation of a rank: a micro-batch on one of its stages.
 
     Attributes:
-        kind: F forward; B backward, whole; I gradients of inputs; W gradients of weights.
-        stage: Which part of the model, from 0.
-        microbatch: Which part of the round's samples, from 0.
+        kind: F is a forward, B a full backward, I input gradients, W weight gradients.
+        stage: Stage number, from 0.
+        microbatch: Micro-batch number within the round, from 0.
     """
 
     kind: ActionKind
@@ -50,25 +50,25 @@ class Action:
 
 @dataclass(frozen=True, init=False)
 class PipelineSchedule:
-    """One round of micro-batches through a pipeline, as torch's runtime carries it out.
+    """One round of micro-batches through a pipeline, as executed by torch's runtime.
 
     Args:
-        name: One of ``config.schedule_rules.SCHEDULES``.
-        degree: Ranks that the stages are divided among.
-        microbatches: Parts that the samples of one round are divided into.
-        stages_per_rank: Stages that each rank holds; None: as many as is usual for the schedule.
+        name: Name of the schedule, one of ``config.schedule_rules.SCHEDULES``.
+        degree: Number of ranks among which the stages are divided.
+        microbatches: Number of micro-batches per round.
+        stages_per_rank: Number of stages on each rank; None for the schedule's default.
 
     Attributes:
-        name: As given.
-        degree: As given.
-        microbatches: As given.
-        stages_per_rank: As given, or the schedule's own.
+        name: Name of the schedule.
+        degree: Number of ranks.
+        microbatches: Number of micro-batches per round.
+        stages_per_rank: Number of stages on each rank.
         torch_class: The schedule's class in ``torch.distributed.pipelining``.
         rank_of_stage: The rank that holds each stage.
-        actions: What each rank does, first to last; a row a rank.
+        actions: Each rank's actions in order, one row per rank.
 
     Raises:
-        ValueError: The schedule can't order so many stages or micro-batches.
+        ValueError: The schedule does not support this number of stages or micro-batches.
     """
 
     name: str
@@ -83,7 +83,7 @@ class PipelineSchedule:
         self, name: str, *, degree: int, microbatches: int, stages_per_rank: int | None = None
     ) -> None:
         if name not in SCHEDULES:
-            raise ValueError(f"schedule={name}: there is no such; use {one_of([*SCHEDULES])}")
+            raise ValueError(f"schedule={name}: no such schedule; use {one_of([*SCHEDULES])}")
         rule = SCHEDULES[name]
         stages = rule.stages_per_rank if stages_per_rank is None else stages_per_rank
         _check(name, rule, degree=degree, microbatches=microbatches, stages_per_rank=stages)
@@ -97,24 +97,26 @@ class PipelineSchedule:
             "actions": _actions(name, degree, microbatches, stages),
         }
         for key, value in values.items():
-            object.__setattr__(self, key, value)  # the value is frozen from here on
+            object.__setattr__(self, key, value)  # the dataclass is frozen
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.degree * self.stages_per_rank
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a rank holds, in the order of the model."""
-        return tuple(stage for stage, holder in enumerate(self.rank_of_stage) if holder == rank)
+        """Return the stages of a rank, in the order of the model."""
+        return tuple(
+            stage for stage, stage_rank in enumerate(self.rank_of_stage) if stage_rank == rank
+        )
 
     def __str__(self) -> str:
-        """Write a row a rank, each action as torch does: stage, kind, micro-batch."""
+        """Format one row per rank, with actions in torch's notation: stage, kind, micro-batch."""
         rows = [[str(action) for action in row] for row in self.actions]
         width = max(len(cell) for row in rows for cell in row)
-        head = len(f"rank {self.degree - 1}")
+        label = len(f"rank {self.degree - 1}")
         return "\n".join(
-            f"{f'rank {rank}':<{head}}  {' '.join(f'{cell:<{width}}' for cell in row)}".rstrip()
+            f"{f'rank {rank}':<{label}}  {' '.join(f'{cell:<{width}}' for cell in row)}".rstrip()
             for rank, row in enumerate(rows)
         )
 
@@ -125,35 +127,35 @@ def _check(
     if degree < 2:
         raise ValueError(f"degree={degree}: a pipeline has at least 2 ranks; use 2 or more")
     if stages_per_rank < 1 or (rule.fixed and stages_per_rank != rule.stages_per_rank):
-        legal = f"{rule.stages_per_rank}" if rule.fixed else "1 or more"
-        raise ValueError(f"stages_per_rank={stages_per_rank}: {name} has {legal}; use {legal}")
+        valid = f"{rule.stages_per_rank}" if rule.fixed else "1 or more"
+        raise ValueError(f"stages_per_rank={stages_per_rank}: {name} has {valid}; use {valid}")
     sizes = {"degree": degree, "stages_per_rank": stages_per_rank}
     if rule.fits(microbatches, **sizes):
         return
-    least = rule.least_microbatches(**sizes)
-    if microbatches < least:
+    minimum = rule.least_microbatches(**sizes)
+    if microbatches < minimum:
         raise ValueError(
-            f"microbatches={microbatches}: {name} on {degree} ranks needs at least {least}; "
-            f"use {least} or more"
+            f"microbatches={microbatches}: {name} on {degree} ranks needs at least {minimum}; "
+            f"use {minimum} or more"
         )
     below = next(n for n in range(microbatches, 0, -1) if rule.fits(n, **sizes))
     above = next(n for n in itertools.count(microbatches) if rule.fits(n, **sizes))
     raise ValueError(
-        f"microbatches={microbatches}: {name} on {degree} ranks needs as many in each round of "
-        f"about {degree}; use {below} or {above}"
+        f"microbatches={microbatches}: {name} on {degree} ranks needs a number that divides into "
+        f"equal rounds of about {degree}; use {below} or {above}"
     )
 
 
 def _ranks(rule: ScheduleRule, *, degree: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Deal stages out to ranks: round and round, or to the last rank and back."""
-    there = tuple(range(degree))
+    """Assign stages to ranks: cyclically, or to the last rank and back (V-shaped)."""
+    ascending = tuple(range(degree))
     if rule.v_shaped:
-        return there + there[::-1]
-    return there * stages_per_rank
+        return ascending + ascending[::-1]
+    return ascending * stages_per_rank
 
 
-# What follows knows private parts of torch; tests/engines/test_pipeline_schedule.py holds it
-# against real runs and says what to change when torch does.
+# The rest of this file relies on private parts of torch. tests/engines/test_pipeline_schedule.py
+# compares it with real runs and says what to change when torch changes.
 
 
 @functools.lru_cache(maxsize=64)
@@ -170,11 +172,12 @@ def _actions(
 
 
 def _warm_up(stage: int, microbatches: int, ahead: int) -> tuple[Action, ...]:
-    """Order one stage: forwards ahead, then a backward and a forward in turn, then backwards.
+    """Return the actions of one stage: ``ahead`` forwards, then alternating backwards and forwards.
 
-    The loops of ``_step_microbatches`` in torch's ScheduleGPipe, which has all forwards ahead, and
-    Schedule1F1B. Their ``pipeline_order`` is no substitute: up to torch 2.13 that of 1F1B counts
-    the last rank's forwards from 1, and it gives GPipe a ``REDUCE_GRAD`` in the midst.
+    These are the loops of ``_step_microbatches`` in torch's Schedule1F1B and ScheduleGPipe; the
+    latter runs all forwards ahead. Their ``pipeline_order`` cannot be used instead: up to torch
+    2.13, that of 1F1B counts the last rank's forwards from 1, and that of GPipe contains a
+    ``REDUCE_GRAD`` in the middle.
     """
     order = [Action("F", stage, microbatch) for microbatch in range(ahead)]
     for microbatch in range(microbatches):
@@ -187,7 +190,7 @@ def _warm_up(stage: int, microbatches: int, ahead: int) -> tuple[Action, ...]:
 def _order_of_torch(
     torch_class: type, degree: int, microbatches: int, stages_per_rank: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Read ``pipeline_order``, which torch's multi-stage schedules make for all ranks at once."""
+    """Read ``pipeline_order``, which torch's multi-stage schedules compute for all ranks."""
     schedule: Any = torch_class(stages_of_sizes(degree, stages_per_rank), microbatches)
     return tuple(
         tuple(part for action in schedule.pipeline_order[rank] for part in _unfold(action))
@@ -196,9 +199,9 @@ def _order_of_torch(
 
 
 def stages_of_sizes(degree: int, stages_per_rank: int) -> list[Any]:
-    """Return stand-ins for rank 0's stages, without a module and a group.
+    """Return fake stages of rank 0, without module and process group.
 
-    Making a schedule of torch reads only sizes of its stages.
+    The constructor of a torch schedule reads only the sizes of its stages.
     """
     return [
         SimpleNamespace(
@@ -214,7 +217,7 @@ def stages_of_sizes(degree: int, stages_per_rank: int) -> list[Any]:
 
 
 def _unfold(action: Any) -> Iterator[Action]:
-    """Yield an action of torch's: none for an idle step, each part of an overlapped pair."""
+    """Yield the actions of a torch action: none for an idle step, both of an overlapped pair."""
     if action is None:
         return
     if action.sub_actions:

@@ -1,6 +1,7 @@
-"""Cuts a model into pipeline stages: which blocks a stage keeps, and how it is cut out.
+"""Splits a model into pipeline stages: chooses each stage's blocks and removes the others.
 
-It refuses a model that doesn't say what belongs to its two ends, and more stages than blocks.
+Models that do not declare which modules belong to the first and last stage are refused, and so are
+splits with more stages than blocks.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from axonlaunch.models.initialization import materialize
 from axonlaunch.models.spec import BlockFlow, ModelSpec
 from axonlaunch.models.torch_internals import storage_key
 
-# fp32 parameter, gradient and AdamW's two moments.
+# An fp32 parameter, its gradient and AdamW's two moments.
 _BYTES_A_PARAMETER = 16
 _balanced: dict[Hashable, list[int]] = {}
-"""The blocks of each stage, by all that they depend on: ranks may be threads of one process."""
+"""Cache of block counts per stage, by everything they depend on; used by ranks that are threads."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one stage keeps of a model.
+    """The part of a model in one stage.
 
     Attributes:
-        index: The stage, from 0.
-        num_stages: Stages of the pipeline.
-        first: Its first block.
-        last: One past its last block.
+        index: Stage number, from 0.
+        num_stages: Number of stages of the pipeline.
+        first: Index of the stage's first block.
+        last: Index after the stage's last block.
     """
 
     index: int
@@ -47,17 +48,17 @@ class Part:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage is fed the samples."""
+        """Whether the stage receives the samples."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage gives the outputs."""
+        """Whether the stage returns the model's outputs."""
         return self.index == self.num_stages - 1
 
 
 def parts(counts: Sequence[int]) -> list[Part]:
-    """Return the stages that hold so many blocks each."""
+    """Return the stages for the given number of blocks per stage."""
     stops = list(itertools.accumulate(counts))
     starts = [0, *stops[:-1]]
     return [
@@ -67,7 +68,7 @@ def parts(counts: Sequence[int]) -> list[Part]:
 
 
 def ends_of(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of what only the first, and only the last, stage keeps beside blocks."""
+    """Return the names of the modules that only the first, and only the last, stage keeps."""
     if spec.flow is not None:
         flow = spec.flow()
         return flow.before, flow.after
@@ -75,19 +76,19 @@ def ends_of(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def around_blocks(spec: ModelSpec, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return what a model, or a stage of it, calls before its blocks and after them."""
+    """Return the modules that a model or stage calls before its blocks, and after them."""
     children = dict(model.named_children())
     before, after = ([children[n] for n in names if n in children] for names in ends_of(spec))
     return before, after
 
 
 def holds(ends: Sequence[str], parameter: str) -> bool:
-    """Say whether a parameter belongs to one of these modules, or is one of them."""
+    """Return whether a parameter is, or belongs to, one of the named modules."""
     return any(f"{parameter}.".startswith(f"{name}.") for name in ends)
 
 
 def crossing_ties(spec: ModelSpec, ties: Mapping[str, str]) -> dict[str, str]:
-    """Return those of ``{other name: first name}`` whose two ends lie on different stages."""
+    """Return the ties ``{other name: first name}`` between parameters on different stages."""
     at_start, _ = ends_of(spec)
     return {
         other: first
@@ -97,38 +98,41 @@ def crossing_ties(spec: ModelSpec, ties: Mapping[str, str]) -> dict[str, str]:
 
 
 def cuttable(spec: ModelSpec, model: nn.Module) -> bool:
-    """Say whether a model can be cut: it names blocks and ends, or is a plain sequence."""
+    """Return whether a model can be split: it declares blocks and ends or is ``nn.Sequential``."""
     named = spec.layers is not None and (spec.ends is not None or spec.flow is not None)
     return named or type(model) is nn.Sequential
 
 
 def block_names(spec: ModelSpec, model: nn.Module) -> list[str]:
-    """Return the full names of what stages are made of, in order."""
+    """Return the full names of the modules that are distributed among stages, in order."""
     if spec.layers is None and type(model) is nn.Sequential:
         return [name for name, _ in model.named_children()]
     return list(spec.blocks(model))
 
 
 def missing_ends(spec: ModelSpec, model: nn.Module) -> list[str]:
-    """Return names among a model's ends that it has no attribute of."""
+    """Return the declared names of end modules that are not attributes of the model."""
     return [name for end in spec.ends or () for name in end if not hasattr(model, name)]
 
 
 def kept_everywhere(spec: ModelSpec, model: nn.Module) -> list[str]:
-    """Return trained parameters outside of blocks and ends: every stage would move its own."""
-    homes = {*block_names(spec, model), *itertools.chain(*ends_of(spec))}
+    """Return trained parameters outside of blocks and ends.
+
+    Every stage would keep a copy of them, and the copies would diverge.
+    """
+    assigned_modules = {*block_names(spec, model), *itertools.chain(*ends_of(spec))}
     return [
         name
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
-        and homes.isdisjoint(itertools.accumulate(name.split("."), "{}.{}".format))
+        and assigned_modules.isdisjoint(itertools.accumulate(name.split("."), "{}.{}".format))
     ]
 
 
 def cut(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
-    """Take out of a whole model, in place, what the stage does not keep; return it.
+    """Remove the modules that a stage does not keep from a full model, in place, and return it.
 
-    What is kept keeps its name, so a stage's state is a part of the model's.
+    The remaining modules keep their names, so a stage's state is a subset of the model's.
     """
     names = block_names(spec, model)
     if spec.flow is not None:
@@ -136,11 +140,11 @@ def cut(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
     for index, name in enumerate(names):
         if not part.first <= index < part.last:
             parent, _, child = name.rpartition(".")
-            owner = model.get_submodule(parent)
-            if type(owner) is nn.Sequential:
-                del owner._modules[child]
+            parent_module = model.get_submodule(parent)
+            if type(parent_module) is nn.Sequential:
+                del parent_module._modules[child]
             else:
-                owner._modules[child] = None
+                parent_module._modules[child] = None
     for ends, is_kept in zip(spec.ends or ((), ()), (part.is_first, part.is_last), strict=True):
         for name in () if is_kept else ends:
             setattr(model, name, None)
@@ -148,31 +152,36 @@ def cut(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
 
 
 def balance(costs: Sequence[float], *, num_stages: int, first: float, last: float) -> list[int]:
-    """Divide blocks among stages so that the costliest stage costs least.
+    """Distribute blocks among stages so that the cost of the most expensive stage is minimal.
 
     Args:
-        costs: Of each block, in order.
-        num_stages: Stages; each gets one block or more.
-        first: Cost of what only the first stage holds.
-        last: Cost of what only the last stage holds.
+        costs: Cost of each block, in order.
+        num_stages: Number of stages; each gets at least one block.
+        first: Cost of the modules that only the first stage holds.
+        last: Cost of the modules that only the last stage holds.
 
     Returns:
-        Blocks of each stage. Among equals, the one whose stages cost most alike.
+        Number of blocks per stage. Ties are broken by the smallest sum of squared stage costs.
     """
-    before = [0.0, *itertools.accumulate(costs)]
+    cumulative = [0.0, *itertools.accumulate(costs)]
 
     def cost(index: int, start: int, stop: int) -> float:
         ends = (first if index == 0 else 0.0) + (last if index == num_stages - 1 else 0.0)
-        return before[stop] - before[start] + ends
+        return cumulative[stop] - cumulative[start] + ends
 
-    # best[stop]: (costliest stage, sum of squares, counts) of the stages so far over blocks[:stop].
+    # best[stop]: (highest stage cost, sum of squares, counts) of the best split of blocks[:stop]
+    # into the stages so far.
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for index in range(num_stages):
         candidates: dict[int, tuple[float, float, list[int]]] = {}
-        for start, (most, squares, counts) in best.items():
+        for start, (highest, squares, counts) in best.items():
             for stop in range(start + 1, len(costs) - (num_stages - 1 - index) + 1):
-                mine = cost(index, start, stop)
-                option = (max(most, mine), squares + mine**2, [*counts, stop - start])
+                stage_cost = cost(index, start, stop)
+                option = (
+                    max(highest, stage_cost),
+                    squares + stage_cost**2,
+                    [*counts, stop - start],
+                )
                 if stop not in candidates or option < candidates[stop]:
                     candidates[stop] = option
         best = candidates
@@ -182,19 +191,19 @@ def balance(costs: Sequence[float], *, num_stages: int, first: float, last: floa
 def stage_blocks(
     config: RunConfig, layout: Layout, whole: nn.Module, *, sample: Tensor
 ) -> list[int]:
-    """Return the blocks of each pipeline stage: as given, or balanced.
+    """Return the number of blocks per pipeline stage, as configured or balanced.
 
     Args:
-        config: The run's.
-        layout: Its layout.
-        whole: The model, undivided.
-        sample: One sample's inputs [...]; values don't matter.
+        config: Configuration of the run.
+        layout: Layout of the run.
+        whole: The full model.
+        sample: Inputs of one sample [...]; only shape and type matter.
     """
     split = config.strategy.pipeline.split
     if split != "auto":
         return split
     shape = (layout.micro_batch_size, *sample.shape)
-    key = (layout.num_stages, layout.pipeline, shape, sample.dtype, _kind_of(config, whole))
+    key = (layout.num_stages, layout.pipeline, shape, sample.dtype, _size_key(config, whole))
     if key not in _balanced:
         device = next(whole.parameters()).device
         _balanced[key] = stage_counts(
@@ -207,8 +216,8 @@ def stage_blocks(
     return [*_balanced[key]]
 
 
-def _kind_of(config: RunConfig, model: nn.Module) -> Hashable:
-    """Return what two models have in common whose stages hold the same bytes."""
+def _size_key(config: RunConfig, model: nn.Module) -> Hashable:
+    """Return a key that is equal for models whose stages hold the same number of bytes."""
     parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in model.parameters())
     modules = tuple((name, type(module)) for name, module in model.named_modules())
     return repr(config.model), parameters, modules
@@ -217,17 +226,17 @@ def _kind_of(config: RunConfig, model: nn.Module) -> Hashable:
 def stage_counts(
     spec: ModelSpec, model: nn.Module, *, num_stages: int, sample: Tensor, in_flight: int
 ) -> list[int]:
-    """Balance a model's blocks over stages by the bytes that training them holds.
+    """Balance a model's blocks among stages by the memory needed to train them.
 
     Args:
-        spec: The model's.
-        model: Whole, on the meta device or with values.
-        num_stages: Stages.
-        sample: One micro-batch of inputs, on the model's device; values don't matter.
-        in_flight: Micro-batches whose activations a stage holds at once.
+        spec: Specification of the model.
+        model: The full model, on the meta device or with values.
+        num_stages: Number of stages.
+        sample: Inputs of one micro-batch, on the model's device; only shape and type matter.
+        in_flight: Number of micro-batches for which a stage holds activations at once.
     """
     names = block_names(spec, model)
-    saved = _saved_by_each(spec, model, names, sample)
+    saved = _saved_by_block(spec, model, names, sample)
 
     def bytes_of(parameters: Iterator[nn.Parameter], activations: int) -> float:
         count = sum(p.numel() for p in parameters)
@@ -239,92 +248,90 @@ def stage_counts(
     ]
     named = dict(model.named_parameters(remove_duplicate=False))
     first, last = (
-        bytes_of((p for name, p in named.items() if holds(end, name)), saved[place])
-        for end, place in zip(ends_of(spec), (0, -1), strict=True)
+        bytes_of((p for name, p in named.items() if holds(end, name)), saved[position])
+        for end, position in zip(ends_of(spec), (0, -1), strict=True)
     )
     return balance(costs, num_stages=num_stages, first=first, last=last)
 
 
-def _saved_by_each(
+def _saved_by_block(
     spec: ModelSpec, model: nn.Module, names: Sequence[str], sample: Tensor
 ) -> list[int]:
-    """Return bytes that backward keeps: before the blocks, of each block, after them."""
+    """Return the bytes saved for backward before the blocks, in each block, and after them."""
     if spec.flow is None:
-        return _saved_by_few(spec, None, model, names, sample)
-    flow = spec.flow()  # out here: what it copies of a model that nobody has run yet has values
-    # Code of others mixes buffers that have values with parameters that have none.
+        return _saved_by_sample(spec, None, model, names, sample)
+    flow = spec.flow()  # outside of fake mode, because the copies it makes need real values
+    # Model code may mix buffers that have values with parameters that have none.
     silence_fake_tensors()
     model = copy.deepcopy(model)
     with fake_tensor_mode():
         materialize(model, device="cpu")
         tokens = torch.zeros(sample.shape, dtype=sample.dtype)
-        return _saved_by_few(spec, flow, model, names, tokens)
+        return _saved_by_sample(spec, flow, model, names, tokens)
 
 
-def _saved_by_few(
+def _saved_by_sample(
     spec: ModelSpec, flow: BlockFlow | None, model: nn.Module, names: Sequence[str], sample: Tensor
 ) -> list[int]:
-    """Run three blocks of many that are alike, or all."""
+    """Measure only three blocks if all blocks are alike; otherwise all."""
     if len(names) <= 3 or not spec.repeats(model):
         return _saved_bytes(model, names, sample)
-    passed_over, few = names[2:-1], [*names[:2], names[-1]]
-    left_out = (
-        _without(model, passed_over)
-        if flow is None
-        else stand_ins.without(model, flow, blocks=passed_over)
+    skipped, measured = names[2:-1], [*names[:2], names[-1]]
+    skipping = (
+        _without(model, skipped) if flow is None else stand_ins.without(model, flow, blocks=skipped)
     )
-    with left_out:
-        start, block, inner, end, rest = _saved_bytes(model, few, sample)
+    with skipping:
+        start, block, inner, end, rest = _saved_bytes(model, measured, sample)
     return [start, block, *[inner] * (len(names) - 2), end, rest]
 
 
 @contextmanager
 def _without(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Leave blocks out of a model for a while, as stages do."""
-    taken = []
+    """Temporarily remove blocks from a model, as stages do."""
+    removed = []
     for name in names:
         parent, _, child = name.rpartition(".")
-        owner = model.get_submodule(parent)
-        taken.append((owner, child, owner._modules[child]))
-        owner._modules[child] = None
+        parent_module = model.get_submodule(parent)
+        removed.append((parent_module, child, parent_module._modules[child]))
+        parent_module._modules[child] = None
     try:
         yield
     finally:
-        for owner, child, block in taken:
-            owner._modules[child] = block
+        for parent_module, child, block in removed:
+            parent_module._modules[child] = block
 
 
 def _saved_bytes(model: nn.Module, names: Sequence[str], sample: Tensor) -> list[int]:
-    """Return bytes that backward keeps: before the blocks, of each block, after them."""
+    """Return the bytes saved for backward before the blocks, in each block, and after them."""
     saved = [0] * (len(names) + 2)
-    place = 0
-    seen: set[int] = {storage_key(p) for p in model.parameters()}
+    position = 0
+    counted: set[int] = {storage_key(p) for p in model.parameters()}
     alive: list[Tensor] = []
 
     def move_to(index: int) -> None:
-        nonlocal place
-        place = index
+        nonlocal position
+        position = index
 
     def count(tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
-        if key not in seen:
-            seen.add(key)
-            alive.append(tensor)  # or its address could be given to another
-            saved[place] += tensor.untyped_storage().nbytes()
+        if key not in counted:
+            counted.add(key)
+            alive.append(tensor)  # keeps its address from being reused
+            saved[position] += tensor.untyped_storage().nbytes()
         return tensor
 
     with ExitStack() as stack:
         for index, name in enumerate(names, start=1):
             block = model.get_submodule(name)
-            before = block.register_forward_pre_hook(lambda *_, i=index: move_to(i))
-            after = block.register_forward_hook(
+            pre_hook = block.register_forward_pre_hook(lambda *_, i=index: move_to(i))
+            post_hook = block.register_forward_hook(
                 lambda *_, i=index: move_to(-1 if i == len(names) else i)
             )
-            stack.callback(before.remove)
-            stack.callback(after.remove)
+            stack.callback(pre_hook.remove)
+            stack.callback(post_hook.remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(count, lambda t: t))
         training = model.training
-        model.eval()  # neither running statistics nor random numbers move
+        model.eval()  # do not change running statistics or use random numbers
         model(sample)
         model.train(training)
     return saved

@@ -1,12 +1,12 @@
-"""A pipeline stage that runs the whole model's own forward, with stand-ins for what it lacks.
+"""A pipeline stage that runs the full model's forward, with placeholders for absent modules.
 
-Masks, positions and whatever else the forward computes around its blocks come from the authors'
-code on every stage. ``models.block_flow`` says for which models that is the same.
+The model's code computes masks, positions and everything else around the blocks on every stage.
+``models.block_flow`` determines for which models this gives the same result.
 
-Take the second of three stages, blocks 2 and 3 of 6. Its forward is fed tokens of the right shape:
-embeddings are stand-ins that return zeros of no bytes, which block 0 passes on and block 1, the
-last before the stage's own, replaces by what was received. Blocks 2 and 3 compute. Block 4 ends the
-forward and carries their hidden states out, so that norm and head are never reached.
+Example: the second of three stages holds blocks 2 and 3 of 6. Its forward gets tokens of the right
+shape. The embeddings are placeholders that return zeros without storage. Block 0 passes them on,
+and block 1, the last before the stage, replaces them by the received hidden states. Blocks 2 and 3
+compute. Block 4 ends the forward and returns their hidden states, so norm and head are not reached.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from axonlaunch.models.torch_internals import is_view
 
 
 class _Leaving(BaseException):
-    """Ends a stage's forward with its hidden states; no code of a model takes it for an error."""
+    """Ends a stage's forward early and carries its hidden states.
+
+    Not a subclass of ``Exception``, so that model code does not catch it.
+    """
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -32,23 +35,23 @@ class _Leaving(BaseException):
 
 
 class _MicroBatch:
-    """What a stage's stand-ins return while it computes."""
+    """The hidden states that a stage received, shared by its placeholders during a forward."""
 
     received: Tensor | None = None
 
 
 class StandIn(nn.Module):
-    """In place of a module that another stage keeps; has its attributes and no parameters."""
+    """Placeholder for a module on another stage: same attributes, no parameters."""
 
     is_stand_in = True
-    """``ModelSpec.blocks`` passes over it."""
+    """``ModelSpec.blocks`` skips placeholders."""
 
     def __init__(self, absent: nn.Module) -> None:
         super().__init__()
-        self._absent = (absent.to("meta"),)  # in a tuple, which hides it from this one's parameters
+        self._absent = (absent.to("meta"),)  # a tuple, so it is not a submodule
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the absent module has: models look at what kind of block comes."""
+        """Return attributes of the absent module; models read, for example, the kind of a block."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -57,19 +60,19 @@ class StandIn(nn.Module):
 
 
 class PassingBlock(StandIn):
-    """A block that returns what it is given, or what the stage received."""
+    """Placeholder for a block: returns its input, or the stage's received hidden states."""
 
     def __init__(
-        self, absent: nn.Module, *, returns: int | None, received_by: _MicroBatch | None = None
+        self, absent: nn.Module, *, returns: int | None, micro_batch: _MicroBatch | None = None
     ) -> None:
         super().__init__(absent)
         self._returns = returns
-        self._micro_batch = received_by
+        self._micro_batch = micro_batch
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """Return hidden states as the absent block returns them."""
+        """Return hidden states in the format of the absent block."""
         if self._micro_batch is not None:
-            assert self._micro_batch.received is not None, "a stage is fed by the one before it"
+            assert self._micro_batch.received is not None, "no input from the previous stage"
             hidden = self._micro_batch.received
         if self._returns is None:
             return hidden
@@ -77,17 +80,17 @@ class PassingBlock(StandIn):
 
 
 class LeavingBlock(StandIn):
-    """The first block of the next stage, at which this stage's forward ends."""
+    """Placeholder for the next stage's first block, which ends this stage's forward."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> None:
-        """Carry the hidden states out."""
+        """End the forward with the hidden states."""
         raise _Leaving(hidden)
 
 
 class End(StandIn):
-    """A module before the blocks: zeros of the shape that it would return.
+    """Placeholder for a module before or after the blocks; returns zeros of the original shape.
 
-    They have no bytes, unless the model writes to them.
+    The zeros use no storage, unless the model writes to them.
     """
 
     def __init__(
@@ -104,9 +107,9 @@ class End(StandIn):
         self._micro_batch = micro_batch
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Return zeros of the type of what was received, as rotary tables and masks follow it."""
+        """Return zeros of the received type; rotary tables and masks take their type from it."""
         received = self._micro_batch.received
-        assert received is not None, "a stage is fed by the one before it"
+        assert received is not None, "no input from the previous stage"
         batch, length = received.shape[:2]
         sizes: dict[Dim, int] = {BATCH: batch, LENGTH: length, TOKENS: batch * length}
         shape = [sizes.get(dim, dim) for dim in self._shape]
@@ -117,17 +120,17 @@ class End(StandIn):
 def cut_out(
     model: nn.Module, flow: BlockFlow, *, blocks: Sequence[str], first: int, last: int
 ) -> nn.Module:
-    """Make a stage of a whole model without storage, in place; return it.
+    """Turn a full model into a stage, in place, and return it.
 
-    Its forward takes tokens, or hidden states [samples, tokens, ...] of the stage before it, and
-    returns hidden states, or on the last stage what the model returns.
+    Its forward takes tokens, or hidden states [samples, tokens, ...] of the previous stage. It
+    returns hidden states, or the model's outputs on the last stage.
 
     Args:
-        model: The whole.
-        flow: What passes through its blocks.
-        blocks: Full names of all of them.
-        first: The stage's first block.
-        last: One past its last.
+        model: The full model; absent modules are moved to ``meta``.
+        flow: Description of the tensors that pass through its blocks.
+        blocks: Full names of all blocks.
+        first: Index of the stage's first block.
+        last: Index after the stage's last block.
     """
     micro_batch = _MicroBatch()
     for number, name in enumerate(blocks):
@@ -140,7 +143,7 @@ def cut_out(
                 PassingBlock(
                     model.get_submodule(name),
                     returns=flow.returns[number],
-                    received_by=micro_batch if number == first - 1 else None,
+                    micro_batch=micro_batch if number == first - 1 else None,
                 ),
             )
     absent = [*(flow.before if first else ()), *(flow.after if last < len(blocks) else ())]
@@ -153,19 +156,19 @@ def cut_out(
             micro_batch=micro_batch,
         )
         _replace(model, name, end)
-    whole: Any = model.forward
+    full_forward: Any = model.forward
 
-    def forward(received: Tensor, **beside: Tensor) -> Any:
+    def forward(received: Tensor, **extra: Tensor) -> Any:
         tokens = received
         if first:
             micro_batch.received = received
-            # Their shape is all that the preamble asks for.
+            # Code before the blocks depends only on the shape of the tokens.
             tokens = torch.zeros(received.shape[:2], dtype=torch.int64, device=received.device)
         try:
-            return whole(tokens, **beside)
+            return full_forward(tokens, **extra)
         except _Leaving as leaving:
             hidden = leaving.hidden
-            # torch's stages detach what they pass on in place, which a view does not allow.
+            # torch's stages detach their outputs in place, which is not possible for views.
             return hidden.clone() if is_view(hidden) else hidden
         finally:
             micro_batch.received = None
@@ -176,7 +179,7 @@ def cut_out(
 
 @contextmanager
 def without(model: nn.Module, flow: BlockFlow, *, blocks: Sequence[str]) -> Iterator[None]:
-    """Let a whole model pass over some of its blocks for a while."""
+    """Let a full model temporarily skip some of its blocks."""
     absent = {name: model.get_submodule(name) for name in blocks}
     for name in absent:
         returns = flow.returns[int(name.rpartition(".")[2])]
@@ -189,5 +192,5 @@ def without(model: nn.Module, flow: BlockFlow, *, blocks: Sequence[str]) -> Iter
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, own = name.rpartition(".")
-    model.get_submodule(owner)._modules[own] = module
+    parent, _, child = name.rpartition(".")
+    model.get_submodule(parent)._modules[child] = module

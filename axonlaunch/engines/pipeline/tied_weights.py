@@ -1,7 +1,7 @@
-"""Tied weights whose two ends live on different pipeline stages: kept equal by equal gradients.
+"""Keeps tied weights on different pipeline stages equal by summing their gradients.
 
-Both ends start alike (the initializer's ``key``) and get the sum of both gradients, so the same
-optimizer keeps them equal; nothing is copied between them.
+Both copies start with the same values (the initializer's ``key``) and get the sum of both
+gradients, so identical optimizers keep them equal. Parameters are never copied between stages.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, embeddings on the first and the last stage.
 """
@@ -19,17 +19,17 @@ from axonlaunch.engines.optimizer.clipping import local_part
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Return ``{other name: first name}`` of parameters that a whole module holds twice."""
+    """Return ``{other name: first name}`` of parameters that a full model holds under two names."""
     first: dict[int, str] = {}
-    owners: dict[str, str] = {}
+    ties: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
-            owners[name] = first[id(parameter)]
-    return owners
+            ties[name] = first[id(parameter)]
+    return ties
 
 
 class TiedGradients:
-    """Sums the gradients of the two ends of each tied weight."""
+    """Sums the gradients of the two copies of each tied weight."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class TiedGradients:
         owners: Mapping[str, int],
         group: ProcessGroup,
     ) -> None:
-        """Find the ends that this rank holds.
+        """Find the copies on this rank.
 
         Args:
-            parameters: What this rank updates, by name: parameters, or rows of them.
+            parameters: Parameters, or shards of them, that this rank updates, by name.
             ties: ``{other name: first name}`` over all stages.
-            owners: The global rank of ``group`` that holds each tied name.
-            group: The pipeline's ranks.
+            owners: Global rank of ``group`` that holds each tied name.
+            group: The ranks of the pipeline.
         """
         self._parameters = parameters
         self._group = group
@@ -57,16 +57,16 @@ class TiedGradients:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Give both ends the sum; the ranks that hold one call this."""
+        """Replace both gradients by their sum. Every rank that holds a copy must call it."""
         for first, other, first_owner, other_owner in self._pairs:
             if first_owner == other_owner:
-                here, there = self._gradient(first), self._gradient(other)
-                here.add_(there)
-                there.copy_(here)
+                first_gradient, other_gradient = self._gradient(first), self._gradient(other)
+                first_gradient.add_(other_gradient)
+                other_gradient.copy_(first_gradient)
                 continue
-            mine = first if first in self._parameters else other
-            peer = other_owner if mine == first else first_owner
-            gradient = self._gradient(mine)
+            local_name = first if first in self._parameters else other
+            peer = other_owner if local_name == first else first_owner
+            gradient = self._gradient(local_name)
             received = torch.empty_like(gradient)
             works = dist.batch_isend_irecv(
                 [

@@ -1,7 +1,4 @@
-"""A pipeline's timeline as a figure of matplotlib's.
-
-It says what is to be drawn; the command saves it.
-"""
+"""Draws a pipeline's timeline as a matplotlib figure. The caller saves it."""
 
 from __future__ import annotations
 
@@ -14,8 +11,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# By Okabe and Ito, distinguishable in all common kinds of colour vision; of each a light one for a
-# rank's first stage, with dark numbers, and a dark one for its later stages, with white numbers.
+# Colours by Okabe and Ito, distinguishable with all common forms of colour vision. For each kind: a
+# light one with dark numbers for a rank's first stage, a dark one with white numbers for later
+# stages.
 ACTION_COLOURS: dict[ActionKind, tuple[str, str]] = {
     "F": ("#8fcdf0", "#0072b2"),
     "B": ("#f7b955", "#a84b00"),
@@ -29,14 +27,14 @@ LABELS: dict[ActionKind, str] = {
     "I": "input gradients",
     "W": "weight gradients",
 }
-MAX_PLOT_INCHES = 40.0  # inches; numbers that would be too small are left out then
+MAX_PLOT_INCHES = 40.0  # inches; if numbers would become too small, they are omitted
 SMALLEST = 4.0  # points
 
 
 def draw_timeline(timeline: Timeline) -> Figure:
-    """Draw a timeline: a row per rank, time to the right, a micro-batch's number on each action."""
-    # A figure of its own draws by Agg or SVG as savefig asks; pyplot would keep it in a global
-    # list and choose a backend for the whole process.
+    """Draw a timeline: a row per rank, time to the right, micro-batch numbers on the actions."""
+    # A Figure created directly uses Agg or SVG as savefig requires. pyplot would keep it in a
+    # global list and select a backend for the whole process.
     from matplotlib.figure import Figure
 
     schedule = timeline.schedule
@@ -44,7 +42,7 @@ def draw_timeline(timeline: Timeline) -> Figure:
     width = min(max(7.0, 1.3 + 0.22 * timeline.span / shortest), MAX_PLOT_INCHES)
     figure = Figure(figsize=(width, 1.75 + 0.42 * schedule.degree), layout="constrained")
     axes = figure.add_subplot()
-    points = 72 * (width - 1.3) * shortest / timeline.span  # of the shortest action
+    points = 72 * (width - 1.3) * shortest / timeline.span  # width of the shortest action
     digits = len(str(schedule.microbatches - 1))
     size = min(9.0, points / (0.62 * digits + 0.3))
     axes.barh(range(schedule.degree), timeline.span, height=0.86, color=IDLE)

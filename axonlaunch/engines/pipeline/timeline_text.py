@@ -1,6 +1,6 @@
-"""A pipeline's timeline as text for a terminal: a row a rank, time to the right.
+"""Draws a pipeline's timeline as text: one row per rank, with time to the right.
 
-It cuts what is wider than the terminal, and says so; ``timeline_plot`` draws pictures.
+A timeline wider than the terminal is cut, with a note. ``timeline_plot`` draws figures.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from rich.text import Text
 from axonlaunch.engines.pipeline.schedule import ActionKind
 from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, Timeline, TimelineSlot
 
-# By Okabe and Ito, distinguishable in all common kinds of colour vision: a rank's first stage,
-# and its later ones. rich maps them to what the terminal has.
+# Colours by Okabe and Ito, distinguishable with all common forms of colour vision: for a rank's
+# first stage and for its later ones. rich maps them to the terminal's palette.
 ACTION_STYLES: dict[ActionKind, tuple[str, str]] = {
     "F": ("#000000 on #56b4e9", "#ffffff on #0072b2"),
     "B": ("#000000 on #f5a623", "#ffffff on #b05000"),
@@ -26,37 +26,38 @@ MEANINGS: dict[ActionKind, str] = {
     "I": "input gradients",
     "W": "weight gradients",
 }
-MAX_TEXT_COLUMNS = 6  # columns of the shortest action; more would only stretch the text
+MAX_TEXT_COLUMNS = 6  # columns of the shortest action; a larger number would only stretch the text
 
 
 def text_timeline(timeline: Timeline, *, width: int) -> Text:
-    """Draw a timeline and its legend in so many columns.
+    """Draw a timeline and its legend in ``width`` columns.
 
-    A cell names an action and its micro-batch, and is as wide as the action is long. Small letters
-    are a rank's second and later stages: nothing hangs on colour.
+    A cell shows an action and its micro-batch; its width is proportional to the action's duration.
+    Lower-case letters mark a rank's second and later stages, so the text is readable without
+    colour.
     """
     schedule = timeline.schedule
-    head = len(f"rank {schedule.degree - 1}") + 2
-    room = max(width - head, 12)
-    unit, whole = _scale(timeline, room=room)
-    shown = min(whole, room)
-    lines = [Text(" " * head) + _ruler(shown, unit)]
+    label_width = len(f"rank {schedule.degree - 1}") + 2
+    available = max(width - label_width, 12)
+    unit, total_columns = _scale(timeline, available=available)
+    shown = min(total_columns, available)
+    lines = [Text(" " * label_width) + _ruler(shown, unit)]
     for rank in range(schedule.degree):
         slots = [slot for slot in timeline.slots if slot.rank == rank]
         first = schedule.stages_of(rank)[0]
-        lines.append(Text(f"{f'rank {rank}':<{head}}") + _row(slots, first, shown, unit))
+        lines.append(Text(f"{f'rank {rank}':<{label_width}}") + _row(slots, first, shown, unit))
     lines.append(Text())
-    if shown < whole:
+    if shown < total_columns:
         lines[-1] = Text(
             f"cut: {shown / unit:.4g} of {timeline.span:.4g} shown; "
-            f"{head + whole} columns or --plot show all\n",
+            f"{label_width + total_columns} columns or --plot show all\n",
             style="yellow",
         )
     return Text("\n").join([*lines, *_legend(timeline)])
 
 
 def text_stats(stats: PipelineMemoryStats, *, width: int) -> str:
-    """Write what a schedule costs, wrapped to so many columns."""
+    """Format a schedule's idle time and live activations, wrapped to ``width`` columns."""
     live = " ".join(f"{stage}:{count}" for stage, count in enumerate(stats.live_activations))
     rows = {"bubble": f"{stats.bubble_fraction:.1%} of all ranks' time", "activations": live}
     notes = {"bubble": "", "activations": " (stage:micro-batches held at most)"}
@@ -66,17 +67,17 @@ def text_stats(stats: PipelineMemoryStats, *, width: int) -> str:
     )
 
 
-def _scale(timeline: Timeline, *, room: int) -> tuple[float, int]:
-    """Return columns for one unit of time, and for all of it: what fits, but legible."""
+def _scale(timeline: Timeline, *, available: int) -> tuple[float, int]:
+    """Return the columns per unit of time and for the whole timeline, at a legible scale."""
     shortest = min(slot.stop - slot.start for slot in timeline.slots)
     legible = 1 + len(str(timeline.schedule.microbatches - 1))
-    fitting = int(room * shortest / timeline.span + 1e-9)
+    fitting = int(available * shortest / timeline.span + 1e-9)
     unit = min(max(fitting, legible), max(MAX_TEXT_COLUMNS, legible)) / shortest
     return unit, round(timeline.span * unit)
 
 
 def _ruler(shown: int, unit: float) -> Text:
-    """Mark time every ten columns or so, at round numbers."""
+    """Label time about every ten columns, at round numbers."""
     step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if n * unit >= 8)
     marks = ""
     for time in range(0, int(shown / unit) + 1, step):
@@ -95,13 +96,13 @@ def _row(slots: list[TimelineSlot], first: int, shown: int, unit: float) -> Text
         later = slot.action.stage != first
         kind = slot.action.kind.lower() if later else slot.action.kind
         label = f"{kind}{slot.action.microbatch}"
-        wide = stop - start
-        if len(label) > wide:  # cut in the midst: half a number would be another number
+        width = stop - start
+        if len(label) > width:  # a truncated number would be a different number
             label = ""
-        # A blank column keeps neighbours apart where there is one to spare.
-        gap = 1 if wide > len(label) else 0
+        # Separate neighbours with a blank column if the label leaves one.
+        gap = 1 if width > len(label) else 0
         row.append(" " * (start - len(row)))
-        row.append(label.ljust(wide - gap, "-"), ACTION_STYLES[slot.action.kind][later])
+        row.append(label.ljust(width - gap, "-"), ACTION_STYLES[slot.action.kind][later])
         row.append(" " * gap)
     row.rstrip()
     return row

@@ -1,1 +1,1 @@
-"""What a step computes in: its types, and loss scaling where fp16 needs it."""
+"""Precision of a training step: types of computation, and loss scaling for fp16."""

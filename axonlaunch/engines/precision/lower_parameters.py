@@ -1,12 +1,12 @@
-"""Whole parameters that are kept in fp32 and computed with in bf16, as fully_shard's policy does.
+"""Computes in bf16 with full parameters kept in fp32, like fully_shard's mixed precision policy.
 
-A forward reads copies of its parameters in the lower type, whose gradients arrive in fp32: weights,
-inputs and what passes between layers are in the lower type, as they are where parameters are
-sharded. Under torch's autocast norms and the sum over blocks would be in fp32, twice the bytes of
-what blocks keep for backward and stages pass on.
+A forward reads copies of its parameters in the lower type; their gradients arrive in fp32. Weights,
+inputs and activations between layers have the lower type, as with sharded parameters. Under torch's
+autocast, norms and the residual sum over blocks would be in fp32, which doubles the bytes saved for
+backward and passed between stages.
 
-Source: PyTorch, ``torch.distributed.fsdp.MixedPrecisionPolicy``, which torchtitan uses on one
-device too.
+Source: PyTorch, ``torch.distributed.fsdp.MixedPrecisionPolicy``, which torchtitan also uses on one
+device.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ _Key = TypeVar("_Key")
 def lower_blocks(
     model: nn.Module, dtype: torch.dtype, *, blocks: Sequence[nn.Module]
 ) -> Callable[[Forward], Forward]:
-    """Let the modules of a model, or of a stage of one, compute in a lower type, in place.
+    """Make the modules of a model or pipeline stage compute in a lower type, in place.
 
-    They keep names, parameters and attributes. What recomputes or compiles a block comes after it.
+    Names, parameters and attributes do not change. Call this before blocks are compiled or wrapped
+    for recomputation.
 
     Args:
-        model: Its parameters are whole, or divided over a tensor axis.
-        dtype: The type.
-        blocks: Whose inputs are cast, as fully_shard casts those of its units: a model may have
-            lifted them.
+        model: The model, with full parameters or parameters sharded over a tensor axis.
+        dtype: The lower type.
+        blocks: Modules whose inputs are cast, as fully_shard casts the inputs of its units, because
+            the model may have promoted them.
 
     Returns:
-        What the model's own forward is to be wrapped by, around all that is done to it.
+        A wrapper for the model's forward; apply it outermost.
     """
     arithmetic = _Arithmetic(dtype)
-    owners = Counter(p for module in model.modules() for p in _own(module).values())
-    shared = [parameter for parameter, count in owners.items() if count > 1]
+    uses = Counter(p for module in model.modules() for p in _castable_parameters(module).values())
+    shared = [parameter for parameter, count in uses.items() if count > 1]
     for module in model.modules():
-        own = _own(module)
-        if any(parameter.dtype != dtype for parameter in own.values()):
+        parameters = _castable_parameters(module)
+        if any(parameter.dtype != dtype for parameter in parameters.values()):
             lower = convert_module(module, _Lower)
             lower._arithmetic = arithmetic
-            # By number, for what fills a model on meta gives it other parameters.
+            # Identified by number, because initializing a model on meta replaces its parameters.
             lower._shared = {
                 name: number
-                for name, parameter in own.items()
+                for name, parameter in parameters.items()
                 for number, other in enumerate(shared)
                 if parameter is other
             }
@@ -67,20 +68,20 @@ def lower_blocks(
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Say whether a module has running statistics, in whose type torch takes its parameters."""
+    """Return whether a module has running statistics; torch needs its parameters in their type."""
     return isinstance(module, RunningNorm) and module.running_mean is not None
 
 
 def reading_lower(module: nn.Module) -> AbstractContextManager[None]:
-    """Let a module's parameters be read inside as its forward reads them."""
+    """Return a context in which a module's parameters are read as in its forward."""
     return module._arithmetic.reading() if isinstance(module, _Lower) else nullcontext()
 
 
 class _Arithmetic:
-    """The type in which a model computes, as all of its modules see it.
+    """The type in which a model computes, shared by all of its modules.
 
     Attributes:
-        computes: Whether a forward of the model runs now, so that its modules read copies.
+        computes: Whether a forward of the model is running, in which modules read copies.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -91,7 +92,7 @@ class _Arithmetic:
         self._shared_copies: dict[tuple[int, type[Tensor], bool], Tensor] = {}
 
     def computing(self, forward: Forward) -> Forward:
-        """Return a forward that takes its floating-point inputs, and reads parameters, so."""
+        """Wrap a forward: cast its floating-point inputs, read parameters in the lower type."""
 
         @functools.wraps(forward)
         def compute(*inputs: Any, **kwargs: Any) -> Any:
@@ -105,7 +106,7 @@ class _Arithmetic:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Let parameters be read in the lower type inside."""
+        """Return a context in which parameters are read in the lower type."""
         self.computes = True
         try:
             yield
@@ -115,23 +116,23 @@ class _Arithmetic:
             self._shared_copies.clear()
 
     def copy(self, value: Tensor, name: str, reader: _Lower) -> Tensor:
-        """Return what a forward computes with in a parameter's place.
+        """Return the copy of a parameter that a forward computes with.
 
-        Of one that several modules use there is one copy in a forward, as there is where it is
-        gathered: its gradients add up in the lower type. Experts read theirs once for each: until
-        another module reads, that is one copy too.
+        A parameter used by several modules has one copy per forward, as when it is gathered: its
+        gradients are summed in the lower type. Other copies are kept until another module reads,
+        because experts read a parameter once for each expert.
 
         Args:
             value: The parameter, or this rank's part of it.
-            name: Its name in the module.
+            name: Name of the parameter in the module.
             reader: The module.
         """
-        # A copy made where gradients are off has none to pass on.
+        # Copies made with gradients disabled cannot be used with gradients enabled.
         kind = type(value), torch.is_grad_enabled()
         if (number := reader._shared.get(name)) is not None:
             return self._keep_copy(value, self._shared_copies, (number, *kind))
         if torch.compiler.is_compiling():
-            return self._cast(value)  # a graph joins equal casts itself
+            return self._cast(value)  # a graph merges equal casts
         if reader is not self._reader:
             self._reader = reader
             self._copies.clear()
@@ -152,28 +153,31 @@ class _Arithmetic:
 
 
 class _CastPart(torch.autograd.Function):
-    """``to`` of a DTensor in a fraction of the time that its dispatch takes."""
+    """Casts a DTensor in a fraction of the time of its dispatched ``to``."""
 
     @staticmethod
-    def forward(ctx: Any, whole: DTensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = whole.dtype
-        return _with_part_in(dtype, whole)
+    def forward(ctx: Any, tensor: DTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = tensor.dtype
+        return _cast_local(dtype, tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> Any:
-        return _with_part_in(ctx.dtype, gradient), None
+        return _cast_local(ctx.dtype, gradient), None
 
 
 _cast_part: Any = _CastPart.apply
 
 
-def _with_part_in(dtype: torch.dtype, whole: DTensor) -> DTensor:
-    part, (mesh, placements) = local_tensor(whole).to(dtype), (whole.device_mesh, whole.placements)
-    return dtensor_of(part, mesh, placements, shape=whole.shape, stride=whole.stride())
+def _cast_local(dtype: torch.dtype, tensor: DTensor) -> DTensor:
+    local, (mesh, placements) = (
+        local_tensor(tensor).to(dtype),
+        (tensor.device_mesh, tensor.placements),
+    )
+    return dtensor_of(local, mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
 
 class _Lower(nn.Module):
-    """Comes before a module's own class and gives its forward copies of its parameters."""
+    """Mixin before a module's class that gives its forward copies of its parameters."""
 
     _arithmetic: _Arithmetic
     _shared: dict[str, int]
@@ -185,9 +189,9 @@ class _Lower(nn.Module):
         return value
 
 
-def _own(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's own floating-point parameters that its forward may read in a lower type."""
+def _castable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's direct floating-point parameters that can be read in a lower type."""
     if has_statistics(module):
-        return {}  # whatever the input's type
+        return {}  # for any type of input
     named = module._parameters.items()
     return {name: p for name, p in named if p is not None and p.is_floating_point()}

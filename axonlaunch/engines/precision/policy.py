@@ -1,7 +1,7 @@
-"""The arithmetic of forward and backward, and loss scaling where fp16 needs it.
+"""Types of forward and backward, and dynamic loss scaling for fp16.
 
-Parameters, gradients that are reduced, and optimizer states stay fp32 in every mode, unless
-``train.param_dtype`` says otherwise.
+Parameters, reduced gradients and optimizer states are fp32 in every mode, unless
+``train.param_dtype`` is set.
 """
 
 from __future__ import annotations
@@ -24,51 +24,54 @@ DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
 }
 _FIRST_SCALE, _GROWTH_INTERVAL = 2.0**16, 2000
-"""Those of ``torch.amp.GradScaler``."""
+"""Constants of ``torch.amp.GradScaler``."""
 
 
 def lower_replicas(
     model: nn.Module, precision: Precision, *, device: torch.device, blocks: Sequence[nn.Module]
 ) -> Callable[[Forward], Forward]:
-    """Let whole parameters compute as sharded ones do, which are gathered in the precision.
+    """Make full parameters compute as sharded ones do, which are gathered in the lower precision.
 
-    In fp16 torch's autocast keeps sums over blocks in fp32: those of many models are beyond 65,504.
+    For fp16, torch's autocast is used, which keeps the residual sum over blocks in fp32; in many
+    models it exceeds 65,504.
 
     Args:
-        model: Or a stage of one.
-        precision: ``train.precision``.
-        device: Where it computes.
-        blocks: Of the model; what recomputes or compiles them comes after this.
+        model: The model or pipeline stage.
+        precision: Value of ``train.precision``.
+        device: Device of the computation.
+        blocks: Blocks of the model, before they are compiled or wrapped for recomputation.
 
     Returns:
-        What its own forward is to be wrapped by, around all that is done to it.
+        A wrapper for the model's forward; apply it outermost.
     """
     if precision == "bf16":
         return lower_blocks(model, torch.bfloat16, blocks=blocks)
     if precision == "fp16":
-        # The forward alone, for a backward under autocast would round where the forward did not.
+        # Only the forward, because a backward under autocast would round where the forward did not.
         return torch.autocast(device.type, dtype=torch.float16)
-    return _as_it_is
+    return _identity
 
 
-def _as_it_is(forward: Forward) -> Forward:
+def _identity(forward: Forward) -> Forward:
     return forward
 
 
-def keep_parameters_in(model: nn.Module, dtype: torch.dtype, *, frozen_alone: bool = False) -> None:
-    """Keep a model's floating-point parameters in another type, tied ones tied; buffers stay.
+def keep_parameters_in(model: nn.Module, dtype: torch.dtype, *, frozen_only: bool = False) -> None:
+    """Convert a model's floating-point parameters to another type. Tied parameters stay tied.
+
+    Buffers are not converted.
 
     Args:
-        model: Whole.
-        dtype: The type.
-        frozen_alone: Leave what is trained as it is.
+        model: The full model.
+        dtype: The type of the parameters.
+        frozen_only: Convert only frozen parameters.
     """
     converted: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if not parameter.is_floating_point() or parameter.dtype == dtype:
                 continue
-            if frozen_alone and parameter.requires_grad:
+            if frozen_only and parameter.requires_grad:
                 continue
             if parameter not in converted:
                 values = parameter.detach().to(dtype)
@@ -77,7 +80,7 @@ def keep_parameters_in(model: nn.Module, dtype: torch.dtype, *, frozen_alone: bo
 
 
 def sharded_policy(precision: Precision, *, reduce_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Return fully_shard's policy: gather in the lower precision, reduce gradients in another."""
+    """Return fully_shard's policy: gather in the lower precision, reduce in ``reduce_dtype``."""
     if precision == "fp32":
         return MixedPrecisionPolicy(
             reduce_dtype=None if reduce_dtype is torch.float32 else reduce_dtype
@@ -88,10 +91,10 @@ def sharded_policy(precision: Precision, *, reduce_dtype: torch.dtype) -> MixedP
 class LossScale:
     """Dynamic loss scaling (Micikevicius et al., 2018), with torch.amp.GradScaler's constants.
 
-    The decision to skip is taken on the whole model's gradient norm, which every rank knows, so
-    ranks that hold different shards never disagree. All of it stays on the device, so that the host
-    does not wait for a step to be computed; tensors are made when the first loss is there, as
-    ``GradScaler`` makes them, so that an estimate counts them as a run does.
+    Whether a step is skipped depends on the gradient norm of the full model, which every rank
+    knows, so ranks with different shards always agree. All state stays on the device, so the host
+    does not wait for steps. Like ``GradScaler``, it allocates its tensors at the first loss, so
+    memory estimates count them at the same time as a run does.
     """
 
     def __init__(
@@ -101,12 +104,13 @@ class LossScale:
         value: float | None = None,
         growth_interval: int | None = None,
     ) -> None:
-        """Begin with a scale.
+        """Create a loss scale.
 
         Args:
-            device: Where losses are.
-            value: The first scale; None: torch's.
-            growth_interval: Steps without an overflow until it doubles; None: torch's.
+            device: Device of the losses.
+            value: Initial scale; None for torch's.
+            growth_interval: Number of steps without overflow until the scale doubles; None for
+                torch's.
         """
         self._device = device
         self._first = value or _FIRST_SCALE
@@ -114,22 +118,22 @@ class LossScale:
 
     @cached_property
     def value(self) -> Tensor:
-        """What the loss is multiplied by, 0-dim fp32."""
+        """Current factor of the loss, 0-dim fp32."""
         return torch.full((), self._first, device=self._device)
 
     @cached_property
     def good_steps(self) -> Tensor:
-        """Steps since the last overflow, or since it grew, 0-dim int32."""
+        """Steps since the last overflow or the last growth, 0-dim int32."""
         return torch.zeros((), dtype=torch.int32, device=self._device)
 
     def update(self, has_overflowed: Tensor) -> Tensor:
-        """Halve after an overflow, double after ``growth_interval`` steps without one.
+        """Halve the scale after an overflow; double it after ``growth_interval`` steps without one.
 
         Args:
             has_overflowed: 0-dim bool on the scale's device.
 
         Returns:
-            1 after an overflow, else 0, fp32, as optimizers take it.
+            1 after an overflow, otherwise 0, in fp32, as optimizers expect it.
         """
         overflowed = has_overflowed.float()
         torch._amp_update_scale_(
@@ -138,16 +142,16 @@ class LossScale:
         return overflowed
 
     def load(self, counters: Mapping[str, Tensor]) -> None:
-        """Take over what ``scale_counters`` gave; of a run in another precision, nothing."""
+        """Restore the result of ``scale_counters``; ignore one saved without a loss scale."""
         if float(counters["loss_scale"]) > 0:
             self.value.fill_(counters["loss_scale"])
             self.good_steps.fill_(counters["good_steps"])
 
 
 def scale_counters(scale: LossScale | None) -> dict[str, Tensor]:
-    """Return what a checkpoint holds of a loss scale, on the host.
+    """Return a loss scale's entries for a checkpoint, on the host.
 
-    Without fp16 there is none, saved as 0: a run may resume in another precision.
+    Without fp16 the entries are 0, so that a run can resume in a different precision.
     """
     zero = torch.zeros(())
     value, good = (zero, zero) if scale is None else (scale.value, scale.good_steps)

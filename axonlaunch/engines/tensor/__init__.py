@@ -1,1 +1,1 @@
-"""Tensor parallelism: layers, plans, and the loss over a divided vocabulary."""
+"""Tensor parallelism: parallel layers, plans, and the vocabulary-parallel loss."""

@@ -1,9 +1,11 @@
-"""Low-rank adapters of layers that are divided over a tensor axis: each is cut as its layer is.
+"""Shards the low-rank adapters of sharded layers in the same way as the layers.
 
-Of a column layer B is cut by outputs, and A is whole on every rank; of a row layer A is cut by
-inputs, and B is whole: its product is summed over ranks together with the layer's own. Magnitudes
-are cut as B is, and norms of a row layer's weight are summed over ranks. Each rank sees a part of
-the gradient of what is whole, so that is summed.
+- Column-parallel layer: B is sharded by outputs, A is replicated.
+- Row-parallel layer: A is sharded by inputs, B is replicated. The adapter's product is summed over
+  ranks together with the layer's.
+
+Magnitudes are sharded like B, and the weight norms of a row-parallel layer are summed over ranks.
+Each rank sees only part of the gradient of a replicated matrix, so that gradient is summed.
 """
 
 from __future__ import annotations
@@ -31,35 +33,36 @@ def with_adapter(
     x: Tensor,
     *,
     read: Callable[[], tuple[Tensor, Tensor | None]],
-    own: tuple[int, int] | None = None,
+    output_range: tuple[int, int] | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Return what a rank's part of a layer computes, with its adapter's part if it has one.
+    """Return the output of this rank's part of a layer, including its adapter if it has one.
 
     Args:
-        layer: Divided.
-        output: Of its own weight, before ranks' results are summed.
-        x: What the rank's part of the layer is given.
-        read: Returns the rank's weight, [outputs, inputs], and the bias that ``output`` has in it.
-        own: First and number of the outputs that are this rank's, where B gives others too.
-        group: The ranks that have other inputs, if some have.
+        layer: The sharded layer.
+        output: Output of the layer's weight, before it is summed over ranks.
+        x: Input of this rank's part of the layer.
+        read: Returns this rank's weight, [outputs, inputs], and the bias included in ``output``.
+        output_range: First output of this rank and their number, if B computes those of other
+            ranks too; None if all outputs of B are this rank's.
+        group: Ranks whose inputs differ, over which the adapter's sums run; None if inputs agree.
     """
     if not isinstance(layer, LoraLayer):
         return output
     total = None if group is None else partial(sum_over, group=group)
-    return layer.adapt(output, x, read, own=own, total=total)
+    return layer.adapt(output, x, read, own=output_range, total=total)
 
 
 def divide_adapter(
     layer: nn.Module, axis: TensorAxis, *, inputs: Cut | None = None, outputs: Cut | None = None
 ) -> None:
-    """Cut the adapter of a layer, if it has one.
+    """Shard the adapter of a layer; do nothing if it has no adapter.
 
     Args:
-        layer: Divided.
-        axis: Over which.
-        inputs: How those of A are cut; None: they are not.
-        outputs: How those of B are.
+        layer: The sharded layer.
+        axis: The tensor axis.
+        inputs: Cut of A's inputs; None keeps A whole.
+        outputs: Cut of B's outputs; None keeps B whole.
     """
     if not isinstance(layer, LoraLayer):
         return
@@ -67,8 +70,8 @@ def divide_adapter(
     _cut(layer.lora_B, outputs, axis)
     for matrix in (layer.lora_A, layer.lora_B):
         matrix.gives_partial_sums = inputs is not None
-        # Of a column layer each rank's part of B reads all of what A gives, of a shared one all
-        # ranks' query heads what B gives.
+        # In a column-parallel layer, each rank's part of B reads the full output of A. In a layer
+        # with shared heads, the query heads of several ranks read the output of B.
         is_read_in_parts = matrix is layer.lora_A or outputs is None
         matrix.gets_partial_gradients = inputs is None and is_read_in_parts
     if layer.lora_magnitude_vector is not None:
@@ -76,18 +79,18 @@ def divide_adapter(
 
 
 def divide_experts(experts: nn.Module, axis: TensorAxis, *, cuts: Mapping[str, Cut]) -> None:
-    """Cut the adapters of experts that are packed in 3-D parameters, if they have some.
+    """Shard the adapters of experts that are packed into 3-D parameters, if they have adapters.
 
     Args:
-        experts: Divided.
-        axis: Over which.
-        cuts: How their parameters are cut; those that are not, every rank adapts alike.
+        experts: The sharded experts.
+        axis: The tensor axis.
+        cuts: Cut of each sharded parameter. Adapters of the other parameters stay replicated.
     """
     if not isinstance(experts, LoraExperts):
         return
     for key, matrices in experts.matrices().items():
         if (cut := cuts.get(key)) is not None:
-            # A weight is [experts, outputs, inputs], or the other way round.
+            # A weight has shape [experts, outputs, inputs], or [experts, inputs, outputs].
             is_of_outputs = (cut.dim == 1) != matrices.is_transposed
             _cut(matrices.lora_A, None if is_of_outputs else Cut(1, cut.pieces), axis)
             _cut(matrices.lora_B, Cut(0, cut.pieces) if is_of_outputs else None, axis)

@@ -1,7 +1,8 @@
-"""What a model does to its logits after the head, noted so that it can be done to a part of them.
+"""Records operations on logits after the head, to apply them to chunks of the logits later.
 
-While hidden states stand in for the logits, an operation on each number alone, as softcapping is,
-is noted and passed over. Anything else that looks at the logits is refused.
+Hidden states temporarily replace the logits in the model's forward. Elementwise operations on them,
+such as softcapping, are recorded but not executed. Any other use of the logits is an error, except
+for queries of their shape and type.
 """
 
 from __future__ import annotations
@@ -14,49 +15,49 @@ from torch.utils._pytree import tree_leaves
 
 from axonlaunch.models.spec import ModelOutputs
 
-_OF_EACH_NUMBER = {
+_ELEMENTWISE = {
     *("div", "true_divide", "truediv", "mul", "multiply", "rmul", "tanh"),
     *("float", "to", "contiguous"),
 }
-_LOOKING = {"get", "size", "dim", "numel", "is_floating_point", "is_complex"}
+_METADATA_QUERIES = {"get", "size", "dim", "numel", "is_floating_point", "is_complex"}
 
 
 class LogitsUsedError(Exception):
-    """A model does with its logits what can't be done to a part of them; the text says what."""
+    """The model uses its logits in an operation that cannot be applied to chunks."""
 
 
 class AfterHead(TorchFunctionMode):
-    """Notes what happens to the stand-in for logits until the model returns it."""
+    """Records the operations on the placeholder for the logits until the model returns it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-        self._stand_in: Tensor | None = None
+        self._placeholder: Tensor | None = None
 
     def begin(self, hidden: Tensor) -> Tensor:
-        """Return what stands in for the logits; the model is in its forward, after the head."""
+        """Return a placeholder for the logits and start recording; called by the deferred head."""
         self._steps = []
-        self._stand_in = hidden.view_as(hidden)
+        self._placeholder = hidden.view_as(hidden)
         self.__enter__()  # type: ignore[no-untyped-call]
-        return self._stand_in
+        return self._placeholder
 
     def end(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """End it: a forward hook of the model, which is called after errors too.
+        """Stop recording. A forward hook of the model, also called after errors.
 
         Raises:
-            LogitsUsedError: The model returns something else than its logits.
+            LogitsUsedError: The model returns something other than its logits.
         """
         del module, args
-        stand_in, self._stand_in = self._stand_in, None
-        if stand_in is None:
+        placeholder, self._placeholder = self._placeholder, None
+        if placeholder is None:
             return
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         logits = outputs.logits if isinstance(outputs, ModelOutputs) else outputs
-        if logits is not None and logits is not stand_in:
-            raise LogitsUsedError("the model returns something else than its logits")
+        if logits is not None and logits is not placeholder:
+            raise LogitsUsedError("the model returns something other than its logits")
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Do to logits what the model did to their stand-in."""
+        """Apply the recorded operations to logits."""
         for func, args, kwargs in self._steps:
             logits = func(logits, *args, **kwargs)
         return logits
@@ -65,9 +66,9 @@ class AfterHead(TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         name = str(getattr(func, "__name__", func)).strip("_")
-        if name in _LOOKING or not any(tensor is self._stand_in for tensor in tensors):
+        if name in _METADATA_QUERIES or not any(tensor is self._placeholder for tensor in tensors):
             return func(*args, **kwargs)
-        if name not in _OF_EACH_NUMBER or len(tensors) > 1 or args[0] is not self._stand_in:
+        if name not in _ELEMENTWISE or len(tensors) > 1 or args[0] is not self._placeholder:
             raise LogitsUsedError(f"the model uses its logits in {name}")
         self._steps.append((func, args[1:], kwargs))
-        return self._stand_in
+        return self._placeholder

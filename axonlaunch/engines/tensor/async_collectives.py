@@ -1,7 +1,8 @@
-"""Matrix products of compiled blocks that are computed part by part, while other parts travel.
+"""Overlaps matrix products of compiled blocks with the collectives next to them.
 
-torch's compiler finds them: an all-gather before a product, a reduce-scatter after one. Each rank
-reads what it lacks from the memory of the others' GPUs, without NCCL.
+torch's compiler finds an all-gather before a product or a reduce-scatter after one, and computes
+the product in parts while other parts are transferred. Each rank reads the missing parts directly
+from the memory of the other GPUs, without NCCL.
 
 Source: PyTorch, "Introducing Async Tensor Parallelism in PyTorch", 2024; torchtitan,
 ``maybe_enable_async_tp``.
@@ -15,9 +16,10 @@ from axonlaunch.engines.tensor.torch_internals import fuse_exchanges
 
 
 def overlap_exchanges(group: ProcessGroup) -> None:
-    """Let what is compiled from now on multiply while it exchanges; all ranks of the group call.
+    """Overlap products with collectives in everything compiled from now on.
 
-    Off NCCL nothing changes: there an estimate stands for one of its ranks.
+    All ranks of the group must call it. With a backend other than NCCL it has no effect; estimates
+    use such a backend.
     """
     if group.backend is not Backend.NCCL:
         return

@@ -1,11 +1,12 @@
-"""A loss whose logits exist for some tokens at a time: head and cross entropy, chunk by chunk.
+"""Computes head and cross entropy in chunks of tokens, so the full logits never exist.
 
-The head of a model passes its input on, and the loss applies it; backward recomputes each chunk's
-logits. Nothing is approximated. What a model does to each logit after the head, as softcapping, is
-done to those of a chunk.
+The head returns its input unchanged, and the loss applies the head; backward recomputes each
+chunk's logits. Nothing is approximated. Elementwise operations of the model after the head, such as
+softcapping, are applied to each chunk's logits.
 
-Source: Hsu et al., "Liger Kernel", 2024, section 3.2, and torchtitan's chunked loss; unlike theirs,
-no gradient of the head is kept between forward and backward, of which a pipeline would keep many.
+Source: Hsu et al., "Liger Kernel", 2024, section 3.2, and torchtitan's chunked loss. Unlike those,
+no gradient of the head is kept between forward and backward; a pipeline would have to keep one for
+each micro-batch in flight.
 """
 
 from __future__ import annotations
@@ -31,31 +32,31 @@ _Sum = Callable[[Tensor, Tensor], Tensor]
 
 
 class ChunkedLoss:
-    """The summed loss of hidden states that a head was to turn into logits."""
+    """The summed loss, computed from hidden states and a deferred head."""
 
     def __init__(self, loss: _Sum, *, chunk: int) -> None:
-        """Prepare the loss.
+        """Create the loss.
 
         Args:
-            loss: ``(logits, targets)`` to the sum over counted targets.
-            chunk: Tokens whose logits exist at a time.
+            loss: Maps ``(logits, targets)`` to the sum over counted targets.
+            chunk: Number of tokens per chunk.
         """
         self._loss = loss
         self._chunk = chunk
         self._heads: list[_DeferredHead] = []
 
     def defer(self, head: nn.Module, module: nn.Module) -> None:
-        """Let a head pass its input on; a rank has at most one that is called.
+        """Make a head return its input; only one head per rank may be called.
 
         Args:
-            head: What makes logits.
-            module: The model, or stage of one, whose forward calls it.
+            head: The layer that computes logits.
+            module: The model or pipeline stage that calls the head in its forward.
         """
         self._heads.append(_DeferredHead(head, module))
 
     @contextmanager
     def whole_logits(self) -> Iterator[None]:
-        """Let heads give logits for a while: for who wants them, and no loss."""
+        """Make heads return logits while the context is active. The loss cannot be used in it."""
         for head in self._heads:
             head.is_deferred = False
         try:
@@ -65,7 +66,7 @@ class ChunkedLoss:
                 head.is_deferred = True
 
     def __call__(self, outputs: Tensor | ModelOutputs, targets: Tensor) -> Tensor:
-        """Return the summed loss in fp32; an auxiliary one counts as it does without chunks."""
+        """Return the summed loss in fp32, including an auxiliary loss of the model."""
         return with_auxiliary_loss(self._sum, outputs, targets)
 
     def _sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -76,23 +77,23 @@ class ChunkedLoss:
             raise ValueError(f"{len(rows)} hidden states do not fit {len(targets)} targets")
         total = torch.zeros((), device=rows.device)
         pairs = zip(rows.split(self._chunk), targets.split(self._chunk), strict=True)
-        for part, of_part in pairs:
-            total = total + self._of_chunk(head, part, of_part)
+        for hidden_chunk, target_chunk in pairs:
+            total = total + self._chunk_loss(head, hidden_chunk, target_chunk)
         return total
 
-    def _of_chunk(self, head: _DeferredHead, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _chunk_loss(self, head: _DeferredHead, hidden: Tensor, targets: Tensor) -> Tensor:
         def compute(hidden: Tensor) -> Tensor:
             return self._loss(head.logits(hidden), targets)
 
         if not torch.is_grad_enabled():
             return compute(hidden)
         losses: Any = checkpoint(compute, hidden, use_reentrant=False, preserve_rng_state=False)
-        of_chunk: Tensor = losses
-        return of_chunk
+        loss: Tensor = losses
+        return loss
 
 
 class _DeferredHead:
-    """A head that returns its input, and is applied later in the same arithmetic."""
+    """A head that returns its input and is applied later under the same autocast settings."""
 
     def __init__(self, head: nn.Module, module: nn.Module) -> None:
         self.is_deferred = True
@@ -110,12 +111,13 @@ class _DeferredHead:
         self._autocast = nullcontext
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            # Each chunk casts the weight for itself: a cache would keep what only forward made.
+            # Each chunk casts the weight itself. The autocast cache would only keep casts of the
+            # forward.
             self._autocast = lambda: torch.autocast(kind, dtype=dtype, cache_enabled=False)
         return self._after.begin(hidden)
 
     def enter_head(self, hidden: Tensor) -> Tensor:
-        """Return hidden states as the head's columns read them: their gradient is summed once."""
+        """Bring hidden states into the head's region, so that their gradient is summed once."""
         head = self._head
         if not isinstance(head, ColumnParallelLinear):
             return hidden
@@ -123,10 +125,10 @@ class _DeferredHead:
         return enter_region(hidden, head.axis.group, sequence_parallel=parts)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of some tokens."""
+        """Return the logits of a chunk of hidden states."""
         head = self._head
         with self._autocast(), reading_lower(head):
             if not isinstance(head, ColumnParallelLinear):
                 return self._after.apply(self._apply(hidden))
-            logits = self._after.apply(F.linear(hidden, *head.of_rank()))
+            logits = self._after.apply(F.linear(hidden, *head.rank_parameters()))
         return collect_from(logits, head.axis.group, -1) if head.gather_output else logits

@@ -1,7 +1,8 @@
-"""A parallel region's column-parallel layers, computed together so that backward can overlap.
+"""Computes a region's column-parallel layers together, so that backward can overlap.
 
-The gradient of their common input is summed over ranks while the gradients of their weights are
-computed. A layer that turns out to read something else computes by itself.
+A parallel region is a part of the model in which each rank has only some heads or features. The
+gradient of its layers' common input is summed over ranks while the weight gradients are computed. A
+layer that reads a different input is computed separately.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
 and Megatron-LM's linear layer with asynchronous communication.
@@ -29,11 +30,11 @@ from axonlaunch.comm.autograd import (
 from axonlaunch.engines.tensor.local_parameters import TensorAxis
 
 SEQUENCE_DIM = 1
-"""The dim of hidden states [B, T, H] that sequence parallelism cuts."""
+"""Dim of hidden states [B, T, H] that sequence parallelism shards."""
 
 
 def enter_region(x: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
-    """Take a region's input into it: every rank's own, or the ranks' parts of the sequence."""
+    """Bring an input into a parallel region, by copying it or gathering its sequence parts."""
     return (
         all_gather_from_group(x, group, SEQUENCE_DIM)
         if sequence_parallel
@@ -42,7 +43,7 @@ def enter_region(x: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> 
 
 
 def leave(x: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
-    """Sum a region's partial results: all of them, or this rank's part of the sequence."""
+    """Sum a region's partial results; return all positions, or this rank's part of the sequence."""
     return (
         reduce_scatter_to(x, group, SEQUENCE_DIM)
         if sequence_parallel
@@ -59,15 +60,15 @@ class Column(Protocol):
 
     in_features: int
 
-    def of_rank(self) -> tuple[Tensor, Tensor | None]:
+    def rank_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight [outputs, inputs] and bias, through autograd."""
 
 
 class ColumnParallelGroup:
-    """What column-parallel layers that read one input share while a forward runs.
+    """State that column-parallel layers with a common input share during a forward.
 
     Attributes:
-        axis: The ranks that divide the layers.
+        axis: The tensor axis over which the layers are sharded.
         sequence_parallel: Whether the input is this rank's part of the sequence.
     """
 
@@ -82,26 +83,26 @@ class ColumnParallelGroup:
         self._outputs: dict[Column, Tensor] = {}
 
     def enter(self, x: Tensor) -> Tensor:
-        """Take the input into the region."""
+        """Bring the input into the region."""
         entered = enter_region(x, self.axis.group, sequence_parallel=self.sequence_parallel)
-        # The compiler overlaps by itself; without gradients there is nothing to overlap.
-        alone = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-        if self.axis.overlaps and not alone:
+        # The compiler arranges overlap itself, and without gradients there is nothing to overlap.
+        no_overlap = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+        if self.axis.overlaps and not no_overlap:
             self._source, self._input = x, entered
         return entered
 
     def leave(self) -> None:
-        """Forget what was computed."""
+        """Drop the input and outputs of the forward."""
         self._source = self._input = None
         self._outputs = {}
 
     def output_of(self, column: Column, x: Tensor) -> Tensor:
-        """Return a layer's output; the first that is fed the region's input computes all."""
+        """Return a layer's output; the first layer called with the region's input computes all."""
         if x is not self._input:
-            return F.linear(x, *column.of_rank())
+            return F.linear(x, *column.rank_parameters())
         if not self._outputs:
             assert self._source is not None
-            # Latent attention has layers that read something narrower.
+            # In latent attention some layers read a narrower input.
             columns = [member for member in self._columns if member.in_features == x.shape[-1]]
             outputs = linears(self._source, x, columns, region=self)
             self._outputs = dict(zip(columns, outputs, strict=True))
@@ -114,18 +115,19 @@ def linears(
     """Apply column-parallel layers to one input.
 
     Args:
-        source: The input before it enters the region; gradients go to it, summed over ranks.
-        entered: The same after; its own way into the region gets no gradient from here.
+        source: The input before it enters the region; receives the gradient, summed over ranks.
+        entered: The input inside the region, used detached: it receives no gradient from here.
         columns: The layers.
-        region: Says how the input enters.
+        region: The region, which decides how the input enters.
     """
-    parameters = [column.of_rank() for column in columns]
+    parameters = [column.rank_parameters() for column in columns]
     weights = [weight for weight, _ in parameters]
     biases = [bias for _, bias in parameters]
     x = entered.detach()
     device = x.device.type
     if torch.is_autocast_enabled(device):
-        # Inside the function below autocast would cast what backward is to use uncast.
+        # Inside the autograd function below, autocast would cast tensors that backward needs
+        # uncast.
         dtype = torch.get_autocast_dtype(device)
         x, *weights = (t.to(dtype) for t in (x, *weights))
         biases = [b if b is None else b.to(dtype) for b in biases]
@@ -157,24 +159,26 @@ class _Linears(torch.autograd.Function):
         rows = [g if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
         pending = None
         if needed[0]:
-            pending = _start(_of_input(rows, weights, x).to(ctx.dtype), ctx.group, ctx.in_parts)
+            pending = _start(
+                _input_gradient(rows, weights, x).to(ctx.dtype), ctx.group, ctx.in_parts
+            )
         inputs = x.reshape(-1, x.shape[-1])
-        of_parameters = [
+        parameter_gradients = [
             g.t() @ inputs if g is not None and needed[4 + index] else None
             for index, g in enumerate(rows)
         ]
-        of_parameters += [
+        parameter_gradients += [
             g.sum(0) if g is not None and needed[4 + count + index] else None
             for index, g in enumerate(rows)
         ]
-        return None if pending is None else finish(pending), None, None, None, *of_parameters
+        return None if pending is None else finish(pending), None, None, None, *parameter_gradients
 
 
 _apply_linears: Any = _Linears.apply
 
 
-def _of_input(rows: list[Tensor | None], weights: list[Tensor], x: Tensor) -> Tensor:
-    """Return this rank's part of the gradient of the input."""
+def _input_gradient(rows: list[Tensor | None], weights: list[Tensor], x: Tensor) -> Tensor:
+    """Return this rank's part of the input gradient."""
     total: Tensor | None = None
     for gradient, weight in zip(rows, weights, strict=True):
         if gradient is not None:

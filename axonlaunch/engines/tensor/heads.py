@@ -1,8 +1,9 @@
-"""Heads of attention under a cut: how many a rank has, and what a module remembers of them.
+"""Adjusts head counts and widths stored in modules when their layers are sharded.
 
-A module that writes ``view(batch, -1, self.num_heads, d)`` would take a rank's part of the heads
-for a part of the positions, without an error. So whatever a module that holds column-parallel
-layers keeps of heads and widths follows the cut. Heads that can't be dealt out are reported.
+A module that computes ``view(batch, -1, self.num_heads, d)`` with the full number of heads would
+silently treat a part of the heads as a part of the positions. Therefore head counts and widths
+stored in modules with column-parallel layers are set to this rank's. Head counts that cannot be
+divided among the ranks are reported.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from axonlaunch.models.attention import Attention
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 _GROUPS = ("num_key_value_groups",)
-"""Query heads for each key-value head."""
+"""Number of query heads per key-value head."""
 _WIDTHS = (
     *("embed_dim", "split_size", "all_head_size", "hidden_size", "attn_hidden_size", "d_model"),
     *("inner_dim", "intermediate_size", "intermediate_dim", "expert_dim", "ffn_dim"),
 )
-"""What modules call the number of a layer's outputs; one that is equal to it follows the cut."""
+"""Common attribute names for a layer's output size; changed if equal to a sharded output size."""
 
 
 def key_value_heads(holder: nn.Module | None, layer: nn.Module) -> int | None:
-    """Return how many heads of keys or values a layer of an attention module gives.
+    """Return the number of key or value heads that a layer of an attention module computes.
 
     Args:
         holder: The attention module.
-        layer: Linear.
+        layer: The linear layer.
 
     Returns:
-        None where the module does not say how large a head is.
+        The number of heads; None if the module does not state the size of a head.
     """
     sizes = linear_sizes(layer)
     if holder is None or sizes is None:
@@ -50,13 +51,13 @@ def key_value_heads(holder: nn.Module | None, layer: nn.Module) -> int | None:
 def indivisible_heads(
     holder: nn.Module, columns: Mapping[str, nn.Module], degree: int, *, shared: int | None
 ) -> Iterator[str]:
-    """Yield the head counts of a module that a degree can't deal out, with the degrees that can.
+    """Yield an error message if a module's heads cannot be divided among ``degree`` ranks.
 
     Args:
-        holder: What holds column-parallel layers.
-        columns: Those of them that are cut, by their names in it.
-        degree: Ranks.
-        shared: Heads of keys and values that several ranks may hold alike; None: none may.
+        holder: The module that holds column-parallel layers.
+        columns: The sharded layers, by attribute name.
+        degree: Number of ranks.
+        shared: Number of key-value heads that several ranks may share; None if none may.
     """
     if isinstance(holder, Attention):
         return
@@ -68,22 +69,22 @@ def indivisible_heads(
         heads_of = {n: heads for n, heads in heads_of.items() if shared is None or heads != shared}
         counts = {f"heads of {name}": heads for name, heads in heads_of.items() if heads}
     for name, heads in counts.items():
-        legal = [n for n in divisors(heads) if shared is None or _fits(shared, n)]
-        if degree not in legal:
-            yield f"{name}={heads} can't be dealt out to so many ranks; use {one_of(legal)}"
+        valid = [n for n in divisors(heads) if shared is None or _fits(shared, n)]
+        if degree not in valid:
+            yield f"{name}={heads} cannot be divided among {degree} ranks; use {one_of(valid)}"
             return
 
 
-def follow_the_cut(
+def set_local_head_counts(
     holder: nn.Module, outputs: Sequence[int], *, degree: int, shared: int | None
 ) -> None:
-    """Make what a module keeps of heads and widths that of a rank.
+    """Set the head counts and widths stored in a module to those of one rank.
 
     Args:
-        holder: What holds column-parallel layers.
-        outputs: How many outputs they, or the pieces that they pack, have over all ranks.
-        degree: Ranks.
-        shared: As for ``indivisible_heads``.
+        holder: The module that holds column-parallel layers.
+        outputs: Full output sizes of those layers, or of the pieces packed in them.
+        degree: Number of ranks.
+        shared: Number of key-value heads that several ranks may share; None if none may.
     """
     if isinstance(holder, Attention):
         return

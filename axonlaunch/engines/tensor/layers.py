@@ -1,8 +1,9 @@
-"""Layers divided among the ranks of a group, each of which computes with its part.
+"""Layers whose parameters are sharded among the ranks of a group.
 
-Their parameters are DTensors of the whole shape, their hot path works on plain tensors. They
-start as the undivided layer would, so every rank's torch generator must be in the same state
-when they are built. Sizes that the group does not divide are refused.
+Parameters are DTensors of the full shape; forward and backward work on plain local tensors. The
+layers are initialized to the values of the unsharded layer, so every rank's torch generator must
+be in the same state when they are built. Sizes that are not divisible by the group's size are an
+error.
 
 Source: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation
 Recomputation", 2022, for sequence parallelism.
@@ -23,7 +24,7 @@ from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup, leave
 from axonlaunch.engines.tensor.local_parameters import (
     TensorAxis,
     empty_part,
-    own_entries,
+    local_entries,
     rank_part,
     refuse_indivisible,
     to_local,
@@ -34,14 +35,15 @@ from axonlaunch.models.convert_module import convert_module
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A linear layer whose output features are divided.
+    """A linear layer whose output features are sharded.
 
     Attributes:
-        axis: The ranks that divide it.
-        region: The parallel region that it is in; it may be alone there.
-        enters: Whether it takes its input into the region, or what contains it has.
-        gather_output: Whether it returns all features, or this rank's.
-        transposed: Whether its weight is [in, out].
+        axis: The tensor axis over which the layer is sharded.
+        region: The parallel region that contains the layer, possibly as its only one.
+        enters: Whether the layer brings its input into the region itself. False if a containing
+            module does that.
+        gather_output: Whether the layer returns all output features; otherwise this rank's.
+        transposed: Whether the weight has shape [in, out].
     """
 
     cuts: ClassVar = {"weight": 0, "bias": 0}
@@ -62,19 +64,19 @@ class ColumnParallelLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Draw the whole layer as ``nn.Linear`` does and keep this rank's rows.
+        """Initialize the full layer as ``nn.Linear`` does and keep this rank's rows.
 
         Args:
-            in_features: Size of an input, whole on every rank.
-            out_features: Size of an output over all ranks.
-            group: The ranks that divide it; None: the whole world.
-            bias: Whether it has one.
-            gather_output: Whether it returns all features, or this rank's.
-            device: Where its parameters are.
-            dtype: What they are.
+            in_features: Input size, the same on every rank.
+            out_features: Output size, summed over all ranks.
+            group: The ranks that share the layer; None for the whole world.
+            bias: Whether the layer has a bias.
+            gather_output: Whether the layer returns all output features; otherwise this rank's.
+            device: Device of the parameters.
+            dtype: Type of the parameters.
 
         Raises:
-            ValueError: The group's size does not divide ``out_features``.
+            ValueError: ``out_features`` is not divisible by the group's size.
         """
         axis = TensorAxis.of_group(group)
         refuse_indivisible("out_features", out_features, axis.group)
@@ -93,38 +95,40 @@ class ColumnParallelLinear(nn.Linear):
         return collect_from(y, self.axis.group, -1) if self.gather_output else y
 
     def _adapt(self, output: Tensor, x: Tensor) -> Tensor:
-        return with_adapter(self, output, x, read=self.of_rank)
+        return with_adapter(self, output, x, read=self.rank_parameters)
 
-    def of_rank(self) -> tuple[Tensor, Tensor | None]:
+    def rank_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight [out / ranks, in] and bias."""
         weight, bias = to_local(self.weight), cast("Tensor | None", self.bias)
         return weight.t() if self.transposed else weight, None if bias is None else to_local(bias)
 
 
 class SharedHeadsLinear(ColumnParallelLinear):
-    """A linear layer to the heads of keys or values, which are fewer than the ranks.
+    """A key or value projection with fewer heads than the group has ranks.
 
-    Every rank keeps all of it and computes one head, the one that its query heads attend to.
+    Every rank keeps the full weight and computes only the head that its query heads attend to.
 
     Attributes:
-        heads: How many it has.
+        heads: Number of key or value heads.
     """
 
     cuts: ClassVar = {}
     heads: int
 
     @property
-    def _own(self) -> tuple[int, int]:
-        """First and number of the outputs of this rank's head."""
+    def _head_range(self) -> tuple[int, int]:
+        """Return the first output of this rank's head and the number of its outputs."""
         group, length = self.axis.group, self.out_features // self.heads
         return group.rank * self.heads // group.size * length, length
 
     def _adapt(self, output: Tensor, x: Tensor) -> Tensor:
-        return with_adapter(self, output, x, read=self.of_rank, own=self._own)
+        return with_adapter(
+            self, output, x, read=self.rank_parameters, output_range=self._head_range
+        )
 
-    def of_rank(self) -> tuple[Tensor, Tensor | None]:
+    def rank_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight [out / heads, in] and the bias of this rank's head."""
-        group, (first, length) = self.axis.group, self._own
+        group, (first, length) = self.axis.group, self._head_range
         weight, bias = to_local(self.weight, summed_over=group), cast("Tensor | None", self.bias)
         weight = (weight.t() if self.transposed else weight).narrow(0, first, length)
         if bias is None:
@@ -133,21 +137,21 @@ class SharedHeadsLinear(ColumnParallelLinear):
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """A linear layer to the logits of a divided vocabulary; each rank returns its own.
+    """A linear layer to logits sharded over the vocabulary; each rank returns its shard.
 
-    ``vocab_parallel_cross_entropy_sum`` takes them as they are.
+    The result can be passed directly to ``vocab_parallel_cross_entropy_sum``.
     """
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer whose input features are divided; the ranks' products are summed.
+    """A linear layer whose input features are sharded; the ranks' products are summed.
 
     Attributes:
-        axis: The ranks that divide it.
-        input_is_parallel: Whether its input is this rank's features, as a column-parallel layer
-            leaves them, or all.
-        sequence_parallel: Whether it returns this rank's part of the sequence, or all of it.
-        transposed: Whether its weight is [in, out].
+        axis: The tensor axis over which the layer is sharded.
+        input_is_parallel: Whether the input holds only this rank's features, as returned by a
+            column-parallel layer; otherwise all features.
+        sequence_parallel: Whether the layer returns only this rank's part of the sequence.
+        transposed: Whether the weight has shape [in, out].
     """
 
     cuts: ClassVar = {"weight": 1}
@@ -167,19 +171,19 @@ class RowParallelLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Draw the whole layer as ``nn.Linear`` does and keep this rank's columns.
+        """Initialize the full layer as ``nn.Linear`` does and keep this rank's columns.
 
         Args:
-            in_features: Size of an input over all ranks.
-            out_features: Size of an output, whole on every rank.
-            group: The ranks that divide it; None: the whole world.
-            bias: Whether it has one; every rank holds it, and it is added once.
-            input_is_parallel: Whether inputs are this rank's features, or all.
-            device: Where its parameters are.
-            dtype: What they are.
+            in_features: Input size, summed over all ranks.
+            out_features: Output size, the same on every rank.
+            group: The ranks that share the layer; None for the whole world.
+            bias: Whether the layer has a bias. Every rank holds the full bias; it is added once.
+            input_is_parallel: Whether inputs hold only this rank's features; otherwise all.
+            device: Device of the parameters.
+            dtype: Type of the parameters.
 
         Raises:
-            ValueError: The group's size does not divide ``in_features``.
+            ValueError: ``in_features`` is not divisible by the group's size.
         """
         axis = TensorAxis.of_group(group)
         refuse_indivisible("in_features", in_features, axis.group)
@@ -198,29 +202,30 @@ class RowParallelLinear(nn.Linear):
         elif x.shape[-1] != weight.shape[1]:
             raise ValueError(
                 f"a row-parallel layer of {self.in_features} inputs on {group.size} ranks takes "
-                f"{weight.shape[1]} features per rank, got {x.shape[-1]}: feed it what a "
-                "column-parallel layer returns"
+                f"{weight.shape[1]} features per rank, got {x.shape[-1]}: pass the output "
+                "of a column-parallel layer"
             )
-        own = F.linear(x, weight)
-        part = with_adapter(self, own, x, read=lambda: (weight, None), group=group)
-        y = leave(part, group, sequence_parallel=self.sequence_parallel)
+        product = F.linear(x, weight)
+        adapted = with_adapter(self, product, x, read=lambda: (weight, None), group=group)
+        y = leave(adapted, group, sequence_parallel=self.sequence_parallel)
         bias = cast("Tensor | None", self.bias)
         if bias is None:
             return y
-        # Each rank adds it to its part of the sequence, so sees that part of its gradient. Under
-        # autocast a linear layer's bias is cast as its weight is, and its output stays what it is.
+        # With sequence parallelism each rank adds the bias to its part of the sequence, and
+        # therefore sees only that part of the bias gradient. As under autocast in a linear layer,
+        # the bias is cast and the output keeps its type.
         bias = to_local(bias, summed_over=group if self.sequence_parallel else None)
         return y + bias.to(y.dtype)
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding whose rows, one a token of the vocabulary, are divided.
+    """An embedding sharded by rows, that is by tokens of the vocabulary.
 
-    The last rank has fewer where the group's size does not divide them.
+    The last rank has fewer rows if the vocabulary is not divisible by the group's size.
 
     Attributes:
-        axis: The ranks that divide it.
-        sequence_parallel: Whether it returns this rank's part of the sequence, or all of it.
+        axis: The tensor axis over which the table is sharded.
+        sequence_parallel: Whether the embedding returns only this rank's part of the sequence.
     """
 
     cuts: ClassVar = {"weight": 0}
@@ -236,17 +241,17 @@ class VocabParallelEmbedding(nn.Embedding):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Draw the whole table as ``nn.Embedding`` does and keep this rank's rows.
+        """Initialize the full table as ``nn.Embedding`` does and keep this rank's rows.
 
         Args:
-            num_embeddings: Tokens of the vocabulary.
+            num_embeddings: Size of the vocabulary.
             embedding_dim: Size of a token's vector.
-            group: The ranks that divide it; None: the whole world.
-            device: Where the table is.
-            dtype: What it is.
+            group: The ranks that share the table; None for the whole world.
+            device: Device of the table.
+            dtype: Type of the table.
 
         Raises:
-            ValueError: A rank would have none of ``num_embeddings``.
+            ValueError: At least one rank would have no rows.
         """
         axis = TensorAxis.of_group(group)
         if problem := empty_part("num_embeddings", num_embeddings, axis.group.size):
@@ -259,27 +264,27 @@ class VocabParallelEmbedding(nn.Embedding):
         """Map tokens [...] to vectors [..., embedding_dim].
 
         Raises:
-            RuntimeError: A token is not in the vocabulary (on CUDA, when the device gets there).
+            RuntimeError: A token is not in the vocabulary (asynchronously on CUDA).
         """
         group, weight = self.axis.group, to_local(self.weight)
         in_vocabulary = (tokens >= 0) & (tokens < self.num_embeddings)
         assert_on_device(in_vocabulary.all(), "a token is not in the vocabulary")
-        mine, elsewhere = own_entries(tokens, group, size=self.num_embeddings)
+        rows, elsewhere = local_entries(tokens, group, size=self.num_embeddings)
         padding = None
         if self.padding_idx is not None:
             first, count = rank_part(self.num_embeddings, group)
             if first <= self.padding_idx < first + count:
                 padding = self.padding_idx - first
-        # Row 0 stands in for the others' tokens and gets a gradient of zero from them.
-        vectors = F.embedding(mine, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        # Tokens of other ranks look up row 0; the mask makes their result and their gradient zero.
+        vectors = F.embedding(rows, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return leave(vectors, group, sequence_parallel=self.sequence_parallel)
 
 
 class ColumnParallelEmbedding(nn.Embedding):
-    """An embedding whose features are divided; every rank returns all of them.
+    """An embedding sharded by features; every rank returns all features.
 
     Attributes:
-        axis: The ranks that divide it.
+        axis: The tensor axis over which the table is sharded.
     """
 
     cuts: ClassVar = {"weight": 1}
@@ -292,11 +297,11 @@ class ColumnParallelEmbedding(nn.Embedding):
 
 
 class TensorParallelAttention(Attention):
-    """Multi-head attention whose heads are divided; its input enters the parallel region once.
+    """Multi-head attention with sharded heads; its input enters the parallel region once.
 
     Attributes:
-        axis: The ranks that divide it.
-        region: The region that its projections share.
+        axis: The tensor axis over which the heads are sharded.
+        region: The parallel region that the three input projections share.
     """
 
     def __init__(
@@ -309,18 +314,19 @@ class TensorParallelAttention(Attention):
         bias: bool = False,
         causal: bool = True,
     ) -> None:
-        """Draw the whole layer as ``Attention`` does and keep this rank's heads.
+        """Initialize the full layer as ``Attention`` does and keep this rank's heads.
 
         Args:
             hidden_size: Size of a position's input and output.
-            num_heads: Query heads over all ranks.
-            num_key_value_heads: Key-value heads over all ranks; None: as many.
-            group: The ranks that divide it; None: the whole world.
-            bias: Whether its projections have one.
-            causal: Whether a position sees earlier ones alone.
+            num_heads: Number of query heads over all ranks.
+            num_key_value_heads: Number of key-value heads over all ranks; None for ``num_heads``.
+            group: The ranks that share the layer; None for the whole world.
+            bias: Whether the projections have biases.
+            causal: Whether each position sees only earlier ones.
 
         Raises:
-            ValueError: The group's size does not divide the heads, or the heads don't fit.
+            ValueError: The heads are not divisible by the group's size, or do not fit
+                ``hidden_size`` or one another.
         """
         axis = TensorAxis.of_group(group)
         heads = num_key_value_heads or num_heads
@@ -349,7 +355,7 @@ class TensorParallelAttention(Attention):
     def forward(
         self, x: Tensor, rotary: RotaryTable | None = None, packing: Packing | None = None
     ) -> Tensor:
-        """Attend: [B, T, hidden] to [B, T, hidden], whole on every rank."""
+        """Attend: map [B, T, hidden] to [B, T, hidden], both complete on every rank."""
         try:
             return super().forward(self.region.enter(x), rotary, packing)
         finally:

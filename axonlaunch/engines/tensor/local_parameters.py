@@ -1,8 +1,8 @@
-"""The tensor axis: how parameters are cut over it, and how forwards read them as plain tensors.
+"""Shards parameters over the tensor axis and gives forwards the local shards as plain tensors.
 
-It knows no layer and no plan. Parameters stay DTensors, so that optimizers, clipping and
-checkpoints work in any mesh; what computes gets this rank's part, a plain tensor, whose gradient
-finds its way back to the DTensor. Sizes that the axis does not divide are refused.
+This module knows no layers and no plans. Parameters remain DTensors, so optimizers, clipping and
+checkpoints work on any mesh. A forward reads this rank's shard as a plain tensor; its gradient
+flows back to the DTensor. Sizes that are not divisible by the axis are an error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from axonlaunch.models.torch_internals import local_tensor
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter is divided.
+    """How a parameter is sharded.
 
     Attributes:
-        dim: Which is cut.
-        pieces: Equal tensors that lie one behind the other in it, each of which is cut.
+        dim: The sharded dim.
+        pieces: Number of equal tensors concatenated along ``dim``; each of them is sharded.
     """
 
     dim: int
@@ -40,13 +40,13 @@ class Cut:
 
 
 class TensorAxis:
-    """The ranks that divide layers among them, as all modules of one tree see them.
+    """The ranks that share layers, and state common to all modules of one module tree.
 
     Attributes:
-        mesh: Their one-dimensional mesh, on which the tree's DTensors lie.
-        group: Their process group.
-        overlaps: Whether a region's layers go back together.
-        computes: Whether a forward of the tree runs now, so that modules read local parameters.
+        mesh: One-dimensional mesh of the ranks, used by all DTensors of the tree.
+        group: Process group of the ranks.
+        overlaps: Whether the backward of a region's layers is computed together.
+        computes: Whether a forward of the tree is running, in which modules read local parameters.
     """
 
     def __init__(
@@ -59,73 +59,77 @@ class TensorAxis:
 
     @classmethod
     def of_group(cls, group: ProcessGroup | None) -> Self:
-        """Make the axis of a group; None: of the whole world."""
+        """Create the axis of a group; None for the whole world."""
         group = group or default_group()
         kind = device_of(group).type
         mesh = DeviceMesh.from_group(group.torch_group, kind, mesh_dim_names=("tp",))
         return cls(mesh, group=group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Let copies of a module share it: groups can't be copied."""
+        """Return the axis itself, because process groups cannot be copied."""
         return self
 
     def distribute(self, module: nn.Module) -> None:
-        """Make every parameter of a tree a DTensor, of which this rank keeps its part.
+        """Replace every parameter of a module tree with a DTensor that holds this rank's shard.
 
-        A module, or its class, says in ``cuts`` which dim of a parameter is cut, or how; the others
-        every rank keeps whole. Parameters are the same on every rank before, or on ``meta``;
-        nothing is communicated. What is tied stays tied.
+        ``cuts`` of a module or of its class maps parameter names to a dim or a ``Cut``; other
+        parameters are replicated. Before the call, parameters must be the same on every rank, or on
+        ``meta``; nothing is communicated. Tied parameters stay tied.
 
         Raises:
-            ValueError: Two modules cut a parameter that they share in different ways.
+            ValueError: Two modules share a parameter but cut it differently.
         """
-        made: dict[nn.Parameter, tuple[Cut | None, nn.Parameter]] = {}
-        for owner in module.modules():
-            cuts = owner.__dict__.get("cuts") or getattr(type(owner), "cuts", {})
-            for key, parameter in list(owner._parameters.items()):
+        placed_by_parameter: dict[nn.Parameter, tuple[Cut | None, nn.Parameter]] = {}
+        for submodule in module.modules():
+            cuts = submodule.__dict__.get("cuts") or getattr(type(submodule), "cuts", {})
+            for key, parameter in list(submodule._parameters.items()):
                 if parameter is None:
                     continue
                 dim_or_cut = cuts.get(key)
                 cut = Cut(dim_or_cut) if isinstance(dim_or_cut, int) else dim_or_cut
-                if parameter not in made:
-                    made[parameter] = cut, self._place(parameter, cut)
-                its_cut, placed = made[parameter]
-                if its_cut != cut:
+                if parameter not in placed_by_parameter:
+                    placed_by_parameter[parameter] = cut, self._place(parameter, cut)
+                first_cut, placed = placed_by_parameter[parameter]
+                if first_cut != cut:
                     raise ValueError(
-                        f"{owner} shares its {key} with a module that cuts it otherwise"
+                        f"{submodule} shares its {key} with a module that cuts it differently"
                     )
-                setattr(owner, key, placed)
+                setattr(submodule, key, placed)
 
     def _place(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
-        whole = parameter.detach()
-        part: Tensor = whole
+        full_tensor = parameter.detach()
+        local_shard: Tensor = full_tensor
         placement: Placement = Replicate()
         if cut is not None:
-            part, placement = self.part_of(whole, cut), Shard(cut.dim)
+            local_shard, placement = self.part_of(full_tensor, cut), Shard(cut.dim)
             if cut.pieces > 1:
                 placement = packed_placement(cut.dim, pieces=cut.pieces)
-        placed = DTensor.from_local(
-            part, self.mesh, [placement], shape=whole.shape, stride=whole.contiguous().stride()
+        dtensor = DTensor.from_local(
+            local_shard,
+            self.mesh,
+            [placement],
+            shape=full_tensor.shape,
+            stride=full_tensor.contiguous().stride(),
         )
-        return nn.Parameter(placed, requires_grad=parameter.requires_grad)
+        return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
 
-    def part_of(self, whole: Tensor, cut: Cut) -> Tensor:
-        """Return this rank's part of a tensor, contiguous."""
-        own = [
+    def part_of(self, full_tensor: Tensor, cut: Cut) -> Tensor:
+        """Return this rank's part of a full tensor, contiguous."""
+        parts = [
             piece.narrow(cut.dim, *rank_part(piece.shape[cut.dim], self.group))
-            for piece in whole.chunk(cut.pieces, cut.dim)
+            for piece in full_tensor.chunk(cut.pieces, cut.dim)
         ]
-        if len(own) == 1:
-            return own[0].clone(memory_format=torch.contiguous_format)
-        return torch.cat(own, cut.dim)
+        if len(parts) == 1:
+            return parts[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(parts, cut.dim)
 
 
 def to_local(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> Tensor:
-    """Return what this rank holds of a DTensor, for computing with, through autograd.
+    """Return this rank's shard of a DTensor as a plain tensor, differentiable.
 
     Args:
-        parameter: A DTensor; a plain tensor is returned as it is.
-        summed_over: The group over which to sum the gradient, where each rank sees a part of it.
+        parameter: A DTensor; a plain tensor is returned unchanged.
+        summed_over: Group over which the gradient is summed, if each rank sees only part of it.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -139,7 +143,7 @@ def to_local(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> T
 
 
 class _LocalPart(torch.autograd.Function):
-    """``to_local`` in a third of its time, which matters to small layers."""
+    """Implements ``to_local`` in a third of DTensor's time, which matters to small layers."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, summed_over: ProcessGroup | None) -> Tensor:
@@ -150,7 +154,7 @@ class _LocalPart(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if ctx.summed_over is not None:
             gradient = sum_over(gradient, ctx.summed_over)
-        # A copy of the spec, for sharding propagation writes into the ones that it meets.
+        # Copy the spec, because sharding propagation writes into the specs it is passed.
         gradient = gradient.contiguous()
         return DTensor(gradient, copy.copy(ctx.spec), requires_grad=False), None
 
@@ -159,15 +163,15 @@ _to_local: Any = _LocalPart.apply
 
 
 class ReadsLocally(nn.Module):
-    """Comes before a module's own class and gives its forward plain parameters.
+    """Mixin before a module's class that gives its forward plain local parameters.
 
-    An example, of 2 ranks that divide ``nn.Linear(8, 6)`` by its outputs: outside of a forward
-    ``layer.weight`` is a DTensor of shape [6, 8]; in ``Linear.forward`` the same expression gives a
-    plain tensor [3, 8], this rank's rows, whose gradient arrives in the DTensor's ``grad``.
+    Example: 2 ranks shard ``nn.Linear(8, 6)`` by outputs. Outside of a forward, ``layer.weight`` is
+    a DTensor of shape [6, 8]. Inside ``Linear.forward`` the same expression returns a plain tensor
+    [3, 8], this rank's rows, and the gradient is accumulated in the DTensor's ``grad``.
 
-    What looks from outside, and whatever goes through ``named_parameters`` or ``state_dict``,
-    meets the DTensors. While FSDP holds a parameter sharded it lies on another mesh, and stays
-    what it is: nothing can compute with that.
+    Code outside of the forward, and anything that uses ``named_parameters`` or ``state_dict``, sees
+    the DTensors. While FSDP keeps a parameter sharded, the parameter is on a different mesh and is
+    returned unchanged; nothing can compute with it in that state.
     """
 
     _axis: TensorAxis
@@ -175,13 +179,17 @@ class ReadsLocally(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         parameter = self.__dict__["_parameters"].get(name)
-        if parameter is not None and self._axis.computes and _lies_on(parameter, self._axis.mesh):
+        if (
+            parameter is not None
+            and self._axis.computes
+            and _is_on_mesh(parameter, self._axis.mesh)
+        ):
             sums = self._sums_gradients and parameter.placements[0].is_replicate()
             return to_local(parameter, summed_over=self._axis.group if sums else None)
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward."""
+        """Run the module's original forward."""
         axis = self._axis
         if axis.computes:
             return super().forward(*args, **kwargs)
@@ -195,7 +203,7 @@ class ReadsLocally(nn.Module):
 def rank_part(size: int, group: ProcessGroup) -> tuple[int, int]:
     """Return ``(first, count)`` of this rank's part of ``size``; the last part may be shorter.
 
-    They are those of torch.chunk and of ``Shard``. All but a vocabulary has equal ones.
+    The division is that of ``torch.chunk`` and ``Shard``. Only vocabularies have unequal parts.
     """
     length = -(-size // group.size)
     first = min(group.rank * length, size)
@@ -203,17 +211,18 @@ def rank_part(size: int, group: ProcessGroup) -> tuple[int, int]:
 
 
 def empty_part(name: str, size: int, ranks: int) -> str | None:
-    """Say why ``ranks`` would leave the last rank without entries; None if they do not."""
+    """Return an error message if the last of ``ranks`` parts is empty; None otherwise."""
     if -(-size // ranks) * (ranks - 1) < size:
         return None
     return f"{name}={size} leaves the last of {ranks} ranks without any; use {divisor_of(size)}"
 
 
-def own_entries(entries: Tensor, group: ProcessGroup, *, size: int) -> tuple[Tensor, Tensor]:
+def local_entries(entries: Tensor, group: ProcessGroup, *, size: int) -> tuple[Tensor, Tensor]:
     """Map token ids of a vocabulary of ``size`` to this rank's rows.
 
     Returns:
-        Row numbers on this rank, 0 where another rank has the row; and a mask of where.
+        Row numbers on this rank, with 0 for tokens of other ranks; and a mask of the tokens of
+        other ranks.
     """
     first, count = rank_part(size, group)
     entries = entries - first
@@ -221,15 +230,15 @@ def own_entries(entries: Tensor, group: ProcessGroup, *, size: int) -> tuple[Ten
     return entries.masked_fill(elsewhere, 0), elsewhere
 
 
-def _lies_on(parameter: Tensor, mesh: DeviceMesh) -> bool:
+def _is_on_mesh(parameter: Tensor, mesh: DeviceMesh) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh == mesh
 
 
 def refuse_indivisible(name: str, size: int, group: ProcessGroup) -> None:
-    """Refuse a size that can't be cut into equal parts, one a rank.
+    """Raise an error if a size cannot be split into equal parts, one for each rank.
 
     Raises:
-        ValueError: It names the size and the group sizes that would do.
+        ValueError: Names the size and the group sizes that divide it.
     """
     if size % group.size:
         raise ValueError(

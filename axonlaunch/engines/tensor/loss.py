@@ -1,6 +1,6 @@
-"""Cross entropy over logits whose vocabulary is divided among ranks.
+"""Cross entropy over logits that are sharded along the vocabulary.
 
-Neither the whole logits nor more than one fp32 copy of this rank's ever exist on a rank.
+A rank never holds the full logits, and at most one fp32 copy of its shard.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, max_over, sum_over
-from axonlaunch.engines.tensor.local_parameters import own_entries, rank_part
+from axonlaunch.engines.tensor.local_parameters import local_entries, rank_part
 from axonlaunch.engines.tensor.torch_internals import assert_on_device
 from axonlaunch.models.spec import IGNORE_INDEX
 
@@ -26,34 +26,37 @@ def vocab_parallel_cross_entropy_sum(
     """Return the summed cross entropy in nats, 0-dim, in fp32, the same on every rank.
 
     Args:
-        logits_local: This rank's columns [..., C / ranks] of the logits; the last rank has fewer
-            where its size does not divide them.
-        targets: Classes [...], the same on every rank; ``IGNORE_INDEX`` does not count.
-        group: The ranks that divide the classes.
-        classes: How many they are over all ranks; None: each rank has as many.
+        logits_local: This rank's logits [..., C / ranks]. The last rank has fewer columns if the
+            group's size does not divide C.
+        targets: Target classes [...], the same on every rank. ``IGNORE_INDEX`` is not counted.
+        group: The ranks among which the classes are divided.
+        classes: Total number of classes; None if every rank has equally many.
 
     Raises:
-        ValueError: Logits and targets are of different shapes, or a rank's logits are not its part.
-        RuntimeError: A target is no class (on CUDA, when the device gets there).
+        ValueError: The shapes of logits and targets differ, or the number of columns is not this
+            rank's share of the classes.
+        RuntimeError: A target is not a class (asynchronously on CUDA).
     """
     if logits_local.shape[:-1] != targets.shape:
         raise ValueError(
             f"logits {list(logits_local.shape)} do not fit targets {list(targets.shape)}: they "
-            "must agree but for the last dim"
+            "must agree except for the last dim"
         )
-    seen = logits_local.shape[-1]
-    size = seen * group.size if classes is None else classes
-    if seen != (part := rank_part(size, group)[1]):
-        raise ValueError(f"rank {group.rank} has {seen} of {size} classes; {part} are its part")
+    columns = logits_local.shape[-1]
+    size = columns * group.size if classes is None else classes
+    if columns != (expected := rank_part(size, group)[1]):
+        raise ValueError(
+            f"rank {group.rank} has logits of {columns} of {size} classes, expected {expected}"
+        )
     loss: Tensor = _cross_entropy_sum(logits_local, targets, group, size)
     return loss
 
 
 def gather_logits(logits_local: Tensor, *, group: ProcessGroup, classes: int) -> Tensor:
-    """Return the logits [..., classes] of which ranks have the parts [..., classes / ranks]."""
+    """Gather the ranks' shards [..., classes / ranks] to the full logits [..., classes]."""
     length = -(-classes // group.size)
-    if short := length - logits_local.shape[-1]:  # of the last rank, so that it ends the whole
-        logits_local = F.pad(logits_local, (0, short))
+    if padding := length - logits_local.shape[-1]:  # only on the last rank
+        logits_local = F.pad(logits_local, (0, padding))
     return collect_from(logits_local, group, -1)[..., :classes]
 
 
@@ -63,25 +66,26 @@ class _CrossEntropySum(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup, classes: int
     ) -> Tensor:
         counted = targets != IGNORE_INDEX
-        known = (targets >= 0) & (targets < classes)
-        assert_on_device((known | ~counted).all(), "a target is not in the vocabulary")
-        mine, elsewhere = own_entries(targets, group, size=classes)
-        mine, elsewhere = mine.unsqueeze(-1), elsewhere.unsqueeze(-1)
-        # Promotion lifts half precision to fp32 in the subtraction itself, without a copy before.
+        is_class = (targets >= 0) & (targets < classes)
+        assert_on_device((is_class | ~counted).all(), "a target is not in the vocabulary")
+        local_targets, elsewhere = local_entries(targets, group, size=classes)
+        local_targets, elsewhere = local_targets.unsqueeze(-1), elsewhere.unsqueeze(-1)
+        # Type promotion converts half precision to fp32 in the subtraction, without a copy
+        # beforehand.
         precision = torch.promote_types(logits.dtype, torch.float32)
         highest = max_over(logits.amax(-1, keepdim=True).to(precision), group)
         exponents = logits - highest
-        of_target = exponents.gather(-1, mine).masked_fill_(elsewhere, 0.0)
+        target_logits = exponents.gather(-1, local_targets).masked_fill_(elsewhere, 0.0)
         exponents.exp_()
-        both = torch.stack((exponents.sum(-1, keepdim=True), of_target))
-        total, of_target = sum_over(both, group)
+        stacked = torch.stack((exponents.sum(-1, keepdim=True), target_logits))
+        total, target_logits = sum_over(stacked, group)
         uncounted = ~counted.unsqueeze(-1)
-        loss: Tensor = (total.log() - of_target).masked_fill(uncounted, 0.0).sum()
+        loss: Tensor = (total.log() - target_logits).masked_fill(uncounted, 0.0).sum()
         if ctx.needs_input_grad[0]:
-            # softmax - onehot, the gradient but for a factor, where the exponentials were; kept as
-            # coarse as the logits, for the gradient has to be.
+            # softmax - onehot, the gradient up to a factor, is written over the exponentials. It is
+            # saved in the type of the logits, because the gradient must have that type anyway.
             softmax = exponents.div_(total)
-            softmax.scatter_add_(-1, mine, elsewhere.to(precision) - 1.0)
+            softmax.scatter_add_(-1, local_targets, elsewhere.to(precision) - 1.0)
             ctx.save_for_backward(softmax.masked_fill_(uncounted, 0.0).to(logits.dtype))
         return loss
 

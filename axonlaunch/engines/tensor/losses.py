@@ -1,7 +1,7 @@
-"""What an engine makes of a model's outputs: their loss, whole, divided or in chunks, and logits.
+"""Computes the loss from model outputs: on full logits, on vocabulary shards, or in chunks.
 
-It chooses; the sums themselves are those of the model, of a user's own loss, of the tensor axis and
-of the chunks.
+This module only selects the implementation. The losses are defined by the model, by a custom loss,
+by ``loss.vocab_parallel_cross_entropy_sum`` and by ``chunked_loss``.
 """
 
 from __future__ import annotations
@@ -29,79 +29,82 @@ from axonlaunch.models.spec import IGNORE_INDEX, ModelOutputs, ModelSpec, not_a_
 
 @dataclass(frozen=True)
 class Losses:
-    """What is made of a model's outputs.
+    """Loss function and output gathering of one engine.
 
     Attributes:
         loss: ``(outputs, targets) -> sum over counted targets``, 0-dim fp32.
-        gather_outputs: Makes a rank's outputs whole.
-        chunked: The loss, if it is computed in chunks.
-        own: A loss of one's own, in place of ``loss``.
+        gather_outputs: Gathers a rank's output shard to full outputs.
+        chunked: Chunked loss; None computes the loss on all logits at once.
+        custom: User-defined loss that replaces ``loss``.
     """
 
     loss: Callable[[Any, Tensor], Tensor]
     gather_outputs: Callable[[Tensor], Tensor]
     chunked: ChunkedLoss | None = None
-    own: OwnLoss | None = None
+    custom: OwnLoss | None = None
 
-    def sum(self, outputs: Any, judged: MicroBatch | Tensor) -> Tensor:
+    def sum(self, outputs: Any, batch: MicroBatch | Tensor) -> Tensor:
         """Return the loss of a micro-batch, 0-dim.
 
         Args:
-            outputs: What the model returned.
-            judged: The micro-batch; of the last stage of a pipeline its targets.
+            outputs: Outputs of the model.
+            batch: The micro-batch, or only its targets on the last pipeline stage.
 
         Raises:
-            ConfigError: The outputs are no tensor, and the loss takes nothing else.
+            ConfigError: The model did not return a tensor and the loss requires one.
         """
-        if self.own is not None:
-            assert not isinstance(judged, Tensor)
-            return self.own.sum(outputs, judged.whole)
+        if self.custom is not None:
+            assert not isinstance(batch, Tensor)
+            return self.custom.sum(outputs, batch.whole)
         if not isinstance(outputs, Tensor | ModelOutputs):
             raise ConfigError([not_a_tensor(outputs)])
-        assert not isinstance(judged, CollatedSamples)
-        return self.loss(outputs, judged if isinstance(judged, Tensor) else judged.targets)
+        assert not isinstance(batch, CollatedSamples)
+        return self.loss(outputs, batch if isinstance(batch, Tensor) else batch.targets)
 
     def count(self, batch: AnyBatch, *, micro_batch_size: int) -> Tensor:
-        """Return what the losses of a rank's share of a batch are divided by, 0-dim int64."""
-        if isinstance(batch, Batch) and (self.own is None or self.own.count is None):
+        """Return the divisor of the loss for a rank's share of a batch, 0-dim int64.
+
+        It is the number of counted targets; with a custom loss, its count or the number of samples.
+        """
+        if isinstance(batch, Batch) and (self.custom is None or self.custom.count is None):
             targets = batch.targets[: len(batch) - batch.surplus]
             if targets.is_floating_point():
                 return torch.tensor(targets.numel())
             return (targets != IGNORE_INDEX).sum()
         counted = [part for part in batch.micro_batches(micro_batch_size) if part.is_counted]
-        count = self.own.count if self.own else None
+        count = self.custom.count if self.custom else None
         counts = [part.num_samples if count is None else int(count(part.whole)) for part in counted]
         return torch.tensor(sum(counts))
 
     def whole_logits(self) -> AbstractContextManager[Any]:
-        """Let the model give logits that the loss would compute itself."""
+        """Return a context in which the model returns full logits, also with a chunked loss."""
         return nullcontext() if self.chunked is None else self.chunked.whole_logits()
 
 
 def losses_of(
     spec: ModelSpec, train: TrainConfig, *, classes: int | None, group: ProcessGroup
 ) -> Losses:
-    """Choose the loss of a model.
+    """Select the loss of a model.
 
     Args:
-        spec: The model's.
-        train: Names a loss of one's own, and says how many tokens' logits exist at a time.
-        classes: Of logits that the ranks of a group divide; None: every rank has all.
-        group: Those ranks.
+        spec: Specification of the model.
+        train: Training options, with the name of a custom loss and the chunk size in tokens.
+        classes: Total number of classes, if the logits are sharded; None if every rank has all.
+        group: The ranks among which the classes are divided.
     """
     loss: Callable[[Any, Tensor], Tensor] = spec.loss
-    summed: Callable[[Tensor, Tensor], Tensor] = spec.loss
+    cross_entropy: Callable[[Tensor, Tensor], Tensor] = spec.loss
     gather: Callable[[Tensor], Tensor] = _as_is
     if classes is not None:
-        summed = partial(vocab_parallel_cross_entropy_sum, group=group, classes=classes)
-        loss = partial(with_auxiliary_loss, summed)
+        cross_entropy = partial(vocab_parallel_cross_entropy_sum, group=group, classes=classes)
+        loss = partial(with_auxiliary_loss, cross_entropy)
         gather = partial(gather_logits, group=group, classes=classes)
     elif train.compile and train.loss_chunk is None and spec.loss is cross_entropy_sum:
-        # Eagerly it reads and writes whole logits, in fp32, once for each of its five kernels.
+        # Eager cross entropy reads and writes the full fp32 logits in each of its five kernels.
         loss = torch.compile(cross_entropy_sum, mode=train.compile_mode)
     if train.loss_chunk is None:
-        return Losses(loss, gather, own=own_loss(train))
-    chunked = ChunkedLoss(summed, chunk=train.loss_chunk)
+        return Losses(loss, gather, custom=own_loss(train))
+    chunked = ChunkedLoss(cross_entropy, chunk=train.loss_chunk)
     return Losses(chunked, gather, chunked)
 
 

@@ -1,7 +1,7 @@
-"""Divides a whole model among the ranks of a tensor axis, by a plan and from outside.
+"""Shards a model among the ranks of a tensor axis as described by a plan.
 
-A plan maps patterns of names to styles; the model is plain code for one device and keeps its
-names. What a plan can't do to a module is refused before anything is changed.
+A plan maps patterns of module names to styles. The model is ordinary single-device code and keeps
+its parameter names. If a style does not suit a module, an error is raised before anything changes.
 
 Source: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation
 Recomputation", 2022, for sequence parallelism.
@@ -20,7 +20,7 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import all_reduce_from_group, copy_to_group, scatter_to_group
 from axonlaunch.engines.tensor.adapters import divide_adapter, divide_experts
 from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup
-from axonlaunch.engines.tensor.heads import follow_the_cut, key_value_heads
+from axonlaunch.engines.tensor.heads import key_value_heads, set_local_head_counts
 from axonlaunch.engines.tensor.kinds import LinearSizes, linear_sizes
 from axonlaunch.engines.tensor.layers import (
     ColumnParallelEmbedding,
@@ -58,45 +58,46 @@ def parallelize(
     sequence_parallel: bool = False,
     overlap: bool = True,
 ) -> None:
-    """Divide a module in place; every parameter is a DTensor on ``mesh`` afterwards.
+    """Shard a module in place; afterwards every parameter is a DTensor on ``mesh``.
 
-    A replicated parameter inside a region gets the sum of the ranks' gradients, for each rank
-    sees some heads or features there. Outside of one, ranks see the same and no sum is needed,
-    but for what has the style ``sequence``.
+    A replicated parameter inside a region gets the sum of the ranks' gradients, because each rank
+    sees only some heads or features there. Outside of regions all ranks see the same values and no
+    sum is needed, except with the style ``sequence``.
 
     Args:
-        module: A model, or a pipeline stage of one, the same on every rank or on ``meta``.
-        plan: Pattern of names (``*`` matches dots too) to style, see ``STYLES``; of several that
-            match, the first counts. A pattern matches a module's full name, or that of a
-            parameter of its. Those that match nothing are passed over, so a plan for the whole
-            model serves a stage.
-        mesh: The tensor axis: one-dimensional, or a slice of the run's mesh, which FSDP asks for.
-        sequence_parallel: Keep hidden states [B, T, H] outside of regions as parts along T.
-        overlap: Compute gradients of a region's weights while that of its input is summed; false
-            for who goes back to inputs and to weights at different times.
+        module: A model or a pipeline stage, identical on every rank or on ``meta``.
+        plan: Maps patterns (``*`` matches dots too) to styles, see ``STYLES``. The first matching
+            pattern counts. A pattern matches a module's full name or the name of one of its
+            parameters. Patterns that match nothing are ignored, so a plan for the full model can be
+            applied to a stage.
+        mesh: One-dimensional mesh of the tensor axis. For use with FSDP it must be a slice of the
+            run's mesh.
+        sequence_parallel: Shard hidden states [B, T, H] along T outside of regions.
+        overlap: Compute a region's weight gradients while its input gradient is summed. Must be
+            false if the backward passes for inputs and for weights run at different times.
 
     Raises:
-        ValueError: A style does not exist or does not suit, or a size is not divisible.
+        ValueError: A style does not exist or does not suit its module, or a size is not divisible.
     """
     if mesh.ndim != 1:
-        raise ValueError(f"the mesh {mesh} has {mesh.ndim} dims; pass the tensor axis alone")
+        raise ValueError(f"the mesh {mesh} has {mesh.ndim} dims; pass only the tensor axis")
     divide(module, plan, TensorAxis(mesh, overlaps=overlap), sequence_parallel=sequence_parallel)
 
 
 def divide(
     module: nn.Module, plan: Mapping[str, str], axis: TensorAxis, *, sequence_parallel: bool = False
 ) -> None:
-    """Divide a module among the ranks of an axis, as ``parallelize`` does.
+    """Shard a module among the ranks of an axis, as ``parallelize`` does.
 
     Raises:
-        ValueError: A style does not exist or does not suit, or a size is not divisible.
+        ValueError: A style does not exist or does not suit its module, or a size is not divisible.
     """
     modules = style_modules(module, plan)
-    wrong = unknown_styles(plan)
-    wrong += misfits(modules, degree=axis.group.size, sequence_parallel=sequence_parallel)
-    if wrong:
+    issues = unknown_styles(plan)
+    issues += misfits(modules, degree=axis.group.size, sequence_parallel=sequence_parallel)
+    if issues:
         raise ValueError(
-            "; ".join(f"{pattern}: {message}".lstrip(": ") for pattern, message in wrong)
+            "; ".join(f"{pattern}: {message}".lstrip(": ") for pattern, message in issues)
         )
     _divide_heads(modules, axis.group.size)
     for entry in modules:
@@ -108,13 +109,13 @@ def divide(
 
 
 def divided_classes(module: nn.Module) -> int | None:
-    """Return of how many classes a module gives this rank's logits; None: it gives all of them."""
+    """Return the number of classes of a head whose logits are sharded; None for full logits."""
     heads = (part for part in module.modules() if isinstance(part, VocabParallelHead))
     return next((head.out_features for head in heads), None)
 
 
 class _EntersRegion(ReadsLocally):
-    """Takes its first argument into the parallel region."""
+    """Brings its first argument into the parallel region."""
 
     region: ColumnParallelGroup
     _input: str
@@ -130,7 +131,7 @@ class _EntersRegion(ReadsLocally):
 
 
 class _SequenceOfPositions(ReadsLocally):
-    """Returns this rank's part of the positions; going back, all of them are gathered."""
+    """Returns this rank's part of the positions; backward gathers their gradients."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vectors: Tensor = super().forward(*args, **kwargs)
@@ -138,7 +139,7 @@ class _SequenceOfPositions(ReadsLocally):
 
 
 class _Experts(ReadsLocally):
-    """Experts of which each rank holds a part: their partial results are summed over ranks."""
+    """Experts with sharded parameters; their partial results are summed over ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         group = self._axis.group
@@ -152,14 +153,14 @@ class _Experts(ReadsLocally):
 
 
 class _Averaged(ReadsLocally):
-    """Gives its share of a result that all ranks have, and that is summed with the others'."""
+    """Divides a result that every rank computes by the number of ranks, before a sum over ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs) / self._axis.group.size
 
 
 def _enter_region(value: Any, group: ProcessGroup) -> Any:
-    """Let hidden states and router weights, which get gradients, enter the region."""
+    """Bring a floating-point tensor (hidden states, router weights) into the region."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return copy_to_group(value, group)
     return value
@@ -173,25 +174,27 @@ def _apply(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
     if style in (*COLUMN_STYLES, "column_gathered", "vocabulary") and sizes is not None:
         _cut_outputs(entry, sizes, axis, sequence_parallel=sequence_parallel)
     elif style in ("row", "row_split") and sizes is not None:
-        row = convert_module(_note_sizes(module, sizes), RowParallelLinear)
+        row = convert_module(_set_sizes(module, sizes), RowParallelLinear)
         row.axis, row.sequence_parallel = axis, sequence_parallel
         row.input_is_parallel, row.transposed = style == "row", sizes.transposed
         row.__dict__["cuts"] = {"weight": Cut(0 if sizes.transposed else 1, entry.pieces)}
     elif style == "vocabulary":
-        embedding = convert_module(module, VocabParallelEmbedding, beneath=_has_own_forward(module))
+        embedding = convert_module(
+            module, VocabParallelEmbedding, beneath=_has_custom_forward(module)
+        )
         embedding.axis, embedding.sequence_parallel = axis, sequence_parallel
     elif style == "column_gathered":
         convert_module(
-            module, ColumnParallelEmbedding, beneath=_has_own_forward(module)
+            module, ColumnParallelEmbedding, beneath=_has_custom_forward(module)
         ).axis = axis
-    elif _computes(module) or style == "averaged":
+    elif _reads_parameters(module) or style == "averaged":
         _read_locally(entry, axis, sequence_parallel=sequence_parallel)
 
 
 def _cut_outputs(
     entry: Styled, sizes: LinearSizes, axis: TensorAxis, *, sequence_parallel: bool
 ) -> None:
-    """Make a linear layer one of this rank's outputs."""
+    """Convert a linear layer to one that computes this rank's outputs."""
     kind: type[ColumnParallelLinear] = ColumnParallelLinear
     heads = key_value_heads(entry.holder, entry.module) if entry.style == "key_value" else None
     shared = heads is not None and heads < axis.group.size
@@ -199,7 +202,7 @@ def _cut_outputs(
         kind = SharedHeadsLinear
     elif entry.style == "vocabulary":
         kind = VocabParallelHead
-    column = convert_module(_note_sizes(entry.module, sizes), kind)
+    column = convert_module(_set_sizes(entry.module, sizes), kind)
     column.axis, column.transposed = axis, sizes.transposed
     column.enters = not entry.in_region
     column.gather_output = entry.style == "column_gathered"
@@ -213,7 +216,7 @@ def _cut_outputs(
 
 
 def _divide_adapter(entry: Styled, axis: TensorAxis) -> None:
-    """Cut a layer's adapter as the layer is cut."""
+    """Shard a layer's adapter in the same way as the layer."""
     divide_experts(entry.module, axis, cuts=entry.cuts)
     if isinstance(entry.module, SharedHeadsLinear):
         divide_adapter(entry.module, axis)
@@ -223,46 +226,46 @@ def _divide_adapter(entry: Styled, axis: TensorAxis) -> None:
         divide_adapter(entry.module, axis, inputs=Cut(1, entry.pieces))
 
 
-def _note_sizes(module: nn.Module, sizes: LinearSizes) -> nn.Module:
-    """Note the sizes as ``nn.Linear`` does, on what is none but computes as one."""
+def _set_sizes(module: nn.Module, sizes: LinearSizes) -> nn.Module:
+    """Set the sizes as ``nn.Linear`` does, on a module that computes a linear layer."""
     module.__dict__.update(in_features=sizes.inputs, out_features=sizes.outputs)
     return module
 
 
-def _has_own_forward(module: nn.Module) -> bool:
+def _has_custom_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Embedding.forward
 
 
 def _read_locally(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
-    """Let a module's own forward compute with this rank's part of its parameters."""
+    """Let a module's original forward compute with this rank's shards of its parameters."""
     module = entry.module
     is_embedding = isinstance(module, nn.Embedding)
     positions = sequence_parallel and entry.style == "sequence" and is_embedding
-    summed = entry.in_region or (sequence_parallel and entry.in_sequence and not positions)
+    sums_gradients = entry.in_region or (sequence_parallel and entry.in_sequence and not positions)
     kind: type[ReadsLocally] = _SequenceOfPositions if positions else ReadsLocally
     if entry.style == "region":
         kind = _EntersRegion
         module.__dict__["_input"] = next(iter(inspect.signature(module.forward).parameters))
     elif entry.style in ("experts", "averaged"):
         kind = _Experts if entry.style == "experts" else _Averaged
-    summed = summed or entry.style == "replicated_summed"
-    module.__dict__.update(_axis=axis, _sums_gradients=summed)
+    sums_gradients = sums_gradients or entry.style == "replicated_summed"
+    module.__dict__.update(_axis=axis, _sums_gradients=sums_gradients)
     convert_module(module, kind)
 
 
 def _divide_heads(modules: Sequence[Styled], degree: int) -> None:
-    """Let what holds column-parallel layers know how many heads and features a rank has."""
+    """Set head counts and widths to this rank's in modules that hold column-parallel layers."""
     for holder, columns in holders(modules):
         outputs = [
             sizes.outputs // entry.pieces
             for entry in columns.values()
             if (sizes := linear_sizes(entry.module)) is not None
         ]
-        follow_the_cut(holder, outputs, degree=degree, shared=shared_heads(columns))
+        set_local_head_counts(holder, outputs, degree=degree, shared=shared_heads(columns))
 
 
 def _share_regions(module: nn.Module, axis: TensorAxis, *, sequence_parallel: bool) -> None:
-    """Let the column layers inside of a region compute together."""
+    """Let the column layers inside a region compute together."""
     for container in module.modules():
         if isinstance(container, _EntersRegion):
             layers = container.modules()
@@ -273,8 +276,8 @@ def _share_regions(module: nn.Module, axis: TensorAxis, *, sequence_parallel: bo
                 column.region = region
 
 
-def _computes(module: nn.Module) -> bool:
-    """Say whether a module reads parameters in its forward, its own or its children's."""
+def _reads_parameters(module: nn.Module) -> bool:
+    """Return whether a module's forward reads parameters, its direct ones or those of children."""
     if any(parameter is not None for parameter in module._parameters.values()):
         return True
     has_forward = type(module).forward is not nn.Module.forward

@@ -1,6 +1,6 @@
-"""What a tensor plan says of a module, and everything that is wrong with a plan.
+"""Matches a tensor plan to a model's modules and finds every problem of a plan.
 
-It reads modules, on ``meta`` too, and changes none; no rank needs to be there.
+Modules are only read, not changed. They may be on ``meta``, and no other rank is needed.
 """
 
 from __future__ import annotations
@@ -27,33 +27,44 @@ STYLES = (
 )
 """The styles of a plan.
 
-``column``: a linear layer whose outputs are divided and stay so. ``row``: one whose inputs are
-divided; the results are summed. ``vocabulary``: an ``nn.Embedding`` or the head, a linear layer
-whose logits stay divided. ``sequence``: under sequence parallelism it sees a part of the
-sequence; an ``nn.Embedding`` (of positions) gives its part. ``region``: its column layers all
-read its one input. ``replicated``: every rank computes all of it, as it does of what no pattern
-names.
+Styles of linear layers and embeddings:
 
-``column_gathered``: a column layer, or an embedding cut by features, whose outputs every rank then
-has whole. ``row_split``: a row layer that is given its inputs whole. ``packed_column``: a column
-layer whose outputs are two equal tensors one behind the other, or as many as ``packed_column/3``
-says. ``key_value``: a column layer of the heads of keys or values; where there are fewer heads than
-ranks, several ranks have the same one. ``replicated_summed``: on every rank alike, outside of a
-region, but fed what is divided: gradients are summed, as they are in a region.
+- ``column``: a linear layer with sharded outputs.
+- ``row``: a linear layer with sharded inputs; the ranks' results are summed.
+- ``vocabulary``: an ``nn.Embedding``, or the head, a linear layer whose logits stay sharded.
+- ``column_gathered``: a column layer, or an embedding sharded by features, whose outputs are
+  gathered on every rank.
+- ``row_split``: a row layer that receives the full inputs.
+- ``packed_column``: a column layer whose output is two equal tensors, concatenated;
+  ``packed_column/3`` means three tensors.
+- ``key_value``: a column layer to key or value heads. If there are fewer heads than ranks, several
+  ranks hold the same head.
 
-Parameters that are no linear layer's are cut too, where the pattern names the parameter: by
-``column`` and ``packed_column`` in the last dim but one, by ``row`` and ``packed_row`` in the last.
-What holds them is ``experts``, whose inputs enter and whose results are summed, or ``local``, which
-lies between a column and a row layer. ``averaged``: in experts, what all ranks compute alike, of
-which each gives its share to the sum.
+Styles of other modules:
+
+- ``sequence``: under sequence parallelism the module sees part of the sequence; an ``nn.Embedding``
+  (of positions) returns this rank's part.
+- ``region``: a parallel region; all column layers in it read its single input.
+- ``replicated``: computed in full on every rank. This is also the default of unmatched modules.
+- ``replicated_summed``: the same parameters on every rank, outside of a region, but with sharded
+  inputs. Gradients are summed, as in a region.
+- ``experts``: a module with sharded parameters; its inputs enter a parallel region and its results
+  are summed.
+- ``local``: a module with sharded parameters between a column and a row layer.
+- ``averaged``: a module inside ``experts`` that all ranks compute in full; each rank contributes an
+  equal share to the sum.
+
+A pattern can also name a parameter that belongs to no linear layer. ``column`` and
+``packed_column`` then shard its second-to-last dim, ``row`` and ``packed_row`` its last. The module
+that holds it must have the style ``experts`` or ``local``, or be in a region.
 """
 COLUMN_STYLES = ("column", "packed_column", "key_value")
-"""Styles of linear layers whose outputs stay divided."""
+"""Styles of linear layers whose outputs stay sharded."""
 _CUTS = ("column", "packed_column", "row", "packed_row")
 
 
 def split_style(style: str) -> tuple[str, int]:
-    """Return a style and how many pieces are packed: ``packed_column/3`` packs three."""
+    """Return a style's name and its number of packed pieces, 3 for ``packed_column/3``."""
     name, _, pieces = style.partition("/")
     if not name.startswith("packed") or (pieces and not (pieces.isdigit() and int(pieces) > 1)):
         return style, 1
@@ -62,19 +73,20 @@ def split_style(style: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Styled:
-    """A module that a plan names, or that lies in one.
+    """A module of the tree with the plan's entry for it.
 
     Attributes:
-        name: Its full name.
-        module: It.
-        pattern: The first pattern that matches it; empty where none does.
-        style: The style of that pattern; None where none does.
-        in_region: Whether it is or lies in a region, where ranks' values differ.
-        nested: Whether a module around it is or lies in a region.
-        in_sequence: Whether it is or lies in what the plan calls a sequence.
-        holder: The module that it is an attribute of; None of a whole model.
-        pieces: Equal ones that are packed in its outputs.
-        cuts: How its own parameters are cut, by their names in it.
+        name: Full name of the module.
+        module: The module.
+        pattern: First pattern that matches the module; empty if no pattern does.
+        style: Style of that pattern; None if no pattern matches.
+        in_region: Whether the module is a region or in one, where the ranks' values differ.
+        nested: Whether a parent module is a region or in one.
+        in_sequence: Whether the module has the style ``sequence``, or no style and a parent with
+            that style.
+        holder: Parent module; None for the root.
+        pieces: Number of equal pieces packed in its outputs.
+        cuts: Cut of each sharded parameter that belongs directly to the module, by local name.
     """
 
     name: str
@@ -90,7 +102,7 @@ class Styled:
 
 
 def style_modules(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
-    """Return every module of a tree, parents first, with what a plan says of it."""
+    """Return every module of a tree, parents first, with the plan's entry for it."""
     by_name: dict[str, Styled] = {}
     for name, submodule in module.named_modules():
         matching = (p for p in plan if _matches(p, name, submodule, style=plan[p]))
@@ -115,13 +127,13 @@ def style_modules(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
 
 
 def _cuts(name: str, module: nn.Module, plan: Mapping[str, str]) -> dict[str, Cut]:
-    """Return how the plan cuts parameters that are no linear layer's and no embedding's."""
+    """Return the cuts of parameters that belong to no linear layer and no embedding."""
     cuts: dict[str, Cut] = {}
     if _is_layer(module):
         return cuts
     for key, parameter in module._parameters.items():
-        full = f"{name}.{key}".lstrip(".")
-        pattern = next((p for p in plan if fnmatchcase(full, p)), None)
+        full_name = f"{name}.{key}".lstrip(".")
+        pattern = next((p for p in plan if fnmatchcase(full_name, p)), None)
         style, pieces = split_style(plan[pattern]) if pattern is not None else ("", 1)
         if parameter is None or style not in _CUTS:
             continue
@@ -135,30 +147,30 @@ def _cuts(name: str, module: nn.Module, plan: Mapping[str, str]) -> dict[str, Cu
 def plan_issues(
     module: nn.Module, plan: Mapping[str, str], *, degree: int, sequence_parallel: bool
 ) -> list[tuple[str, str]]:
-    """Return what keeps a plan from dividing a module among ``degree`` ranks.
+    """Return the reasons why a plan cannot shard a module among ``degree`` ranks.
 
     Args:
-        module: The whole model, on any device.
-        plan: Pattern of names to style.
-        degree: Ranks on the tensor axis.
-        sequence_parallel: Whether norms and the like are to see a part of the sequence.
+        module: The full model, on any device.
+        plan: Maps name patterns to styles.
+        degree: Number of ranks on the tensor axis.
+        sequence_parallel: Whether norms and similar modules see only part of the sequence.
 
     Returns:
-        ``(pattern, message)``, at most one for each pattern; the pattern is empty where the fault
-        is not of one.
+        List of ``(pattern, message)``, at most one for each pattern. The pattern is empty if the
+        problem does not belong to a single one.
     """
     modules = style_modules(module, plan)
-    named = {entry.pattern for entry in modules}
-    named |= {
+    matched_patterns = {entry.pattern for entry in modules}
+    matched_patterns |= {
         p for p in plan for entry in modules if entry.cuts and _matches(p, entry.name, entry.module)
     }
     issues = unknown_styles(plan)
-    issues += [(p, _matches_nothing(p, modules)) for p in plan if p not in named]
+    issues += [(p, _matches_nothing(p, modules)) for p in plan if p not in matched_patterns]
     return issues + misfits(modules, degree=degree, sequence_parallel=sequence_parallel)
 
 
 def unknown_styles(plan: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the problems of styles that do not exist, as ``plan_issues`` does."""
+    """Return ``(pattern, message)`` for each style that does not exist."""
     return [
         (p, unknown("style", style, STYLES))
         for p, style in plan.items()
@@ -169,7 +181,7 @@ def unknown_styles(plan: Mapping[str, str]) -> list[tuple[str, str]]:
 def misfits(
     modules: list[Styled], *, degree: int, sequence_parallel: bool
 ) -> list[tuple[str, str]]:
-    """Return the problems of what a plan does match, as ``plan_issues`` does."""
+    """Return ``(pattern, message)`` for each matched module that its style does not suit."""
     by_pattern: dict[str, str] = {}
     heads = _head_problems(modules, degree)
     for entry in modules:
@@ -177,38 +189,41 @@ def misfits(
         if message is not None:
             by_pattern.setdefault(entry.pattern, message)
     issues = [*by_pattern.items(), *(("", message) for message in heads)]
-    issues += [("", message) for message in _tied_otherwise(modules)]
+    issues += [("", message) for message in _tied_differently(modules)]
     if sequence_parallel:
-        issues += [("", message) for message in _left_out(modules)]
+        issues += [("", message) for message in _missing_from_plan(modules)]
     return issues
 
 
 def _matches(pattern: str, name: str, module: nn.Module, *, style: str = "") -> bool:
-    """Say whether a pattern with a style means a module, by its name or by that of a parameter.
+    """Return whether a pattern matches a module's name or the name of one of its parameters.
 
-    What cuts a parameter of something else than a layer means the parameter alone.
+    With a style that cuts single parameters, a parameter name of a module that is not a layer
+    matches only the parameter, not the module.
     """
     if fnmatchcase(name, pattern):
         return True
     if split_style(style)[0] in _CUTS and not _is_layer(module):
         return False
-    return any(fnmatchcase(own_name, pattern) for own_name in _own_parameters(name, module))
+    return any(
+        fnmatchcase(parameter_name, pattern) for parameter_name in _parameter_names(name, module)
+    )
 
 
 def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or linear_sizes(module) is not None
 
 
-def _own_parameters(name: str, module: nn.Module) -> list[str]:
+def _parameter_names(name: str, module: nn.Module) -> list[str]:
     return [f"{name}.{key}" if name else key for key in module._parameters]
 
 
 def _matches_nothing(pattern: str, modules: list[Styled]) -> str:
-    """Name what came before it, or was probably meant, numbers written as a pattern has them."""
+    """Name the earlier pattern that hides this one, or similar module names, numbers as ``*``."""
     for entry in modules:
         if _matches(pattern, entry.name, entry.module):
             return (
-                f"{entry.pattern} stands before it and matches {entry.name} too; put this one first"
+                f"{entry.pattern} comes before it and matches {entry.name} too; put this one first"
             )
     names = {re.sub(r"\b\d+\b", "*", entry.name) for entry in modules if entry.name}
     close = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.6)
@@ -221,33 +236,33 @@ def _unsuitable(entry: Styled, modules: list[Styled]) -> str | None:
     named = f"names {entry.name or 'the model itself'}, of type {type(entry.module).__name__}"
     linear, embedding = linear_sizes(entry.module), is_embedding(entry.module)
     if entry.style in ("column", "packed_column", "key_value", "row", "row_split") and not linear:
-        return f"{named}; {entry.style} is for nn.Linear with a forward and weight of its own"
+        return f"{named}; {entry.style} is for nn.Linear with its standard forward and weight"
     if entry.style == "vocabulary" and not (linear or embedding):
         return f"{named}; vocabulary is for nn.Linear and a plain nn.Embedding"
     if entry.style == "column_gathered" and not (linear or embedding):
         return f"{named}; column_gathered is for nn.Linear and a plain nn.Embedding"
     if entry.style in ("column_gathered", "row_split") and entry.nested:
-        return f"{named}; it lies in a region, where ranks have parts of what it is given"
+        return f"{named}; it is inside a region, where each rank has only part of its input"
     if entry.style == "key_value" and key_value_heads(entry.holder, entry.module) is None:
         return f"{named}; key_value is for a layer of a module that has a head_dim"
     if entry.style == "region" and entry.nested:
-        return f"{named}; it lies in a region already, and an input enters once"
+        return f"{named}; it is inside another region, and an input can enter only once"
     if entry.style == "region" and not any(
         other.style in (*COLUMN_STYLES, "vocabulary")
         and other.name.startswith(f"{entry.name}.".lstrip("."))
         for other in modules
     ):
-        return f"{named}; a region holds layers of style column, and the plan gives it none"
+        return f"{named}; a region needs layers of style column, and the plan has none in it"
     if entry.style == "experts":
         uncut = [
             k for k, p in entry.module._parameters.items() if p is not None and k not in entry.cuts
         ]
         if uncut or not entry.cuts:
-            return f"{named}; the plan has to cut all its parameters, and {', '.join(uncut)} is not"
+            return f"{named}; the plan must cut all its parameters, but not {', '.join(uncut)}"
     if entry.cuts and entry.style not in ("experts", "local") and not entry.in_region:
         return (
             f"names {', '.join(entry.cuts)} of {entry.name}; give {entry.name} itself the style "
-            "experts, if ranks' results are to be summed, or local"
+            "experts if its results are to be summed over ranks, otherwise local"
         )
     return None
 
@@ -257,19 +272,22 @@ def _indivisible(entry: Styled, degree: int) -> str | None:
         size = entry.module._parameters[key].shape[cut.dim]  # type: ignore[union-attr]
         if size % (degree * cut.pieces):
             use = divisor_of(size // cut.pieces)
-            return f"{entry.name}.{key} has {size} there, which {degree} does not divide; use {use}"
-    size, what = _divided_size(entry)
+            return (
+                f"{entry.name}.{key} has size {size} in dim {cut.dim}, which {degree} does not "
+                f"divide; use {use}"
+            )
+    size, unit = _divided_size(entry)
     if entry.style == "vocabulary":
-        return empty_part(f"{entry.name}'s {what}", size, degree)
+        return empty_part(f"{entry.name}'s {unit}", size, degree)
     heads = key_value_heads(entry.holder, entry.module) if entry.style == "key_value" else None
     if size % (degree * entry.pieces) == 0 or (heads and degree % heads == 0):
         return None
     use = divisor_of(size // entry.pieces)
-    return f"{entry.name} has {size} {what}, which {degree} does not divide; use a degree of {use}"
+    return f"{entry.name} has {size} {unit}, which {degree} does not divide; use a degree of {use}"
 
 
 def _divided_size(entry: Styled) -> tuple[int, str]:
-    """Return the size that a style divides."""
+    """Return the size that a style shards, and its unit."""
     sizes = linear_sizes(entry.module)
     if isinstance(entry.module, nn.Embedding) and entry.style == "vocabulary":
         return entry.module.num_embeddings, "tokens"
@@ -284,17 +302,17 @@ def _divided_size(entry: Styled) -> tuple[int, str]:
 
 
 def holders(modules: Sequence[Styled]) -> list[tuple[nn.Module, dict[str, Styled]]]:
-    """Return the modules that hold column-parallel layers, with those, by their names in it."""
+    """Return the modules that hold column-parallel layers, and those layers by attribute name."""
     by_holder: dict[int, tuple[nn.Module, dict[str, Styled]]] = {}
     for entry in modules:
         if entry.style in COLUMN_STYLES and entry.holder is not None:
-            of_holder = by_holder.setdefault(id(entry.holder), (entry.holder, {}))[1]
-            of_holder[entry.name.rpartition(".")[2]] = entry
+            columns = by_holder.setdefault(id(entry.holder), (entry.holder, {}))[1]
+            columns[entry.name.rpartition(".")[2]] = entry
     return list(by_holder.values())
 
 
 def shared_heads(columns: Mapping[str, Styled]) -> int | None:
-    """Return the heads of keys and values that ranks may share; None where there are none."""
+    """Return the number of key-value heads that ranks may share; None without such layers."""
     for entry in columns.values():
         if entry.style == "key_value":
             return key_value_heads(entry.holder, entry.module)
@@ -302,14 +320,17 @@ def shared_heads(columns: Mapping[str, Styled]) -> int | None:
 
 
 def _head_problems(modules: list[Styled], degree: int) -> list[str]:
-    divided = {entry.name for entry in modules if entry.style == "column"}
+    column_names = {entry.name for entry in modules if entry.style == "column"}
     problems: dict[str, None] = {}
     for entry in modules:
-        if isinstance(entry.module, Attention) and f"{entry.name}.q_proj".lstrip(".") in divided:
-            heads, fewer = entry.module.num_heads, entry.module.num_key_value_heads
-            sizes = {"num_attention_heads": heads, "num_key_value_heads": fewer}
+        if (
+            isinstance(entry.module, Attention)
+            and f"{entry.name}.q_proj".lstrip(".") in column_names
+        ):
+            heads, kv_heads = entry.module.num_heads, entry.module.num_key_value_heads
+            sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
             for name, size in sizes.items():
-                if size % degree and not (name == "num_key_value_heads" and fewer == heads):
+                if size % degree and not (name == "num_key_value_heads" and kv_heads == heads):
                     use = divisor_of(size)
                     problems[f"{name}={size} is not divisible by it; use {use}"] = None
     for holder, columns in holders(modules):
@@ -319,35 +340,37 @@ def _head_problems(modules: list[Styled], degree: int) -> list[str]:
     return list(problems)
 
 
-def _tied_otherwise(modules: list[Styled]) -> Iterator[str]:
-    """Report parameters that two modules share and only one of them cuts."""
+def _tied_differently(modules: list[Styled]) -> Iterator[str]:
+    """Report parameters shared by two modules that have different styles."""
     first: dict[nn.Parameter, tuple[str, str | None]] = {}
     for entry in modules:
         style = entry.style if _divided_size(entry)[0] else None
         for name, parameter in zip(
-            _own_parameters(entry.name, entry.module),
+            _parameter_names(entry.name, entry.module),
             entry.module._parameters.values(),
             strict=True,
         ):
             if parameter is None:
                 continue
-            known, its_style = first.setdefault(parameter, (name, style))
-            if its_style != style:
+            first_name, first_style = first.setdefault(parameter, (name, style))
+            if first_style != style:
                 yield (
-                    f"{name} is {known}, and the plan divides them differently "
-                    f"({style or 'replicated'} and {its_style or 'replicated'}); give both one "
+                    f"{name} is {first_name}, and the plan divides them differently "
+                    f"({style or 'replicated'} and {first_style or 'replicated'}); give both one "
                     "style"
                 )
 
 
-def _left_out(modules: list[Styled]) -> Iterator[str]:
-    """Report what may see a part of the sequence without the plan's saying so."""
+def _missing_from_plan(modules: list[Styled]) -> Iterator[str]:
+    """Report modules whose input may be part of the sequence but that the plan does not name."""
     for entry in modules:
-        owns = any(p is not None and p.requires_grad for p in entry.module._parameters.values())
-        if owns and entry.style is None and not (entry.in_region or entry.in_sequence):
+        is_trained = any(
+            p is not None and p.requires_grad for p in entry.module._parameters.values()
+        )
+        if is_trained and entry.style is None and not (entry.in_region or entry.in_sequence):
             yield (
-                f"sequence_parallel: the plan names no {entry.name or 'parameters of the model'}"
-                ", and it matters whether it sees a part of the sequence: give it the style "
-                "sequence, or replicated where it sees all"
+                f"sequence_parallel: the plan does not name {entry.name or 'the model itself'}; "
+                "give it the style sequence if it sees only a part of the sequence, otherwise "
+                "replicated"
             )
             return

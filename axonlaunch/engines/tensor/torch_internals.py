@@ -1,7 +1,7 @@
-"""The private names of torch that tensor parallelism stands on: all of them, and nothing else.
+"""All private names of torch that tensor parallelism uses, and nothing else.
 
-``tests/house/test_private_names.py`` pins each: when torch moves one, it says which, and the fix
-belongs in this file alone.
+``tests/house/test_private_names.py`` checks each of them, so a torch release that moves one is
+noticed there, and only this file has to change.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from torch.distributed.tensor import DTensor
 
 
 def assert_on_device(holds: Tensor, message: str) -> None:
-    """Fail where a 0-dim bool is false: at once on CPU, on CUDA when the device gets there.
+    """Fail if a 0-dim bool tensor is false: at once on CPU, asynchronously on CUDA.
 
     Raises:
-        RuntimeError: With the message.
+        RuntimeError: ``holds`` is false. Contains ``message``.
     """
     torch._assert_async(holds, message)
 
 
 def spec_of(tensor: DTensor) -> Any:
-    """Return the mesh, placements and whole shape of a DTensor, by which another is made."""
+    """Return a DTensor's mesh, placements and global shape, as needed to construct another one."""
     return tensor._spec
 
 
 def fuse_exchanges(group_name: Any) -> None:
-    """Let the compiler multiply while it exchanges within a group, which has symmetric memory."""
+    """Let the compiler overlap products with the collectives of a group, in symmetric memory."""
     import torch._inductor.config
 
     compiler: Any = torch._inductor.config
     compiler._micro_pipeline_tp = True
     with warnings.catch_warnings():
-        # torch 2.13 says that nobody needs to call it, and its compiler asks whether it was called.
+        # torch 2.13 warns that this call is deprecated as unnecessary, but its compiler still
+        # checks that symmetric memory was enabled.
         warnings.simplefilter("ignore", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(group_name)

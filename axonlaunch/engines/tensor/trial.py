@@ -1,8 +1,9 @@
-"""A batch without values through a model, whole and as one rank has it: do its modules agree?
+"""Checks a plan by comparing output shapes of the full model and of one rank's part.
 
-A plan may leave a number of heads, a bias for each head or a reshape as the whole model has them.
-The batch has one sample of a prime number of tokens, so that no reshape can take a part of the
-heads for a part of the positions. What does not run whole is not judged; no rank is needed.
+A plan can miss a number of heads, a bias for each head, or a reshape that depends on full sizes.
+The test batch has no values. It has one sample of a prime number of tokens, so a reshape cannot
+confuse a part of the heads with a part of the positions. Models that fail unsharded are not
+checked. No other ranks are needed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from axonlaunch.models.initialization import materialize
 from axonlaunch.models.lora import ADAPTER_PARTS
 
 _LENGTHS = (13, 17)
-"""Tokens of the sample: the first that is no multiple of the degree."""
+"""Candidate lengths of the sample; the first that the degree does not divide is used."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -32,66 +33,74 @@ Shapes = dict[str, tuple[int, ...]]
 def disagreement(
     model: nn.Module, plan: Mapping[str, str], *, degree: int, blocks: Iterable[str] = ()
 ) -> str | None:
-    """Return the first module of a rank that disagrees with the whole model's; None if none does.
+    """Return an error message for the first module with wrong output shape; None if all agree.
 
-    One between a column and a row layer may see a part, but then what it learns has to be summed:
-    each rank has the gradient of its features alone, and slopes of an activation would drift.
+    A module between a column and a row layer may return a shard. If it has parameters that are not
+    sharded, their gradients must be summed: each rank sees only the gradient of its own features,
+    and the copies (slopes of an activation, for example) would drift apart.
 
     Args:
-        model: Whole, on ``meta``; it takes tokens, and is not changed.
-        plan: Pattern of names to style; it has no problems of other kinds.
-        degree: Ranks on the tensor axis.
-        blocks: Names of its repeated blocks: of those that are alike the first is run.
+        model: The full model, on ``meta``; takes tokens and is not changed.
+        plan: Maps name patterns to styles; must have passed ``plan_issues``.
+        degree: Number of ranks on the tensor axis.
+        blocks: Names of the repeated blocks; of several identical ones only the first is run.
     """
     length = next(length for length in _LENGTHS if length % degree)
-    whole_model, part = copy.deepcopy(model), copy.deepcopy(model)
+    whole_model, rank_model = copy.deepcopy(model), copy.deepcopy(model)
     repeats = _repeats(model, blocks)
     expected, failure = _run(whole_model, length, repeats)
     if failure is not None:
         return None
-    divide(part, plan, _FirstRank(degree))
-    seen, failure = _run(part, length, repeats)
+    divide(rank_model, plan, _FirstRank(degree))
+    actual, failure = _run(rank_model, length, repeats)
     if failure is not None:
-        return f"{failure} once it is divided among {degree} ranks, and not before"
+        return f"{failure} after it is divided among {degree} ranks, but not before"
     modules = style_modules(model, plan)
-    around = [holder for holder, _ in holders(modules)]
-    around += [entry.module for entry in modules if entry.style == "experts"]
-    inside = {id(part) for holder in around for part in holder.modules()}
-    inside -= {id(holder) for holder in around}
+    containers = [holder for holder, _ in holders(modules)]
+    containers += [entry.module for entry in modules if entry.style == "experts"]
+    inner_modules = {id(child) for holder in containers for child in holder.modules()}
+    inner_modules -= {id(holder) for holder in containers}
     logits = [
         expected[entry.name][-1:] for entry in modules if _is_head(entry) and entry.name in expected
     ]
     for entry in modules:
-        whole, returned = expected.get(entry.name), seen.get(entry.name)
-        wanted = None
-        if whole is not None:
-            free = id(entry.module) in inside or whole[-1:] in logits
-            wanted = _wanted_shape(entry, whole, degree, free=free)
-        if wanted is not None and returned != wanted:
-            shown = "nothing" if returned is None else list(returned)
-            return f"{entry.name} returns {shown} on a rank, not {list(wanted)}"
-        if whole and wanted is None and returned != whole and _learns_from_a_part(entry):
+        full_shape, rank_shape = expected.get(entry.name), actual.get(entry.name)
+        expected_shape = None
+        if full_shape is not None:
+            may_be_sharded = id(entry.module) in inner_modules or full_shape[-1:] in logits
+            expected_shape = _expected_shape(
+                entry, full_shape, degree, may_be_sharded=may_be_sharded
+            )
+        if expected_shape is not None and rank_shape != expected_shape:
+            shown = "nothing" if rank_shape is None else list(rank_shape)
+            return f"{entry.name} returns {shown} on a rank, not {list(expected_shape)}"
+        if (
+            full_shape
+            and expected_shape is None
+            and rank_shape != full_shape
+            and _needs_summed_gradients(entry)
+        ):
             return (
-                f"{entry.name} has parameters that the plan does not cut, and sees a part of the "
-                "features; give it the style replicated_summed in strategy.tensor.plan"
+                f"{entry.name} has parameters that the plan does not cut, but sees only part of "
+                "the features; give it the style replicated_summed in strategy.tensor.plan"
             )
     return None
 
 
-def _learns_from_a_part(entry: Styled) -> bool:
-    """Say whether nothing sums the gradients of what each rank has whole; adapters are cut."""
+def _needs_summed_gradients(entry: Styled) -> bool:
+    """Return whether the module has replicated parameters and nothing sums their gradients."""
     if isinstance(entry.module, ADAPTER_PARTS):
         return False
-    learned = [key for key, p in entry.module._parameters.items() if p is not None]
-    whole = [key for key in learned if key not in entry.cuts]
-    return bool(whole) and entry.style in (None, "replicated") and not entry.in_region
+    keys = [key for key, p in entry.module._parameters.items() if p is not None]
+    uncut = [key for key in keys if key not in entry.cuts]
+    return bool(uncut) and entry.style in (None, "replicated") and not entry.in_region
 
 
 class _FirstRank(TensorAxis):
-    """The first of some ranks that are not there: parameters are its parts, as plain tensors."""
+    """The first rank of an axis without other ranks: parameters are plain tensors, its shards."""
 
     def __init__(self, degree: int) -> None:
-        group: Any = _Nobody(range(degree), None)
+        group: Any = _AbsentGroup(range(degree), None)
         super().__init__(None, group=group, overlaps=False)  # type: ignore[arg-type]
 
     def _place(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
@@ -99,8 +108,8 @@ class _FirstRank(TensorAxis):
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
-class _Nobody(ProcessGroup):
-    """A group of one present rank: its collectives get tensors without values."""
+class _AbsentGroup(ProcessGroup):
+    """A group with one present rank, whose collectives only see tensors without values."""
 
     def __init__(self, ranks: range, torch_group: None) -> None:
         super().__init__(ranks, torch_group)
@@ -108,49 +117,52 @@ class _Nobody(ProcessGroup):
 
     @property
     def torch_group(self) -> Any:
-        return SimpleNamespace(group_name="nobody")
+        return SimpleNamespace(group_name="absent")
 
 
 def _repeats(model: nn.Module, blocks: Iterable[str]) -> dict[str, str]:
-    """Return ``{name: first like it}`` of blocks that are made alike, but for the first of each."""
+    """Map each repeated block, except the first of its kind, to the first identical block."""
     first: dict[Any, str] = {}
     repeats = {}
     for name in blocks:
         block = model.get_submodule(name)
-        made = (
+        signature = (
             repr(block),
             tuple((key, parameter.shape) for key, parameter in block.named_parameters()),
         )
-        if first.setdefault(made, name) != name:
-            repeats[name] = first[made]
+        if first.setdefault(signature, name) != name:
+            repeats[name] = first[signature]
     return repeats
 
 
 def _run(model: nn.Module, length: int, repeats: Mapping[str, str]) -> tuple[Shapes, str | None]:
-    """Return the shapes of what modules return, and where it failed and how, if it did."""
+    """Return the output shapes of all modules, and a failure message or None."""
     shapes: Shapes = {}
     running: list[str] = []
     returned: dict[str, Any] = {}
     for name in set(repeats.values()):
-        model.get_submodule(name).register_forward_hook(_keeping(name, returned))
-    for name, like in repeats.items():
-        model.get_submodule(name).forward = lambda *_, like=like, **__: returned[like]
+        model.get_submodule(name).register_forward_hook(_record_output(name, returned))
+    for name, first in repeats.items():
+        model.get_submodule(name).forward = lambda *_, first=first, **__: returned[first]
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
-        module.register_forward_hook(_noting(name, shapes, running))
+        module.register_forward_hook(_record_shape(name, shapes, running))
     silence_fake_tensors()
     try:
         with torch.no_grad(), fake_tensor_mode():
             materialize(model, device="cpu")
             model(torch.zeros((1, length), dtype=torch.int64))
-    except Exception as error:  # code of others may fail in any way
+    except Exception as error:  # user code may raise any exception
         reason = " ".join(str(error).split())[:200]
-        where = running[-1] if running else "the model"
-        return shapes, f"{where or 'the model'} fails with {type(error).__name__} ({reason})"
+        failed_module = running[-1] if running else "the model"
+        return (
+            shapes,
+            f"{failed_module or 'the model'} fails with {type(error).__name__} ({reason})",
+        )
     return shapes, None
 
 
-def _noting(name: str, shapes: Shapes, running: list[str]) -> Any:
+def _record_shape(name: str, shapes: Shapes, running: list[str]) -> Any:
     def note(module: nn.Module, args: Any, output: Any) -> None:
         del module, args
         running.pop()
@@ -161,7 +173,7 @@ def _noting(name: str, shapes: Shapes, running: list[str]) -> Any:
     return note
 
 
-def _keeping(name: str, returned: dict[str, Any]) -> Any:
+def _record_output(name: str, returned: dict[str, Any]) -> Any:
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         del module, args
         returned[name] = output
@@ -169,19 +181,19 @@ def _keeping(name: str, returned: dict[str, Any]) -> Any:
     return keep
 
 
-def _wanted_shape(
-    entry: Styled, whole: tuple[int, ...], degree: int, *, free: bool
+def _expected_shape(
+    entry: Styled, full_shape: tuple[int, ...], degree: int, *, may_be_sharded: bool
 ) -> tuple[int, ...] | None:
-    """Return the shape that a rank's module is to return; None where it may be either.
+    """Return the output shape that a rank's module must have; None if several are valid.
 
-    Inside of a module that holds column layers ranks have some heads or features, and what comes
-    after the head some logits.
+    Inside a module that holds column layers, outputs may have only this rank's heads or features;
+    after the head, they may have only this rank's logits.
     """
     if entry.style in ("row", "row_split", "column_gathered", "experts", "region"):
-        return whole
+        return full_shape
     if entry.style in ("column", "packed_column") or _is_head(entry):
-        return (*whole[:-1], -(-whole[-1] // degree))
-    return None if free or not entry.name else whole
+        return (*full_shape[:-1], -(-full_shape[-1] // degree))
+    return None if may_be_sharded or not entry.name else full_shape
 
 
 def _is_head(entry: Styled) -> bool:

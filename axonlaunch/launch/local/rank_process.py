@@ -43,7 +43,7 @@ from axonlaunch.system import files, forkserver, streams
 from axonlaunch.system.authentication import ForgedMessageError
 from axonlaunch.training import worker
 from axonlaunch.training.nonfinite import NotFiniteError
-from axonlaunch.training.peak_memory import available_bytes
+from axonlaunch.training.peak_memory import available_to_rank
 
 _GRACE_S = 60.0
 """How much longer than ``launch.timeout_s`` torch waits: who watches the ranks is to find a hang
@@ -246,7 +246,7 @@ def report_of(error: BaseException, place: RankSpec) -> Report:
         traceback=text,
         log="" if cause == "folder" else report.log,
         cause=cause,
-        memory_bytes=available_bytes(place.local_world_size) if is_out_of_memory(error) else None,
+        memory_bytes=available_to_rank(place.local_world_size) if is_out_of_memory(error) else None,
     )
 
 

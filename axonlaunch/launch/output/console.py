@@ -26,6 +26,7 @@ from rich.status import Status
 from rich.text import Text
 
 from axonlaunch.config.url import is_url
+from axonlaunch.diagnostics.lost_peer import plain_reason
 from axonlaunch.events import (
     Evaluated,
     Event,
@@ -52,7 +53,6 @@ makes any rank slow."""
 _SHOWN = 16
 """Lines of a traceback that are shown, the last: the whole is in the log."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)"')
-_PEER_GONE = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out", re.IGNORECASE)
 
 
 class RunConsole:
@@ -306,9 +306,7 @@ def _fold_ranks(followers: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]
     """Join ranks that said alike: ``ranks 1-7: connection closed``."""
     groups: dict[str, list[int]] = {}
     for rank, reason in followers:
-        if _PEER_GONE.search(reason):
-            reason = "lost the connection to a rank that had ended"
-        groups.setdefault(reason, []).append(rank)
+        groups.setdefault(plain_reason(reason), []).append(rank)
     return [(plain_ranks(ranks), reason) for reason, ranks in groups.items()]
 
 

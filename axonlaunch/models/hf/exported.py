@@ -6,7 +6,6 @@ The weights are written elsewhere.
 from __future__ import annotations
 
 import json
-import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,13 @@ from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf import files, library
 from axonlaunch.models.hf.structure import structure
-from axonlaunch.system.files import create_file, hub_blob, open_regular
+from axonlaunch.system.files import (
+    LARGEST_MODEL_FILE,
+    create_file,
+    inside_folder,
+    read_copy,
+    why_not_read,
+)
 
 _OURS = (files.CONFIG_FILE_NAME, "*.safetensors.index.json", "*.bin.index.json")
 """Files that are not copied, because they are written anew or describe the weights that were read.
@@ -66,14 +71,15 @@ def copy_besides(config: HuggingFaceConfig, folder: Path) -> list[str]:
 
 
 def _copy(file: Path, to: Path, *, path: str | None) -> None:
-    """Copy a file of a model's folder without following links in the folder.
+    """Copy a file of a model's folder with its permissions, without following links out of it.
 
     Raises:
-        ConfigError: The file can't be read, or is not a regular file.
+        ConfigError: The file can't be read, is not a regular file, or is too large.
     """
     try:
-        with open_regular(hub_blob(file)) as content, create_file(to) as copied:
-            shutil.copyfileobj(content, copied)
+        source = read_copy(inside_folder(file), at_most=LARGEST_MODEL_FILE)
+        with create_file(to, mode=source.mode) as target:
+            target.write(source.content)
     except OSError as error:
-        message = f"{file} can't be copied: {error.strerror}"
+        message = f"{file} can't be copied: {why_not_read(file, error)}"
         raise ConfigError([ConfigIssue("model.path", message, path)]) from None

@@ -14,7 +14,7 @@ from typing import Any
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf import library
-from axonlaunch.system.files import hub_blob, read_text
+from axonlaunch.system.files import inside_folder, read_text
 
 CONFIG_FILE_NAME = "config.json"
 BESIDES = ("*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
@@ -80,7 +80,7 @@ def read_folder_json(file: Path, *, path: str | None) -> dict[str, Any]:
         ConfigError: The file does not exist, or does not contain a JSON object.
     """
     try:
-        content = json.loads(read_text(hub_blob(file), at_most=_LARGEST_JSON))
+        content = json.loads(read_text(inside_folder(file), at_most=_LARGEST_JSON))
         if not isinstance(content, dict):
             raise TypeError(f"contains {type(content).__name__} instead of a JSON object")
     except FileNotFoundError:
@@ -141,7 +141,7 @@ def fetch(config: HuggingFaceConfig, *, weights: bool) -> Path | None:
 
 
 def is_complete(model_folder: Path) -> bool:
-    """Return whether a folder has all weight files in its index, or any weight file if no index."""
+    """Return whether all weight files in a folder's index exist, or any weight file if no index."""
     index = model_folder / "model.safetensors.index.json"
     if not index.exists():
         return any(model_folder.glob(_WEIGHTS))

@@ -5,7 +5,7 @@ The recording contains the requests to an allocator. ``caching_allocator`` repla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -72,6 +72,7 @@ class RecordingTrace(StorageTrace):
             engine: Engine whose parameters and optimizer states are assigned to their blocks.
             blocks: Blocks of each pipeline stage, in order.
         """
+        self._remove_freed()
         owners = {} if engine is None else self._owners(engine, blocks or {})
         start, stop = self._first_update or (0, 0)
         allocated_before = {change.storage for change in self._changes[:start]}
@@ -97,9 +98,11 @@ class RecordingTrace(StorageTrace):
     @contextmanager
     def during(self, category: Category) -> Iterator[None]:
         """Count all storages allocated inside the context in one category."""
+        self._remove_freed()
         start = len(self._changes)
         with super().during(category):
             yield
+        self._remove_freed()
         if category == "temporary" and self._first_update is None:
             self._first_update = start, len(self._changes)
 
@@ -111,11 +114,12 @@ class RecordingTrace(StorageTrace):
             self._changes.append(Change(storage_id, storage.nbytes(), self._stream()))
 
     def _add(self, tensor: Tensor, category: Category) -> None:
+        self._remove_freed()
         storage = tensor.untyped_storage()
         key = id(storage)
         was_live = key in self._live
         super()._add(tensor, category)
-        if was_live or key not in self._live or category in self.host:
+        if was_live or key not in self._live or category in self._host:
             return
         self._storage_ids[key] = len(self._changes)
         self._changes.append(Change(self._storage_ids[key], storage.nbytes(), self._stream()))
@@ -128,21 +132,16 @@ class RecordingTrace(StorageTrace):
 
     def _recategorize(self, storage: Any, category: Category) -> None:
         super()._recategorize(storage, category)
-        if category in self.host:
+        if category in self._host:
             storage_id = self._storage_ids.pop(id(storage.reference()), None)
             if storage_id is not None:
                 self._changes.append(Change(storage_id, 0))
 
-    def _remover(self, key: int) -> Callable[[Any], None]:
-        remove = super()._remover(key)
-
-        def remove_and_record(reference: Any) -> None:
-            remove(reference)
-            storage_id = self._storage_ids.pop(key, None)
-            if storage_id is not None:
-                self._changes.append(Change(storage_id, 0))
-
-        return remove_and_record
+    def _remove(self, key: int) -> None:
+        super()._remove(key)
+        storage_id = self._storage_ids.pop(key, None)
+        if storage_id is not None:
+            self._changes.append(Change(storage_id, 0))
 
     def _stream(self) -> int:
         stream = torch.cpu.current_stream()

@@ -81,7 +81,9 @@ class Formulas:
             partial(step_work, single_device_config, world_size=1),
             partial(activations, single_device_config),
         ]
-        work, by_mode = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
+        work, by_mode = forked_map.map_forked(
+            runs, task="tracing a step on one device", memory=fake_tensor_cache.recipes
+        )
         return cls(work, by_mode, TrainingShares.of(config))
 
     def process_bytes(self, config: RunConfig, layout: Layout | None = None) -> float:
@@ -147,7 +149,11 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
         for layers in depths:
             short = reduced_config(with_mode, world_size=2, layers=layers, micro_batches=1)
             runs.append(partial(_activations, short))
-    traced = iter(forked_map.map_forked(runs, memory=fake_tensor_cache.recipes))
+    traced = iter(
+        forked_map.map_forked(
+            runs, task="tracing a step for its activations", memory=fake_tensor_cache.recipes
+        )
+    )
     activations_by_mode = {}
     for mode in _MODES:
         shallow, deeper = (next(traced) / SAMPLES for _ in depths)

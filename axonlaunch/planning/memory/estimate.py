@@ -127,7 +127,10 @@ class _Run:
         for stage in stage_traces:
             runs |= {key: run for key, run in stage.traces().items() if key not in self.results}
         results = forked_map.map_forked(
-            [*runs.values()], memory=fake_tensor_cache.recipes, until=self.until
+            [*runs.values()],
+            task="tracing a step to estimate its memory",
+            memory=fake_tensor_cache.recipes,
+            until=self.until,
         )
         self.results.update(zip(runs, results, strict=True))
 

@@ -289,7 +289,9 @@ def _fastest(
         ConfigError: No layout can be traced; this is the error of the first layout.
     """
     runs = [partial(_time_layout, choice.candidate.config, hardware) for choice in first]
-    results = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
+    results = forked_map.map_forked(
+        runs, task="tracing a step to predict its time", memory=fake_tensor_cache.recipes
+    )
     fastest = [
         (choice, result)
         for choice, result in zip(first, results, strict=True)

@@ -96,8 +96,7 @@ class StepWork:
         parameters: Number of parameters of the full model.
         sample_length: Positions of a sample; 1 if samples are not sequences.
         hidden_size: Features per position between layers; 0 if unknown.
-        looked_up: Number of parameters that are looked up, as in ``models.flops``.
-        frozen: Number of frozen parameters, as in ``models.flops``.
+        flops_per_token: FLOPs of a training step per token, see ``models.flops``.
     """
 
     first: StageWork
@@ -106,8 +105,7 @@ class StepWork:
     parameters: int
     sample_length: int
     hidden_size: int
-    looked_up: int = 0
-    frozen: int = 0
+    flops_per_token: int
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,7 @@ class _TracedStep:
 
     share: Share
     parameters: int
-    looked_up: int
-    frozen: int
+    flops_per_token: int
     sample_length: int
 
 
@@ -156,7 +153,9 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     ]
     if layout.pipeline > 1:
         functions.append(partial(_split, config))
-    results = forked_map.map_forked(functions, memory=fake_tensor_cache.recipes)
+    results = forked_map.map_forked(
+        functions, task="tracing a step to predict its time", memory=fake_tensor_cache.recipes
+    )
     layers = tuple(results[-1]) if layout.pipeline > 1 else (depth,)
     traced = {
         (rank, *key): trace
@@ -182,9 +181,8 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         layers,
         at_full_depth(lambda trace: trace.parameters),
         smallest.sample_length,
-        hidden_size=figures.hidden_size,
-        looked_up=smallest.looked_up,
-        frozen=at_full_depth(lambda trace: trace.frozen),
+        figures.hidden_size,
+        at_full_depth(lambda trace: trace.flops_per_token),
     )
 
 
@@ -309,8 +307,7 @@ def _trace_one(config: RunConfig, world: World) -> _TracedStep:
         gradient_bytes=sum(size for size, is_trained in sizes if is_trained),
         parameter_bytes=sum(size for size, _ in sizes),
     )
-    counted = engine.num_parameters, engine.num_looked_up, engine.num_frozen
-    return _TracedStep(share, *counted, length)
+    return _TracedStep(share, engine.num_parameters, engine.flops.per_token(length), length)
 
 
 def _split(config: RunConfig) -> list[int]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.planning.throughput.roofline import figure
 from axonlaunch.planning.throughput.step_time import StepTime
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
@@ -62,17 +61,5 @@ def speed_of(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Thr
         name = hardware.peak_figure(
             precision=train.precision, matmul_precision=train.matmul_precision
         )
-        mfu = rate * flops_per_token(work) / (figure(hardware, name) * 1e12)
+        mfu = rate * work.flops_per_token / (figure(hardware, name) * 1e12)
     return Throughput(seconds, rate, mfu, dict(times))
-
-
-def flops_per_token(work: StepWork) -> float:
-    """Return the training FLOPs per token of a step's work."""
-    return training_flops_per_token(
-        parameters=work.parameters,
-        looked_up=work.looked_up,
-        frozen=work.frozen,
-        layers=sum(work.layers),
-        hidden_size=work.hidden_size,
-        positions=work.sample_length,
-    )

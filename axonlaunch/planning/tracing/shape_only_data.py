@@ -10,7 +10,12 @@ import typing
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.data import DATASETS, SyntheticImagesConfig, SyntheticTokensConfig
+from axonlaunch.config.data import (
+    DATASETS,
+    ShapeOnlyTokensConfig,
+    SyntheticImagesConfig,
+    SyntheticTokensConfig,
+)
 from axonlaunch.config.registry import EntryPointError
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.config.tokenizer import TokenizerConfig
@@ -53,11 +58,14 @@ def replace_with_synthetic(config: RunConfig) -> RunConfig:
     num_classes = max(2, sample.num_classes or 2)
     if sample.kind == "tokens":
         (length,) = sample.shape
-        data: Any = SyntheticTokensConfig(
-            vocab_size=num_classes,
-            sequence_length=length,
-            document_length=length if sample.is_packed else None,
-        )
+        data: Any = SyntheticTokensConfig(vocab_size=num_classes, sequence_length=length)
+        if sample.is_packed:
+            data = ShapeOnlyTokensConfig(
+                vocab_size=num_classes,
+                sequence_length=length,
+                document_length=length,
+                packing=getattr(config.data, "packing", "none"),
+            )
     else:
         channels, height, width = sample.shape
         if height != width:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,9 +78,11 @@ class _LiveStorage:
 class StorageTrace(UncompiledDispatchMode):
     """Counts live storages while it is entered. Entering it again continues the count.
 
+    A freed storage is only queued by its weak reference and counted later, before anything else is:
+    torch frees a gradient in the middle of ``parameter.grad = None``, and a callback that reads
+    ``parameter.grad`` then reads freed memory, which ends the process with signal 11.
+
     Attributes:
-        now: Current bytes of each category on the device.
-        host: Current bytes of each category that the run offloads to host memory.
         events: Memory during each part of the measured step.
     """
 
@@ -99,10 +102,11 @@ class StorageTrace(UncompiledDispatchMode):
                 Use ``gloo_buffers.untraced_buffers`` if the kernels really run.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        self.host: dict[Category, int] = dict.fromkeys(on_host, 0)
+        self._now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        self._host: dict[Category, int] = dict.fromkeys(on_host, 0)
         self.events = [TraceEvent(("start",), [self._point()])]
         self._live: dict[int, _LiveStorage] = {}
+        self._freed: deque[int] = deque()
         self._parameters: list[Tensor] = []
         self._in_flight: dict[int, list[Tensor]] = {}
         self._queued: list[list[Tensor]] = []
@@ -111,6 +115,18 @@ class StorageTrace(UncompiledDispatchMode):
         self._peak_bytes = 0
         self._phase: Category | None = None
         self._workspaces = workspaces
+
+    @property
+    def now(self) -> dict[Category, int]:
+        """Bytes of each category on the device."""
+        self._remove_freed()
+        return self._now
+
+    @property
+    def host(self) -> dict[Category, int]:
+        """Bytes of each category that an offloading run keeps in host memory."""
+        self._remove_freed()
+        return self._host
 
     def __enter__(self) -> Self:
         self._outer = getattr(_running, "trace", None)
@@ -128,10 +144,12 @@ class StorageTrace(UncompiledDispatchMode):
             return args[0].fake_device
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
             return NotImplemented  # the tensors they contain are dispatched again
+        self._remove_freed()
         namespace = func.namespace
         if namespace == "_c10d_functional" and isinstance(args[0], FakeTensor):
             return self._run_fake_collective(func, args, kwargs)
         out = func(*args, **(kwargs or {}))
+        self._remove_freed()
         category = self._phase or _result_category()
         if namespace in ("c10d", "fsdp"):
             if func._schema.name not in _SENDS:
@@ -141,7 +159,7 @@ class StorageTrace(UncompiledDispatchMode):
             if isinstance(tensor, Tensor):
                 # A tensor that waits for a message wraps another one and has no storage itself.
                 self._add(_unwrap(tensor), category)
-        if namespace == "c10d" and self.host:
+        if namespace == "c10d" and self._host:
             self._categorize_gradients()
         if (is_queued := gloo_buffers.outlives_call(func, args)) and self._queued:
             del self._queued[: 1 - gloo_buffers.THREADS]
@@ -166,6 +184,7 @@ class StorageTrace(UncompiledDispatchMode):
 
     def tag(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of tensors. Unknown tensors are counted from now on."""
+        self._remove_freed()
         for tensor in tensors:
             plain = _unwrap(tensor)
             storage = self._live.get(id(plain.untyped_storage()))
@@ -187,17 +206,20 @@ class StorageTrace(UncompiledDispatchMode):
         """End the current event and begin a new one."""
         self.finish()
         self._queued.clear()
+        self._remove_freed()
         self.events.append(TraceEvent(name, [self._point()]))
         self._peak_index, self._peak_bytes = 0, on_device(self.events[-1].points[0])
 
     def finish(self) -> None:
         """Complete the last event."""
+        self._remove_freed()
         self._record_point()
         self._update_peak()
         self._categorize_gradients()
 
     def note_size(self, storage: Any) -> None:
         """Record the new size of a storage, for example of gathered parameters."""
+        self._remove_freed()
         live = self._live.get(id(storage))
         if live is None:
             return
@@ -234,21 +256,24 @@ class StorageTrace(UncompiledDispatchMode):
         return buffers
 
     def _add(self, tensor: Tensor, category: Category) -> None:
+        self._remove_freed()  # the new storage may have the id of a freed one
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._live or tensor.device.type == "meta":
             return
         size = storage.nbytes()
-        reference = weakref.ref(storage, self._remover(key))
+        reference = weakref.ref(storage, lambda _: self._freed.append(key))
         self._live[key] = _LiveStorage(reference, size, category)
         self._count(category, size)
 
-    def _remover(self, key: int) -> Callable[[Any], None]:
-        def remove(_: Any) -> None:
-            live = self._live.pop(key)
-            self._count(live.category, -live.num_bytes)
+    def _remove_freed(self) -> None:
+        """Count what was freed since the last call, in order."""
+        while self._freed:
+            self._remove(self._freed.popleft())
 
-        return remove
+    def _remove(self, key: int) -> None:
+        live = self._live.pop(key)
+        self._count(live.category, -live.num_bytes)
 
     def _mark_communication(self, args: Any, kwargs: Any) -> None:
         """Categorize the buffers of an operation between ranks as communication."""
@@ -261,13 +286,13 @@ class StorageTrace(UncompiledDispatchMode):
     def _recategorize(self, live: _LiveStorage, category: Category) -> None:
         if live.category == category:
             return
-        changes_device = (live.category in self.host) != (category in self.host)
+        changes_device = (live.category in self._host) != (category in self._host)
         if changes_device:
             self._count(live.category, -live.num_bytes)
             live.category = category
             self._count(category, live.num_bytes)
             return
-        counts = self.host if category in self.host else self.now
+        counts = self._host if category in self._host else self._now
         counts[live.category] -= live.num_bytes
         counts[category] += live.num_bytes
         live.category = category
@@ -276,7 +301,7 @@ class StorageTrace(UncompiledDispatchMode):
         if change < 0:
             self._record_point()
             self._update_peak()
-        counts = self.host if category in self.host else self.now
+        counts = self._host if category in self._host else self._now
         counts[category] += change
         self._has_grown = self._has_grown or change > 0
 
@@ -301,7 +326,7 @@ class StorageTrace(UncompiledDispatchMode):
             self.events[-1].points[index] = self._point()
 
     def _point(self) -> Point:
-        return (*self.now.values(), sum(self.host.values()))
+        return (*self._now.values(), sum(self._host.values()))
 
     def _categorize_gradients(self) -> None:
         for parameter in self._parameters:

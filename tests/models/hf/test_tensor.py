@@ -120,15 +120,20 @@ def test_a_layout_that_divides_layers_is_estimated_with_less_memory() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "degree", "expected"),
     [
-        ("gpt2", {}, 3, "num_heads=4 can't be dealt out to so many ranks; use 1, 2 or 4"),
-        ("llama", {}, 8, "heads of q_proj=4 can't be dealt out to so many ranks; use 1, 2 or 4"),
+        ("gpt2", {}, 3, "num_heads=4 cannot be divided among 3 ranks; use 1, 2 or 4"),
+        ("llama", {}, 8, "heads of q_proj=4 cannot be divided among 8 ranks; use 1, 2 or 4"),
         (
             "qwen2",
             {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8},
             2,
-            "heads of q_proj=12 can't be dealt out to so many ranks; use 1, 3, 6 or 12",
+            "heads of q_proj=12 cannot be divided among 2 ranks; use 1, 3, 6 or 12",
         ),
-        ("qwen3_moe", {"moe_intermediate_size": 33}, 2, "gate_up_proj has 66 there, which 2 does"),
+        (
+            "qwen3_moe",
+            {"moe_intermediate_size": 33},
+            2,
+            "gate_up_proj has size 66 in dim 1, which 2",
+        ),
     ],
 )
 def test_a_degree_that_sizes_do_not_allow_is_refused_with_those_that_do(
@@ -156,7 +161,7 @@ def test_head_counts_that_do_not_follow_the_cut_are_seen_before_the_start(
     analyzed = structure(HuggingFaceConfig(config=FAMILIES[kind], init="random"))
     plan = tensor_plan(analyzed.copy(), analyzed.layers)
     assert disagreement(analyzed.copy(), plan, degree=2) is None
-    monkeypatch.setattr(dividing, "follow_the_cut", lambda *_, **__: None)
+    monkeypatch.setattr(dividing, "set_local_head_counts", lambda *_, **__: None)
     wrong = disagreement(analyzed.copy(), plan, degree=2)
     assert wrong is not None
     assert wrong.partition(" fails with ")[0].endswith(("h.0.attn", "layers.0.self_attn"))
