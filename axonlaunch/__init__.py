@@ -26,7 +26,16 @@ if TYPE_CHECKING:
         MismatchError as MismatchError,
     )
     from axonlaunch.comm import (
+        MockBackend as MockBackend,
+    )
+    from axonlaunch.comm import (
+        NcclBackend as NcclBackend,
+    )
+    from axonlaunch.comm import (
         NcclError as NcclError,
+    )
+    from axonlaunch.comm import (
+        NcclUniqueId as NcclUniqueId,
     )
     from axonlaunch.comm import (
         PeerFailedError as PeerFailedError,
@@ -118,12 +127,20 @@ if TYPE_CHECKING:
     from axonlaunch.config.optimizer_states import OptimizerState as OptimizerState
     from axonlaunch.data.registry import register_dataset as register_dataset
     from axonlaunch.data.sampler import DistributedSampler as DistributedSampler
-    from axonlaunch.engines.data_parallel.ddp import DDP as DDP
+    from axonlaunch.engines.data_parallel.ddp import (
+        DDP as DDP,
+    )
+    from axonlaunch.engines.data_parallel.ddp import (
+        DistributedDataParallel as DistributedDataParallel,
+    )
     from axonlaunch.engines.data_parallel.fsdp import (
         FSDP as FSDP,
     )
     from axonlaunch.engines.data_parallel.fsdp import (
         CPUOffload as CPUOffload,
+    )
+    from axonlaunch.engines.data_parallel.fsdp import (
+        FullyShardedDataParallel as FullyShardedDataParallel,
     )
     from axonlaunch.engines.data_parallel.fsdp import (
         ShardingStrategy as ShardingStrategy,
@@ -186,6 +203,9 @@ _ROOMS = {
         "World",
         "ProcessGroup",
         "Backend",
+        "MockBackend",
+        "NcclBackend",
+        "NcclUniqueId",
         "rank",
         "world_size",
         "is_main_process",
@@ -224,8 +244,13 @@ _ROOMS = {
     "axonlaunch.config.optimizer_states": ("OptimizerState",),
     "axonlaunch.data.registry": ("register_dataset",),
     "axonlaunch.data.sampler": ("DistributedSampler",),
-    "axonlaunch.engines.data_parallel.ddp": ("DDP",),
-    "axonlaunch.engines.data_parallel.fsdp": ("CPUOffload", "FSDP", "ShardingStrategy"),
+    "axonlaunch.engines.data_parallel.ddp": ("DDP", "DistributedDataParallel"),
+    "axonlaunch.engines.data_parallel.fsdp": (
+        "CPUOffload",
+        "FSDP",
+        "FullyShardedDataParallel",
+        "ShardingStrategy",
+    ),
     "axonlaunch.engines.data_parallel.fsdp_memory": ("FSDPMemoryEstimate", "FSDPMemoryStats"),
     "axonlaunch.engines.data_parallel.gradient_synchronizer": (
         "GradSyncStrategy",

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 _LARGEST_EXPONENT = 709.0
+
+Counted = Literal["tokens", "images", "samples"]
+"""Targets of the loss: one per token, per image or per sample of another structure."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Started:
     device: str
     parameters: int
     samples: int | None
-    counted: Literal["tokens", "images", "samples"]
+    counted: Counted
     step: int
     steps: int
     resumed_from: str | None
@@ -62,6 +65,9 @@ class Straggler:
 class StepLogged:
     """A step that was logged; the fields are those of a line of ``metrics.jsonl``.
 
+    Where targets are images or other samples, files and loggers have ``images`` or ``samples`` in
+    place of ``tokens`` in these names (``named_by_unit``).
+
     Attributes:
         step: Optimizer steps done.
         loss: Mean over the counted targets of the world.
@@ -80,9 +86,8 @@ class StepLogged:
         skipped: Updates that fp16 left out since the last logged step, as gradients overflowed;
             None in another precision.
         loss_scale: What fp16 multiplies the next step's loss by; None in another precision.
-        mfu: Share of the devices' dense peak that the model needs: 6 FLOPs for each parameter that
-            is not looked up and position, padding included, 12 L H Q T for attention, nothing for
-            recomputation. None on a CPU, or where the peak is not known.
+        mfu: Fraction of the devices' dense peak that the model needs, as ``models.flops`` counts
+            it for all positions, padding included. None on a CPU, or if the peak is not known.
         reserved_bytes: The most that this rank's allocator has reserved of its device.
         active_bytes: The most that was in blocks which are in use, or whose streams are not done.
         alloc_retries: How often the allocator has emptied its cache to find room.
@@ -159,6 +164,25 @@ class Evaluated:
     sources: dict[str, float] = field(default_factory=dict)
 
 
+def named_by_unit(fields: Mapping[str, Any], counted: Counted) -> dict[str, Any]:
+    """Return fields of an event with what is counted in their names.
+
+    ``tokens_per_s`` becomes ``images_per_s`` where a target is an image.
+    """
+    return {name.replace("tokens", counted): value for name, value in fields.items()}
+
+
+def rate_in(content: Mapping[str, Any]) -> tuple[Counted, Any]:
+    """Return what a summary or a line of metrics counts and how many a second; None: it has none.
+
+    It is the reverse of ``named_by_unit``.
+    """
+    for unit in get_args(Counted):
+        if (rate := content.get(f"{unit}_per_s")) is not None:
+            return unit, rate
+    return "tokens", None
+
+
 def perplexity_of(loss: float) -> float:
     """Return the perplexity of a loss in nats a token; what no float holds is the largest one."""
     return math.exp(min(loss, _LARGEST_EXPONENT))
@@ -172,14 +196,6 @@ class Saved:
     path: str
     seconds: float
     stalled_s: float
-
-
-@dataclass(frozen=True)
-class SampleGenerated:
-    """Text that the model wrote."""
-
-    prompt: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -222,17 +238,7 @@ def ignore_heartbeat(phase: str, *, step: int | None) -> None:
     del phase, step
 
 
-Event = (
-    Started
-    | StepLogged
-    | StepDone
-    | RankTimes
-    | Evaluated
-    | Saved
-    | SampleGenerated
-    | Noted
-    | Finished
-)
+Event = Started | StepLogged | StepDone | RankTimes | Evaluated | Saved | Noted | Finished
 Listener = Callable[[Event], None]
 """Takes events as they happen."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from axonlaunch.checkpoint import reader
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.adapter import EXPERTS, MAGNITUDE, LoraConfig, is_of_adapter
+from axonlaunch.config.errors import one_of
 from axonlaunch.config.model import HuggingFaceConfig
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ _ABSENT = (
     *("lora_bias", "layer_replication", "trainable_token_indices", "use_qalora", "alora_offset"),
 )
 """Keys of ``adapter_config.json`` that change what an adapter computes, where they are set."""
+_FLOATS = ["F64", "F32", "F16", "BF16"]
+_LARGEST_ALPHA = 1e9
 
 
 @dataclass(frozen=True)
@@ -59,66 +63,113 @@ class PeftFolder:
 
 
 def read_peft(folder: Path) -> PeftFolder:
-    """Read what a folder of PEFT's describes, without the numbers.
+    """Read the settings and shapes of a PEFT folder, without the numbers.
 
     Raises:
         ConfigError: It can't be read, or is of another kind than LoRA of linear layers.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        content = json.loads((folder / _CONFIG_FILE).read_text())
-        with safe_open(folder / _WEIGHTS_FILE, framework="pt") as file:
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError) as error:
-        files = f"{_CONFIG_FILE} and {_WEIGHTS_FILE}"
-        message = f"is not a folder of PEFT's, {files}: {str(error).splitlines()[0]}"
-        raise ConfigError([ConfigIssue("adapter.path", message, str(folder))]) from None
-    if problems := [*_unsupported_parts(content, shapes)]:
+    content, entries = _read_files(folder)
+    problems = [*_mistyped_settings(content)] or [*_unsupported_parts(content, entries)]
+    if problems or (problems := [*_mismatched_matrices(content["r"], entries)]):
         raise ConfigError(
             [ConfigIssue("adapter.path", problem, str(folder)) for problem in problems]
         )
     packed = tuple(content.get("target_parameters") or ())
     holders = [f".{name.rpartition('.')[0]}" for name in packed]
-    layers = [key.removesuffix(_A) for key in shapes if key.endswith(_A)]
+    layers = [key.removesuffix(_A) for key in entries if key.endswith(_A)]
     linear = [
         layer.removeprefix(_PREFIX)
         for layer in layers
         if not layer.replace(_NESTED, "").endswith(tuple(holders))
     ]
     return PeftFolder(
-        rank=int(content["r"]),
+        rank=content["r"],
         alpha=float(content["lora_alpha"]),
         rslora=bool(content.get("use_rslora", False)),
         dora=bool(content.get("use_dora", False)),
         targets=(*linear, *packed),
-        shapes=shapes,
+        shapes={key: shape for key, (_, shape) in entries.items()},
     )
 
 
-def _unsupported_parts(content: dict[str, Any], shapes: Iterable[str]) -> Iterator[str]:
+_Entries = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Type and shape of each tensor of a file of safetensors, by name."""
+
+
+def _read_files(folder: Path) -> tuple[dict[str, Any], _Entries]:
+    """Read ``adapter_config.json``, and the types and shapes of the tensors.
+
+    Raises:
+        ConfigError: A file is missing, not a regular file, too large or damaged.
+    """
+    from axonlaunch.checkpoint.safetensors import open_safetensors, read_json
+
+    try:
+        content = read_json(folder / _CONFIG_FILE)
+        with open_safetensors(folder / _WEIGHTS_FILE) as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            return content, {k: (s.get_dtype(), tuple(s.get_shape())) for k, s in slices.items()}
+    except ConfigError as error:
+        files = f"{_CONFIG_FILE} and {_WEIGHTS_FILE}"
+        message = f"is not a folder of PEFT's, {files}: {error.problems[0].message}"
+        raise ConfigError([ConfigIssue("adapter.path", message, str(folder))]) from None
+
+
+def _mistyped_settings(content: dict[str, Any]) -> Iterator[str]:
+    """Yield the settings of ``adapter_config.json`` that are not of the type that PEFT writes."""
     if content.get("peft_type") != "LORA":
-        yield f"its peft_type is {content.get('peft_type')}; only LORA can be read"
+        yield f"its peft_type is {_shown(content.get('peft_type'))}; only LORA can be read"
         return
+    rank: Any = content.get("r")
+    alpha: Any = content.get("lora_alpha")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        yield f"it has r={_shown(rank)}, not a whole number above 0"
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not is_number or not 0 < alpha <= _LARGEST_ALPHA:
+        yield f"it has lora_alpha={_shown(alpha)}, not a number above 0 and at most 1e9"
+    for key in ("use_rslora", "use_dora"):
+        if not isinstance(content.get(key), bool | None):
+            yield f"it has {key}={_shown(content[key])}, not true or false"
+    names = content.get("target_parameters")
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        yield f"it has target_parameters={_shown(names)}, not a list of names"
+
+
+def _unsupported_parts(content: dict[str, Any], entries: _Entries) -> Iterator[str]:
     for key in _ABSENT:
         if content.get(key):
-            yield f"it has {key}={content[key]}, which is not supported"
+            yield f"it has {key}={_shown(content[key])}, which is not supported"
     if content.get("bias", "none") != "none":
-        yield f"it has bias={content['bias']}, which is not supported"
+        yield f"it has bias={_shown(content['bias'])}, which is not supported"
     ends = (_A, _B, _THEIR_MAGNITUDE) if content.get("use_dora") else (_A, _B)
-    other = [key for key in shapes if not (key.startswith(_PREFIX) and key.endswith(ends))]
+    other = [key for key in entries if not (key.startswith(_PREFIX) and key.endswith(ends))]
     if other:
-        yield f"it holds {other[0]}, which is no matrix of LoRA on a linear layer"
-    layers = {key.rpartition(".lora_")[0] for key in shapes}
-    if lacking := sorted({f"{layer}{end}" for layer in layers for end in ends} - {*shapes}):
-        yield f"it lacks {lacking[0].removeprefix(_PREFIX)}"
+        yield f"it holds {_shown(other[0])}, which is no matrix of LoRA on a linear layer"
+    layers = {key.rpartition(".lora_")[0] for key in entries}
+    if lacking := sorted({f"{layer}{end}" for layer in layers for end in ends} - {*entries}):
+        yield f"it lacks {_shown(lacking[0].removeprefix(_PREFIX))}"
     for name in content.get("target_parameters") or ():
         if "." not in name:
-            yield f"it has target_parameters={name}; name its module too, as experts.{name}"
-    if not isinstance(content.get("r"), int) or not isinstance(
-        content.get("lora_alpha"), int | float
-    ):
-        yield "it says no r or no lora_alpha"
+            shown = _shown(name)
+            yield f"it has target_parameters={shown}; name its module too, as experts.{shown}"
+
+
+def _mismatched_matrices(rank: int, entries: _Entries) -> Iterator[str]:
+    """Yield the first tensor whose type or shape is not that of an adapter of this rank."""
+    for key, (dtype, shape) in entries.items():
+        if dtype not in _FLOATS:
+            yield f"its {_shown(key)} is of type {dtype}; an adapter has {one_of(_FLOATS)}"
+            return
+        if key.endswith(_A) and (len(shape) != 2 or shape[0] % rank):
+            yield f"its {_shown(key)} is {[*shape]}, which does not fit its r={_shown(rank)}"
+            return
+
+
+def _shown(value: Any) -> str:
+    """Shorten a value of a foreign file for a message."""
+    return value if isinstance(value, str) and len(value) < 200 else reprlib.repr(value)
 
 
 def peft_names(names: Iterable[str]) -> dict[str, str]:
@@ -154,11 +205,10 @@ def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
         state: This rank's parameters by name, divided ones as DTensors.
         folder: Its shapes are the adapters'.
     """
-    from safetensors import safe_open
-
+    from axonlaunch.checkpoint.safetensors import open_safetensors
     from axonlaunch.models.dtensor_regions import local_boxes
 
-    with safe_open(folder / _WEIGHTS_FILE, framework="pt") as file:
+    with open_safetensors(folder / _WEIGHTS_FILE) as file:
         for name, key in peft_names(state).items():
             parameter: Any = state[name]
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter

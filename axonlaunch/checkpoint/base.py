@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from axonlaunch.checkpoint import storage
 from axonlaunch.config import ConfigIssue, RunConfig
-from axonlaunch.system.files import hub_blob, open_regular, read_text
+from axonlaunch.system.files import hub_blob, inside_folder, open_regular, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ def _digests(config: RunConfig) -> dict[str, dict[str, str]]:
         if blob is not file and _DIGEST.fullmatch(blob.name):
             files[file.name] = blob.name
         else:
-            with open_regular(blob) as content:
+            with open_regular(inside_folder(file)) as content:
                 files[file.name] = hashlib.file_digest(content, "sha256").hexdigest()
     return {"files": files}
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.data.origin import Origin
 from axonlaunch.system.files import read_text
 
 FORMAT = 4
@@ -70,6 +71,8 @@ class Checkpoint:
         best_eval_loss: Lowest loss of an evaluation; None without one.
         evaluations_since: Evaluations after that one.
         data: Where the data is that can only be read in turn; None: ``samples`` says it.
+        origin: Description of what the rows are made of (``data.origin``); None: it is not known.
+        first_row_at: Samples that were seen when the run went on from the first row of its data.
     """
 
     path: Path
@@ -84,6 +87,8 @@ class Checkpoint:
     best_eval_loss: float | None = None
     evaluations_since: int = 0
     data: dict[str, Any] | None = None
+    origin: dict[str, Any] | None = None
+    first_row_at: int = 0
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,8 @@ def _checkpoint_of(folder: Path, about: Mapping[str, Any]) -> Checkpoint:
         best_eval_loss=_float(about.get("best_eval_loss")),
         evaluations_since=_number(about.get("evaluations_since", 0)),
         data=_data(about.get("data")),
+        origin=_origin(about.get("origin")),
+        first_row_at=_number(about.get("first_row_at", 0)),
     )
 
 
@@ -219,6 +226,16 @@ def _data(value: Any) -> dict[str, Any] | None:
         raise TypeError("data")
     numbers = {key: _number(value[key]) for key in ("samples", "epoch")}
     return {**numbers, "dataset": value["dataset"]}
+
+
+def _origin(value: Any) -> dict[str, Any] | None:
+    """Type the description of what rows are made of.
+
+    Raises:
+        TypeError: It is of another type.
+        KeyError: Part of it is missing.
+    """
+    return None if value is None else Origin.from_dict(value).to_dict()
 
 
 def _sums(about: Mapping[str, Any]) -> dict[str, Sum]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from axonlaunch.config import ConfigError, ConfigIssue
+from axonlaunch.system.disk import shortage
 
 
 @contextmanager
@@ -33,7 +34,8 @@ def new_folder(folder: Path) -> Iterator[None]:
             folder.mkdir(exist_ok=True)
         if not (reason := _write_error(error, folder)):
             raise
-        message = f"{folder}: can't be written: {reason}; free some space, or write elsewhere"
+        advice = shortage(folder)[1]
+        message = f"{folder}: can't be written: {reason}; {advice}, or write elsewhere"
         raise ConfigError([ConfigIssue("", message)]) from error
 
 

@@ -34,7 +34,7 @@ from axonlaunch.models.hf.conversion import Computed, as_saved, conversion
 from axonlaunch.models.hf.structure import structure
 from axonlaunch.models.hugging_face import ParameterMapping
 from axonlaunch.models.pieces import Laid
-from axonlaunch.system.files import hub_blob, open_regular, read_text
+from axonlaunch.system.files import inside_folder, open_regular, read_text
 
 INDEX_FILE = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -68,7 +68,7 @@ class Reader(StorageReader):
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._files: dict[str, Path] = {}
         for file in _files(folder):
-            with _open_safetensors(file) as content:
+            with open_safetensors(file) as content:
                 for name in content.offset_keys():
                     entry = content.get_slice(name)
                     dtype = _DTYPES.get(entry.get_dtype(), torch.uint8)
@@ -125,7 +125,7 @@ class Reader(StorageReader):
             def read(name: str, region: tuple[slice, ...]) -> Tensor:
                 file = self._files[name]
                 if file not in opened:
-                    opened[file] = stack.enter_context(_open_safetensors(file))
+                    opened[file] = stack.enter_context(open_safetensors(file))
                 part: Tensor = (
                     opened[file].get_slice(name)[region]
                     if region
@@ -282,7 +282,7 @@ def read_json(file: Path, key: str | None = None) -> dict[str, Any]:
         ConfigError: It can't be read, or holds something else.
     """
     try:
-        content = json.loads(read_text(hub_blob(file), at_most=_LARGEST_JSON))
+        content = json.loads(read_text(inside_folder(file), at_most=_LARGEST_JSON))
         content = content if key is None else content[key]
         if not isinstance(content, dict):
             raise TypeError(f"it holds {type(content).__name__} where keys belong")
@@ -295,14 +295,14 @@ def read_json(file: Path, key: str | None = None) -> dict[str, Any]:
 
 
 @contextmanager
-def _open_safetensors(file: Path) -> Iterator[Any]:
+def open_safetensors(file: Path) -> Iterator[Any]:
     """Open a regular file of safetensors.
 
     Raises:
         ConfigError: It is something else, or corrupt.
     """
     try:
-        with open_regular(hub_blob(file)) as stream:
+        with open_regular(inside_folder(file)) as stream:
             # By its descriptor, so that what was looked at is what is read.
             content = safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
     except (SafetensorError, OSError, ValueError) as error:

@@ -80,6 +80,8 @@ class Saver:
         background: bool = False,
         wrote: Callable[[], object] = lambda: None,
         warn: Callable[[str], object] = lambda text: None,
+        origin: Callable[[], dict[str, Any] | None] = lambda: None,
+        first_row_at: int = 0,
     ) -> None:
         """Prepare to save; every rank calls this.
 
@@ -93,7 +95,10 @@ class Saver:
             wrote: Called after each tensor that is written while training waits, and now and then
                 while other ranks write and this one has written its part.
             warn: Takes a line on the main rank for each checkpoint that can't be deleted.
+            origin: Describes what the rows are made of, when a checkpoint is saved.
+            first_row_at: Samples that were seen when the run went on from the first row.
         """
+        self._origin, self._first_row_at = origin, first_row_at
         self._run_dir = run_dir
         self._world = world
         self._retention = retention
@@ -165,6 +170,8 @@ class Saver:
             best_eval_loss=best_eval_loss,
             evaluations_since=evaluations_since,
             data=data,
+            origin=self._origin(),
+            first_row_at=self._first_row_at,
         )
         done = self._begin(about, state)
         stalled = time.perf_counter() - began

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from axonlaunch.checkpoint.manifest import CorruptCheckpointError
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, to_yaml
+from axonlaunch.config.environment_values import names_environment
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import SCHEME, is_url
 from axonlaunch.system import files
@@ -68,7 +69,15 @@ def kept_by(run_dir: Path) -> Path:
         return run_dir
     settings = frozen.get("checkpoint")
     where = settings.get("path") if isinstance(settings, dict) else None
-    return storage_path(where) if where and isinstance(where, str) else run_dir
+    if not where or not isinstance(where, str):
+        return run_dir
+    if names_environment(where):  # whoever wrote it could have a value sent to a server
+        message = (
+            f"{run_dir}: its checkpoint.path={where} names an environment variable, which is not "
+            "read from a run's folder; give the place itself"
+        )
+        raise ConfigError([ConfigIssue("", message)])
+    return storage_path(where)
 
 
 def is_remote(path: Path) -> bool:

@@ -18,6 +18,7 @@ from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
 from axonlaunch.config.adapter import is_of_adapter
 from axonlaunch.config.data import DATASETS, NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
+from axonlaunch.config.environment_values import without_environment
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.data.tokenizer import (
@@ -26,6 +27,7 @@ from axonlaunch.data.tokenizer import (
     model_of_folder,
     read_foreign,
 )
+from axonlaunch.system.files import write_copy
 
 if TYPE_CHECKING:
     import torch
@@ -213,15 +215,16 @@ def _write_whole(
         copied = [*(name for name in copied if name not in files), *files]
     own = base.kept_dtype(config) if left_out else entries[names[0]].properties.dtype
     content["dtype"] = str(dtype or own).removeprefix("torch.")
-    (folder / safetensors.CONFIG_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    text = json.dumps(without_environment(content), indent=1) + "\n"
+    (folder / safetensors.CONFIG_FILE).write_text(text)
     return [*written, safetensors.CONFIG_FILE, *copied]
 
 
 def _copy_tokenizer(run_dir: Path, folder: Path) -> list[str]:
     """Copy the tokenizer that a run has kept, over that of the model that it started from."""
     files = foreign_files(run_dir / TOKENIZER)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
+    for name, file in files.items():
+        write_copy(folder / name, file)
     return [*files]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -138,16 +139,28 @@ def _show_tracebacks(error: Exception, problems: Sequence[ConfigIssue]) -> None:
 def _refusal(error: Exception) -> str:
     """Return what this node refused, and what to do; empty for a bug of ours."""
     from axonlaunch.launch.failures.report import cause_of, plain_error
+    from axonlaunch.system.disk import shortage
+    from axonlaunch.system.forked_call import CallsFailedError
+    from axonlaunch.system.forked_process import ProcessDiedError
     from axonlaunch.system.forkserver import ForkServerError
 
-    if isinstance(error, ForkServerError):
-        return str(error)
+    errors = error.errors.values() if isinstance(error, CallsFailedError) else [error]
+    for failure in errors:
+        if isinstance(failure, ForkServerError | ProcessDiedError):
+            return str(failure)
+    if isinstance(error, MemoryError):
+        return (
+            f"there was not enough memory{f': {error}' if str(error) else ''}; free some, allow "
+            "more (ulimit -v), or use less data or a smaller model"
+        )
     if not isinstance(error, OSError):
         return ""
-    remedy = {
-        "disk": "free some space, also in TMPDIR and where standard output goes",
-        "files": "allow more with ulimit -n, or use fewer ranks",
-    }.get(cause_of(error))
+    cause, remedy = cause_of(error), ""
+    if cause == "disk":
+        advice = shortage(Path(error.filename or "."))[1]
+        remedy = f"{advice}, also in TMPDIR and where standard output goes"
+    elif cause == "files":
+        remedy = "allow more with ulimit -n, or use fewer ranks"
     return f"{plain_error(error)}; {remedy}" if remedy else ""
 
 
@@ -155,7 +168,6 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
     """Return a user's mistakes; None for a bug of ours."""
     from axonlaunch.checkpoint import CorruptCheckpointError
     from axonlaunch.config import ConfigError, ConfigIssue
-    from axonlaunch.config.other_names import RENAMED_OPTIONS
 
     if isinstance(error, ConfigError):
         return error.problems
@@ -167,8 +179,6 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
         return None
     message = " ".join(format_message().split())
     option = getattr(error, "option_name", None)
-    if option in RENAMED_OPTIONS:
-        message = f"{option} was renamed; write {RENAMED_OPTIONS[option]} instead"
-    elif option and not getattr(error, "possibilities", None):
+    if option and not getattr(error, "possibilities", None):
         message += "; options are in --help, and settings are written key=value, without dashes"
     return [ConfigIssue("", message)]

@@ -65,7 +65,9 @@ def _accelerators() -> int:
     from axonlaunch.system import forked_call, forkserver
 
     with spinner("detecting accelerators"), forkserver.warm() as context:
-        count: int = forked_call.call(context, "axonlaunch.preflight.devices:accelerators")
+        count: int = forked_call.call(
+            context, "axonlaunch.preflight.devices:accelerators", task="counting accelerators"
+        )
     return count
 
 

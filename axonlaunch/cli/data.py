@@ -127,10 +127,12 @@ def _tokenised_dataset(config: RunConfig) -> tuple[AnyText, bool]:
 
         def report(state: Tokenising) -> None:
             nonlocal made
-            made = made or not state.waits
+            made = made or not (state.waits or state.verifies)
             show_progress(str(state))
 
-        dataset: Any = build_dataset(config.data, tokenizer_of(config), report=report)
+        dataset: Any = build_dataset(
+            config.data, tokenizer_of(config), report=report, verifies=True
+        )
     return dataset, made
 
 

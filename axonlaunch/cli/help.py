@@ -16,7 +16,6 @@ from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
-    from rich.table import Table
 
 HELP = "Show the documentation: all pages, or one of them."
 EXAMPLES = """Examples:
@@ -50,63 +49,36 @@ def command(
 
 
 def _show(text: str) -> None:
-    """Render a page; a word of a table is broken, and not cut, where no layout fits it."""
+    """Render a page. Long words in tables and code wrap instead of being cut off."""
     from rich.console import RenderResult
     from rich.markdown import CodeBlock, Markdown, TableElement
     from rich.syntax import Syntax
     from rich.table import Table
 
-    class WholeLines(CodeBlock):
-        """What a command prints on 80 columns fits 80 columns."""
+    class UnpaddedCode(CodeBlock):
+        """A code block without margins: output made for 80 columns fits into 80."""
 
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
             code, padding = str(self.text).rstrip(), (1, 0)
             yield Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, padding=padding)
 
-    class WholeTable(TableElement):
+    class WrappingTable(TableElement):
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
             for table in super().__rich_console__(console, options):
                 assert isinstance(table, Table)
                 for column in table.columns:
                     column.overflow = "fold"
-                _keep_words(table, console, options)
                 yield table
 
-    class WholeMarkdown(Markdown):
+    class WrappingMarkdown(Markdown):
         elements = {
             **Markdown.elements,
-            "table_open": WholeTable,
-            "fence": WholeLines,
-            "code_block": WholeLines,
+            "table_open": WrappingTable,
+            "fence": UnpaddedCode,
+            "code_block": UnpaddedCode,
         }
 
-    console_on().print(WholeMarkdown(text))
-
-
-def _keep_words(table: Table, console: Console, options: ConsoleOptions) -> None:
-    """Give the columns of a table widths at which no word is broken, if there are such."""
-    from rich.measure import Measurement
-
-    columns = [
-        [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
-        for column in table.columns
-    ]
-    widths = [max(1, *(cell.minimum for cell in column)) for column in columns]
-    whole = [max(1, *(cell.maximum for cell in column)) for column in columns]
-    for gap in (2, 1):
-        spare = options.max_width - sum(widths) - gap * (len(widths) - 1) - 2
-        if spare >= 0:
-            break
-    else:
-        return
-    table.padding = (0, gap - 1)
-    while spare and widths != whole:
-        # The next character goes to the column that would have the most lines without it.
-        fullest = max(range(len(widths)), key=lambda n: whole[n] / widths[n])
-        widths[fullest] += 1
-        spare -= 1
-    for column, width in zip(table.columns, widths, strict=True):
-        column.width = width
+    console_on().print(WrappingMarkdown(text))
 
 
 def summary(text: str) -> str:

@@ -54,7 +54,10 @@ def command(
             config_dirs=config_dir or [],
         )
         inspection: Inspection = forked_call.call(
-            context, "axonlaunch.preflight.inspection:inspect", config
+            context,
+            "axonlaunch.preflight.inspection:inspect",
+            config,
+            task="building the model",
         )
     if as_json:
         print_json(asdict(inspection))

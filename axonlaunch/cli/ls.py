@@ -24,7 +24,7 @@ EXAMPLES = """Examples:
 """
 HF = "hf"
 SHOWS_REASONS = 12
-"""So many models, or fewer, are listed with why a layout is not proved."""
+"""Lists of at most this many models also show why a layout is not proved."""
 LISTS = {
     "models": "model",
     "adapters": "adapter",
@@ -40,7 +40,7 @@ LISTS = {
     "hardware": "hardware",
     "experiments": "experiment",
 }
-"""Each list, to the group that it lists."""
+"""Names of lists and their configuration groups."""
 ALIASES = {group: name for name, group in LISTS.items()} | {
     "dataset": "data",
     "datasets": "data",
@@ -50,7 +50,7 @@ ALIASES = {group: name for name, group in LISTS.items()} | {
     "loss": "losses",
     "schedules": "schedulers",
 }
-"""Other names of a list: its group as overrides write it, other plurals and singulars."""
+"""Other names for a list: its group as written in overrides, plurals and singulars."""
 
 
 def command(
@@ -103,7 +103,7 @@ def command(
 
 
 def _like(like: str | None, options: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the options whose names contain what was asked for."""
+    """Return the options whose names contain ``like``, ignoring case."""
     wanted = (like or "").lower()
     return {name: value for name, value in options.items() if wanted in name.lower()}
 
@@ -112,7 +112,7 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     """Show which layouts are proved for the models of transformers.
 
     Raises:
-        ConfigError: No ``model_type`` is like what was asked for.
+        ConfigError: No ``model_type`` contains ``like``.
     """
     from axonlaunch.config import ConfigError, ConfigIssue
     from axonlaunch.config.did_you_mean import unknown
@@ -145,6 +145,13 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
         shown.add_row(
             kind, *("no" if layout in family.refused else "yes" for layout in table.layouts)
         )
+    if len(families) > SHOWS_REASONS:
+        counts = (
+            str(sum(layout not in family.refused for family in families.values()))
+            for layout in table.layouts
+        )
+        shown.add_section()
+        shown.add_row(f"yes, of {len(families)}", *counts)
     console = console_on()
     console.print(shown)
     if len(families) <= SHOWS_REASONS:
@@ -156,4 +163,4 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
                 where = "every layout" if len(alike) == len(table.layouts) else ", ".join(alike)
                 console.print(escape(f"{kind}, {where}: {reason}"))
     versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
-    console.print(f"\nproved with {versions}; axonlaunch help huggingface says how")
+    console.print(f"\nproved with {versions}; see axonlaunch help huggingface")

@@ -59,7 +59,9 @@ def refuse(message: str) -> NoReturn:
 
 def print_json(content: dict[str, Any]) -> None:
     """Print one object on standard output."""
-    sys.stdout.write(json.dumps(content, indent=1) + "\n")
+    from axonlaunch.config.environment_values import without_environment
+
+    sys.stdout.write(json.dumps(without_environment(content), indent=1) + "\n")
 
 
 def print_problems(problems: Sequence[ConfigIssue], *, as_json: bool) -> None:

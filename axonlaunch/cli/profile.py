@@ -84,7 +84,10 @@ def _predict_parts(config: RunConfig) -> tuple[dict[str, float] | None, str]:
     try:
         with forkserver.warm() as context, spinner("predicting a step"):
             step: StepPrediction = forked_call.call(
-                context, "axonlaunch.planning.throughput.predicted_parts:predict_step", config
+                context,
+                "axonlaunch.planning.throughput.predicted_parts:predict_step",
+                config,
+                task="predicting a step's time",
             )
     except ConfigError as error:
         return None, str(error)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from axonlaunch.cli.options import Json, print_json
 from axonlaunch.cli.output_files import check_file, writing
 from axonlaunch.cli.run_folders import read_runs
+from axonlaunch.config.url import is_url
 from axonlaunch.launch.output.spinner import spinner
+
+if TYPE_CHECKING:
+    from axonlaunch.diagnostics.report.run_record import RunRecord
 
 HELP = "Write an HTML report of one run, or of several overlaid."
 EXAMPLES = """Examples:
@@ -28,7 +32,10 @@ def command(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="The page; default: report.html in the first run's folder."),
+        typer.Option(
+            help="The page; default: report.html in the run's folder, of several runs in the "
+            "folder that holds the first of them."
+        ),
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     as_json: Json = False,
@@ -47,7 +54,7 @@ def command(
         records = read_runs(runs)
         page = page_of(page_data(records), title=", ".join(labels(records)))
     if output is None:
-        output = Path("report.html") if "://" in runs[0] else records[0].path / "report.html"
+        output = _default_output(records) / "report.html"
     with writing("--output", output):
         replace_text(output, page)
     if as_json:
@@ -58,3 +65,13 @@ def command(
         import webbrowser
 
         webbrowser.open(output.absolute().as_uri())
+
+
+def _default_output(records: list[RunRecord]) -> Path:
+    """Return the folder of the page: a run's own has the page of that run alone."""
+    folder = records[0].path
+    if is_url(str(folder)):
+        return Path()
+    if len(records) == 1:
+        return folder
+    return folder.resolve().parent if folder.name in ("", "..") else folder.parent

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_SHOWN_FACTS = ("step", "loss", "evaluation loss", "layout", "tokens/s", "in steps", "goodput")
+_SHOWN_FACTS = ("step", "loss", "evaluation loss", "layout", "in steps", "goodput")
 _STYLES = {"running": "cyan", "done": "green", "interrupted": "yellow"}
 
 
@@ -85,7 +85,8 @@ def _facts(run: dict[str, Any]) -> Table:
 
 
 def _rows(run: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(name, value) for name, value in run["facts"] if name in _SHOWN_FACTS]
+    facts = run["facts"]
+    return [(name, value) for name, value in facts if name in _SHOWN_FACTS or name.endswith("/s")]
 
 
 def _bars(ranks: dict[str, Any], shown: int, width: int) -> list[RenderableType]:

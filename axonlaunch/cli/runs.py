@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from axonlaunch.cli.options import Json, print_json, refuse
-from axonlaunch.system.files import why_no_folder
+from axonlaunch.system.files import modified_at, why_no_folder
 from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
@@ -111,11 +111,14 @@ def _check_conditions(conditions: list[_Condition], keys: set[str], folder: Path
 
 
 def _row(run: RunRecord) -> dict[str, Any]:
+    from axonlaunch.config import CONFIG
     from axonlaunch.diagnostics.report.life import cost
+    from axonlaunch.events import rate_in
+    from axonlaunch.system.run_files import EVENTS, METRICS
 
     last = run.steps[-1] if run.steps else {}
     evaluated = run.evaluations[-1] if run.evaluations else {}
-    files = [run.path / name for name in ("metrics.jsonl", "events.jsonl", "config.yaml")]
+    files = [run.path / name for name in (METRICS, EVENTS, CONFIG)]
     return {
         "run": str(run.path),
         "status": run.status,
@@ -124,9 +127,11 @@ def _row(run: RunRecord) -> dict[str, Any]:
         "steps": run.config.get("train.steps"),
         "loss": last.get("loss"),
         "eval_loss": evaluated.get("eval_loss"),
-        "tokens_per_s": last.get("tokens_per_s"),
+        "counted": run.counted,
+        f"{run.counted}_per_s": rate_in(last)[1],
         "cost": cost(run),
-        "changed_at": max((file.stat().st_mtime for file in files if file.exists()), default=0.0),
+        "changed_at": max(modified_at(file) for file in files),
+        "notes": run.notes,
     }
 
 
@@ -137,19 +142,24 @@ def _show(rows: list[dict[str, Any]], folder: Path) -> None:
     from axonlaunch.system.formatting import ago, quantity
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("run", "status", "layout", "step", "loss", "tokens/s", "age"):
+    for name in ("run", "status", "layout", "step", "loss", "speed", "age"):
         is_text = name in ("run", "status", "layout", "age")
         table.add_column(name, justify="left" if is_text else "right", overflow="fold")
     for row in rows:
         loss = row["loss"] if isinstance(row["loss"], float) else None
-        speed = row["tokens_per_s"]
+        unit = row["counted"]
+        speed = row[f"{unit}_per_s"]
         table.add_row(
             Text(str(Path(row["run"]).relative_to(folder))),
             Text(row["status"], style=_COLOURS.get(row["status"], "red")),
             Text(str(row["layout"] or "")),
-            f"{row['step']}/{row['steps']}",
+            "" if row["status"] == "unreadable" else f"{row['step']}/{row['steps']}",
             "" if loss is None else f"{loss:.4f}",
-            quantity(speed) if isinstance(speed, int | float) else "",
+            f"{quantity(speed)} {unit}/s" if isinstance(speed, int | float) else "",
             ago(time.time() - row["changed_at"]),
         )
-    console_on().print(table)
+    console = console_on()
+    console.print(table)
+    for row in rows:
+        for note in row["notes"]:
+            console.print(Text(f"{Path(row['run']).relative_to(folder)}: {note}", style="yellow"))

@@ -94,7 +94,7 @@ def command(
 
         folders = config_dir or []
         with spinner("running the layout and a single process"):
-            config = load_auto_strategy(
+            _, config = load_auto_strategy(
                 overrides or [],
                 compose=partial(compose, config_name=config_name, config_dirs=folders),
                 server=lambda: context,

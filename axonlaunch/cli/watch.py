@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from axonlaunch.cli.options import refuse
+from axonlaunch.system.files import modified_at
 from axonlaunch.system.terminal import console_on
 
 if TYPE_CHECKING:
@@ -62,12 +63,15 @@ def command(
 
 
 def _newest(folder: Path) -> Path:
+    from axonlaunch.config import CONFIG
     from axonlaunch.diagnostics.report.run_record import find_runs
 
     runs = list(find_runs(folder))
-    if not runs:
-        refuse(f"{folder} holds no run; name the folder of one")
-    return max(runs, key=lambda run: (run.path / "config.yaml").stat().st_mtime).path
+    readable = [run.path for run in runs if run.status != "unreadable"]
+    if not readable:
+        reason = f"no run that can be read, of {len(runs)}" if runs else "no run"
+        refuse(f"{folder} holds {reason}; name the folder of one")
+    return max(readable, key=lambda path: modified_at(path / CONFIG))
 
 
 def _follow_in_terminal(data: Callable[[], dict[str, Any]]) -> None:

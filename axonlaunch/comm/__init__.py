@@ -4,7 +4,7 @@ It starts no process and trains nothing; it stands on ``torch.distributed`` and 
 """
 
 from axonlaunch.comm import nccl
-from axonlaunch.comm.backend import Backend, ReduceOp
+from axonlaunch.comm.backend import Backend, MockBackend, NcclBackend, ReduceOp
 from axonlaunch.comm.collectives import (
     all_gather,
     all_reduce,
@@ -36,6 +36,7 @@ from axonlaunch.comm.errors import (
 )
 from axonlaunch.comm.gradient_bucket import GradientBucket
 from axonlaunch.comm.gradients import sync_gradient, sync_gradients
+from axonlaunch.comm.nccl import NcclUniqueId
 from axonlaunch.comm.process_group import ProcessGroup
 from axonlaunch.comm.world import World
 
@@ -45,7 +46,10 @@ __all__ = [
     "DeadlockError",
     "GradientBucket",
     "MismatchError",
+    "MockBackend",
+    "NcclBackend",
     "NcclError",
+    "NcclUniqueId",
     "PeerFailedError",
     "ProcessGroup",
     "RankFailedError",

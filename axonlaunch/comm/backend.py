@@ -41,6 +41,12 @@ class Backend(StrEnum):
         return cls.MOCK if name == "fake" else cls(name)
 
 
+MockBackend = Backend.MOCK
+"""Another name for ``Backend.MOCK``."""
+NcclBackend = Backend.NCCL
+"""Another name for ``Backend.NCCL``."""
+
+
 class ReduceOp(Enum):
     """How the values of all ranks become one; ``Average`` is for floating-point only."""
 

@@ -1,11 +1,13 @@
-"""What NCCL there is on this node, found without starting it."""
+"""What NCCL there is on this node, found without starting it, and identifiers of communicators."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 
+from axonlaunch.comm.errors import NcclError
 from axonlaunch.system import gpus
 
 
@@ -48,3 +50,35 @@ def status() -> NcclStatus:
             "CUDA_VISIBLE_DEVICES, or use backend=gloo",
         )
     return NcclStatus(available=True, version=version, devices=names)
+
+
+class NcclUniqueId(bytes):
+    """Identifier by which the ranks of an NCCL communicator find each other: 128 bytes.
+
+    Worlds on NCCL make and exchange theirs through the store. It is needed only for a communicator
+    of one's own, made by ``torch.cuda.nccl.init_rank``.
+    """
+
+    SIZE = 128
+
+    def __new__(cls, content: bytes) -> Self:
+        """Take over an identifier that another rank sent.
+
+        Raises:
+            ValueError: It is not 128 bytes long.
+        """
+        if len(content) != cls.SIZE:
+            raise ValueError(f"an NCCL identifier has {cls.SIZE} bytes, not {len(content)}")
+        return super().__new__(cls, content)
+
+    @classmethod
+    def create(cls) -> Self:
+        """Make a new identifier on this node, for one rank to send to the others.
+
+        Raises:
+            NcclError: There is no NCCL here.
+        """
+        found = status()
+        if not found.available:
+            raise NcclError(found.reason)
+        return cls(torch.cuda.nccl.unique_id())

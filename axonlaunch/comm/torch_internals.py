@@ -6,9 +6,12 @@ belongs in this file alone. (Those of the mock world are in ``mock/torch_interna
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,12 +27,15 @@ __all__ = [
     "gloo_options",
     "group_by_name",
     "limit_options",
+    "name_groups_by_members",
     "ranks_of_groups",
     "reduce_scatter_single",
     "set_timeout",
 ]
 
 _c10d: Any = distributed_c10d
+_named: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""The groups named by their members, counted for each default group."""
 
 # torch 2.11 has only the old names, and 2.13 warns of them.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,6 +59,26 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     """Return the group that functional collectives name so."""
     group: dist.ProcessGroup = _c10d._resolve_process_group(name)
     return group
+
+
+def name_groups_by_members() -> None:
+    """Name each group that only its members create by those members; a second call does nothing.
+
+    torch's name is a hash of the members and of the number of groups that this process is in. The
+    number differs between members if some of them are in another group, and then each member waits
+    for the others under a name of its own. Example: after ``new_group([2])`` ranks 2 and 3 named
+    their group on an axis of a mesh differently.
+    """
+    _c10d._hash_ranks_to_str = _name_by_members
+
+
+def _name_by_members(ranks: Sequence[int]) -> str:
+    """Return a name for the next group of these ranks, the same on each of them."""
+    counts = _named.setdefault(_c10d._get_default_group(), Counter())
+    members = tuple(ranks)
+    counts[members] += 1
+    text = f"{members} {counts[members]}"
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def ranks_of_groups() -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,7 @@ from axonlaunch.comm.mesh import Mesh
 from axonlaunch.comm.mismatch_check import check_collective
 from axonlaunch.comm.process_group import ProcessGroup, compute_on, default_group
 from axonlaunch.comm.rendezvous import RankEnvironment, find_place, gloo_towards, open_store
+from axonlaunch.comm.torch_internals import name_groups_by_members
 from axonlaunch.system import gpus
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class World:
         self.is_main = rank == 0
         self.timeout_s = timeout_s
         compute_on(device)
+        name_groups_by_members()
         self.default_group = default_group()
         self.store = store
         self._groups = [self.default_group]

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.compose import OVERRIDE_ORIGIN, Composed, Composer
+from axonlaunch.config.environment_values import as_written, resolved
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.plain import LARGEST_YAML, flatten, read_yaml, to_tree, to_yaml, with_values
 from axonlaunch.config.plugins import import_plugins
@@ -28,6 +31,7 @@ __all__ = [
     "ConfigError",
     "ConfigIssue",
     "RunConfig",
+    "as_written",
     "compose",
     "composer_of",
     "flatten",
@@ -87,12 +91,30 @@ def compose(
         ConfigError: The files themselves can't be composed.
     """
     composer = composer_of(config_dirs) if config_dirs else _of_ours()
-    composed = composer.compose(overrides, config_name=config_name)
-    issues = _import_plugins(composed.tree)
-    if composed.tree.get("plugins"):
-        # Again, for what the plugins registered is an option now.
-        composed = composer.compose(overrides, config_name=config_name)
+    composed, issues = _compose_with_plugins(composer, overrides, config_name)
     return _replaced(dataclasses.replace(composed, problems=issues + composed.problems))
+
+
+def _compose_with_plugins(
+    composer: Composer, overrides: Sequence[str], config_name: str
+) -> tuple[Composed, list[ConfigIssue]]:
+    """Compose, and import the plug-ins; compose again only if an option is registered by none.
+
+    Returns:
+        What was composed, and what is wrong with the plug-ins.
+
+    Raises:
+        ConfigError: The files themselves can't be composed.
+    """
+    try:
+        composed, awaited = composer.compose_before_plugins(overrides, config_name=config_name)
+    except ConfigError:  # perhaps because of an option that does not exist
+        issues = _import_plugins(composer.compose(overrides, config_name=config_name).tree)
+    else:
+        issues = _import_plugins(composed.tree)
+        if composer.are_registered(awaited):
+            return composed, issues
+    return composer.compose(overrides, config_name=config_name), issues
 
 
 def _replaced(composed: Composed) -> Composed:
@@ -204,7 +226,9 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
 
     Args:
         path: The file or the folder.
-        trusted: Import the modules that it names; they are refused otherwise.
+        trusted: Import the modules that it names, which are refused otherwise, and put in the
+            values of the environment variables that it names, which otherwise stay
+            ``${oc.env:NAME}``: its author could have them sent to a server.
 
     Raises:
         ConfigError: There is no such file, it does not fit this version's schema, or names code.
@@ -222,6 +246,7 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
     tree = _read_tree(text, name=str(file))
     if not trusted and (problems := foreign_code(tree, text, file=str(file))):
         raise ConfigError(problems)
+    tree = _with_environment(tree, os.environ if trusted else None, name=str(file))
     return type_config(tree, _import_plugins(tree))
 
 
@@ -235,10 +260,32 @@ def parse_frozen(text: str, *, name: str = "the frozen configuration") -> RunCon
     """Read the text of a ``config.yaml`` that this very run has frozen, and import what it names.
 
     Raises:
-        ConfigError: It does not fit this version's schema.
+        ConfigError: It does not fit this version's schema, or names environment variables that this
+            process does not have.
     """
-    tree = _read_tree(text, name=name)
+    tree = _with_environment(_read_tree(text, name=name), os.environ, name=name)
     return type_config(tree, _import_plugins(tree))
+
+
+def _with_environment(
+    tree: dict[str, Any], environment: Mapping[str, str] | None, *, name: str
+) -> dict[str, Any]:
+    """Put the values of environment variables into a frozen configuration; None: their names.
+
+    Raises:
+        ConfigError: Some are not set here; all of them are named.
+    """
+    values: dict[str, Any] = {}
+    issues = []
+    for key, value in tree.items():
+        try:
+            values[key] = resolved(value, environment)
+        except KeyError as error:
+            message = f"{name} names the environment variable {error.args[0]}, which is not set on"
+            issues.append(ConfigIssue(key, f"{message} {socket.gethostname()}; set it there too"))
+    if issues:
+        raise ConfigError(issues)
+    return values
 
 
 def _read_tree(text: str, *, name: str) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any
 
 from axonlaunch.config.composition_errors import as_config_errors
 from axonlaunch.config.did_you_mean import nearest, unknown
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.environment_values import marked
+from axonlaunch.config.errors import ConfigError, ConfigIssue, in_one_line
 from axonlaunch.config.hydra_files import HydraFiles
 from axonlaunch.config.other_names import FOREIGN_OPTIONS, UNSUPPORTED
 from axonlaunch.config.override_text import (
@@ -46,12 +47,19 @@ PRESETS = (
 _FROM_PRESET = re.compile(r"\$\{oc\.select:(model\.preset\.\w+),")
 
 
+_CHANGED = (
+    "another resolver changes the value of an environment variable, so that the value would be "
+    "written to config.yaml; write ${oc.env:NAME}, with no other resolver around it"
+)
+
+
 @dataclass(frozen=True)
 class Composed:
     """A composed configuration before it is typed.
 
     Attributes:
-        tree: Nested plain values, interpolations resolved.
+        tree: Nested plain values, interpolations resolved; texts with values of environment
+            variables are ``EnvironmentText``.
         given: Dotted key of each leaf that an override set -> that override.
         in_files: The same of files; a call, since reading them all again takes as long as composing
             and few ask.
@@ -120,8 +128,6 @@ class Composer:
         Raises:
             ConfigError: The files themselves can't be composed.
         """
-        from omegaconf import OmegaConf
-
         self._check_primary(config_name)
         asked, problems = self.sort_overrides(overrides, config_name)
         with as_config_errors():
@@ -129,12 +135,50 @@ class Composer:
             absent = [f"{group}/{name}" for group, name in unregistered.items()]
             files = self._files.without_optional(config_name, asked.groups, absent)
             unregistered = self._unregistered_options(files, config_name, asked.groups)
-            composed = files.compose(config_name, asked.groups, asked.values)
-            tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
-        assert isinstance(tree, dict)
+        composed = self._composed(files, config_name, asked, problems)
         for group, name in unregistered.items():
-            tree.pop(group, None)
+            composed.tree.pop(group, None)
             problems.append(self._unknown_option(group, name))
+        return composed
+
+    def compose_before_plugins(
+        self, overrides: Sequence[str], *, config_name: str = "config"
+    ) -> tuple[Composed, dict[str, str]]:
+        """Compose a tree as if all options that may be registered were, since plug-ins may.
+
+        Returns:
+            What ``compose`` returns once they are registered, and ``{group: option}`` of those
+            that are not registered yet.
+
+        Raises:
+            ConfigError: The files themselves can't be composed.
+        """
+        self._check_primary(config_name)
+        asked, problems = self.sort_overrides(overrides, config_name, with_unregistered=True)
+        with as_config_errors():
+            unregistered = self._unregistered_options(self._files, config_name, asked.groups)
+        return self._composed(self._files, config_name, asked, problems), unregistered
+
+    def are_registered(self, options: Mapping[str, str]) -> bool:
+        """Whether options that ``compose_before_plugins`` returned are registered by now."""
+        return all(name in self._registries[group] for group, name in options.items())
+
+    def _composed(
+        self, files: HydraFiles, config_name: str, asked: Asked, problems: list[ConfigIssue]
+    ) -> Composed:
+        """Merge the chosen files and the values; add to ``problems`` what is wrong with a preset.
+
+        Raises:
+            ConfigError: The files can't be merged.
+        """
+        from omegaconf import OmegaConf
+
+        with as_config_errors():
+            merged = files.compose(config_name, asked.groups, asked.values)
+            tree = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
+            tree, unclear = marked(tree, merged)
+        assert isinstance(tree, dict)
+        problems += [ConfigIssue(key, _CHANGED) for key in unclear]
         problems += _taken_preset(tree)
         in_files = partial(self._file_origins, files, config_name, asked.groups)
         named = {str(key): value for key, value in tree.items()}
@@ -172,7 +216,7 @@ class Composer:
             except OverrideParseException as error:
                 reason = why_unread(text, str(error).splitlines()[0])
                 reason = reason or f"not an override; write {self._meant(text)}"
-                problems.append(ConfigIssue("", f"{text}: {reason}"))
+                problems.append(ConfigIssue("", f"{in_one_line(text)}: {reason}"))
                 continue
             if override.key_or_group:
                 parsed.append(override)
@@ -194,13 +238,14 @@ class Composer:
             raise ConfigError([ConfigIssue("", f"--config-name {config_name}: {message}")])
 
     def sort_overrides(
-        self, overrides: Sequence[str], config_name: str
+        self, overrides: Sequence[str], config_name: str, *, with_unregistered: bool = False
     ) -> tuple[Asked, list[ConfigIssue]]:
         """Sort overrides into those that choose files and those that set values.
 
         ``strategy=x`` and ``+strategy=x`` mean the same. A value is always added by force (``++``):
         whether its key exists is checked by the schema, for all keys at once. What is wrong with
-        those that are left out is returned beside them.
+        those that are left out is returned beside them. With ``with_unregistered``, an option that
+        is not registered is one nevertheless, where plug-ins can register it.
         """
         from hydra.core.override_parser.types import OverrideType
 
@@ -217,7 +262,12 @@ class Composer:
             elif override.is_delete():
                 (asked.groups if self._files.has_group(key) else asked.values).append(override)
             elif self._files.has_group(key):
-                group_problems = self._group_problems(override)
+                may_be_registered = (
+                    with_unregistered
+                    and key in self._open_groups
+                    and isinstance(override.value(), str)
+                )
+                group_problems = [] if may_be_registered else self._group_problems(override)
                 problems += group_problems
                 if not group_problems:
                     asked.groups.extend(self._group(override, config_name))

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from axonlaunch.config.did_you_mean import nearest
+from axonlaunch.config.environment_values import EnvironmentText
 from axonlaunch.config.errors import one_of
 
 
@@ -64,12 +65,13 @@ def _scalar(value: Any, hint: Any) -> Any:
         raise Rejected("expected a number")
     if hint is str:
         if isinstance(value, str | int | float) and not isinstance(value, bool):
-            return str(value)
+            return value if isinstance(value, str) else str(value)
         raise Rejected("expected text")
     raise AssertionError(f"the schema uses a type that validate does not know: {hint}")
 
 
 def _literal(value: Any, choices: tuple[Any, ...]) -> Any:
+    value = str(value) if isinstance(value, EnvironmentText) else value  # frozen as it is
     for choice in choices:
         if value == choice and type(value) is type(choice):
             return choice

@@ -90,6 +90,14 @@ class SyntheticTokensConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShapeOnlyTokensConfig(SyntheticTokensConfig):
+    """Rows of the same shape as those of text in files, which estimates do not read."""
+
+    packing: str = "none"
+    """``data.packing`` of the text"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SyntheticImagesConfig:
     """Made-up images, one noisy pattern a class: cheap, and learnable."""
 

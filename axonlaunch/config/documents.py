@@ -64,7 +64,8 @@ class TextRowsConfig:
     )
     """how rows are filled. concat: documents one after another, cut where a row ends; best_fit:
     whole documents, each in the fullest row that has room; auto: best_fit, but few documents are
-    spread over 64 rows; none: one document a row. A document never attends to another
+    spread over 64 rows, and for a model that can't keep documents apart it is none; none: one
+    document a row. A document never attends to another
     """
     shuffle: Literal["all", "shards"] = field(default="all", metadata=_OF_THE_MIX)
     """in what order rows are seen. all: shuffled over all files, which are tokenised before the run
@@ -160,5 +161,6 @@ class ChatConfig(TextRowsConfig):
     )
     """how rows are filled. concat: chats one after another, cut where a row ends; best_fit: whole
     chats, each in the fullest row that has room; auto: best_fit, but few chats are spread over 64
-    rows, so that they are more than a batch; none: one chat a row. A chat never attends to another
+    rows, so that they are more than a batch, and for a model that can't keep chats apart it is
+    none; none: one chat a row. A chat never attends to another
     """

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from axonlaunch.config.environment_values import EnvironmentText
+
 _SHOWN = 200
 """Characters of a value that a message shows."""
 
@@ -89,6 +91,8 @@ def plain(value: Any) -> str:
     """Write a value as one would on the command line: ``[1,2]``, ``true``, ``null``, ``0.5``."""
     if value is None:
         return "null"
+    if isinstance(value, EnvironmentText):
+        return value.written
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -99,7 +103,13 @@ def plain(value: Any) -> str:
 
 
 def _shortened(text: str) -> str:
+    text = in_one_line(text)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
+def in_one_line(text: str) -> str:
+    """Write line breaks as escape sequences."""
+    return text.replace("\r", "\\r").replace("\n", "\\n")
 
 
 def target_problems(target: str | None, attribute: str) -> list[tuple[str, str]]:

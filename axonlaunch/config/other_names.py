@@ -1,7 +1,4 @@
-"""Names that other tools and earlier versions have for keys and options, to those of here.
-
-It holds tables; who meets an unknown name looks it up.
-"""
+"""Tables of other tools' names for keys and options, for hints when a name is unknown."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ FOREIGN_OPTIONS = {
     "strategy=tp": "tensor",
     "strategy=zero3": "fsdp",
 }
-"""What other tools call an option, to what it is here."""
+"""Maps other tools' names of an option to the option here."""
 
 FOREIGN_NAMES = {
     "batch": "train.global_batch_size",
@@ -54,11 +51,11 @@ FOREIGN_NAMES = {
     "use_dora": "adapter.dora",
     "use_rslora": "adapter.rslora",
 }
-"""What other tools call a key, to the key that it is here."""
+"""Maps other tools' names of a key to the key here."""
 
 _NO_QUANTISED_BASE = (
-    "a quantised base (QLoRA) is not supported: in 4 bits torchao gives other weights where a "
-    "layout cuts them, and can't cut them by inputs; use adapter=lora train.precision=bf16 "
+    "a quantised base (QLoRA) is not supported: torchao's 4-bit weights change when a layout cuts "
+    "them, and it can't cut them by inputs; use adapter=lora train.precision=bf16 "
     "train.param_dtype=bf16"
 )
 UNSUPPORTED = {
@@ -66,30 +63,4 @@ UNSUPPORTED = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantize_base"), _NO_QUANTISED_BASE),
     **dict.fromkeys(("bnb_4bit_quant_type", "quantization_config"), _NO_QUANTISED_BASE),
 }
-"""What other tools have and this one lacks, an option or a key: why, and what to write instead."""
-
-RENAMED_OPTIONS = {"--formula": "--analytic", "--picture": "--plot"}
-"""Options of commands that had another name."""
-RENAMED_KEYS = {
-    "checkpoint.keep": "checkpoint.keep_last",
-    "checkpoint.keep_every": "checkpoint.keep_every_n_steps",
-    "hardware.attention_sustained": "hardware.attention_efficiency",
-    "hardware.host_sustained": "hardware.host_efficiency",
-    "hardware.link_gather_gb_s": "hardware.allgather_bw_gb_s",
-    "hardware.link_sustained": "hardware.link_efficiency",
-    "hardware.matrix_sustained": "hardware.matrix_efficiency",
-    "hardware.memory_sustained": "hardware.memory_efficiency",
-    "hardware.moved_bytes": "hardware.kernel_bytes",
-    "hardware.moved_us": "hardware.kernel_latency_us",
-    "hardware.network_sustained": "hardware.network_efficiency",
-    "launch.account": "launch.slurm.account",
-    "launch.partition": "launch.slurm.partition",
-    "launch.sbatch": "launch.slurm.extra_args",
-    "launch.setup": "launch.slurm.prologue",
-    "launch.time_limit": "launch.slurm.time",
-    "strategy.planned": "strategy.auto",
-    "train.prompt": "sample.prompt",
-    "train.sample_tokens": "sample.max_new_tokens",
-    "train.tensorboard": "loggers=[tensorboard]",
-}
-"""What an earlier version called a key, to the key that it is now."""
+"""Maps options and keys that are not supported to the reason and the alternative."""

@@ -44,6 +44,8 @@ def why_unread(text: str, error: str) -> str:
     key, equals, value = text.partition("=")
     if not equals:
         return ""
+    if "\n" in value or "\r" in value:
+        return "its value contains a line break; remove it, or put quotes around the value"
     if not value.startswith(("[", "{")):
         quoted = f"'{key}=\"{value.strip(_QUOTES)}\"'"
         return f"its value has a character that must be quoted; write {quoted}"

@@ -20,6 +20,7 @@ LR_SCALE = "lr_scale"
 NOT_OF_A_GROUP = ("name", "groups", "state_dtype", "target", "arguments")
 """Fields of an optimizer's configuration that are no options of a group of parameters."""
 _PROBE = "axonlaunch.engines.optimizer.probe:probe"
+_PROBE_STATES = "axonlaunch.engines.optimizer.probe:probe_states"
 _LISTED = 4
 
 
@@ -76,7 +77,7 @@ def states_of(config: Any, shape: tuple[int, ...]) -> dict[str, OptimizerState]:
         shape: The whole parameter's.
     """
     known = OPTIMIZERS.facts(config.name).states
-    states = load_target(_PROBE)(config, len(shape)).states if known is None else known
+    states = load_target(_PROBE_STATES)(config, tuple(shape)) if known is None else known
     return {
         state.name: state
         for state in states

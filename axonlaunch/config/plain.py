@@ -1,6 +1,6 @@
 """The typed tree as plain values and as YAML, and back.
 
-What is written here can be read back to an equal tree; nothing is resolved or guessed.
+What is written here can be read back to an equal tree; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
+
+from axonlaunch.config.environment_values import as_written
 
 _T = TypeVar("_T")
 
@@ -31,10 +33,13 @@ def to_tree(config: Any) -> Any:
 
 
 def to_yaml(config: Any) -> str:
-    """Write a typed tree as YAML, keys in the schema's order."""
+    """Write a typed tree as YAML, keys in the schema's order.
+
+    Values of environment variables are left out: their texts are written as interpolations.
+    """
     import yaml
 
-    text: str = yaml.safe_dump(to_tree(config), sort_keys=False)
+    text: str = yaml.safe_dump(as_written(to_tree(config)), sort_keys=False)
     return text
 
 

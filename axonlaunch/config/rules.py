@@ -32,12 +32,11 @@ from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.plain import with_values
 from axonlaunch.config.recording import ProfileConfig
+from axonlaunch.config.run_name import run_name_issues
 from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.url import is_url
 from axonlaunch.system.files import why_no_folder
 
-_LONGEST_NAME, _LONGEST_PATH = 240, 2048
-"""Bytes of a folder's name and of a path, with room for what a run adds to them."""
 _WHOLE_STEPS = 16
 """Steps of which all elements may be written: of a billion parameters each takes 10 GB and more."""
 _NODES = re.compile(r"[1-9]\d{0,8}(:[1-9]\d{0,8})?")
@@ -51,7 +50,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         message = "expected a number of nodes, or a minimum and a maximum, as in 2:4"
         return [ConfigIssue("launch.nnodes", message, config.launch.nnodes)]
     problems = [
-        *_name(config),
+        *run_name_issues(config),
         *_unused_settings(config),
         *_parameters_in_bf16(config),
         *_compile_mode(config),
@@ -64,7 +63,6 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_extras(config),
         *_loggers(config),
         *_resume(config),
-        *_prompt(config),
         *_tokenizer(config),
         *_saving(config),
         *_device(config),
@@ -105,21 +103,6 @@ def broken_world_rules(config: RunConfig, *, world_size: int) -> list[ConfigIssu
         *_batch(config, world_size),
         *_profiled_ranks(config, world_size),
     ]
-
-
-def _name(config: RunConfig) -> Iterator[ConfigIssue]:
-    folders = Path(config.name).parts
-    if not folders or Path(config.name).is_absolute() or ".." in folders:
-        yield ConfigIssue(
-            "name", "must be a folder's name below runs/; use run_dir for a path", config.name
-        )
-    if not config.run_dir:
-        yield ConfigIssue("run_dir", "is empty; write a path, or auto", config.run_dir)
-    for key, path in (("name", config.name), ("run_dir", config.run_dir)):
-        names = [len(part.encode()) for part in Path(path).parts]
-        if max(names, default=0) > _LONGEST_NAME or sum(names) > _LONGEST_PATH:
-            message = f"is longer than a path may be; use {_LONGEST_NAME} bytes a folder at most"
-            yield ConfigIssue(key, message, path)
 
 
 def _unused_settings(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -279,12 +262,6 @@ def _loggers(config: RunConfig) -> Iterator[ConfigIssue]:
     names = [logger.name for logger in config.loggers if logger.name != "custom"]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ConfigIssue("loggers", f"{name} is listed {names.count(name)} times; list it once")
-
-
-def _prompt(config: RunConfig) -> Iterator[ConfigIssue]:
-    if config.sample.max_new_tokens and config.sample.prompt == "":
-        message = "is empty; give at least one character, or sample.max_new_tokens=0"
-        yield ConfigIssue("sample.prompt", message, "")
 
 
 def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -265,16 +265,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleConfig:
-    """What a run on text generates when it ends."""
-
-    max_new_tokens: int = field(default=200, metadata={"min": 0})
-    """tokens to generate at the end of a run on text; 0: none"""
-    prompt: str | None = None
-    """text that the generated tokens continue; null: "def ", of chats a question of their files"""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EstimateConfig:
     """What an estimate of memory is worth, and whether a run is estimated beside itself."""
 
@@ -283,9 +273,9 @@ class EstimateConfig:
     tight up to the device's memory. Beside published runs 9 of 10 estimates are within 0.1, half
     of them within 0.035; 0: none
     """
-    background: bool = True
-    """predict a run's peak memory and the time of its steps while it trains, in a process of the
-    lowest priority; false: its summary shows what was measured alone
+    background: bool | None = None
+    """predict peak memory and step time in a low-priority process while the run trains, for its
+    summary; null: on GPUs only, because on CPUs it takes time from the training steps
     """
 
 
@@ -314,6 +304,11 @@ class CheckpointConfig:
     resume: str = field(default="auto", metadata={"allowed": "auto, never or a path"})
     """auto: resume where this run folder stopped; never: start from step 0; or the path of a run
     folder or a checkpoint
+    """
+    changed_data: Literal["error", "restart"] = "error"
+    """what to do where data files, chat template or options of data are not those of the checkpoint
+    that the run resumes from. error: refuse to start; restart: keep weights, optimizer and step,
+    and read the data from its first row
     """
 
 
@@ -351,7 +346,6 @@ class RunConfig:
     """where numbers are logged beside metrics.jsonl: [tensorboard, {name: wandb, project: mine}];
     your own: [{target: package.module:Class, arguments: {}}]
     """
-    sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig, metadata={"variants": LAUNCHERS})
     estimate: EstimateConfig = field(default_factory=EstimateConfig)

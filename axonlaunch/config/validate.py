@@ -15,7 +15,7 @@ from axonlaunch.config.convert_value import Rejected, check_range, convert
 from axonlaunch.config.did_you_mean import nearest, unknown
 from axonlaunch.config.errors import ConfigIssue, one_of, plain
 from axonlaunch.config.group_options import typed_groups
-from axonlaunch.config.other_names import FOREIGN_NAMES, RENAMED_KEYS, UNSUPPORTED
+from axonlaunch.config.other_names import FOREIGN_NAMES, UNSUPPORTED
 from axonlaunch.config.registry import EntryPointError, Registry
 
 _ELSEWHERE = 0.75
@@ -124,7 +124,9 @@ class _Walk:
         if isinstance(value, str) and (reason := facts.get("refused", {}).get(value)):
             raise Rejected(reason)
         converted = convert(value, hint)
-        _check_name(converted, facts.get("names"))
+        if (names := facts.get("names")) is not None and converted is not None:
+            converted = str(converted)  # a name in a registry, frozen as it is
+            _check_name(converted, names)
         check_range(converted, facts, or_null=type(None) in get_args(hint))
         return converted
 
@@ -145,6 +147,8 @@ class _Walk:
             self._add(f"{key}.name", str(error), name)
             return _default(spec)
         self._check_arguments(tree, variants, name, key)
+        if "name" in tree:
+            tree = {**tree, "name": str(name)}  # a name in a registry, frozen as it is
         return self.dataclass(tree, schema, key)
 
     def _options(self, tree: Any, variants: Registry[Any, Any], name: str | None, key: str) -> Any:
@@ -264,8 +268,6 @@ def _unknown_key(
     """Say that a key is unknown, and which one was meant: here, or of that name elsewhere."""
     key = _below(prefix, name)
     shown = ... if isinstance(value, dict) else value
-    if key in RENAMED_KEYS:
-        return ConfigIssue(key, f"was renamed; write {RENAMED_KEYS[key]} instead", shown)
     if name in UNSUPPORTED:
         return ConfigIssue(key, UNSUPPORTED[name], shown)
     paths = _paths(root)

@@ -26,6 +26,7 @@ def build_dataset(
     tokenizer: TokenizerConfig | None = None,
     *,
     report: OnProgress = lambda state: None,
+    verifies: bool = False,
 ) -> Dataset:
     """Make the dataset that a typed configuration describes.
 
@@ -33,6 +34,8 @@ def build_dataset(
         config: The group ``data``.
         tokenizer: Of text; None: bytes.
         report: Is called now and then while text is tokenised.
+        verifies: Whether to compare all tokens of the cache with their checksums now, as a command
+            does before it starts ranks; ranks compare what they map.
 
     Raises:
         UnknownNameError: No dataset of that name is registered.
@@ -54,7 +57,7 @@ def build_dataset(
     from axonlaunch.data.learned_tokenizer import load_or_learn
 
     made_by = load_or_learn(tokenizer or TokenizerConfig(), config, report=report)
-    return build(config, made_by, report=report)
+    return build(config, made_by, report=report, verifies=verifies)
 
 
 def _as_dataset(made: Any, config: Any) -> Dataset:

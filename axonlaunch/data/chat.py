@@ -17,7 +17,7 @@ from axonlaunch.data.encoding import Encoded
 from axonlaunch.data.rows import BadRow, Row
 from axonlaunch.data.tokenizer import Tokenizer
 
-_FORMAT = "chat 2"
+_FORMAT = "chat 3"
 """Changes with what is made of a chat, or refused: tokens that were kept are not those any more."""
 
 
@@ -38,7 +38,8 @@ class ChatEncoder:
         """
         self._template = ChatTemplate(tokenizer, marks_assistant=assistant_only)
         self._field = field
-        text = json.dumps([_FORMAT, tokenizer.fingerprint, field, assistant_only])
+        template = self._template.fingerprint
+        text = json.dumps([_FORMAT, tokenizer.fingerprint, template, field, assistant_only])
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
         self.vocab_size = tokenizer.vocab_size
         self.masks = assistant_only

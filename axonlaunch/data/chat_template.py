@@ -28,7 +28,11 @@ Written = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8] | None]
 
 
 class ChatTemplate:
-    """Writes chats as the tokenizer's template does."""
+    """Writes chats as the tokenizer's template does.
+
+    Attributes:
+        fingerprint: Of the template.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, marks_assistant: bool) -> None:
         """Look for the template.
@@ -48,6 +52,7 @@ class ChatTemplate:
             )
             raise ConfigError([ConfigIssue(where, message)])
         self._tokenizer = tokenizer.transformers
+        self.fingerprint = tokenizer.template_fingerprint
         try:
             template = self._tokenizer.get_chat_template()
         except ValueError:

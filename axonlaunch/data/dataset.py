@@ -223,6 +223,28 @@ def is_unsized(dataset: Dataset) -> bool:
     return bool(getattr(dataset, "is_unsized", False))
 
 
+def file_sums(
+    dataset: Dataset, *, shards: int | None = None
+) -> tuple[list[tuple[str, str]], int | None]:
+    """Return (name, checksum) of the files that training rows are made of, in order.
+
+    Args:
+        dataset: An included one; some have no files.
+        shards: Number of shards to look at, of data whose shards are tokenised one by one; None:
+            those that are tokenised by now.
+
+    Returns:
+        The checksums, and how many shards they cover; None: all.
+    """
+    sums = getattr(dataset, "file_sums", None)
+    if sums is None:
+        return [], None
+    if is_unsized(dataset):
+        found: tuple[list[tuple[str, str]], int | None] = sums(shards)
+        return found
+    return sums(), None
+
+
 class NoText:
     """The text side of a dataset that has none."""
 

@@ -69,6 +69,7 @@ class Tokenising:
         tokens: Made so far.
         waits: Whether another process makes them, and this one waits.
         learns: Whether a tokenizer is learned of the text.
+        verifies: Whether tokens that are there are compared with their checksums.
     """
 
     file: str
@@ -76,10 +77,13 @@ class Tokenising:
     tokens: int = 0
     waits: bool = False
     learns: bool = False
+    verifies: bool = False
 
     def __str__(self) -> str:
         if self.learns:
             return f"learning a tokenizer of {self.file}"
+        if self.verifies:
+            return f"verifying {self.fraction:.0%} of the tokens, {self.file}"
         if self.waits:
             return f"waiting for another process that tokenises {self.file}"
         done = round(self.fraction * _BAR)

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from axonlaunch.config.documents import ChatConfig, DocumentsConfig, TextRowsConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.tokenizer import TokenizerConfig
-from axonlaunch.data import token_cache
+from axonlaunch.data import cached_folder, token_cache
 from axonlaunch.data.chat_rows import chat_columns, read_chat
 from axonlaunch.data.documents import text_columns
 from axonlaunch.data.encoding import OnProgress, Tokenising
@@ -69,17 +70,36 @@ def load_or_learn(
         _complete(complete, lambda folder: _learn(files, tokenizer.vocab_size, folder, report))
     except UnreadableFileError as error:
         raise ConfigError([ConfigIssue("data.files", str(error))]) from None
+    except OSError as error:
+        where = error.filename or complete.parent
+        message = f"{where} can't be used: {error.strerror or error}; choose another folder"
+        raise ConfigError([ConfigIssue("data.cache_dir", message, data.cache_dir)]) from None
     return load_tokenizer(TokenizerConfig(path=str(complete)))
 
 
 def _complete(complete: Path, write: Callable[[Path], None]) -> None:
-    """Make a folder by a name that is its own once it is complete, by one process of several."""
+    """Make a folder by a name that is its own once it is complete, by one process of several.
+
+    A folder that is not what was written is made again.
+
+    Raises:
+        OSError: A link is in its place, or it can't be written.
+    """
     partial = complete.with_name(f"{complete.name}.partial")
-    while not complete.is_dir():
-        with token_cache.writer_lock(partial, waits=lambda: None) as is_current:
-            if is_current and not complete.exists():
+    while not _is_whole(complete):
+        with cached_folder.writer_lock(partial, waits=lambda: None) as is_current:
+            if is_current and not _is_whole(complete):
+                if complete.exists():
+                    change = cached_folder.find_change(complete)
+                    sys.stderr.write(f"data: {complete}: {change}; it is learned again\n")
+                    cached_folder.remove(complete)
                 write(partial)
-                partial.rename(complete)
+                cached_folder.publish(partial, complete)
+
+
+def _is_whole(complete: Path) -> bool:
+    cached_folder.refuse_link(complete)
+    return complete.is_dir() and cached_folder.find_change(complete) is None
 
 
 def _learn(

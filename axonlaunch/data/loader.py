@@ -31,7 +31,10 @@ class Loader:
     Attributes:
         dataset: Where samples come from.
         global_batch_size: Samples of a step over all shards.
+        first_row_at: Samples that were seen, of other data, before the first row of this.
     """
+
+    first_row_at = 0
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class Loader:
     def indices(self, step: int) -> npt.NDArray[np.int64]:
         """Return which of the dataset's samples this shard's rows of a step's global batch are."""
         rows = _rows(self.global_batch_size, self._num_shards)
-        first = step * self.global_batch_size + self._shard * rows
+        first = step * self.global_batch_size + self._shard * rows - self.first_row_at
         return order_of(self.dataset, np.arange(first, first + rows), seed=self._seed)
 
     def batch(self, step: int) -> AnyBatch:

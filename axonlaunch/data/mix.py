@@ -27,8 +27,16 @@ _PASS_KEY = 2
 """Distinguishes the order of rows in a pass over a source from other orders."""
 
 
-def build_text(config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> AnyText:
+def build_text(
+    config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress, verifies: bool = False
+) -> AnyText:
     """Return the rows of files, or of a mix of sources.
+
+    Args:
+        config: The group ``data``.
+        tokenizer: Makes tokens of text.
+        report: Is called now and then while that happens.
+        verifies: Whether to compare tokens of the cache with their checksums now.
 
     Raises:
         ConfigError: A file can't be read, a row is none, or nothing is left to train on.
@@ -36,11 +44,11 @@ def build_text(config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgre
     if config.shuffle == "shards":
         return ShardedRows(config, tokenizer, report=report)
     if not config.mix:
-        return TextRows(config, tokenizer, report=report)
+        return TextRows(config, tokenizer, report=report, verifies=verifies)
     _refuse_overlap(config)
     return TextMix(
         {
-            name: _source(name, source, tokenizer, report)
+            name: _source(name, source, tokenizer, report, verifies=verifies)
             for name, source in config.sources().items()
         },
         config.shares(),
@@ -122,6 +130,15 @@ class TextMix:
         for where, piece in self._sources[number].sources(int(own)):
             yield f"{self._names[number]}: {where}", piece
 
+    def file_sums(self) -> list[tuple[str, str]]:
+        """Return (source and name, checksum of tokens) of the files that are trained on."""
+        of_each = zip(self._names, self._sources, strict=True)
+        return [
+            (f"{name}: {file}", digest)
+            for name, source in of_each
+            for file, digest in source.file_sums()
+        ]
+
     def summaries(self) -> dict[str, TextSummary]:
         """Count what there is of each source, by reading through which tokens count."""
         of_each = (source.summaries()[""] for source in self._sources)
@@ -181,7 +198,12 @@ def _counts(rows: Sequence[int], shares: Sequence[SourceShare]) -> list[int]:
 
 
 def _source(
-    name: str, config: TextRowsConfig, tokenizer: Tokenizer, report: OnProgress
+    name: str,
+    config: TextRowsConfig,
+    tokenizer: Tokenizer,
+    report: OnProgress,
+    *,
+    verifies: bool,
 ) -> TextRows:
     """Return the rows of a source.
 
@@ -189,7 +211,7 @@ def _source(
         ConfigError: It is of the source's keys.
     """
     try:
-        return TextRows(config, tokenizer, report=report)
+        return TextRows(config, tokenizer, report=report, verifies=verifies)
     except ConfigError as error:
         problems = [
             replace(problem, key=f"data.mix.{name}{problem.key.removeprefix('data')}")

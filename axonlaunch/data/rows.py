@@ -10,17 +10,19 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
+from axonlaunch.data import json_array, tables
 from axonlaunch.data.sources import SourceFile
+from axonlaunch.data.tables import LARGEST_ROW
 
 Row = dict[str, Any]
 Columns = Callable[[list[str]], list[str]]
@@ -95,8 +97,14 @@ class RowReader:
                 for number, row in self._rows(stack):
                     if number > self.skip:
                         yield number, row
-        except (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, csv.Error) as error:
-            if isinstance(error, UnreadableFileError):
+        except MemoryError:
+            where = f" after {self.what} {number}" if number else ""
+            message = (
+                f"{self._source.name} can't be read{where}: it needs more memory than there is"
+            )
+            raise UnreadableFileError(message) from None
+        except Exception as error:
+            if isinstance(error, UnreadableFileError) or not _is_of_file(error):
                 raise
             where = f" after {self.what} {number}" if number else ""
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -119,9 +127,11 @@ class RowReader:
         if form in (".csv", ".tsv"):
             yield from self._of_csv(stream, "\t" if form == ".tsv" else ",")
         elif form == ".txt":
-            yield 1, _text(stream.read())
+            content = stream.read(LARGEST_ROW + 1)
+            _refuse_long(content, "it is one document, and")
+            yield 1, _text(content)
         elif form == ".json" and _begins_array(stream):
-            yield from self._of_array(json.load(stream))
+            yield from self._of_array(json_array.elements(stream, longest=LARGEST_ROW))
         else:
             yield from self._of_lines(stream)
 
@@ -146,7 +156,10 @@ class RowReader:
         if self.offset:
             self._pass_over(stream)
             first += self.skip
-        for number, line in enumerate(stream, start=first):
+        for number in itertools.count(first):
+            if not (line := stream.readline(LARGEST_ROW + 1)):
+                return
+            _refuse_long(line, f"line {number}")
             self.offset += len(line)
             if number % 256 == 0:
                 self._note_position()
@@ -171,17 +184,18 @@ class RowReader:
             left -= len(block)
             self._note_position()
 
-    def _of_array(self, content: Any) -> Iterator[tuple[int, Row | BadRow]]:
+    def _of_array(self, content: Iterator[Any]) -> Iterator[tuple[int, Row | BadRow]]:
         for number, row in enumerate(content, start=1):
+            self._note_position()
             yield number, row if isinstance(row, dict) else _no_object(row)
 
     def _of_csv(
         self, stream: io.BufferedReader, delimiter: str
     ) -> Iterator[tuple[int, Row | BadRow]]:
-        csv.field_size_limit(sys.maxsize)  # a document may be longer than Python expects
+        csv.field_size_limit(LARGEST_ROW)  # a document may be longer than Python expects
         decoded = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         with decoded as text:
-            rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+            rows = csv.DictReader(_bounded_lines(text), delimiter=delimiter, strict=True)
             names = list(rows.fieldnames or ())
             if twice := [name for name in names if names.count(name) > 1]:
                 message = f"{self._source.name} has several columns {twice[0]!r}; give each a name"
@@ -193,29 +207,17 @@ class RowReader:
     def _of_tables(self, form: str) -> Iterator[tuple[int, Row | BadRow]]:
         for first, batch in self._tables(form):
             if first + batch.num_rows > self.skip + 1:
-                yield from enumerate(batch.to_pylist(), start=first)
+                yield from tables.bounded_rows(first, batch)
 
     def _tables(self, form: str) -> Iterator[tuple[int, Any]]:
         """Yield Arrow's batches of a file, each with the number of its first row."""
         arrow = _pyarrow()
         if form == ".parquet":
-            import pyarrow.parquet
-
-            # As it is by default, the columns of a group of rows are read at once.
-            file = pyarrow.parquet.ParquetFile(
-                self._raw, page_checksum_verification=True, buffer_size=_BLOCK, pre_buffer=False
-            )
-            total, first = max(1, file.metadata.num_rows), 1
-            columns = self._columns(file.schema_arrow.names)
-            for group in range(file.metadata.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if first + rows <= self.skip + 1:
-                    first += rows
-                    continue
-                for batch in file.iter_batches(_AT_ONCE, row_groups=[group], columns=columns):
-                    yield first, batch
-                    first += batch.num_rows
-                    self.fraction = (first - 1) / total
+            assert self._raw is not None
+            file = tables.ParquetRows(self._raw, columns=self._columns)
+            for first, batch in file.batches(skip=self.skip):
+                yield first, batch
+                self.fraction = (first + batch.num_rows - 1) / max(1, file.num_rows)
             return
         import pyarrow.ipc
 
@@ -229,6 +231,7 @@ class RowReader:
         first = 1
         for batch in reader:
             batch = batch.select(self._columns(batch.schema.names))
+            batch.validate(full=True)  # offsets of a stranger's file may lead anywhere
             for start in range(0, batch.num_rows, _AT_ONCE):
                 yield first + start, batch.slice(start, _AT_ONCE)
             first += batch.num_rows
@@ -237,6 +240,35 @@ class RowReader:
     def _note_position(self) -> None:
         assert self._raw is not None
         self.fraction = min(1.0, self._raw.tell() / max(1, self._source.size))
+
+
+def _is_of_file(error: Exception) -> bool:
+    """Return whether an error is due to a file's content; pyarrow has classes of its own."""
+    known = (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, csv.Error, RecursionError)
+    return isinstance(error, known) or type(error).__module__ == "pyarrow.lib"
+
+
+def _refuse_long(content: bytes | str, what: str) -> None:
+    """Refuse a row that is larger than any that is read.
+
+    Raises:
+        ValueError: It is.
+    """
+    if len(content) > LARGEST_ROW:
+        raise ValueError(f"{what} holds more than {LARGEST_ROW >> 20} MiB; split it")
+
+
+def _bounded_lines(text: io.TextIOWrapper) -> Iterator[str]:
+    """Yield the lines of a text.
+
+    Raises:
+        ValueError: One is longer than any row that is read.
+    """
+    for number in itertools.count(1):
+        if not (line := text.readline(LARGEST_ROW + 1)):
+            return
+        _refuse_long(line, f"line {number}")
+        yield line
 
 
 def _text(content: bytes) -> str | BadRow:

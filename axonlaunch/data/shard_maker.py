@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+import os
+import zlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from axonlaunch.data import cached_folder
 from axonlaunch.data.encoding import Encoded, Encoder, OnProgress, Tokenising
 from axonlaunch.data.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
 from axonlaunch.data.sources import SourceFile
-from axonlaunch.system.files import replace_text
+from axonlaunch.system.files import appending_descriptor, replace_text
 
 SHARD_SIZE = 16 << 20
 """Characters of text with which a shard is full: at a few MB a second the first one is made while
@@ -34,6 +37,7 @@ TOKENS_FILE, LENGTHS_FILE, ROWS_FILE, COUNTED_FILE = (
 )
 _PROGRESS = "progress.json"
 _CHUNK_ROWS, _CHUNK_CHARACTERS = 1024, 1 << 20
+_TUPLES = ("documents", "listed", "source_sums")
 _LISTED = 5
 """Bad rows that are remembered by name; the others are counted."""
 
@@ -54,6 +58,8 @@ class Progress:
         bad: Rows that are none.
         listed: The first of them: ``"FILE, line N: reason"``.
         is_last: Whether it was read to the end of the group's last file.
+        sums: CRC-32 of what is written of each file, by its name.
+        source_sums: CRC-32 of the tokens of each file that was read, as ``documents`` counts them.
     """
 
     file: int = 0
@@ -67,12 +73,15 @@ class Progress:
     bad: int = 0
     listed: tuple[str, ...] = ()
     is_last: bool = False
+    sums: Mapping[str, int] = field(default_factory=dict)
+    source_sums: tuple[int, ...] = (0,)
 
     @classmethod
     def behind(cls, other: Progress) -> Progress:
         """Return the beginning of a shard that starts where another one ends."""
-        documents = (0,) * (other.file + 1)
-        return cls(file=other.file, row=other.row, offset=other.offset, documents=documents)
+        none = (0,) * (other.file + 1)
+        start = cls(file=other.file, row=other.row, offset=other.offset)
+        return replace(start, documents=none, source_sums=none)
 
     @classmethod
     def read(cls, file: Path) -> Progress:
@@ -83,13 +92,14 @@ class Progress:
             ValueError: It is no record of this form; or ``TypeError`` or ``KeyError``.
         """
         content = json.loads(file.read_text())
-        lists = {key: tuple(content[key]) for key in ("documents", "listed")}
+        lists = {key: tuple(content[key]) for key in _TUPLES}
         return cls(**{**content, **lists})
 
     def at_next_file(self) -> Progress:
         """Return the same at the beginning of the group's next file."""
-        documents = (*self.documents, 0)
-        return replace(self, file=self.file + 1, row=0, offset=0, documents=documents)
+        documents, sums = (*self.documents, 0), (*self.source_sums, 0)
+        start = replace(self, file=self.file + 1, row=0, offset=0)
+        return replace(start, documents=documents, source_sums=sums)
 
     def write(self, file: Path) -> None:
         """Put it on record."""
@@ -121,6 +131,24 @@ def file_sizes(progress: Progress, encoder: Encoder) -> dict[str, int]:
     }
 
 
+def is_written(partial: Path, progress: Progress, encoder: Encoder) -> bool:
+    """Return whether the files of an unfinished shard hold what its progress says.
+
+    Raises:
+        OSError: One is a link or can't be read.
+    """
+    sizes = file_sizes(progress, encoder)
+    return all(
+        cached_folder.matches(partial / name, size=size, crc32=progress.sums.get(name, 0))
+        for name, size in sizes.items()
+    )
+
+
+def written_sums(partial: Path) -> Mapping[str, int]:
+    """Return the checksums of the files of a shard that ``ShardMaker.make`` has finished."""
+    return Progress.read(partial / META).sums
+
+
 class ShardMaker:
     """Makes shards one after another."""
 
@@ -148,6 +176,8 @@ class ShardMaker:
         """
         try:
             progress = Progress.read(partial / _PROGRESS)
+            # After a power cut the record may be on disk and what it speaks of not.
+            progress = progress if is_written(partial, progress, self._encoder) else start
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             progress = start
         self._refuse_bad(progress)
@@ -291,11 +321,8 @@ class _Files:
         self._dtype = np.dtype(token_dtype(encoder))
         self._streams = {}
         for name, size in file_sizes(progress, encoder).items():
-            stream = stack.enter_context((partial / name).open("ab"))
-            if stream.tell() < size:
-                raise OSError(
-                    f"{partial / name} is shorter than {_PROGRESS} says; delete {partial}"
-                )
+            descriptor = appending_descriptor(partial / name)
+            stream = stack.enter_context(os.fdopen(descriptor, "ab"))
             stream.truncate(size)
             self._streams[name] = stream
 
@@ -308,16 +335,26 @@ class _Files:
         where: str,
     ) -> Progress:
         """Write a chunk and put on record that it is written."""
-        self._streams[TOKENS_FILE].write(encoded.tokens.astype(self._dtype).tobytes())
-        self._streams[LENGTHS_FILE].write(encoded.lengths.astype(np.uint32).tobytes())
-        self._streams[ROWS_FILE].write(encoded.rows.astype(np.uint32).tobytes())
+        written = {
+            TOKENS_FILE: encoded.tokens.astype(self._dtype).tobytes(),
+            LENGTHS_FILE: encoded.lengths.astype(np.uint32).tobytes(),
+            ROWS_FILE: encoded.rows.astype(np.uint32).tobytes(),
+        }
         counted = len(encoded.tokens) - len(encoded.lengths)
         if encoded.counted is not None:
-            self._streams[COUNTED_FILE].write(encoded.counted.tobytes())
+            written[COUNTED_FILE] = encoded.counted.tobytes()
             counted = int(np.count_nonzero(encoded.counted))
-        for stream in self._streams.values():
-            stream.flush()
+        for name, content in written.items():
+            self._streams[name].write(content)
+            self._streams[name].flush()
+        sums = {
+            name: zlib.crc32(content, progress.sums.get(name, 0))
+            for name, content in written.items()
+        }
         *before, here = progress.documents
+        *sums_before, sum_here = progress.source_sums
+        for content in written.values():
+            sum_here = zlib.crc32(content, sum_here)
         listed = [f"{where} {number}: {reason}" for number, reason in bad]
         progress = replace(
             progress,
@@ -330,6 +367,8 @@ class _Files:
             empty=progress.empty + encoded.empty,
             bad=progress.bad + len(bad),
             listed=(*progress.listed, *listed)[:_LISTED],
+            sums=sums,
+            source_sums=(*sums_before, sum_here),
         )
         progress.write(self._progress_file)
         return progress

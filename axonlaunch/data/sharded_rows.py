@@ -13,6 +13,7 @@ import json
 import pickle
 import subprocess
 import sys
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,11 +34,12 @@ from axonlaunch.data.sources import find_sources
 from axonlaunch.data.text_rows import TextRows, corpus, explain_failures, refuse_overlap
 from axonlaunch.data.token_cache import Shard
 from axonlaunch.data.tokenizer import Tokenizer
-from axonlaunch.system.files import replace_text
+from axonlaunch.system.files import read_text, replace_text
 from axonlaunch.system.formatting import size
 
 _SHARDS_KEY, _ROWS_KEY = 3, 4
 """Distinguish the order of shards, and of the rows in them, from other orders."""
+_LARGEST_NOTE = 1 << 10
 _OPEN = 4
 """Shards whose rows are at hand; others are mapped again when they are needed."""
 
@@ -59,7 +61,7 @@ class ShardedRows:
     num_samples = 0
 
     def __init__(self, config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> None:
-        """Tokenise the first shard, and what is held out.
+        """Tokenise the first shard, and what is held out; verify each shard when it is opened.
 
         Raises:
             ConfigError: A file of these can't be read, a row is none, or nothing is left to train
@@ -115,6 +117,23 @@ class ShardedRows:
         shard, own = self._place(row)
         yield from self._rows(shard).sources(own)
 
+    def file_sums(self, shards: int | None) -> tuple[list[tuple[str, str]], int | None]:
+        """Return (name, checksum of tokens) of the files of the first shards, and their number.
+
+        Args:
+            shards: How many; tokenised if they are not yet. None: those that are known by now.
+
+        Returns:
+            The checksums, and how many shards they cover; None: all.
+        """
+        known = self._corpus.num_known if shards is None else shards
+        first: list[Shard] = []
+        with explain_failures(self._config):
+            while len(first) < known and (shard := self._corpus.shard(len(first))) is not None:
+                first.append(shard)
+        is_all = self._corpus.is_known and len(first) == self._corpus.num_known
+        return token_cache.sums_by_file(first), None if is_all else len(first)
+
     def summaries(self) -> dict[str, TextSummary]:
         """Count what there is of all shards, which are tokenised for it."""
         with explain_failures(self._config):
@@ -159,12 +178,14 @@ class ShardedRows:
         return rows
 
     def _rows_of_shard(self, number: int, *, held_out: int | float | list[str]) -> TextRows:
-        """Return the rows of a shard, tokenised if it is not yet.
+        """Return the rows of a shard, tokenised if it is not yet, and again if it has changed.
 
         Raises:
             ConfigError: It can't be.
         """
         with explain_failures(self._config):
+            if self._corpus.shard(number) is not None:
+                self._corpus.verify([number])
             shard = self._corpus.shard(number)
         assert shard is not None
         config = replace(self._config, held_out=held_out)
@@ -191,11 +212,15 @@ class ShardedRows:
         digest = hashlib.sha256(json.dumps(filling).encode()).hexdigest()[:16]
         note = shard.folder / f"rows-{digest}.json"
         try:
-            return int(json.loads(note.read_text())["rows"])
+            content = json.loads(read_text(note, at_most=_LARGEST_NOTE))
+            if content["crc32"] == _sum_of_note(digest, content["rows"]):
+                return int(content["rows"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            rows = self._rows(number).num_samples
+            pass
+        rows = self._rows(number).num_samples
         with contextlib.suppress(OSError):  # a cache may be one that can only be read
-            replace_text(note, json.dumps({"rows": rows}))
+            text = json.dumps({"rows": rows, "crc32": _sum_of_note(digest, rows)})
+            replace_text(note, text)
         return rows
 
     def _place(self, row: int) -> tuple[int, int]:
@@ -220,3 +245,8 @@ class ShardedRows:
         first, end = self._first_rows[shard : shard + 2]
         key = (seed, _ROWS_KEY, epoch, shard)
         return first + int(permute(np.array([place]), size=end - first, key=key)[0])
+
+
+def _sum_of_note(digest: str, rows: object) -> int:
+    """Return the CRC-32 of a note beside a shard: how many rows it has in one packing."""
+    return zlib.crc32(f"{digest} {rows}".encode())

@@ -5,6 +5,7 @@ It takes files one after another; what is not text is refused, and a pattern tha
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from glob import glob
@@ -17,6 +18,8 @@ from axonlaunch.config.data import NUM_BYTES, TextConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data import text_files
 from axonlaunch.data.windows import TokenWindows
+from axonlaunch.system import host
+from axonlaunch.system.formatting import size
 
 
 def encode(text: str) -> list[int]:
@@ -78,19 +81,51 @@ class Text(ByteWindows):
         """
         files = _files(config.files)
         _refuse([(path, text_files.refused_name(path)) for path in files], config.files)
-        contents = []
-        for path in files:
-            try:
-                contents.append(path.read_bytes())
-            except OSError as reason:
-                message = f"{path} can't be read: {reason.strerror}"
-                raise ConfigError([ConfigIssue("data.files", message, config.files)]) from reason
-        looked_at = zip(files, map(text_files.refused_content, contents), strict=True)
+        first = _read(files, config.files, at_most=text_files.LOOKED_AT)
+        looked_at = zip(files, map(text_files.refused_content, first), strict=True)
         _refuse(looked_at, config.files)
+        needed = 2 * sum(path.stat().st_size for path in files)  # once more when they are joined
+        if needed > (available := host.available_bytes()):
+            message = (
+                f"these files take {size(needed)} of memory, and {size(available)} is available; "
+                "data=documents maps rows of .jsonl or .parquet files, and data=tokens a token file"
+            )
+            raise ConfigError([ConfigIssue("data.files", message, config.files)])
+        contents = _read(files, config.files)
         content = np.frombuffer(b"\n".join(contents), dtype=np.uint8)
+        self._content = content
+        parts = zip(files, contents, strict=True)
+        self._files = [(str(path), len(part)) for path, part in parts]
         held_out = round(len(content) * config.eval_fraction)
         train = len(content) - held_out
         super().__init__(content[:train], content[train:], sequence_length=config.sequence_length)
+
+    def file_sums(self) -> list[tuple[str, str]]:
+        """Return (name, checksum) of the files."""
+        sums, start = [], 0
+        for name, length in self._files:
+            crc32 = zlib.crc32(self._content[start : start + length].data)
+            sums.append((name, f"{length}-{crc32:08x}"))
+            start += length + 1  # a newline is between two files
+        return sums
+
+
+def _read(files: Sequence[Path], patterns: list[str], *, at_most: int = -1) -> list[bytes]:
+    """Read files from their beginning.
+
+    Raises:
+        ConfigError: One can't be read.
+    """
+    contents = []
+    for path in files:
+        try:
+            with path.open("rb") as stream:
+                contents.append(stream.read(at_most))
+        except (OSError, MemoryError) as reason:
+            why = getattr(reason, "strerror", None) or "it needs more memory than there is"
+            message = f"{path} can't be read: {why}"
+            raise ConfigError([ConfigIssue("data.files", message, patterns)]) from reason
+    return contents
 
 
 def _refuse(judged: Iterable[tuple[Path, str | None]], patterns: list[str]) -> None:

@@ -34,7 +34,7 @@ Markdown, HTML and sources are not among them: such a file is one document, and 
 of what somebody wrote. In CSV and JSON the markup was added by whoever stored the text. Who wants a
 model to learn that too can name a copy .txt.
 """
-_LOOKED_AT = 2**20
+LOOKED_AT = 2**20
 """Bytes of a file's beginning, by which its content is judged: corpora are large."""
 _STRAY = 0.01
 """Share of bytes that may not be UTF-8: a stray one does no harm. French in Latin-1 has 3%."""
@@ -49,7 +49,7 @@ def refused_name(path: Path) -> str | None:
 
 def refused_content(content: bytes) -> str | None:
     """Return why a file's content is not text; None where it is."""
-    first = content[:_LOOKED_AT]
+    first = content[:LOOKED_AT]
     if b"\0" in first:
         return f"is not text, it has NUL bytes; {_TOKENS}; UTF-16 needs iconv -f UTF-16 -t UTF-8"
     wrong = len(_NOT_UTF8.findall(first.decode(errors="surrogateescape")))

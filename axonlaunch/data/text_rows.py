@@ -91,6 +91,7 @@ class TextRows:
         *,
         report: OnProgress,
         shards: Sequence[Shard] | None = None,
+        verifies: bool = False,
     ) -> None:
         """Tokenise what is not tokenised yet, and fill rows.
 
@@ -99,6 +100,8 @@ class TextRows:
             tokenizer: Makes tokens of text.
             report: Is called now and then while that happens.
             shards: Of ``data.files`` these alone, which may have no row; None: all.
+            verifies: Whether to compare all tokens with their checksums now; otherwise they are
+                compared when they are mapped.
 
         Raises:
             ConfigError: A file can't be read, a row is none, or nothing is left to train on.
@@ -116,10 +119,11 @@ class TextRows:
             sources = find_sources(config.files)
             refuse_overlap(config, sources)
             with explain_failures(config):
-                shards = [*corpus(config, sources, tokenizer, report)]
+                shards = [*_shards(config, sources, tokenizer, report, verifies=verifies)]
         with explain_failures(config):
-            self._shards: list[Shard] = [*shards, *corpus(config, eval_sources, tokenizer, report)]
-        train_shards = len(shards)
+            held_out_shards = _shards(config, eval_sources, tokenizer, report, verifies=verifies)
+            self._shards: list[Shard] = [*shards, *held_out_shards]
+        self._train_shards = len(shards)
         self._first_token = np.cumsum([0, *(shard.progress.tokens for shard in self._shards)])
         self._first_document = np.cumsum([0, *(shard.num_documents for shard in self._shards)])
         lengths = np.concatenate([shard.lengths() for shard in self._shards]).astype(np.int64)
@@ -127,7 +131,7 @@ class TextRows:
         self._places = lengths - 1
         documents = np.arange(len(lengths))
         if eval_sources:
-            is_held_out = documents >= self._first_document[train_shards]
+            is_held_out = documents >= self._first_document[self._train_shards]
         else:
             is_held_out = np.zeros(len(lengths), dtype=bool)
             is_held_out[_chosen(config, len(lengths))] = True
@@ -180,6 +184,10 @@ class TextRows:
         for piece in self.pieces(row, split="train"):
             document = int(np.searchsorted(self._starts, piece.start, side="right")) - 1
             yield self._source(document), piece
+
+    def file_sums(self) -> list[tuple[str, str]]:
+        """Return (name, checksum of tokens) of the files that are trained on, in order."""
+        return token_cache.sums_by_file(self._shards[: self._train_shards])
 
     def summaries(self) -> dict[str, TextSummary]:
         """Count what there is."""
@@ -328,6 +336,22 @@ def corpus(
     )
 
 
+def _shards(
+    config: TextRowsConfig,
+    sources: Sequence[SourceFile],
+    tokenizer: Tokenizer,
+    report: OnProgress,
+    *,
+    verifies: bool,
+) -> Iterator[Shard]:
+    """Return the shards of files, after tokenising what is missing."""
+    made = corpus(config, sources, tokenizer, report)
+    count = len([*made])
+    if verifies:
+        made.verify(range(count))
+    return iter(made)
+
+
 @contextmanager
 def explain_failures(config: TextRowsConfig) -> Iterator[None]:
     """Say of which key it is that a shard can't be made, and what to write instead.
@@ -342,9 +366,12 @@ def explain_failures(config: TextRowsConfig) -> Iterator[None]:
         raise ConfigError([ConfigIssue("data.files", message)]) from None
     except UnreadableFileError as error:
         raise ConfigError([ConfigIssue("data.files", str(error))]) from None
+    except MemoryError:
+        message = "their rows need more memory than there is; split the largest, or use more memory"
+        raise ConfigError([ConfigIssue("data.files", message, config.files)]) from None
     except OSError as error:
-        folder = token_cache.folder_of(config.cache_dir)
-        message = f"{folder} can't be used: {error.strerror or error}; choose another folder"
+        where = error.filename or token_cache.folder_of(config.cache_dir)
+        message = f"{where} can't be used: {error.strerror or error}; choose another folder"
         raise ConfigError([ConfigIssue("data.cache_dir", message, config.cache_dir)]) from None
 
 

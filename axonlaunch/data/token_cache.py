@@ -3,20 +3,21 @@
 A corpus is a sequence of shards of some 16 MB of text; a large file has several, small ones share
 them. The name of a shard is a hash of the files, where it begins, the tokenizer and the options. It
 is complete or not there: until then it is a folder ``NAME.partial``, which the next process
-continues, and which is locked by the one that writes.
+continues, and which is locked by the one that writes. A shard that is not what was written is made
+again.
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import functools
 import hashlib
 import itertools
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.data import shard_maker
+from axonlaunch.data import cached_folder, shard_maker
+from axonlaunch.data.cached_folder import writer_lock
 from axonlaunch.data.encoding import Encoder, OnProgress, Tokenising
 from axonlaunch.data.shard_maker import (
     COUNTED_FILE,
@@ -34,14 +36,17 @@ from axonlaunch.data.shard_maker import (
     TOKENS_FILE,
     Progress,
     ShardMaker,
-    file_sizes,
     token_dtype,
 )
 from axonlaunch.data.sources import SourceFile
 from axonlaunch.system.cache import cache_folder
+from axonlaunch.system.files import open_regular
 
-_FORMAT = 2
+_FORMAT = 4
 """Of what is in a shard; another one is never read, for its name has this in it."""
+_READ_AT_ONCE = (META, LENGTHS_FILE, ROWS_FILE)
+"""Files of a shard whose checksums are verified when it is opened; those of tokens, which are
+large, when they are mapped, and before a run starts."""
 _OPEN_SHARDS = 4096
 """Files that stay mapped: of 64 GB of text, or of 32 GB with masks."""
 
@@ -77,13 +82,19 @@ class Shard:
 
     def tokens(self) -> npt.NDArray[Any]:
         """Return all tokens, memory-mapped."""
-        return _map_file(str(self.folder / TOKENS_FILE), self.dtype, self.made)
+        return _map_file(self.folder / TOKENS_FILE, self.dtype, self.made)
 
     def counted_tokens(self) -> npt.NDArray[Any] | None:
         """Return for each token whether it counts; None: all do."""
         if not self.masks:
             return None
-        return _map_file(str(self.folder / COUNTED_FILE), "uint8", self.made)
+        return _map_file(self.folder / COUNTED_FILE, "uint8", self.made)
+
+    def source_sums(self) -> list[tuple[str, str]]:
+        """Return (name, checksum of tokens) of each file that has documents here."""
+        parts = zip(self.progress.documents, self.progress.source_sums, strict=True)
+        of_files = enumerate(parts)
+        return [(self.files[n], f"{count}-{crc32:08x}") for n, (count, crc32) in of_files if count]
 
     def place(self, document: int) -> str:
         """Return the file and the row of a document."""
@@ -123,6 +134,8 @@ class Corpus:
         self._maker = ShardMaker(encoder, skip_bad=skip_bad)
         self._report = report
         self._shards: list[Shard] = []
+        self._begins: list[tuple[int, Progress]] = []
+        """The group of each shard, and where the shard begins in it."""
         self._tokens = 0
         self._group, self._start = 0, Progress()
         """Where the next shard begins."""
@@ -147,10 +160,12 @@ class Corpus:
             BadRowsError: Rows of it can't be read, and the configuration does not skip those.
         """
         while len(self._shards) <= number and self._group < len(self._groups):
-            shard = self._next()
+            begins = self._group, self._start
+            shard = self._find_or_make(*begins)
             if shard.progress.bad and not self._skip_bad:
                 raise shard_maker.BadRowsError(shard.progress)
             self._shards.append(shard)
+            self._begins.append(begins)
             self._tokens += shard.progress.tokens
             if shard.progress.is_last:
                 self._group, self._start = self._group + 1, Progress()
@@ -158,45 +173,108 @@ class Corpus:
                 self._start = Progress.behind(shard.progress)
         return self._shards[number] if number < len(self._shards) else None
 
-    def _next(self) -> Shard:
-        """Return the shard that begins where the last one ends."""
-        files, start = self._groups[self._group], self._start
+    @property
+    def num_known(self) -> int:
+        """Number of shards, from the first one on, that are tokenised as far as is known."""
+        return len(self._shards)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all shards are tokenised."""
+        return self._group == len(self._groups)
+
+    def verify(self, numbers: Sequence[int]) -> None:
+        """Compare all files of shards with their checksums; make changed shards again.
+
+        Args:
+            numbers: Of shards that ``shard`` has returned.
+
+        Raises:
+            OSError: A file is a link or can't be read, or the folder can't be written.
+        """
+        files = [self._groups[group][0].name for group, _ in self._begins]
+        with ThreadPoolExecutor(thread_name_prefix="verifying") as pool:
+            folders = [self._shards[number].folder for number in numbers]
+            for place, change in enumerate(pool.map(cached_folder.find_change, folders)):
+                number = numbers[place]
+                fraction = place / len(folders)
+                self._report(Tokenising(files[number], fraction, verifies=True))
+                if change is not None:
+                    cached_folder.discard(folders[place])
+                    _say_changed(folders[place], change)
+                    self._shards[number] = self._find_or_make(*self._begins[number])
+
+    def _find_or_make(self, group: int, start: Progress) -> Shard:
+        """Return the shard of a group of files that begins behind a progress."""
+        files = self._groups[group]
         named = [[file.name, file.size, file.stamp] for file in files]
         begins = [start.file, start.row, start.offset, shard_maker.SHARD_SIZE]
         text = json.dumps([_FORMAT, self._encoder.fingerprint, named, begins])
         complete = self._folder / hashlib.sha256(text.encode()).hexdigest()[:32]
-        while (shard := self._open_shard(complete)) is None:
-            partial = complete.with_name(f"{complete.name}.partial")
+        partial = complete.with_name(f"{complete.name}.partial")
+        while True:
+            shard, change = self._open_shard(complete, files)
+            if shard is not None:
+                return shard
             waits = Tokenising(files[start.file].name, 0.0, waits=True)
             with writer_lock(partial, waits=functools.partial(self._report, waits)) as is_current:
-                if not is_current or complete.exists():
+                if not is_current:
                     continue  # another process has completed it
+                if complete.exists():
+                    if self._open_shard(complete, files)[0] is not None:
+                        continue
+                    if change is not None and (complete / cached_folder.SUMS).exists():
+                        _say_changed(complete, change)
+                    cached_folder.remove(complete)
                 self._maker.make(partial, files, start, self._report_in_all)
-                partial.rename(complete)
-        return shard
+                sums = shard_maker.written_sums(partial)
+                cached_folder.publish(partial, complete, sums=sums)
 
     def _report_in_all(self, state: Tokenising) -> None:
         """Report how far a group is, as how far all files are."""
-        before, size = sum(self._sizes[: self._group]), self._sizes[self._group]
+        group = min(self._group, len(self._groups) - 1)
+        before, size = sum(self._sizes[:group]), self._sizes[group]
         fraction = (before + state.fraction * size) / max(1, sum(self._sizes))
         self._report(replace(state, fraction=fraction, tokens=self._tokens + state.tokens))
 
-    def _open_shard(self, folder: Path) -> Shard | None:
-        """Return a complete shard; None where it is not there, or was corrupt and is gone."""
+    def _open_shard(
+        self, folder: Path, files: tuple[SourceFile, ...]
+    ) -> tuple[Shard | None, str | None]:
+        """Return a complete shard, or what has changed of it; (None, None) where it is missing.
+
+        Raises:
+            OSError: The folder, or a file in it, is a link.
+        """
+        cached_folder.refuse_link(folder)
         if not folder.is_dir():
-            return None
-        dtype, masks = token_dtype(self._encoder), self._encoder.masks
+            return None, None
+        if (change := cached_folder.find_change(folder, names=_READ_AT_ONCE)) is not None:
+            return None, change
         try:
             progress = Progress.read(folder / META)
-            sizes = file_sizes(progress, self._encoder)
-            is_whole = all((folder / name).stat().st_size == sizes[name] for name in sizes)
         except (FileNotFoundError, ValueError, TypeError, KeyError):
-            is_whole = False
-        if not is_whole:
-            shutil.rmtree(folder, ignore_errors=True)
-            return None
-        names = tuple(source.name for source in self._groups[self._group])
-        return Shard(folder, names, progress, dtype, masks, folder.stat().st_ctime_ns)
+            return None, f"{META} can't be understood"
+        names = tuple(source.name for source in files)
+        made = folder.stat().st_ctime_ns
+        dtype, masks = token_dtype(self._encoder), self._encoder.masks
+        return Shard(folder, names, progress, dtype, masks, made), None
+
+
+def sums_by_file(shards: Iterable[Shard]) -> list[tuple[str, str]]:
+    """Return (name, checksum of tokens) of the files of shards, in order."""
+    parts = [entry for shard in shards for entry in shard.source_sums()]
+    grouped = itertools.groupby(parts, lambda entry: entry[0])
+    return [(name, _joined([digest for _, digest in group])) for name, group in grouped]
+
+
+def _joined(sums: Sequence[str]) -> str:
+    """Return one checksum for the parts of a file in several shards."""
+    return sums[0] if len(sums) == 1 else hashlib.sha256(" ".join(sums).encode()).hexdigest()[:16]
+
+
+def _say_changed(folder: Path, change: str) -> None:
+    """Tell the user; this may be a rank, a process that checks a configuration, or a command."""
+    sys.stderr.write(f"data: {folder}: {change}; these tokens are made again\n")
 
 
 def folder_of(cache_dir: str | None) -> Path:
@@ -218,36 +296,19 @@ def _groups(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:
         yield tuple(group)
 
 
-@contextmanager
-def writer_lock(partial: Path, *, waits: Callable[[], None]) -> Iterator[bool]:
-    """Hold a folder, made if it is not there; give whether it still is what others would find.
-
-    The kernel lets go of it however a process ends.
-    """
-    partial.mkdir(parents=True, exist_ok=True)
-    lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waits()
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield _is_same(lock, partial)
-    finally:
-        os.close(lock)
-
-
-def _is_same(descriptor: int, path: Path) -> bool:
-    """Say whether a path still leads to what was opened."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 @functools.lru_cache(maxsize=_OPEN_SHARDS)
-def _map_file(file: str, dtype: str, made: int) -> npt.NDArray[Any]:
-    del made  # of a shard in whose place another one may be by now
-    if not os.stat(file).st_size:  # noqa: PTH116 - and nothing can be mapped of nothing
-        return np.empty(0, dtype=dtype)
-    return np.memmap(file, dtype=dtype, mode="r")
+def _map_file(file: Path, dtype: str, made: int) -> npt.NDArray[Any]:
+    """Map a file of a shard, compared with its checksum when it is mapped first.
+
+    Raises:
+        OSError: It is not what was written.
+    """
+    del made  # distinguishes shards that had this path one after another
+    if not cached_folder.has_sum(file):
+        cached_folder.discard(file.parent)
+        message = "is not what was written; start the run again, which makes these tokens again"
+        raise OSError(errno.EIO, message, str(file))
+    with open_regular(file) as stream:
+        if not os.fstat(stream.fileno()).st_size:  # nothing can be mapped of an empty file
+            return np.empty(0, dtype=dtype)
+        return np.memmap(stream, dtype=dtype, mode="r")

@@ -5,12 +5,16 @@ The files are read by transformers and ``tokenizers``; none is fetched from a ne
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import importlib
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,20 +29,34 @@ from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data.text import decode, encode
-from axonlaunch.system.files import open_regular
+from axonlaunch.system.files import (
+    LARGEST_MODEL_FILE,
+    FileCopy,
+    NotRegularError,
+    TooLargeError,
+    inside_folder,
+    open_regular,
+    read_copy,
+    read_text,
+    why_not_read,
+    write_copy,
+)
+from axonlaunch.system.run_files import TOKENIZER
 
 _Tokens = npt.NDArray[np.uint32]
 
-FOLDER = "tokenizer"
-"""Of a run, below its folder: the tokenizer's files."""
-_LARGEST = 256 << 20
-"""Bytes of a file of a tokenizer that others may have prepared."""
+FOLDER = TOKENIZER
 _FILE = "tokenizer.json"
+_CONFIG_FILE, _TEMPLATE = "tokenizer_config.json", "chat_template"
 _FILES = (
     *("tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.*"),
 )
 """What of a model's folder is its tokenizer's."""
+_TEMPLATES = "additional_chat_templates"
+_ALSO_READ = (*("*.json", "*.txt", "*.jinja", "*.codes", "*.spm", "*.tokenizer"), f"{_TEMPLATES}/*")
+"""Other files that transformers may open to read a tokenizer."""
+_NOT_READ = "*.index.json"
 _MODEL_FILE = "config.json"
 _MODEL_KEYS = ("model_type", "tokenizer_class", "model_name")
 """What transformers chooses the class of a tokenizer by, beside the tokenizer's own files."""
@@ -103,18 +121,24 @@ class PretrainedTokenizer:
     Attributes:
         transformers: What transformers makes of it: chat templates are its.
         model: What the configuration beside it says of its model, by which its class was chosen.
+        template_fingerprint: Of the chat template, which decides nothing of a text's tokens.
     """
 
-    def __init__(self, files: Mapping[str, bytes], loaded: Any, model: Mapping[str, str]) -> None:
+    def __init__(
+        self, files: Mapping[str, FileCopy], loaded: Any, model: Mapping[str, str]
+    ) -> None:
         """Take over a tokenizer, its model, and the files that it was read from, by name."""
         self.transformers, self.model = loaded, dict(model)
         self._files = dict(sorted(files.items()))
         self.vocab_size = max(len(loaded), 1 + max(loaded.get_vocab().values(), default=0))
         self.end: int | None = loaded.eos_token_id
         digest = hashlib.sha256()
-        for name, content in self._files.items():
-            digest.update(name.encode() + b"\0" + content)
+        for name, file in self._files.items():
+            if not name.startswith(_TEMPLATE):
+                digest.update(name.encode() + b"\0" + _without_template(name, file.content))
         self.fingerprint = digest.hexdigest()
+        template = json.dumps(getattr(loaded, "chat_template", None), sort_keys=True)
+        self.template_fingerprint = hashlib.sha256(template.encode()).hexdigest()
         self._fast: Any = getattr(loaded, "backend_tokenizer", None)
         if self._fast is not None:  # a file may say otherwise, and no document is cut unasked
             self._fast.no_truncation()
@@ -143,13 +167,27 @@ class PretrainedTokenizer:
         """Copy the files into a folder, and what its class was chosen by."""
         folder.mkdir(parents=True, exist_ok=True)
         files = _with_model(self._files, self.model)
-        for name, content in files.items():
-            (folder / name).write_bytes(content)  # which a remote place has too
+        for name, file in files.items():
+            write_copy(folder / name, file)
         return [*files]
 
     def _with_end(self, tokens: list[int]) -> list[int]:
         missing = self.end is not None and tokens[-1:] != [self.end]
         return [*tokens, self.end] if missing and self.end is not None else tokens
+
+
+def _without_template(name: str, content: bytes) -> bytes:
+    """Return a tokenizer's file without the chat template that it may hold."""
+    if name != _CONFIG_FILE:
+        return content
+    try:
+        about = json.loads(content)
+        if isinstance(about, dict):
+            about.pop(_TEMPLATE, None)
+            return json.dumps(about, sort_keys=True).encode()
+    except (ValueError, RecursionError):
+        pass
+    return content
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
@@ -192,23 +230,52 @@ def load_kept(run_dir: Path) -> PretrainedTokenizer | None:
     return read_foreign(folder, model=model_of_folder(folder))
 
 
-def foreign_files(folder: Path) -> dict[str, bytes]:
+def foreign_files(folder: Path, *, key: str = "", path: str | None = None) -> dict[str, FileCopy]:
     """Return a tokenizer's files in a folder that others may have prepared, by name.
 
+    Args:
+        folder: The folder.
+        key: Key of the configuration that named it; empty for none.
+        path: The key's value.
+
     Raises:
-        ConfigError: One is no regular file, or too large.
+        ConfigError: One is no regular file, leads out of the folder, or is too large.
     """
     contents = {}
     for file in tokenizer_files(folder):
-        try:
-            with open_regular(file) as stream:
-                contents[file.name] = stream.read(_LARGEST + 1)
-        except OSError as error:
-            message = f"{file}: can't be read: {error.strerror}"
-            raise ConfigError([ConfigIssue("", message)]) from None
-        if len(contents[file.name]) > _LARGEST:
-            raise ConfigError([ConfigIssue("", f"{file}: is larger than {_LARGEST} bytes")])
+        with _refusing(file, key, path):
+            contents[file.name] = read_copy(inside_folder(file), at_most=LARGEST_MODEL_FILE)
     return contents
+
+
+@contextmanager
+def _refusing(file: Path, key: str, path: str | None) -> Iterator[None]:
+    """Raise ConfigError for a file that cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        message = f"{file}: can't be read: {why_not_read(file, error)}"
+        raise ConfigError([ConfigIssue(key, message, ... if path is None else path)]) from None
+
+
+def _refuse_links_outside(folder: Path, path: str) -> None:
+    """Refuse a folder in which transformers would read something else than its regular files.
+
+    Raises:
+        ConfigError: One is no regular file, leads out of the folder, or is too large.
+    """
+    for pattern in _ALSO_READ:
+        for file in sorted(folder.glob(pattern)):
+            if file.match(_NOT_READ) or file.is_dir():
+                continue
+            with _refusing(file, "tokenizer.path", path):
+                depth = len(file.relative_to(folder).parts) - 1
+                if depth and file.parent.is_symlink():
+                    raise NotRegularError(errno.EINVAL, "is in a folder that is a link")
+                with open_regular(inside_folder(file, depth=depth)) as stream:
+                    size = os.fstat(stream.fileno()).st_size
+                if size > LARGEST_MODEL_FILE:
+                    raise TooLargeError(errno.EFBIG, f"is larger than {LARGEST_MODEL_FILE} bytes")
 
 
 def model_of_folder(folder: Path) -> dict[str, str]:
@@ -217,9 +284,9 @@ def model_of_folder(folder: Path) -> dict[str, str]:
     Where it can't be read it says nothing, as to transformers.
     """
     try:
-        with open_regular(folder / _MODEL_FILE) as stream:
-            content = json.loads(stream.read(_LARGEST))
-    except (OSError, ValueError):
+        file = inside_folder(folder / _MODEL_FILE)
+        content = json.loads(read_text(file, at_most=LARGEST_MODEL_FILE))
+    except (OSError, ValueError, RecursionError):
         return {}
     found = content if isinstance(content, dict) else {}
     return {key: found[key] for key in _MODEL_KEYS if isinstance(found.get(key), str)}
@@ -238,22 +305,26 @@ def read_foreign(folder: Path, *, model: Mapping[str, str]) -> PretrainedTokeniz
     if not (contents := foreign_files(folder)):
         return None
     with TemporaryDirectory() as own:
-        for name, content in _with_model(contents, model).items():
-            Path(own, name).write_bytes(content)
+        for name, file in _with_model(contents, model).items():
+            Path(own, name).write_bytes(file.content)
         return _read(Path(own), contents, path=str(folder))
 
 
-def _with_model(contents: Mapping[str, bytes], model: Mapping[str, str]) -> dict[str, bytes]:
+def _with_model(contents: Mapping[str, FileCopy], model: Mapping[str, str]) -> dict[str, FileCopy]:
     """Return a tokenizer's files, and one that says what its class is chosen by."""
-    return {**contents, **({_MODEL_FILE: json.dumps(model).encode()} if model else {})}
+    if not model:
+        return {**contents}
+    mode = functools.reduce(operator.and_, (file.mode for file in contents.values()), 0o666)
+    return {**contents, _MODEL_FILE: FileCopy(json.dumps(model).encode(), mode)}
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return a tokenizer's files in a folder, by name."""
-    return sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()})
+    """Return a tokenizer's files in a folder, by name, and what else has such a name."""
+    found = {file for pattern in _FILES for file in folder.glob(pattern)}
+    return sorted(file for file in found if not file.is_dir())
 
 
-def _read(folder: Path, contents: Mapping[str, bytes], *, path: str) -> PretrainedTokenizer:
+def _read(folder: Path, contents: Mapping[str, FileCopy], *, path: str) -> PretrainedTokenizer:
     """Read a tokenizer from a folder.
 
     Args:
@@ -281,13 +352,16 @@ def _read(folder: Path, contents: Mapping[str, bytes], *, path: str) -> Pretrain
 @functools.lru_cache(maxsize=4)
 def _load(path: str, stamp: object) -> PretrainedTokenizer:
     del stamp  # of files that may be others than before
-    files = _files(path)
-    return _read(files[0].parent, {file.name: file.read_bytes() for file in files}, path=path)
+    folder = _files(path)[0].parent
+    contents = foreign_files(folder, key="tokenizer.path", path=path)
+    _refuse_links_outside(folder, path)
+    return _read(folder, contents, path=path)
 
 
 def _stamp(path: str) -> object:
     """Return what changes with a tokenizer's files."""
-    return tuple((str(file), file.stat().st_mtime_ns) for file in _files(path))
+    files = (inside_folder(file) for file in _files(path))
+    return tuple((str(file), file.lstat().st_mtime_ns) for file in files if file.exists())
 
 
 def _files(path: str) -> list[Path]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from axonlaunch.config.data import TokensConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.data.file_sum import sum_of_file
 from axonlaunch.data.windows import TokenWindows
 
 _SCANNED_AT_ONCE = 2**22
@@ -28,6 +29,7 @@ class TokenFile(TokenWindows):
             ConfigError: A file is missing, of a wrong size, or too short for a sample.
         """
         tokens = _map_file("data.path", config.path, config.dtype)
+        self._path = config.path
         if config.eval_path is not None:
             train, held_out = tokens, _map_file("data.eval_path", config.eval_path, config.dtype)
         else:
@@ -37,6 +39,10 @@ class TokenFile(TokenWindows):
         super().__init__(
             train, held_out, sequence_length=config.sequence_length, num_classes=vocab_size
         )
+
+    def file_sums(self) -> list[tuple[str, str]]:
+        """Return (name, checksum) of the file that is trained on."""
+        return [(self._path, sum_of_file(Path(self._path).expanduser()))]
 
 
 def _map_file(key: str, path: str, dtype: str) -> npt.NDArray[Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
+from axonlaunch.models.flops import ModelFlops
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,8 @@ class Engine(Protocol):
 
     step: int
     num_parameters: int
-    num_looked_up: int
-    """Embedding parameters of the full model that are only looked up, not multiplied."""
-    num_frozen: int
-    """Parameters of the full model without gradient, except embeddings."""
+    flops: ModelFlops
+    """Sizes of the full model that determine the FLOPs of a token."""
     modules: tuple[nn.Module, ...]
     """This rank's part of the model, one module per pipeline stage."""
 

@@ -65,7 +65,7 @@ from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
-from axonlaunch.models.flops import frozen_parameters, looked_up_parameters
+from axonlaunch.models.flops import ModelFlops
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
 
@@ -157,7 +157,7 @@ def build_engine(
         plan.context = ContextAxis(context_group(world, layout))
     model = plan.construct()
     num_parameters = sum(p.numel() for p in model.parameters())
-    num_looked_up, num_frozen = looked_up_parameters(model), frozen_parameters(model)
+    flops = ModelFlops.of(model)
     facts, ties = parameter_facts(plan.spec, model), tied_names(model)
     counts: list[int] = []
     if layout.pipeline > 1:
@@ -202,8 +202,7 @@ def build_engine(
         context=plan.context,
         input_multiple=length_multiple(config.strategy),
         num_parameters=num_parameters,
-        num_looked_up=num_looked_up,
-        num_frozen=num_frozen,
+        flops=flops,
         world=world,
         mesh=mesh,
         layout=layout,

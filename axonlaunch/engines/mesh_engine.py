@@ -29,6 +29,7 @@ from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision.policy import LossScale, scale_counters
 from axonlaunch.engines.tensor.losses import Losses
+from axonlaunch.models.flops import ModelFlops
 from axonlaunch.models.module_state import evaluating, model_state, persistent_buffers
 
 
@@ -79,8 +80,7 @@ class MeshEngine:
         context: ContextAxis | None,
         input_multiple: int,
         num_parameters: int,
-        num_looked_up: int,
-        num_frozen: int,
+        flops: ModelFlops,
         world: World,
         mesh: Mesh,
         layout: Layout,
@@ -102,8 +102,7 @@ class MeshEngine:
             context: The ranks that share sequences; None if sequences are not sharded.
             input_multiple: Number that must divide the length of a sequence.
             num_parameters: Number of parameters of the full model.
-            num_looked_up: Number of embedding parameters of the full model, see ``models.flops``.
-            num_frozen: Number of frozen parameters of the full model, see ``models.flops``.
+            flops: Sizes of the full model that determine the FLOPs of a token.
             world: The ranks of the run.
             mesh: Mesh of the ranks, with this rank's position.
             layout: Layout of the run, with each rank's share of the batch.
@@ -113,8 +112,7 @@ class MeshEngine:
         """
         self.step = 0
         self.num_parameters = num_parameters
-        self.num_looked_up = num_looked_up
-        self.num_frozen = num_frozen
+        self.flops = flops
         self.modules = passes.modules
         self._passes = passes
         self._update = update

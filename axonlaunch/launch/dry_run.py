@@ -66,20 +66,25 @@ def dry_runs(
         count = partial(accelerators_of, lambda: context)
         return environment.applied_to(request.compose(overrides), accelerators=count)
 
-    def with_files(overrides: Sequence[str]) -> Composed:
-        composed = compose(overrides)
-        return dataclasses.replace(composed, tree=naming_files(composed.tree))
+    composed: dict[tuple[str, ...], Composed] = {}
 
-    load = partial(
-        auto_strategy.load_auto_strategy,
-        compose=with_files,
-        server=lambda: context,
-        config_dirs=request.config_dirs,
-    )
+    def with_files(overrides: Sequence[str]) -> Composed:
+        said = composed[*overrides] = compose(overrides)
+        return dataclasses.replace(said, tree=naming_files(said.tree))
+
+    def load(overrides: Sequence[str]) -> RunConfig:
+        _, config = auto_strategy.load_auto_strategy(
+            overrides,
+            compose=with_files,
+            server=lambda: context,
+            config_dirs=request.config_dirs,
+        )
+        return config
+
     loaded = load_all(request, load=load)
     Runs(loaded, options).launcher_name()  # refuses runs that no single launcher can launch
     return [
-        _dry_run(config, options, missing=_missing(compose(overrides)))
+        _dry_run(config, options, missing=_missing(composed[*overrides]))
         for overrides, config in loaded
     ]
 

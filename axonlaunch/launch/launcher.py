@@ -97,6 +97,9 @@ def check_anywhere(config: RunConfig, options: LaunchOptions) -> RunConfig:
         ConfigError: It can't be run there.
     """
     checked: RunConfig = forked_call.call(
-        options.context, "axonlaunch.preflight.checks:resolve_anywhere", config
+        options.context,
+        "axonlaunch.preflight.checks:resolve_anywhere",
+        config,
+        task="checking the configuration",
     )
     return checked

@@ -26,20 +26,22 @@ from axonlaunch.config import (
     ConfigError,
     ConfigIssue,
     RunConfig,
-    flatten,
-    to_tree,
     to_yaml,
     with_values,
 )
-from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.origins import origins_of
-from axonlaunch.config.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.plain import LARGEST_YAML
+from axonlaunch.config.resumed_settings import (
+    frozen_settings,
+    other_threads,
+    settings_unlike_resumed,
+)
 from axonlaunch.config.url import is_url
 from axonlaunch.diagnostics.report.run_record import NotARunError, find_launched, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity
 from axonlaunch.system import host
-from axonlaunch.system.disk import free_bytes
+from axonlaunch.system.disk import free_bytes, shortage
 from axonlaunch.system.files import (
     NotRegularError,
     folder_lock,
@@ -48,15 +50,19 @@ from axonlaunch.system.files import (
     read_text,
     replace_text,
 )
-from axonlaunch.system.run_files import CRASH, EVENTS, METRICS, ORIGINS, SUMMARY, append_event
+from axonlaunch.system.run_files import (
+    CRASH,
+    EVENTS,
+    METRICS,
+    ORIGINS,
+    SUMMARY,
+    TOKENIZER,
+    append_event,
+)
 from axonlaunch.system.version_control import commit_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk without space, or without space for this user, refuses a write with."""
-
-_LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
-_LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
-"""What of a configuration decides what is learned: a layout and a length don't."""
 
 
 @contextmanager
@@ -91,7 +97,8 @@ def open_run_dir(
         folder = Path(config.run_dir)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
-        raise _cannot_create(error) from None
+        named = "runs" if config.run_dir == "auto" else config.run_dir
+        raise _cannot_create(error, Path(named)) from None
     with _hold(folder), lock_checkpoints(config, makes=not is_submitted):
         given, config = config.checkpoint.resume, _with_resume(config)
         if given != config.checkpoint.resume:
@@ -107,7 +114,7 @@ def open_run_dir(
             if composed is not None:
                 write_json(folder / ORIGINS, origins_of(composed, config))
         except OSError as error:
-            raise _cannot_create(error) from None
+            raise _cannot_create(error, folder) from None
         yield config
 
 
@@ -125,7 +132,7 @@ def _hold(folder: Path) -> Iterator[None]:
             message = f"another process is training in {folder}; wait for it, or choose another"
             raise ConfigError([ConfigIssue("run_dir", f"{message} name")]) from None
         except OSError as error:
-            raise _cannot_create(error) from None
+            raise _cannot_create(error, folder) from None
         _refuse_special_files(folder)
         yield
 
@@ -172,7 +179,7 @@ def check_run_dir(config: RunConfig) -> None:
     existing, _ = free_bytes(folder)
     reason = 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
     if reason := reason if existing.is_dir() else errno.ENOTDIR:
-        raise _cannot_create(OSError(reason, os.strerror(reason), str(existing)))
+        raise _cannot_create(OSError(reason, os.strerror(reason), str(existing)), folder)
 
 
 def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
@@ -185,18 +192,24 @@ def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Refuse a run folder in which a link or a FIFO stands where steps are logged.
+    """Refuse a run folder with a link or a FIFO under the name of a file that its ranks write.
 
     Raises:
-        ConfigError: One does.
+        ConfigError: There is one, or a file cannot be read.
     """
-    try:
-        for name in (METRICS, EVENTS):
-            if is_there(folder / name):
-                open_regular(folder / name).close()
-    except NotRegularError:
-        message = f"{folder / name} is not a regular file; remove it, or use another run folder"
-        raise ConfigError([ConfigIssue("run_dir", message)]) from None
+    if (folder / TOKENIZER).is_symlink():
+        message = f"{folder / TOKENIZER} is a link; remove it, or use another run folder"
+        raise ConfigError([ConfigIssue("run_dir", message)])
+    for file in (folder / METRICS, folder / EVENTS, *sorted((folder / "logs").glob("rank_*.log"))):
+        try:
+            open_regular(file).close()
+        except FileNotFoundError:
+            continue
+        except NotRegularError:
+            message = f"{file} is not a regular file; remove it, or use another run folder"
+            raise ConfigError([ConfigIssue("run_dir", message)]) from None
+        except OSError as error:
+            raise _cannot_create(error, folder) from None
 
 
 def _differences(config: RunConfig) -> list[str]:
@@ -209,38 +222,16 @@ def _differences(config: RunConfig) -> list[str]:
         if not is_there(file) or checkpoint.find_checkpoint(where) is None:
             return []
     try:
-        before = _frozen(file)
+        before = frozen_settings(file)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         return [
             f"{file}: can't be read ({reason}): whether this run resumes with its settings is not "
             "known; it is written again"
         ]
-    changed = _other_settings(config, before)
+    changed = settings_unlike_resumed(config, before)
     notes = [f"resuming with changed settings: {', '.join(changed)}"] if changed else []
-    return [*notes, *_other_threads(config, before)]
-
-
-def _other_threads(config: RunConfig, before: dict[str, Any]) -> list[str]:
-    """Say that a run which resumes on another number of threads is not the same to the bit."""
-    was, now = before.get("launch.threads"), config.launch.threads
-    if was in (None, "auto", now):
-        return []
-    return [
-        f"resuming with launch.threads={now} (was {was}): sums round otherwise, so losses may "
-        "differ in their last bits from those of a run that was not stopped; "
-        f"launch.threads={was} keeps them"
-    ]
-
-
-def _frozen(file: Path) -> dict[str, Any]:
-    """Return the frozen configuration of a run, by dotted key.
-
-    Raises:
-        OSError: It can't be read.
-        ValueError: It is none.
-    """
-    return flatten(read_yaml(read_text(file, at_most=LARGEST_YAML)))
+    return [*notes, *other_threads(config, before)]
 
 
 def finished_summary(config: RunConfig) -> dict[str, Any] | None:
@@ -260,7 +251,7 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     if not is_done:
         return None
     try:
-        changed = _other_settings(config, _frozen(folder / CONFIG))
+        changed = settings_unlike_resumed(config, frozen_settings(folder / CONFIG))
     except (OSError, ValueError):
         changed = []  # nothing is trained by them any more
     if changed:
@@ -287,18 +278,6 @@ def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
     return checkpoint.find_checkpoint(storage.root(config))
 
 
-def _other_settings(config: RunConfig, before: dict[str, Any]) -> list[str]:
-    """Return settings that decide what is learned and differ from a frozen configuration."""
-    now = flatten(to_tree(config))
-    keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
-    keys += [f"train.{name}" for name in _LEARNED_OF_TRAIN]
-    return [
-        f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
-        for key in keys
-        if now.get(key) != before.get(key)
-    ]
-
-
 def adopt(config: RunConfig) -> None:
     """Make the folder of a run that another process began, with its frozen configuration.
 
@@ -311,12 +290,12 @@ def adopt(config: RunConfig) -> None:
         if not (folder / CONFIG).exists():  # no disk is shared with that process
             replace_text(folder / CONFIG, to_yaml(config))
     except OSError as error:
-        raise _cannot_create(error) from None
+        raise _cannot_create(error, folder) from None
 
 
-def _cannot_create(error: OSError) -> ConfigError:
+def _cannot_create(error: OSError, folder: Path) -> ConfigError:
     where = f": {error.filename}" if error.filename else ""
-    what_to_do = "; free some space, or use another" if error.errno in FULL else ""
+    what_to_do = f"; {shortage(folder)[1]}, or use another" if error.errno in FULL else ""
     message = f"can't make the run folder: {error.strerror}{where}{what_to_do}"
     return ConfigError([ConfigIssue("run_dir", message)])
 
@@ -334,7 +313,7 @@ def _make_folder(config: RunConfig) -> RunConfig:
 
 def with_run_dir(config: RunConfig) -> RunConfig:
     """Return a run with its name and its folder, which is not made."""
-    name, folder = config.name, Path(config.run_dir)
+    name, folder = str(config.name), Path(config.run_dir)
     if name == config.run_dir == "auto":
         name = free_name(default_name(config))
     if config.run_dir == "auto":

@@ -68,20 +68,6 @@ class Request:
             overrides, config_name=self.config_name, config_dirs=self.config_dirs
         )
 
-    def compose_run(
-        self, overrides: Sequence[str], environment: ClusterEnvironment, config: RunConfig
-    ) -> Composed:
-        """Return what the files, the overrides and the environment say of a run.
-
-        Args:
-            overrides: Of the run.
-            environment: What started this process.
-            config: What ``load`` returned of them.
-        """
-        nproc = config.launch.nproc
-        count = 0 if nproc == "auto" else nproc  # it was counted where it was needed
-        return environment.applied_to(self.compose(overrides), accelerators=lambda: count)
-
     def load(
         self,
         overrides: Sequence[str],
@@ -89,14 +75,17 @@ class Request:
         *,
         server: Callable[[], ForkServerContext],
         accelerators: Callable[[], int] | None = None,
-    ) -> RunConfig:
-        """Return the configuration of one run, for the process that the environment describes.
+    ) -> tuple[Composed, RunConfig]:
+        """Compose and type one run, for the process that the environment describes.
 
         Args:
             overrides: Of the run.
             environment: What started this process.
             server: Starts the fork server, if none runs yet.
             accelerators: Counts this node's; None: a forked process does.
+
+        Returns:
+            What the files, the overrides and the environment say, and the configuration.
 
         Raises:
             ConfigError: The run can't be run anywhere.
@@ -113,7 +102,9 @@ class Request:
 
 def accelerators_of(server: Callable[[], ForkServerContext]) -> int:
     """Count this node's accelerators, in a forked process."""
-    count: int = forked_call.call(server(), "axonlaunch.preflight.devices:accelerators")
+    count: int = forked_call.call(
+        server(), "axonlaunch.preflight.devices:accelerators", task="counting accelerators"
+    )
     return count
 
 
@@ -144,16 +135,14 @@ class Runs:
         Raises:
             ConfigError: A run can't be run anywhere.
         """
+        composed: list[Composed] = []
 
         def load(overrides: Sequence[str]) -> RunConfig:
-            loaded = request.load(overrides, environment, server=lambda: options.context)
+            said, loaded = request.load(overrides, environment, server=lambda: options.context)
+            composed.append(said)
             return run_dir.resumes_if_restarted(loaded, options.identity)
 
-        loaded = load_all(request, load=load)
-        composed = [
-            request.compose_run(overrides, environment, config) for overrides, config in loaded
-        ]
-        return cls(loaded, options, composed)
+        return cls(load_all(request, load=load), options, composed)
 
     @property
     def status(self) -> int:

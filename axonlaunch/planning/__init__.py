@@ -1,1 +1,1 @@
-"""What a run would take, estimated without running it."""
+"""Estimates the memory and speed of a run without running it."""

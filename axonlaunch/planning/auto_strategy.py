@@ -1,7 +1,7 @@
-"""``strategy=auto``: runs whose layout is searched, as ``axonlaunch plan`` does, before they start.
+"""Selects the layout of runs with ``strategy=auto``, with the search of ``axonlaunch plan``.
 
-The layout then stands in the configuration as if it had been written. A node whose speed is
-neither published nor measured is refused.
+The layout is added to the configuration as if the user had written it. A node with a speed that is
+neither published nor measured is an error.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def load_auto_strategy(
     compose: Compose,
     server: Callable[[], ForkServerContext],
     config_dirs: Sequence[Path],
-) -> RunConfig:
-    """Return the run that overrides ask for, with a layout.
+) -> tuple[Composed, RunConfig]:
+    """Return the composed values of a run and its configuration, with a searched layout if needed.
 
     Args:
-        overrides: Of the run.
-        compose: Composes a configuration of overrides, for the node that is to run it.
-        server: Starts the fork server, if none runs yet.
-        config_dirs: Folders of a user's own YAML.
+        overrides: Overrides of the run.
+        compose: Composes a configuration from overrides on the node that will run it.
+        server: Starts the fork server if it is not running yet.
+        config_dirs: Folders with the user's YAML files.
 
     Raises:
-        ConfigError: The configuration is wrong, or no layout can be planned.
+        ConfigError: The configuration is invalid, or no layout was found.
     """
 
     def compose_and_type(arguments: Sequence[str]) -> tuple[Composed, RunConfig]:
@@ -54,8 +54,9 @@ def load_auto_strategy(
         )
 
     composed, config = compose_and_type(overrides)
+    as_asked = composed
     if not config.strategy.auto:
-        return config
+        return as_asked, config
     context = server()
     devices = _devices(context, config)
     nproc = resolved(config, accelerators=len(devices)).launch.nproc
@@ -74,15 +75,16 @@ def load_auto_strategy(
     print(f"planned {best.layout}: the fastest of {plan.searched} layouts", file=sys.stderr)
     layout = [word for word in best.overrides if not word.startswith("launch.")]
     _, config = compose_and_type([*overrides, *layout])
-    return configuration.with_values(config, {"strategy.auto": False, "launch.nproc": nproc})
+    planned = {"strategy.auto": False, "launch.nproc": nproc}
+    return as_asked, configuration.with_values(config, planned)
 
 
 def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
-    """Return the names of this node's devices that the run's ranks would compute on."""
+    """Return the names of this node's devices that the run would use; empty on a CPU."""
     if is_on_cpu(config.launch):
         return []
-    look = "axonlaunch.diagnostics.doctor.machine:machine"
-    machine: dict[str, Any] = forked_call.call(context, look)
+    target = "axonlaunch.diagnostics.doctor.machine:machine"
+    machine: dict[str, Any] = forked_call.call(context, target, task="looking at this node")
     return [device["name"] for device in machine["devices"]] if machine["nccl"]["devices"] else []
 
 
@@ -90,17 +92,17 @@ def _option(devices: Sequence[str], config: RunConfig, config_dirs: Sequence[Pat
     """Return the option of the group ``hardware`` that describes the nodes of a run.
 
     Raises:
-        ConfigError: None does.
+        ConfigError: No option describes them.
     """
     options = Composer(config_dirs=config_dirs).contents("hardware")
     if config.launch.name == "slurm":
-        reason = "the job's nodes are not this one"
+        reason = "the job runs on other nodes"
     elif not devices:
         return "cpu"
     else:
         for name, tree in options.items():
             if (pattern := tree.get("device")) and re.search(str(pattern), devices[0]):
                 return name
-        reason = f"{devices[0]} is not in our catalog"
+        reason = f"{devices[0]} is not in the catalog"
     message = f"strategy=auto needs figures of the devices, and {reason}; use {one_of([*options])}"
     raise ConfigError([ConfigIssue("hardware", message)])

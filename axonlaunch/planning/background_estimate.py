@@ -1,7 +1,8 @@
-"""Predicts a run's memory and step time beside it, at the lowest priority.
+"""Predicts the memory and step time of a run in the background, at the lowest priority.
 
-It begins with the first logged step, so that it delays none, and what is not ready when the run has
-ended is waited for: every summary has the estimated peak beside the measured one.
+The prediction begins at the first logged step, so that it does not delay the first steps. At the
+end of the run, unfinished predictions are waited for, so that the summary can compare the measured
+peak with the estimated one.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from axonlaunch.planning.records import Estimate, StepPrediction
 from axonlaunch.planning.throughput.run_hardware import hardware_of_run
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.system import forked_call, forkserver
+from axonlaunch.system.forked_process import reason_of
 from axonlaunch.system.run_files import ESTIMATE, STEP_TIME
 
 PATIENCE_S = 60.0
-"""Seconds after the run's end in which it is waited for."""
+"""Maximum time in seconds to wait for predictions after the end of the run."""
 _Result = TypeVar("_Result")
 
 
 class BackgroundCall(Generic[_Result]):
-    """A function of a configuration, called in a process beside the run.
+    """A function of a configuration that is called in a background process.
 
     Attributes:
-        result: None until it is known.
-        reason: Why it is not known.
-        traceback: Of the failure that is the reason, where it was one of the function's own code.
+        result: Result of the function; None until it has returned.
+        reason: Reason why there is no result.
+        traceback: Traceback of an unexpected error of the function; empty otherwise.
+        is_over: Whether the call has finished or failed.
     """
 
     def __init__(
@@ -42,13 +45,13 @@ class BackgroundCall(Generic[_Result]):
         *,
         keep: Callable[[_Result], None] = lambda result: None,
     ) -> None:
-        """Prepare; nothing is started yet.
+        """Prepare a call without starting it.
 
         Args:
-            context: What starts the process.
-            target: The function, as ``forked_call`` takes it.
-            config: Its argument.
-            keep: Takes what it returned.
+            context: Starter of the process.
+            target: Name of the function, as ``package.module:function``.
+            config: Argument of the function.
+            keep: Callback for the result.
         """
         self._context = context
         self._target = target
@@ -59,22 +62,24 @@ class BackgroundCall(Generic[_Result]):
         self.reason, self.traceback = "no step was done", ""
         self.is_over = False
 
-    def settle(self, result: _Result | None, reason: str = "") -> None:
-        """Set the result without a call, or the reason why there is none."""
+    def set_result(self, result: _Result | None, reason: str = "") -> None:
+        """Set the result, or the reason for a missing result, and finish the call."""
         self.result, self.reason, self.is_over = result, reason, True
 
     def begin(self) -> None:
-        """Begin, unless it was begun or is known."""
+        """Start the call, unless it was started or has finished."""
         if self.is_over or self._call is not None:
             return
         self.reason = "it was not ready when the run had ended"
         try:
-            self._call = forked_call.ForkedCall(self._context, self._target, (self._config,))
+            self._call = forked_call.ForkedCall(
+                self._context, self._target, (self._config,), task="estimating this run"
+            )
         except (forkserver.ForkServerError, OSError) as error:
-            self.settle(None, str(error))  # the run needs none
+            self.set_result(None, str(error))  # the run continues without the result
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is known, or why it can't be; Ctrl-C gives it up."""
+        """Wait until the call has finished or failed; Ctrl-C ends the wait."""
         if self._call is None or self.is_over:
             return
         try:
@@ -85,66 +90,73 @@ class BackgroundCall(Generic[_Result]):
             return
         if error is None:
             self._keep(self._call.result)
-            self.settle(self._call.result)
+            self.set_result(self._call.result)
         elif isinstance(error, ConfigError):
-            self.settle(None, str(error))
+            self.set_result(None, str(error))
         else:
-            self.settle(None, f"{type(error).__name__}: {error}")
+            self.set_result(None, reason_of(error))
             self.traceback = str(error.__cause__ or "")
 
     def close(self) -> None:
-        """Give up what is not ready, and leave no process behind."""
+        """End unfinished calls and their processes."""
         call, self._call = self._call, None
         if call is not None:
             call.end()
 
 
+def _is_wanted(config: RunConfig) -> bool:
+    """Return ``estimate.background``; by default only GPU runs have CPU cores to spare."""
+    wanted = config.estimate.background
+    return config.launch.backend == "nccl" if wanted is None else wanted
+
+
 class BackgroundEstimate:
-    """What is predicted of a run.
+    """Predictions for a run.
 
     Attributes:
-        memory: The estimated peak memory of the highest rank, with its parts.
-        step: The predicted time of a step, with its parts.
+        memory: Estimated peak memory of the highest rank, with its parts.
+        step: Predicted time of a step, with its parts.
     """
 
     def __init__(self, context: forkserver.Starter, config: RunConfig) -> None:
-        """Look for what is known of a run; nothing is started yet.
+        """Read cached predictions of a run without starting a process.
 
         Args:
-            context: What starts the processes that trace: the warm fork server, or, in a rank that
-                another launcher started, a new interpreter.
-            config: Checked, with ``launch.nproc`` resolved.
+            context: Starter of the tracing processes: the warm fork server, or a new interpreter
+                in a rank started by another launcher.
+            config: Checked configuration with ``launch.nproc`` resolved.
         """
-        named = on_its_devices = replace_with_synthetic(config)
-        if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to estimate
-            on_its_devices = dataclasses.replace(named, hardware=HardwareConfig(name="cpu"))
+        synthetic = for_estimate = replace_with_synthetic(config)
+        if config.launch.backend != "nccl":  # without a GPU there is no caching allocator
+            for_estimate = dataclasses.replace(synthetic, hardware=HardwareConfig(name="cpu"))
         self.memory: BackgroundCall[Estimate] = BackgroundCall(
             context,
-            "axonlaunch.planning.estimate:trace_beside",
-            on_its_devices,
-            keep=lambda estimate: estimate_cache.write_estimate(on_its_devices, estimate),
+            "axonlaunch.planning.estimate:trace_in_background",
+            for_estimate,
+            keep=lambda estimate: estimate_cache.write_estimate(for_estimate, estimate),
         )
-        hardware, reason = hardware_of_run(config)
+        hardware, no_hardware = hardware_of_run(config)
         self.step: BackgroundCall[StepPrediction] = BackgroundCall(
             context,
-            "axonlaunch.planning.estimate:predict_step_beside",
+            "axonlaunch.planning.estimate:predict_step_in_background",
             dataclasses.replace(config, hardware=hardware),
         )
+        if (cached := estimate_cache.read_estimate(for_estimate)) is not None:
+            self.memory.set_result(cached)
+        if not _is_wanted(config):
+            reason = "estimate.background=true predicts it during training"
+            self.memory.set_result(self.memory.result, reason)
+            self.step.set_result(None, reason)
         if hardware is None:
-            self.step.settle(None, reason)
-        if not config.estimate.background:
-            self.memory.settle(None, "estimate.background=false")
-            self.step.settle(None, "estimate.background=false")
-        elif (cached := estimate_cache.read_estimate(on_its_devices)) is not None:
-            self.memory.settle(cached)
+            self.step.set_result(None, no_hardware)
 
     def close(self) -> None:
-        """Give up what is not ready, and leave no process behind."""
+        """End unfinished calls and their processes."""
         self.memory.close()
         self.step.close()
 
     def begin(self) -> None:
-        """Begin, unless it was begun: one after the other; called at every logged step."""
+        """Start the next prediction that was not started; call this at every logged step."""
         self.memory.begin()
         self.memory.wait(0)
         if self.memory.is_over:
@@ -152,15 +164,15 @@ class BackgroundEstimate:
             self.step.wait(0)
 
     def wait(self, seconds: float = PATIENCE_S) -> None:
-        """Wait until all is known, or why it can't be; Ctrl-C gives it up."""
-        until = time.monotonic() + seconds
+        """Wait until all predictions have finished or failed; Ctrl-C ends the wait."""
+        deadline = time.monotonic() + seconds
         self.memory.wait(seconds)
         if seconds:
             self.step.begin()
-        self.step.wait(max(0.0, until - time.monotonic()))
+        self.step.wait(max(0.0, deadline - time.monotonic()))
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """Return what is known by now, by the file that holds it."""
+        """Return the finished predictions by the name of their file."""
         contents: dict[str, dict[str, Any]] = {}
         if self.memory.result is not None:
             contents[ESTIMATE] = dataclasses.asdict(self.memory.result)

@@ -1,7 +1,7 @@
-"""Estimates a run's memory from the parent, which has no torch: out of the cache, or by tracing.
+"""Estimates a run's memory from the cache or by tracing, called from the parent without torch.
 
-No device, data file or rank takes part, so a world may be of any size; what can't be estimated is
-refused.
+No device, data file or rank is needed, so a world may have any size. A run that cannot be
+estimated is an error.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
 from axonlaunch.system import allocator_settings, forked_call, forkserver, host
 
-STATES_ALONE = (
-    "analytic: parameters, their gradients and optimizer states, and what is gathered of them; "
-    "activations, messages and temporaries come on top and are not estimated"
+STATES_ONLY = (
+    "analytic: only parameters, gradients, optimizer states and gathered parameters are counted; "
+    "activations, messages and temporaries need additional memory"
 )
 SEARCH_S = 30.0
-"""Seconds that a search for changes that fit takes at most: a person waits."""
+"""Time limit in seconds for a search for changes that fit, because the user is waiting."""
 
 
 def load_for_estimate(
@@ -39,16 +39,16 @@ def load_for_estimate(
     config_name: str,
     config_dirs: Sequence[Path],
 ) -> RunConfig:
-    """Return the run that overrides ask for, as ``forecast`` takes it.
+    """Return the configuration of a run, prepared for ``forecast``.
 
     Args:
-        context: Of the warm fork server.
-        overrides: Of the run.
-        config_name: The primary config.
-        config_dirs: Folders of a user's own YAML.
+        context: Context of the warm fork server.
+        overrides: Overrides of the run.
+        config_name: Name of the primary config.
+        config_dirs: Folders with the user's YAML files.
 
     Raises:
-        ConfigError: The configuration can't be run on any node.
+        ConfigError: The configuration cannot run on any node.
     """
 
     def compose(overrides: Sequence[str]) -> Composed:
@@ -57,23 +57,26 @@ def load_for_estimate(
         )
         return dataclasses.replace(composed, tree=naming_files(composed.tree))
 
-    config = auto_strategy.load_auto_strategy(
+    _, config = auto_strategy.load_auto_strategy(
         overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
     )
     return prepared(context, config)
 
 
 def prepared(context: ForkServerContext, config: RunConfig) -> RunConfig:
-    """Decide what a configuration leaves to the node, and its hardware's memory.
+    """Resolve the settings that depend on the node, and the memory of its devices.
 
     Raises:
-        ConfigError: The configuration can't be run on any node.
+        ConfigError: The configuration cannot run on any node.
     """
     if config.launch.nproc == "auto":
         config = forked_call.call(
-            context, "axonlaunch.preflight.checks:resolve_anywhere", replace_with_synthetic(config)
+            context,
+            "axonlaunch.preflight.checks:resolve_anywhere",
+            replace_with_synthetic(config),
+            task="checking the configuration",
         )
-    return _on_named_hardware(resolved(config, accelerators=0))
+    return _with_device_memory(resolved(config, accelerators=0))
 
 
 def forecast(
@@ -82,17 +85,20 @@ def forecast(
     """Estimate the memory of a configuration.
 
     Args:
-        context: Of the warm fork server.
-        config: As ``prepared`` returns it.
-        exact: Trace every layer and micro-batch.
-        analytic: Trace nothing, and estimate states alone.
+        context: Context of the warm fork server.
+        config: Result of ``prepared``.
+        exact: Whether to trace every layer and micro-batch.
+        analytic: Whether to estimate only parameters, gradients and states, without tracing.
 
     Raises:
-        ConfigError: It can't be run on any node, or can't be traced.
+        ConfigError: The configuration cannot run on any node, or cannot be traced.
     """
     if analytic:
         result = forked_call.call(
-            context, "axonlaunch.planning.estimate:without_tracing", replace_with_synthetic(config)
+            context,
+            "axonlaunch.planning.estimate:estimate_without_tracing",
+            replace_with_synthetic(config),
+            task="estimating memory",
         )
     else:
         result = cached_estimate(context, config, exact=exact)
@@ -106,7 +112,7 @@ def forecast(
         margin=config.estimate.margin,
         host_memory=host_memory(config, result),
         states_only=analytic,
-        notes=[STATES_ALONE] if analytic else _of_allocator(config),
+        notes=[STATES_ONLY] if analytic else _allocator_notes(config),
         measured=tuple(
             key
             for key in ("context_mib", "communicator_mib")
@@ -115,8 +121,8 @@ def forecast(
     )
 
 
-def _of_allocator(config: RunConfig) -> list[str]:
-    """Say which of the user's settings the reserved bytes of a GPU do not follow."""
+def _allocator_notes(config: RunConfig) -> list[str]:
+    """Return notes on allocator settings of the user that the estimate ignores."""
     is_gpu = estimated_on(config) == "gpu"
     names = allocator_settings.settings_of_ranks().not_replayed if is_gpu else ()
     if not names:
@@ -130,15 +136,15 @@ def _of_allocator(config: RunConfig) -> list[str]:
 def suggest_changes(
     context: ForkServerContext, config: RunConfig, forecast: Forecast
 ) -> Generator[Remedy, None, Searched]:
-    """Yield changes after which a run fits, the cheapest first, as they are found.
+    """Yield changes that make a run fit, the cheapest first, while searching.
 
     Args:
-        context: Of the warm fork server.
-        config: As ``forecast`` took it.
-        forecast: What that returned.
+        context: Context of the warm fork server.
+        config: Configuration passed to ``forecast``.
+        forecast: Result of ``forecast``.
 
     Returns:
-        How the search ended.
+        Result of the search.
     """
     if forecast.fits is not False:
         return Searched(0, 0.0)
@@ -148,6 +154,7 @@ def suggest_changes(
             "axonlaunch.planning.estimate:find_remedies",
             replace_with_synthetic(config),
             forecast.estimate,
+            task="looking for changes that fit",
         )
     except ConfigError as error:
         return Searched(0, 0.0, error.problems[0].message)
@@ -157,60 +164,66 @@ def suggest_changes(
 def cached_estimate(
     context: ForkServerContext, config: RunConfig, *, exact: bool = False
 ) -> Estimate:
-    """Return the cached estimate, or make and cache one.
+    """Return the cached estimate, or compute and cache one.
 
     Args:
-        context: Of the warm fork server.
-        config: With ``launch.nproc`` resolved.
-        exact: Trace every layer.
+        context: Context of the warm fork server.
+        config: Configuration with ``launch.nproc`` resolved.
+        exact: Whether to trace every layer.
 
     Raises:
-        ConfigError: It can't be run on any node, or can't be traced.
+        ConfigError: The configuration cannot run on any node, or cannot be traced.
     """
     config = replace_with_synthetic(config)
     cached = estimate_cache.read_estimate(config, exact=exact)
     if cached is None:
         cached = forked_call.call(
-            context, "axonlaunch.planning.estimate:traced_estimate", config, exact
+            context,
+            "axonlaunch.planning.estimate:traced_estimate",
+            config,
+            exact,
+            task="estimating memory",
         )
         estimate_cache.write_estimate(config, cached, exact=exact)
     return cached
 
 
-def trace_beside(config: RunConfig) -> Estimate:
-    """Do as ``trace`` at the lowest priority and silently: ranks print the same warnings.
+def trace_in_background(config: RunConfig) -> Estimate:
+    """Run ``traced_estimate`` at the lowest priority and without output.
+
+    Its warnings are not needed, because ranks print the same ones.
 
     Raises:
-        ConfigError: The configuration can't be run on any node, or can't be traced.
+        ConfigError: The configuration cannot run on any node, or cannot be traced.
     """
-    _work_beside()
+    _work_in_background()
     return traced_estimate(config)
 
 
-def predict_step_beside(config: RunConfig) -> StepPrediction:
-    """Do as ``predict_step`` at the lowest priority and silently.
+def predict_step_in_background(config: RunConfig) -> StepPrediction:
+    """Run ``predict_step`` at the lowest priority and without output.
 
     Raises:
-        ConfigError: The run can't be traced, or its hardware lacks a figure.
+        ConfigError: The run cannot be traced, or its hardware lacks a figure.
     """
-    _work_beside()
+    _work_in_background()
     from axonlaunch.planning.throughput.predicted_parts import predict_step
 
     return predict_step(config)
 
 
-def _work_beside() -> None:
+def _work_in_background() -> None:
     _yield_to_ranks()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        os.dup2(nowhere, stream)
+        os.dup2(null, stream)
 
 
 def _yield_to_ranks() -> None:
-    """Lower the priority of this process, and of those it forks, below that of ranks.
+    """Lower the priority of this process and its forks below that of ranks.
 
-    At the lowest priority alone a core that traces still looks busy to Linux, so that a rank which
-    wakes up may be put behind it; under SCHED_IDLE it looks free, and the rank runs at once.
+    The lowest nice value is not enough: Linux considers the core busy, so a rank that wakes up may
+    have to wait. With SCHED_IDLE the core counts as idle, and the rank runs at once.
     """
     os.nice(19)
     if hasattr(os, "SCHED_IDLE"):
@@ -218,12 +231,12 @@ def _yield_to_ranks() -> None:
 
 
 def traced_estimate(config: RunConfig, exact: bool = False) -> Estimate:
-    """Check and estimate, in a process of its own.
+    """Check and estimate a run. Call this in a process forked for it.
 
     Raises:
-        ConfigError: The configuration can't be run on any node, or can't be traced.
+        ConfigError: The configuration cannot run on any node, or cannot be traced.
     """
-    forkserver.lead_group()  # it forks a process for each stage
+    forkserver.lead_group()  # tracing forks processes
     from axonlaunch.planning.memory import estimate as memory_estimate
     from axonlaunch.preflight.checks import resolve_anywhere
 
@@ -232,16 +245,16 @@ def traced_estimate(config: RunConfig, exact: bool = False) -> Estimate:
 
 
 def find_remedies(config: RunConfig, estimate: Estimate) -> Generator[Remedy, None, Searched]:
-    """Look for what makes a run fit, in a process forked from the server.
+    """Search for changes that make a run fit, in a process forked from the server.
 
     Args:
-        config: With ``launch.nproc`` resolved, and hardware whose memory is known.
-        estimate: Its estimate.
+        config: Configuration with ``launch.nproc`` resolved and known device memory.
+        estimate: Estimate of the run.
 
     Raises:
-        ConfigError: The model can't be traced on one device.
+        ConfigError: The model cannot be traced on one device.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     from axonlaunch.planning.memory import estimate as memory_estimate
     from axonlaunch.planning.memory.analytic import Formulas
     from axonlaunch.planning.search import remedies
@@ -257,7 +270,7 @@ def find_remedies(config: RunConfig, estimate: Estimate) -> Generator[Remedy, No
         cached = estimate_cache.read_estimate(changed)
         if cached is None:
             cached = memory_estimate.estimate_fitting(
-                resolve_anywhere(changed), memory=limit, until=began + SEARCH_S
+                resolve_anywhere(changed), memory=limit, until=start + SEARCH_S
             )
             if cached is not None:
                 estimate_cache.write_estimate(changed, cached)
@@ -269,16 +282,16 @@ def find_remedies(config: RunConfig, estimate: Estimate) -> Generator[Remedy, No
         memory=limit,
         formula=Formulas.of(config).process_bytes,
         estimate=estimate_changed,
-        is_over=lambda: time.monotonic() >= began + SEARCH_S,
+        is_over=lambda: time.monotonic() >= start + SEARCH_S,
     )
-    return Searched(untried, time.monotonic() - began)
+    return Searched(untried, time.monotonic() - start)
 
 
-def without_tracing(config: RunConfig) -> Estimate:
-    """Check, and count the bytes of states, in a process forked from the server.
+def estimate_without_tracing(config: RunConfig) -> Estimate:
+    """Check a run and estimate its states, in a process forked from the server.
 
     Raises:
-        ConfigError: The configuration can't be run on any node.
+        ConfigError: The configuration cannot run on any node.
     """
     from axonlaunch.planning.memory import states_only
     from axonlaunch.preflight.checks import resolve_anywhere
@@ -287,11 +300,11 @@ def without_tracing(config: RunConfig) -> Estimate:
     return states_only.estimate_states(resolve_anywhere(config))
 
 
-def _on_named_hardware(config: RunConfig) -> RunConfig:
-    """Give a rank on ``hardware=cpu`` its share of this node's memory.
+def _with_device_memory(config: RunConfig) -> RunConfig:
+    """Set the device memory of ``hardware=cpu`` to a rank's share of this node's memory.
 
     Raises:
-        ConfigError: The memory of other hardware is not known.
+        ConfigError: The device memory of other hardware is unknown.
     """
     hardware, nproc = config.hardware, config.launch.nproc
     if hardware is None or hardware.memory_gib is not None:

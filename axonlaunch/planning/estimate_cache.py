@@ -1,7 +1,8 @@
-"""Cache of estimates, in the user's cache folder.
+"""Caches estimates in the user's cache folder.
 
-One is found again by what it depends on: the configuration, axonlaunch's own source, torch. It
-keeps none of a model that is not ours, whose source may change, and passes over what is corrupt.
+The key of an estimate is a hash of everything that it depends on: the configuration, the source of
+axonlaunch and the versions. Estimates of user-defined models are not cached, because their source
+may change. Corrupt files are ignored.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.system import allocator_settings, cache
 from axonlaunch.system.cache import keep
 
-_MOST = 1000
-"""Estimates that are kept, of some kilobytes each: those of a source or a torch that was are never
-read again."""
+_MAX_ESTIMATES = 1000
+"""Maximum number of cached estimates, of some kilobytes each.
+
+Estimates of older versions of the source or of torch are never read again.
+"""
 # Keys of ``train`` that do not affect a step.
-_IDLE = (
+_IGNORED_TRAIN_KEYS = (
     "steps",
     "log_every",
     "eval_every",
     "eval_batches",
 )
-_OF_HARDWARE = (
+_HARDWARE_KEYS = (
     *("memory_gib", "multiprocessors"),
     *("cublas_workspace_mib", "context_mib", "communicator_mib"),
 )
@@ -42,8 +45,8 @@ def read_estimate(config: RunConfig, *, exact: bool = False) -> Estimate | None:
     """Return the cached estimate of a configuration, if there is one.
 
     Args:
-        config: With ``launch.nproc`` resolved.
-        exact: Whether every layer is to have been traced.
+        config: Configuration with ``launch.nproc`` resolved.
+        exact: Whether every layer must have been traced.
     """
     if not _is_ours(config):
         return None
@@ -59,20 +62,20 @@ def read_estimate(config: RunConfig, *, exact: bool = False) -> Estimate | None:
 
 
 def write_estimate(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None:
-    """Cache an estimate; where the folder can't be written, do nothing."""
+    """Cache an estimate, if the cache folder is writable."""
     if not _is_ours(config):
         return
     content = json.dumps(dataclasses.asdict(estimate))
     keep(_file(config, exact), f"{_hash(content)}\n{content}")
-    _forget_old()
+    _delete_old()
 
 
-def _forget_old() -> None:
-    """Delete the oldest of too many estimates; another process may do so at the same time."""
+def _delete_old() -> None:
+    """Delete the oldest estimates beyond the limit; other processes may do the same."""
     with suppress(OSError):
         files = [*estimates_folder().glob("*.json")]
-        if len(files) > _MOST:
-            for file in sorted(files, key=lambda path: path.stat().st_mtime)[:-_MOST]:
+        if len(files) > _MAX_ESTIMATES:
+            for file in sorted(files, key=lambda path: path.stat().st_mtime)[:-_MAX_ESTIMATES]:
                 file.unlink()
 
 
@@ -82,7 +85,7 @@ def estimates_folder() -> Path:
 
 
 def _is_ours(config: RunConfig) -> bool:
-    """Return whether all that is traced is of this package."""
+    """Return whether all traced code belongs to this package."""
     kind = config.strategy.data_parallel
     if kind is not None and not DATA_PARALLEL.is_included(kind):
         return False
@@ -98,16 +101,16 @@ def _is_ours(config: RunConfig) -> bool:
 
 
 def _file(config: RunConfig, exact: bool) -> Path:
-    hardware, on = config.hardware, estimated_on(config)
-    figures = _OF_HARDWARE if on == "gpu" else ()
-    matters = {
+    hardware, target = config.hardware, estimated_on(config)
+    figures = _HARDWARE_KEYS if target == "gpu" else ()
+    relevant = {
         "strategy": to_tree(config.strategy),
         "model": to_tree(config.model),
         "data": to_tree(config.data),
         "optimizer": to_tree(config.optimizer),
-        "train": {k: v for k, v in to_tree(config.train).items() if k not in _IDLE},
+        "train": {k: v for k, v in to_tree(config.train).items() if k not in _IGNORED_TRAIN_KEYS},
         "world_size": num_ranks(config),
-        "on": on,
+        "on": target,
         "hardware": {name: getattr(hardware, name, None) for name in figures},
         "exact": exact,
         "allocator": dataclasses.asdict(allocator_settings.settings_of_ranks()),
@@ -115,7 +118,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "torch": version("torch"),
         "source": cache.source_hash(),
     }
-    return estimates_folder() / f"{_hash(json.dumps(matters, sort_keys=True))[:32]}.json"
+    return estimates_folder() / f"{_hash(json.dumps(relevant, sort_keys=True))[:32]}.json"
 
 
 def _hash(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Finds the layouts that fit and are fastest from the parent, which has no torch.
+"""Searches for the fastest layouts that fit, called from the parent process without torch.
 
-No device, data file or rank takes part. It refuses what can't be traced, and hardware without the
-figures that speed takes.
+No device, data file or rank is needed. A model that cannot be traced is an error, and so is
+hardware without the required figures.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def plan_run(
     """Check a configuration and search its layouts.
 
     Args:
-        context: Of the warm fork server.
-        overrides: Of the run; a key of the layout that they set stays as it is.
-        devices: Ranks.
-        config_name: The primary config.
-        config_dirs: Folders of a user's own YAML.
+        context: Context of the warm fork server.
+        overrides: Overrides of the run. Layout settings among them are kept.
+        devices: Number of devices.
+        config_name: Name of the primary config.
+        config_dirs: Folders with the user's YAML files.
 
     Raises:
-        ConfigError: The configuration is wrong, no layout fits, or it can't be estimated.
+        ConfigError: The configuration is invalid, no layout fits, or the run cannot be estimated.
     """
     composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
     config = configuration.type_config(
@@ -66,19 +66,19 @@ def search_composed(
     """Search the layouts of a configuration.
 
     Args:
-        context: Of the warm fork server.
-        composed: As composed: a key of the layout that an override set stays as it is.
-        config: The same, typed.
-        devices: Ranks.
-        config_dirs: Folders of a user's own YAML.
-        wanted: Layouts that fit.
+        context: Context of the warm fork server.
+        composed: Composed configuration. Layout settings in its overrides are kept.
+        config: Typed configuration of ``composed``.
+        devices: Number of devices.
+        config_dirs: Folders with the user's YAML files.
+        wanted: Number of fitting layouts to find.
 
     Raises:
-        ConfigError: No layout fits, or it can't be estimated.
+        ConfigError: No layout fits, or the run cannot be estimated.
     """
     if config.hardware is None:
-        known = [*Composer(config_dirs=config_dirs).options("hardware")]
-        message = f"is needed: speed and memory depend on the devices; use {one_of(known)}"
+        available = [*Composer(config_dirs=config_dirs).options("hardware")]
+        message = f"is needed: speed and memory depend on the devices; use {one_of(available)}"
         raise ConfigError([ConfigIssue("hardware", message)])
     hardware = config.hardware
     if hardware.is_cpu:
@@ -96,22 +96,30 @@ def search_composed(
         devices,
         {key: value for key, value in fixed.items() if value not in ("auto", None)},
         wanted,
+        task="searching layouts",
     )
     return plan
 
 
 def search(config: RunConfig, devices: int, fixed: dict[str, Any], wanted: int) -> Plan:
-    """Search, in a process forked from the server.
+    """Search layouts in a process forked from the server.
+
+    Args:
+        config: Configuration of the run.
+        devices: Number of devices.
+        fixed: Layout settings of the user.
+        wanted: Number of fitting layouts to find.
 
     Raises:
-        ConfigError: No layout fits, it can't be estimated, or its model or data can't be made.
+        ConfigError: No layout fits, the run cannot be estimated, or its model or data cannot be
+            built.
     """
     from axonlaunch.models.build import spec_for
     from axonlaunch.planning.search import search
     from axonlaunch.preflight.checks import build_on_meta, resolve_anywhere
     from axonlaunch.preflight.dataset import described_dataset
 
-    forkserver.lead_group()  # it forks a process for each trace
+    forkserver.lead_group()  # tracing forks processes
     import_plugins(config.plugins)
 
     def check(layout: RunConfig) -> RunConfig:
@@ -124,7 +132,7 @@ def search(config: RunConfig, devices: int, fixed: dict[str, Any], wanted: int) 
             config, devices=devices, fixed=fixed, check=check, wanted=wanted
         )
     except Exception as error:
-        # Where a model or data can't be made, say so, rather than what became of it in a trace.
+        # Report a model or dataset that cannot be built, instead of the error of the trace.
         build_on_meta(config, spec_for(config))
         if issues := described_dataset(config)[1]:
             raise ConfigError(issues) from error
@@ -138,40 +146,40 @@ def experiment(
     config_name: str = "config",
     config_dirs: Sequence[Path] = (),
 ) -> str:
-    """Return YAML of the group ``experiment`` that says what these overrides say.
+    """Return the YAML of an ``experiment`` that is equivalent to these overrides.
 
     Args:
-        overrides: Of the run, as given; one of the group itself is what the new one begins with.
-        layout: Of the layout.
-        config_name: The primary config.
-        config_dirs: Folders of a user's own YAML.
+        overrides: Overrides of the run. If they select an experiment, the new one extends it.
+        layout: Overrides of the layout.
+        config_name: Name of the primary config.
+        config_dirs: Folders with the user's YAML files.
 
     Raises:
-        ConfigError: A file can't say one of them.
+        ConfigError: A file cannot express one of the overrides.
     """
     from hydra.core.override_parser.types import OverrideType
     from omegaconf import OmegaConf
 
     composer = configuration.composer_of(config_dirs)
-    asked, _ = composer.sort_overrides([*overrides, *layout], config_name)
-    begun: list[Any] = []
-    chosen: dict[str, Any] = {}
-    for override in asked.groups:
+    sorted_overrides, _ = composer.sort_overrides([*overrides, *layout], config_name)
+    base: list[Any] = []
+    options: dict[str, Any] = {}
+    for override in sorted_overrides.groups:
         group, option = override.key_or_group, override.value()
         if group == "experiment":
-            begun = [option] if option else []
+            base = [option] if option else []
         else:
             is_new = override.type == OverrideType.ADD
-            chosen[f"/{group}" if is_new else f"override /{group}"] = option
+            options[f"/{group}" if is_new else f"override /{group}"] = option
     values = OmegaConf.create()
-    for override in asked.values:
+    for override in sorted_overrides.values:
         if override.is_delete():
-            message = f"{override.input_line}: a file can't take a key away; leave out --write"
+            message = f"{override.input_line}: a file can't delete a key; leave out --write"
             raise ConfigError([ConfigIssue("", message)])
         OmegaConf.update(values, override.key_or_group, override.value(), force_add=True)
-    # What an experiment overrides has to stand last in its list.
-    groups = sorted(({key: option} for key, option in chosen.items()), key=_overrides_group)
-    content = OmegaConf.create({"defaults": [*begun, "_self_", *groups]})
+    # Entries with "override" must be last in the defaults list.
+    groups = sorted(({key: option} for key, option in options.items()), key=_overrides_group)
+    content = OmegaConf.create({"defaults": [*base, "_self_", *groups]})
     return f"# @package _global_\n{OmegaConf.to_yaml(OmegaConf.merge(content, values))}"
 
 
@@ -180,11 +188,11 @@ def _overrides_group(default: dict[str, Any]) -> bool:
 
 
 def fixed_keys(composed: Composed) -> list[str]:
-    """Return the keys of a layout that an override sets, each by itself."""
-    given = composed.given
-    return [key for key in SEARCHED if key in given and _sets(given[key], key)]
+    """Return the layout keys that an override sets directly."""
+    overrides = composed.given
+    return [key for key in SEARCHED if key in overrides and _sets(overrides[key], key)]
 
 
 def _sets(override: str, key: str) -> bool:
-    """Say whether an override is of a key itself, not of what it is in."""
+    """Return whether an override sets this key, and not a group that contains it."""
     return override.lstrip("+").partition("=")[0] == key

@@ -1,6 +1,6 @@
-"""What an estimate says, as plain records that a process without torch can read.
+"""Records of estimates and plans, which a process without torch can read.
 
-It holds numbers; ``memory`` finds them and ``report`` shows them.
+``memory``, ``throughput`` and ``search`` compute them, ``reports`` displays them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """What one rank holds; the ranks that differ from it on other axes than pp hold no more.
+    """Memory of one rank. Ranks with the same coordinate on the pp axis need no more.
 
     Attributes:
-        rank: The global rank.
-        coords: Where it stands on each axis of the mesh.
-        peak_bytes: Most bytes on its device in a steady step.
-        host_bytes: Most bytes that it keeps offloaded in host memory.
-        breakdown: What ``peak_bytes`` is made of, by category.
-        sharded_parameters: ``FSDPMemoryStats`` of what fully_shard divides: ``current_bytes`` at
-            rest, ``peak_bytes``, ``total_bytes``; None where nothing is.
-        microbatch_bytes: Of each of its pipeline stages: activations that a micro-batch's forward
-            leaves for its backward; [] without a pipeline.
-        read_bytes: Most bytes of host memory that reading initial weights takes at once, beside
-            what the rank holds; 0 where there are none to read.
+        rank: Global rank.
+        coords: Coordinate on each axis of the mesh.
+        peak_bytes: Peak of device memory in a steady step.
+        host_bytes: Peak of offloaded host memory.
+        breakdown: Parts of ``peak_bytes`` by category.
+        sharded_parameters: ``FSDPMemoryStats`` of the parameters that ``fully_shard`` divides:
+            ``current_bytes`` between steps, ``peak_bytes``, ``total_bytes``. None if no parameter
+            is sharded.
+        microbatch_bytes: Activations that the forward of one micro-batch keeps for backward, for
+            each pipeline stage of the rank; empty without a pipeline.
+        read_bytes: Additional peak of host memory for reading initial weights; 0 if none are read.
     """
 
     rank: int
@@ -44,20 +44,20 @@ class RankEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would hold.
+    """Estimated memory of a run.
 
     Attributes:
-        world_size: Ranks.
-        mesh: Ranks along each axis, outermost first.
-        parameters: Of the whole model.
-        peak_bytes: What tensors hold at most on the highest rank, of a GPU with the workspaces of
-            its kernels: what ``torch.cuda.max_memory_allocated`` shows, but for rounding.
-        reserved_bytes: What torch's allocator holds for them on a GPU; of a CPU, the same.
-        process_bytes: What the process holds of the GPU: that, the driver's context and NCCL's
-            buffers; of a CPU, ``peak_bytes``.
-        ranks: One of each distinct pipeline stage.
-        context_bytes: Of ``process_bytes`` the driver's context.
-        communicator_bytes: Of ``process_bytes`` NCCL's buffers.
+        world_size: Number of ranks.
+        mesh: Number of ranks along each axis, outermost first.
+        parameters: Number of parameters of the full model.
+        peak_bytes: Peak of the tensors on the highest rank. On a GPU this includes workspaces of
+            kernels, as in ``torch.cuda.max_memory_allocated``, but without rounding.
+        reserved_bytes: Memory reserved by torch's allocator on a GPU; ``peak_bytes`` on a CPU.
+        process_bytes: Device memory of the process on a GPU: ``reserved_bytes``, the CUDA context
+            and NCCL's buffers. ``peak_bytes`` on a CPU.
+        ranks: One rank for each distinct position on the pp axis.
+        context_bytes: Part of ``process_bytes`` for the CUDA context.
+        communicator_bytes: Part of ``process_bytes`` for NCCL's buffers.
     """
 
     world_size: int
@@ -72,26 +72,27 @@ class Estimate:
 
     @property
     def host_bytes(self) -> int:
-        """Most bytes that a rank keeps offloaded in host memory."""
+        """Peak of offloaded host memory on any rank."""
         return max(rank.host_bytes for rank in self.ranks)
 
     @property
     def saved_bytes(self) -> int:
-        """Most bytes on a rank's device that a checkpoint is made of: weights and states."""
+        """Maximum over the ranks of the device memory to save: weights and optimizer states."""
         return max(
             rank.breakdown["parameters"] + rank.breakdown["optimizer"] for rank in self.ranks
         )
 
 
 def verdict(num_bytes: float, *, memory: float, margin: float) -> FitVerdict:
-    """Say whether an estimate fits a device of so many bytes, though it may be too low.
+    """Return whether an estimate fits a device, with a margin for estimates that are too low.
 
-    With 0.1 for margin, 70 GiB fit 80 GiB, 75 are tight (82.5 may be needed), 81 are too large.
+    An example for a device of 80 GiB and a margin of 0.1: 70 GiB fit, 75 GiB are tight (82.5 may
+    be needed), 81 GiB are too large.
 
     Args:
-        num_bytes: As estimated.
-        memory: Of the device.
-        margin: Share of ``num_bytes`` by which it may be too low.
+        num_bytes: Estimated bytes.
+        memory: Memory of the device in bytes.
+        margin: Fraction of ``num_bytes`` by which the estimate may be too low.
     """
     if num_bytes <= memory / (1 + margin):
         return "fits"
@@ -100,14 +101,14 @@ def verdict(num_bytes: float, *, memory: float, margin: float) -> FitVerdict:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step trains on, and how: figures without which an estimate means nothing.
+    """Settings that determine the memory and compute of a step.
 
     Attributes:
-        global_batch_size: Samples of a step.
-        micro_batch_size: Samples of one forward on one rank; None where it is searched for.
-        sequence_length: Positions of a sample; None where it is no sequence.
-        precision: Arithmetic of forward and backward.
-        activation_checkpointing: What backward recomputes; None where it is searched for.
+        global_batch_size: Samples per step.
+        micro_batch_size: Samples per forward on one rank; None if it is being searched.
+        sequence_length: Positions per sample; None if samples are not sequences.
+        precision: Precision of forward and backward.
+        activation_checkpointing: Mode of activation checkpointing; None if it is being searched.
     """
 
     global_batch_size: int
@@ -117,7 +118,7 @@ class Workload:
     activation_checkpointing: str | None
 
     def __str__(self) -> str:
-        """Return it in words, for the first line of a table."""
+        """Return a description for the first line of a table."""
         facts = [f"batch {self.global_batch_size:,}"]
         if self.micro_batch_size is not None:
             facts[0] += f" (micro-batch {self.micro_batch_size:,})"
@@ -125,7 +126,7 @@ class Workload:
             facts.append(f"{self.sequence_length:,} positions")
         facts.append(self.precision)
         if self.activation_checkpointing is None:
-            facts.append("recomputation as each layout says")
+            facts.append("recomputation per layout")
         else:
             kind = self.activation_checkpointing.replace("none", "no")
             facts.append(f"{kind} recomputation")
@@ -134,14 +135,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """A step's time as ``plan`` predicts it.
+    """Predicted time of a step.
 
     Attributes:
-        hardware: Whose figures it follows from.
-        step_s: Seconds of an optimizer step.
-        parts: Seconds of it by what they go to, in the words of ``diagnostics.step_breakdown``.
-        pipeline: One round of a pipeline: ``(rank of the pipeline, start, stop, action)`` in
-            seconds, actions as ``2F0``: stage, kind, micro-batch; [] without one.
+        hardware: Name of the hardware.
+        step_s: Seconds per optimizer step.
+        parts: Seconds of a step by activity, with the names of ``diagnostics.step_breakdown``.
+        pipeline: One round of a pipeline, as ``(pipeline rank, start, stop, action)`` in seconds.
+            An action ``2F0`` consists of stage, kind and micro-batch. Empty without a pipeline.
     """
 
     hardware: str
@@ -152,13 +153,13 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What a run keeps in host memory, and what there is.
+    """Host memory that a run needs and that a node has.
 
     Attributes:
-        bytes_per_rank: Of the highest rank.
-        bytes_per_node: Of all ranks of a node.
-        node_bytes: Memory of a node; None where ``hardware`` does not say.
-        fits: Whether a node has that much, with the margin; None where it is not known.
+        bytes_per_rank: Host memory of the highest rank.
+        bytes_per_node: Host memory of all ranks of a node.
+        node_bytes: Memory of a node; None if ``hardware`` does not define it.
+        fits: Whether a node has enough memory, with the margin; None if unknown.
     """
 
     bytes_per_rank: int
@@ -169,13 +170,13 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change after which a run fits.
+    """A change that makes a run fit.
 
     Attributes:
-        overrides: What to write.
-        costs: What it costs, in words, for each setting.
-        process_bytes: Of the highest rank then.
-        host_memory: What it then offloads; None where nothing is.
+        overrides: Overrides to add to the command.
+        costs: Description of the cost of each setting.
+        process_bytes: Device memory of the highest rank after the change.
+        host_memory: Host memory after the change; None if the run uses none.
     """
 
     overrides: list[str]
@@ -186,12 +187,12 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Searched:
-    """How a search for remedies ended.
+    """Result of a search for remedies.
 
     Attributes:
-        untried: Changes that may fit and were not estimated when its time was over.
-        seconds: How long it took.
-        reason: Why none could be looked for; empty where they were.
+        untried: Number of changes that may fit but were not estimated before the time limit.
+        seconds: Duration of the search.
+        reason: Reason why the search was impossible; empty otherwise.
     """
 
     untried: int
@@ -201,19 +202,19 @@ class Searched:
 
 @dataclass(frozen=True)
 class Forecast:
-    """An estimate, and what a user wants to know of it.
+    """An estimate with the information that is reported to the user.
 
     Attributes:
-        layout: In words.
-        workload: What a step trains on.
-        estimate: What was found.
-        hardware: Its name; None where none was named.
-        memory_bytes: Of one of its devices.
-        margin: Share of an estimate by which it may be too low.
-        host_memory: What is offloaded; None where nothing is.
-        states_only: Whether activations, messages and temporaries come on top of the estimate.
-        notes: What the estimate is of, where it is not of the very run.
-        measured: Keys of the hardware that say what its processes hold beside torch's allocator.
+        layout: Description of the layout.
+        workload: Workload of a step.
+        estimate: Estimated memory.
+        hardware: Name of the hardware, if configured.
+        memory_bytes: Memory of one device.
+        margin: Fraction by which the estimate may be too low.
+        host_memory: Host memory of the run; None if it uses none.
+        states_only: Whether activations, messages and temporaries are missing from the estimate.
+        notes: Differences between the estimate and the run.
+        measured: Configured keys of ``hardware`` for the memory outside torch's allocator.
     """
 
     layout: str
@@ -229,7 +230,7 @@ class Forecast:
 
     @property
     def verdict(self) -> FitVerdict | None:
-        """Whether it fits a device and the host; None where that can't be said."""
+        """Whether the run fits a device and the host; None if unknown."""
         if self.host_memory is not None and self.host_memory.fits is False:
             return "too_large"
         if self.memory_bytes is None:
@@ -239,7 +240,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits a device with the margin; None where that can't be said."""
+        """Whether the run fits a device and the host, with the margin; None if unknown."""
         return None if self.verdict is None else self.verdict == "fits"
 
 
@@ -248,18 +249,19 @@ class Planned:
     """A layout that a search has traced.
 
     Attributes:
-        overrides: What to write.
-        layout: In words.
-        mesh: Ranks along each axis, outermost first.
-        peak_bytes: What tensors hold at most on the highest rank.
-        host_bytes: What it keeps offloaded in host memory.
-        process_bytes: What its process holds of the device.
-        verdict: Whether that fits it, with the margin.
-        tokens_per_s_per_device: Tokens trained on; samples, where a sample is no sequence.
-        step_s: Seconds of a step.
-        mfu: Share of the device's peak that the model needs; None where a sample is no sequence.
-        breakdown: Seconds of a step by what they go to.
-        host_memory: What it offloads; None where nothing is.
+        overrides: Overrides that select the layout.
+        layout: Description of the layout.
+        mesh: Number of ranks along each axis, outermost first.
+        peak_bytes: Peak of the tensors on the highest rank.
+        host_bytes: Peak of offloaded host memory on any rank.
+        process_bytes: Device memory of the process with the highest peak.
+        verdict: Whether ``process_bytes`` fits the device, with the margin.
+        tokens_per_s_per_device: Trained tokens per second and device, or samples if they are not
+            sequences.
+        step_s: Seconds per step.
+        mfu: Model FLOPs utilization; None if samples are not sequences.
+        breakdown: Seconds of a step by activity.
+        host_memory: Host memory of the run; None if it uses none.
     """
 
     overrides: list[str]
@@ -277,23 +279,23 @@ class Planned:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits with the margin, and so does what it offloads."""
+        """Whether the device and the host have enough memory, with the margin."""
         return self.verdict == "fits" and not self.needs_more_host
 
     @property
     def needs_more_host(self) -> bool:
-        """Whether a node is known to have less host memory than it offloads."""
+        """Whether a node is known to have too little host memory."""
         return self.host_memory is not None and self.host_memory.fits is False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search found.
+    """Result of a search for layouts.
 
     Attributes:
-        workload: What a step trains on, but for what is searched.
-        searched: Layouts that were looked at.
-        candidates: Those that were traced, the fastest that fits first.
+        workload: Workload of a step, without the searched settings.
+        searched: Number of layouts considered.
+        candidates: Traced layouts, with the fastest fitting layout first.
     """
 
     workload: Workload

@@ -20,7 +20,10 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.optimizer import OPTIMIZERS
 from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.data.dataset import Dataset
+from axonlaunch.data.describe_rows import describe_rows
 from axonlaunch.data.learned_tokenizer import load_or_learn
+from axonlaunch.data.origin import Origin, changed_data_issues, find_differences
 from axonlaunch.data.tokenizer import FOLDER, load_kept
 from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.lora import not_saved
@@ -123,6 +126,42 @@ def _resumed_from(config: RunConfig) -> Path | None:
     return own_folder(config) if resume == "auto" else storage_path(resume)
 
 
+def changed_data_problems(config: RunConfig, dataset: Dataset) -> list[ConfigIssue]:
+    """Return how a run's data differs from that of the checkpoint that it resumes from."""
+    checkpoint, saved, now = _origins(config, dataset)
+    if checkpoint is None or saved is None or config.checkpoint.changed_data == "restart":
+        return []
+    return changed_data_issues(saved, now, where=checkpoint.path, data=config.data)
+
+
+def first_row_at(config: RunConfig, dataset: Dataset) -> int:
+    """Return how many samples of other data a run saw before the first row of this."""
+    checkpoint, saved, now = _origins(config, dataset)
+    if checkpoint is None:
+        return 0
+    is_changed = saved is not None and any(find_differences(saved, now))
+    return checkpoint.samples if is_changed else checkpoint.first_row_at
+
+
+def _origins(
+    config: RunConfig, dataset: Dataset
+) -> tuple[Checkpoint | None, Origin | None, Origin | None]:
+    """Return what a run resumes from, and the descriptions of its rows and of the data's."""
+    checkpoint = _newest(config)
+    if checkpoint is None or checkpoint.origin is None:
+        return checkpoint, None, None
+    saved = Origin.from_dict(checkpoint.origin)
+    return checkpoint, saved, describe_rows(config, dataset, like=saved)
+
+
+def _newest(config: RunConfig) -> Checkpoint | None:
+    """Return the checkpoint that a run resumes from; None: it begins."""
+    if (folder := _resumed_from(config)) is None:
+        return None
+    with reaching(folder):
+        return fallback.newest_good(folder)[0]
+
+
 def epochs_problems(config: RunConfig, *, epochs: float | None) -> Iterator[ConfigIssue]:
     """Yield that a run has done more steps already than its epochs turned out to be.
 
@@ -130,11 +169,7 @@ def epochs_problems(config: RunConfig, *, epochs: float | None) -> Iterator[Conf
         config: With the steps that the epochs take.
         epochs: ``train.epochs``, as it was asked for; None: it was not.
     """
-    folder = None if epochs is None else _resumed_from(config)
-    if folder is None:
-        return
-    with reaching(folder):
-        checkpoint, _ = fallback.newest_good(folder)
+    checkpoint = None if epochs is None else _newest(config)
     if checkpoint is not None and checkpoint.step > config.train.num_steps:
         message = (
             f"{checkpoint.path} has done {checkpoint.step} steps already, and this is "
@@ -153,7 +188,15 @@ def _other_tokenizer(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
         now = load_or_learn(config.tokenizer, data, report=lambda state: None)
     except ConfigError:
         return  # the data, which needs it, reports it
-    if before is not None and before.fingerprint != now.fingerprint:
+    if before is None or before.fingerprint == now.fingerprint:
+        return
+    if config.tokenizer.name == "train":
+        message = (
+            "another tokenizer is learned than the run was trained with, as data.files have "
+            f"changed; use tokenizer=auto tokenizer.path={run_dir / FOLDER}"
+        )
+        yield ConfigIssue("tokenizer.name", message, "train")
+    else:
         message = f"is not the tokenizer that the run was trained with; use {run_dir / FOLDER}"
         yield ConfigIssue("tokenizer.path", message, config.tokenizer.path)
 

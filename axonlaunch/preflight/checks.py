@@ -30,12 +30,18 @@ from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.models.trained import frozen_problems
 from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings
-from axonlaunch.preflight.checkpoint import checkpoint_problems, epochs_problems
+from axonlaunch.preflight.checkpoint import (
+    changed_data_problems,
+    checkpoint_problems,
+    epochs_problems,
+    first_row_at,
+)
 from axonlaunch.preflight.dataset import (
     described_dataset,
     make_dataset,
     packing_problems,
     sample_problems,
+    with_packing,
     with_steps,
 )
 from axonlaunch.preflight.devices import accelerators, device_problems, memory_of_a_rank
@@ -107,11 +113,11 @@ def _resolve(
         config = with_backend(config, accelerators=devices)
     if problems := fetch_model(config, here=here):
         raise ConfigError(problems)
-    config = with_adapter_settings(with_absolute_paths(config))
+    config = with_packing(with_adapter_settings(with_absolute_paths(config)))
     problems, dataset = _examine(config, devices=devices if here else None, report=report)
     if here and dataset is not None and not problems:
         epochs = config.train.epochs
-        config = with_steps(config, dataset)
+        config = with_steps(config, dataset, first_row_at=first_row_at(config, dataset))
         problems = find_rule_violations(config)  # some are about the number of steps
         problems += epochs_problems(config, epochs=epochs)
     if problems:
@@ -177,6 +183,8 @@ def _examine(
     if here and isinstance(dataset, Untokenised) and not problems:
         dataset, problems = make_dataset(config, report)
         problems += [] if dataset is None else sample_problems(config, dataset)
+    if here and dataset is not None and not isinstance(dataset, Untokenised) and not problems:
+        problems += changed_data_problems(config, dataset)
     return problems, None if isinstance(dataset, Untokenised) else dataset
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.data import DATASETS
+from axonlaunch.config.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.data.dataset import Dataset, holds_documents, is_unsized
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.own import StreamedSamples
 from axonlaunch.data.text_rows import find_untokenised
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
@@ -36,7 +37,8 @@ def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
 def make_dataset(config: RunConfig, report: OnProgress) -> tuple[Dataset | None, list[ConfigIssue]]:
     """Return a run's dataset, or why there is none; text is tokenised if it is not yet."""
     try:
-        return data.build_dataset(config.data, config.tokenizer, report=report), []
+        made = data.build_dataset(config.data, config.tokenizer, report=report, verifies=True)
+        return made, []
     except ConfigError as error:
         return None, error.problems
     except Exception as error:
@@ -82,13 +84,36 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
         yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
 
 
-def with_steps(config: RunConfig, dataset: Dataset) -> RunConfig:
-    """Resolve ``train.epochs`` to the steps in which every training row was seen as often."""
+def with_steps(config: RunConfig, dataset: Dataset, *, first_row_at: int = 0) -> RunConfig:
+    """Resolve ``train.epochs`` to the steps in which every training row was seen as often.
+
+    Args:
+        config: The run's.
+        dataset: What ``config.data`` describes.
+        first_row_at: Samples of other data that the run saw before the first row of this.
+    """
     train = config.train
     if train.epochs is None:
         return config
-    steps = math.ceil(train.epochs * dataset.num_samples / train.global_batch_size)
+    samples = first_row_at + train.epochs * dataset.num_samples
+    steps = math.ceil(samples / train.global_batch_size)
     return with_values(config, {"train.steps": steps, "train.epochs": None})
+
+
+def with_packing(config: RunConfig) -> RunConfig:
+    """Resolve ``data.packing=auto`` to ``none`` if nothing would keep documents of a row apart."""
+    if getattr(config.data, "packing", None) != "auto":
+        return config
+    try:
+        spec = spec_for(config)
+    except ConfigError:
+        return config  # the model's problems are reported with all others
+    if not spec.unpackable() and (spec.divides_documents or config.strategy.context.degree == 1):
+        return config
+    settings: dict[str, Any] = {"data.packing": "none"}
+    if isinstance(config.data, ShapeOnlyTokensConfig):
+        settings["data.document_length"] = None
+    return with_values(config, settings)
 
 
 def packing_problems(

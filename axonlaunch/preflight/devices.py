@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.system import gpus, host
+from axonlaunch.system import gpus, host, limits
 
 
 def accelerators(config: RunConfig | None = None) -> int:
@@ -78,4 +78,7 @@ def memory_of_a_rank(config: RunConfig) -> tuple[int, str]:
             sharing = -(-nproc // used)
         where = "a device here" if sharing == 1 else "a rank's share of a device here"
         return devices[0].memory_bytes // sharing, where
-    return host.memory_bytes() // nproc, "a rank's share of this node's memory"
+    share, limit = host.memory_bytes() // nproc, limits.address_space()
+    if limit is not None and limit < share:
+        return limit, "the address space of a process (ulimit -v)"
+    return share, "a rank's share of this node's memory"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.data import DATASETS
+from axonlaunch.config.environment_values import EnvironmentText
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.data.tokenizer import tokenizer_of
 
@@ -29,4 +30,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 def _absolute(path: str) -> str:
     """Return the whole path of what is there; a model id stays what it is."""
     here = Path(path).expanduser()
-    return str(here.absolute()) if here.exists() else path
+    if not here.exists() or str(here.absolute()) == path:
+        return path
+    if isinstance(path, EnvironmentText) and here == Path(path):
+        return path.below(str(Path.cwd()))
+    return str(here.absolute())

@@ -1,9 +1,15 @@
-"""Free space of the disk that a folder is on, or will be on once it is made."""
+"""Free space and free inodes of the disk that a folder is on, or will be on once it is made."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+
+from axonlaunch.system.formatting import GIB, MIB
+
+_FEW_INODES = 100
+"""A run makes more files than this within minutes."""
 
 
 def free_bytes(folder: Path) -> tuple[Path, int]:
@@ -12,3 +18,25 @@ def free_bytes(folder: Path) -> tuple[Path, int]:
     while not existing.exists():
         existing = existing.parent
     return existing, shutil.disk_usage(existing).free
+
+
+def free_inodes(folder: Path) -> int | None:
+    """Return how many files and folders can still be made; None if the disk has no such limit."""
+    existing, _ = free_bytes(folder)
+    status = os.statvfs(existing)
+    return status.f_favail if status.f_files else None
+
+
+def shortage(folder: Path) -> tuple[str, str]:
+    """Return the free space of a full disk, and advice: ``("0.00 GiB free", "free some space")``.
+
+    A disk without free inodes refuses new files however much space it has:
+    ``("4.51 GiB but 0 inodes free", "delete some files, ...")``.
+    """
+    _, free = free_bytes(folder)
+    inodes, left = free_inodes(folder), f"{free / GIB:.2f} GiB"
+    # Some file systems count as free inodes what fits into the free space.
+    if inodes is None or inodes >= _FEW_INODES or free < MIB:
+        return f"{left} free", "free some space"
+    advice = "delete some files, however small (each takes an inode)"
+    return f"{left} but {inodes} inodes free", advice

@@ -13,6 +13,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -22,7 +23,11 @@ _NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 
 LOCKS = Path("/proc/locks")
 """Where the kernel lists the locks of this node."""
-_BLOB = r"\.\./\.\./blobs/([0-9a-f]{40,64})"
+_BLOB = r"blobs/([0-9a-f]{40,64})"
+
+
+LARGEST_MODEL_FILE = 256 << 20
+"""Bytes of a file of a model's folder other than weights, such as ``tokenizer.json``."""
 
 
 class NotRegularError(OSError):
@@ -31,6 +36,19 @@ class NotRegularError(OSError):
 
 class TooLargeError(OSError):
     """A file is larger than any of its kind."""
+
+
+@dataclass(frozen=True)
+class FileCopy:
+    """Content and permissions of a small file.
+
+    Attributes:
+        content: All of it.
+        mode: Read and write permissions for a copy, which its owner may always read and write.
+    """
+
+    content: bytes
+    mode: int
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
@@ -76,31 +94,84 @@ def read_text(path: str | os.PathLike[str], *, at_most: int) -> str:
     return content.decode()
 
 
-def hub_blob(file: Path) -> Path:
-    """Return the file that a snapshot in Hugging Face's cache links to; others as they are.
+def read_copy(path: str | os.PathLike[str], *, at_most: int) -> FileCopy:
+    """Read a local regular file, with its permissions, to write it elsewhere.
 
-    All files of a snapshot are links to ``../../blobs/<digest>``. They stay in the folder of their
-    repository, so that they lead nowhere that whoever made the folder could not have put a file.
+    Args:
+        path: The file.
+        at_most: Largest size in bytes; a larger file is not read.
+
+    Raises:
+        NotRegularError: It is a link, a FIFO, a socket, a folder or a device.
+        TooLargeError: It is larger.
+        OSError: It can't be read.
     """
-    if file.is_symlink() and (blob := re.fullmatch(_BLOB, str(file.readlink()))):
-        return file.parent.parent.parent / "blobs" / blob[1]
+    with open_regular(path) as stream:
+        status = os.fstat(stream.fileno())
+        content = stream.read(at_most + 1) if status.st_size <= at_most else b""
+    if max(status.st_size, len(content)) > at_most:
+        raise TooLargeError(errno.EFBIG, f"is larger than {at_most} bytes", str(path))
+    return FileCopy(content, status.st_mode & 0o666 | 0o600)
+
+
+def why_not_read(file: Path, error: OSError) -> str:
+    """Say why a file of a foreign folder was not read, and how to replace a link."""
+    if isinstance(error, NotRegularError) and file.is_symlink():
+        return f"{error.strerror} but a link out of its folder; put a copy of the file in its place"
+    return str(error.strerror or error)
+
+
+def inside_folder(file: Path, *, depth: int = 0) -> Path:
+    """Return the target of a link to a file of the same folder or to a blob of the Hub's cache.
+
+    All other paths are returned unchanged, so that ``open_regular`` refuses links out of a folder.
+
+    Args:
+        file: File of a folder that others may have prepared.
+        depth: Folders between the model's folder and the file.
+    """
+    if not file.is_symlink():
+        return file
+    target = str(file.readlink())
+    is_beside = "/" not in target and target not in ("", ".", "..")
+    return file.with_name(target) if is_beside else hub_blob(file, depth=depth)
+
+
+def hub_blob(file: Path, *, depth: int = 0) -> Path:
+    """Return the file that a snapshot in Hugging Face's cache links to; others unchanged.
+
+    All files of a snapshot are links to ``../../blobs/<digest>``, in the folder of their
+    repository. Whoever made that folder could have put the same content there.
+
+    Args:
+        file: File of a snapshot.
+        depth: Folders between the snapshot and the file.
+    """
+    above = "../" * (2 + depth)
+    if file.is_symlink() and (blob := re.fullmatch(re.escape(above) + _BLOB, str(file.readlink()))):
+        blobs = file.parents[2 + depth] / "blobs"
+        return file if blobs.is_symlink() else blobs / blob[1]
     return file
 
 
-def create_file(path: str | os.PathLike[str]) -> BinaryIO:
+def create_file(path: str | os.PathLike[str], *, mode: int = 0o666) -> BinaryIO:
     """Open a file that is not there yet, to write it.
+
+    Args:
+        path: The file.
+        mode: Permissions, which the process's umask reduces.
 
     Raises:
         FileExistsError: Something is there, be it a link that leads nowhere.
         OSError: It can't be made.
     """
-    return os.fdopen(new_descriptor(path), "wb")
+    return os.fdopen(new_descriptor(path, mode=mode), "wb")
 
 
-def new_descriptor(path: str | os.PathLike[str]) -> int:
+def new_descriptor(path: str | os.PathLike[str], *, mode: int = 0o666) -> int:
     """Return a descriptor of what ``create_file`` opens."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(path, flags, 0o666)
+    return os.open(path, flags, mode)
 
 
 def appending_descriptor(path: str | os.PathLike[str]) -> int:
@@ -125,10 +196,15 @@ def replace_text(path: Path, text: str) -> None:
     replace(path, text.encode())
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """Write a file so that a reader sees the old or the new one, never half of it.
 
     A link in its place is replaced, not followed.
+
+    Args:
+        path: The file.
+        content: All of it.
+        mode: Permissions, which the process's umask reduces.
 
     Raises:
         OSError: It can't be written; nothing is left of it.
@@ -136,12 +212,40 @@ def replace(path: Path, content: bytes) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)  # of a process that was killed, or somebody's link
     try:
-        with create_file(partial) as stream:
+        with create_file(partial, mode=mode) as stream:
             stream.write(content)
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_copy(path: os.PathLike[str], copy: FileCopy) -> None:
+    """Write a file with at most the permissions of the one that it is a copy of.
+
+    A remote place has no permissions.
+
+    Args:
+        path: The file, local or remote.
+        copy: What to write.
+
+    Raises:
+        OSError: It can't be written, or its folder is a link.
+    """
+    if not isinstance(path, Path):
+        cast("Any", path).write_bytes(copy.content)
+        return
+    if path.parent.is_symlink():
+        raise NotRegularError(errno.EINVAL, "is a link to a folder", str(path.parent))
+    replace(path, copy.content, mode=copy.mode)
+
+
+def modified_at(path: Path) -> float:
+    """Return when a file was last written, in seconds since 1970; 0 if that can't be found out."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def is_there(path: Path) -> bool:

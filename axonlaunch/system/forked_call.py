@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+from axonlaunch.system.forked_process import ProcessDiedError
 from axonlaunch.system.forkserver import Starter, become_independent, fork
 from axonlaunch.system.targets import load_target
 
@@ -24,16 +25,23 @@ _DYING_S = 1.0
 """Seconds that killed processes get at most to be gone: one that nobody reaps never is."""
 
 
-def call(context: Starter, target: str, *args: Any) -> Any:
+def call(context: Starter, target: str, *args: Any, task: str = "") -> Any:
     """Run ``"module:function"`` in a forked process and return what it returns.
+
+    Args:
+        context: What starts the process.
+        target: The function.
+        args: Its arguments.
+        task: What the process does, as in "estimating memory", for the message when it dies.
 
     Raises:
         Exception: What the function raised; its ``__cause__`` shows the traceback that it had in
             the process.
-        RuntimeError: The process died without an answer, or raised what can't be pickled.
+        ProcessDiedError: The process died without an answer.
+        RuntimeError: The function raised what can't be pickled.
     """
     try:
-        [result] = call_together(context, target, [args])
+        [result] = call_together(context, target, [args], task=task)
     except CallsFailedError as failed:
         error = failed.errors[0]
     else:
@@ -41,17 +49,21 @@ def call(context: Starter, target: str, *args: Any) -> Any:
     raise error  # out here, so that the caller sees the process's failure and none of ours
 
 
-def stream(context: ForkServerContext, target: str, *args: Any) -> Generator[Any, None, Any]:
+def stream(
+    context: ForkServerContext, target: str, *args: Any, task: str = ""
+) -> Generator[Any, None, Any]:
     """Run a generator ``"module:function"`` in a forked process; yield what it yields as it comes.
+
+    Arguments are those of ``call``.
 
     Returns:
         What it returned.
 
     Raises:
         Exception: What the function raised.
-        RuntimeError: The process died without an answer.
+        ProcessDiedError: The process died without an answer.
     """
-    call = ForkedCall(context, target, args)
+    call = ForkedCall(context, target, args, task=task)
     try:
         while True:
             if (error := call.receive()) is not None:
@@ -75,8 +87,16 @@ class CallsFailedError(Exception):
         self.errors = errors
 
 
-def call_together(context: Starter, target: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+def call_together(
+    context: Starter, target: str, arguments: Sequence[tuple[Any, ...]], *, task: str = ""
+) -> list[Any]:
     """Run ``"module:function"`` in a forked process for each arguments, all at once.
+
+    Args:
+        context: What starts the processes.
+        target: The function.
+        arguments: The arguments of each call.
+        task: What the processes do, as in ``call``.
 
     Returns:
         What each returned.
@@ -84,7 +104,7 @@ def call_together(context: Starter, target: str, arguments: Sequence[tuple[Any, 
     Raises:
         CallsFailedError: One raised, or died without an answer.
     """
-    calls = [ForkedCall(context, target, args) for args in arguments]
+    calls = [ForkedCall(context, target, args, task=task) for args in arguments]
     errors: dict[int, Exception] = {}
     try:
         pending = {call.connection: index for index, call in enumerate(calls)}
@@ -122,11 +142,13 @@ class ForkedCall:
         is_done: Whether it returned.
     """
 
-    def __init__(self, context: Starter, target: str, args: tuple[Any, ...]) -> None:
-        """Begin to run ``"module:function"``."""
+    def __init__(
+        self, context: Starter, target: str, args: tuple[Any, ...], *, task: str = ""
+    ) -> None:
+        """Begin to run ``"module:function"``; arguments as ``call``'s."""
         self.result: Any = None
         self.is_done = False
-        self._target = target
+        self._task = task or f"running {target}"
         self.connection, theirs = context.Pipe(duplex=False)
         self._process = fork(context, "axonlaunch.system.forked_call:answer", theirs, target, args)
         theirs.close()
@@ -139,10 +161,9 @@ class ForkedCall:
         """Take what the function returned, yielded or raised; return the last of these."""
         try:
             kind, content = self.connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # OSError: in the middle of a message
             self._process.join()
-            status = self._process.exitcode
-            return RuntimeError(f"{self._target} died with status {status or 'unknown'}")
+            return ProcessDiedError(self._task, self._process.exitcode)
         if kind == "yielded":
             self.result = content
             return None
@@ -190,6 +211,9 @@ def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
     except SystemExit as error:
         ended = RuntimeError(f"a module ended the process with status {error.code}")
         message = ("raised", (ended, "".join(traceback.format_exception(error))))
+    except BaseException as error:  # a panic of Rust code is no Exception
+        failed = RuntimeError(f"{type(error).__name__}: {error}")
+        message = ("raised", (failed, "".join(traceback.format_exception(error))))
     with suppress(BrokenPipeError):  # who asked may have been killed
         connection.send(message)
     connection.close()

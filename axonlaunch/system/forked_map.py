@@ -18,12 +18,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from axonlaunch.system.forked_process import ProcessDiedError
+
 Result = TypeVar("Result")
 
 
 def map_forked(
     functions: Sequence[Callable[[], Result]],
     *,
+    task: str = "running a function",
     at_once: int | None = None,
     memory: dict[Any, Any] | None = None,
     until: float | None = None,
@@ -32,6 +35,7 @@ def map_forked(
 
     Args:
         functions: Their results can be pickled; they themselves need not be.
+        task: What each process does, as in "tracing a step", for the message when one dies.
         at_once: Processes that run side by side; None: one a core of this process.
         memory: This process's: what a copy adds to it is added here, and copies that begin later
             find it there. It can be pickled.
@@ -43,7 +47,7 @@ def map_forked(
     Raises:
         Exception: What the first function that failed raised.
         TimeoutError: It is ``until``, and some are not done.
-        RuntimeError: A process ended without a result.
+        ProcessDiedError: A process ended without a result.
     """
     known: dict[Any, Any] = {} if memory is None else memory
     limit = at_once or len(os.sched_getaffinity(0))
@@ -60,7 +64,7 @@ def map_forked(
             if not answering:
                 raise TimeoutError(f"{len(running) + len(waiting)} functions are not done")
             for index in [n for n, (_, pipe) in running.items() if pipe in answering]:
-                results[index], learned = _answer(*running.pop(index))
+                results[index], learned = _answer(*running.pop(index), task=task)
                 known.update(learned)
     finally:
         for process, pipe in running.values():
@@ -106,13 +110,12 @@ def _outcome(function: Callable[[], Any], memory: dict[Any, Any]) -> bytes:
         return pickle.dumps((False, error, ()))
 
 
-def _answer(process: int, pipe: int) -> Any:
+def _answer(process: int, pipe: int, *, task: str) -> Any:
     with os.fdopen(pipe, "rb") as file:
         content = file.read()
     _, status = os.waitpid(process, 0)
-    if not content:
-        code = os.waitstatus_to_exitcode(status)
-        raise RuntimeError(f"a forked process ended with status {code} and without an answer")
+    if status or not content:  # it may have died while it wrote
+        raise ProcessDiedError(task, os.waitstatus_to_exitcode(status))
     done, result, learned = pickle.loads(content)
     if not done:
         raise result

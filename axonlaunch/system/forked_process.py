@@ -19,6 +19,55 @@ _DYING_S = 10.0
 """Seconds that a killed process gets to be gone: one that waits for a dead disk never is."""
 
 
+_CRASHED = (
+    "compiled code failed, of torch or of another package: set PYTHONFAULTHANDLER=1 and run the "
+    "command again to see where"
+)
+_WHAT_TO_TRY = {
+    "SIGKILL": "the system may have run out of memory: end other programs, or ask for less",
+    "SIGBUS": "a file that it read may have been cut short, or a disk is full: look at both, and "
+    "run the command again",
+    "SIGXCPU": "raise the limit of processor time (ulimit -t)",
+    "SIGXFSZ": "raise the limit of file sizes (ulimit -f)",
+    **dict.fromkeys(("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"), _CRASHED),
+}
+
+
+class ProcessDiedError(RuntimeError):
+    """A forked process ended without an answer.
+
+    Attributes:
+        task: What it was doing, as in "estimating memory".
+        status: How it ended, negative for a signal; None if that is unknown.
+    """
+
+    def __init__(self, task: str, status: int | None) -> None:
+        super().__init__(task, status)  # so that it pickles
+        self.task = task
+        self.status = status
+
+    def __str__(self) -> str:
+        died = f"a process died while {self.task}"
+        if self.status is None:
+            return f"{died}; how is unknown, as the fork server was ended or stopped: run it again"
+        if self.status >= 0:
+            return (
+                f"{died}: it exited with status {self.status} and without an answer; look for a "
+                "plug-in or a model's code that ends the process"
+            )
+        try:
+            name = signal.Signals(-self.status).name
+        except ValueError:
+            name = "a real-time signal"
+        remedy = _WHAT_TO_TRY.get(name, "another program ended it: run the command again")
+        return f"{died}: signal {-self.status} ({name}); {remedy}"
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error that a forked process raised, or left by dying, in one phrase."""
+    return str(error) if isinstance(error, ProcessDiedError) else f"{type(error).__name__}: {error}"
+
+
 class ForkedProcess:
     """A process that was started.
 

@@ -69,4 +69,4 @@ def has_nccl() -> bool:
 def _ask(visible: str | None) -> tuple[Device, ...]:
     """Ask a copy of this process; the argument is all that may change what it answers."""
     del visible
-    return tuple(map_forked([devices_of_rank])[0])
+    return tuple(map_forked([devices_of_rank], task="looking for GPUs")[0])

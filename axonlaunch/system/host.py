@@ -11,6 +11,16 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def available_bytes() -> int:
+    """Return the memory that can be used without swapping, in bytes, as far as the system says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        [kib] = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError, IndexError):
+        return memory_bytes()
+    return int(kib) << 10
+
+
 def threads(*, ranks: int) -> int:
     """Return how many threads each of some ranks computes with, by this process' cores."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)

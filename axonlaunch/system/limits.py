@@ -8,6 +8,15 @@ _FILES = 65536
 """More than a node's ranks need, which connect each to each."""
 
 
+def address_space() -> int | None:
+    """Return how many bytes a process may map (``ulimit -v``); None: as many as it wants.
+
+    What is mapped is much more than what is used: libraries and the stacks of threads count too.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
 def allow_open_files() -> None:
     """Raise the number of files that this process, and what it starts, may have open.
 

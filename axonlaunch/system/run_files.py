@@ -16,6 +16,8 @@ from axonlaunch.system.strict_json import finite
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+TOKENIZER = "tokenizer"
+"""Folder of the files of the tokenizer that a run was trained with."""
 ORIGINS = "origins.json"
 """What set each value of the configuration, by dotted key."""
 ESTIMATE = "estimate.json"

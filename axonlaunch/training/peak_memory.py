@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from axonlaunch.engines.base import Engine
-from axonlaunch.system import host
+from axonlaunch.system import host, limits
 
 
 class PeakWatch(Protocol):
@@ -83,5 +83,9 @@ def available_bytes(sharing: int) -> int:
     if not table.exists():
         return host.memory_bytes() // sharing
     free_kib = table.read_text().split("MemAvailable:")[1].split()[0]
-    own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return int(free_kib) * 1024 // sharing + own
+    pages = Path("/proc/self/statm").read_text().split()[:2]
+    mapped, own = (int(number) * os.sysconf("SC_PAGE_SIZE") for number in pages)
+    free = int(free_kib) * 1024 // sharing
+    if (limit := limits.address_space()) is not None:
+        free = min(free, max(0, limit - mapped))
+    return free + own

@@ -21,7 +21,6 @@ from axonlaunch.comm import World
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.data.loader import Loader
-from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.diagnostics.stragglers import Stragglers
 from axonlaunch.engines.base import Engine, StepResult
 from axonlaunch.events import (
@@ -322,8 +321,7 @@ class _Loop:
     def _train(self, batch: AnyBatch, *, is_logged: bool, is_saved: bool) -> StepResult:
         self._begin("stepping")
         with self.watch.step(self.engine):
-            with naming_unknown_tokens(batch, self.data, step=self.engine.step):
-                loss, tokens = self.backward(batch)
+            loss, tokens = self.backward(batch)
             # fp16 leaves out updates by gradients that are not finite, and halves its scale.
             is_fp16 = self.config.precision == "fp16"
             norm = None
@@ -339,7 +337,8 @@ class _Loop:
     def _epoch(self, step: int) -> float | None:
         """Return how often the data was seen; None: a stream does not say how long it is."""
         samples = self.data.dataset.num_samples
-        return step * self.config.global_batch_size / samples if samples else None
+        seen = step * self.config.global_batch_size - self.data.first_row_at
+        return seen / samples if samples else None
 
     def _log(self, result: StepResult, *, step: int, rate: float) -> None:
         """Report the step's numbers; this waits for the device, which unlogged steps never do."""

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,23 +26,23 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.dataset import Dataset, sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.describe_rows import describe_rows
+from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.data.mix import AnyText
 from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
-from axonlaunch.events import NOBODY, Finished, Listener, Monitor, Noted, Started
+from axonlaunch.events import NOBODY, Counted, Finished, Listener, Monitor, Noted, Started
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.system import gpus
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
-from axonlaunch.training.closing_sample import generate_sample
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.module_trace.run import RunTracer
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.profiling import StepProfiler
+from axonlaunch.training.resumed_rows import place_rows
 from axonlaunch.training.trainer import fit
 
 
@@ -76,7 +77,10 @@ def run(
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
     monitor.report_phase("loading", step=None)
     resumed = load_run_state(config, engine, world)
-    report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
+    row_notes = place_rows(loader, config, dataset, resumed.checkpoint, world=world)
+    report, notes, loggers = _on_main(
+        monitor.report, resumed.checkpoint, config, world, counted=_counted(dataset)
+    )
     monitor = dataclasses.replace(monitor, report=report)
     if world.is_main:
         _keep_tokenizer(config, dataset)
@@ -88,6 +92,7 @@ def run(
         *_remove_partial_saves(storage.root(config), world),
         *_notes(config, world),
         *data_notes(config, dataset),
+        *row_notes,
         *use.notes,
     )
     monitor.report(_started_event(config, engine, dataset, world, resumed=resumed, notes=notes))
@@ -95,10 +100,10 @@ def run(
     if config.train.trace.steps:
         tracer = RunTracer(config, engine, world=world, sample=sample_inputs(dataset))
     profiler = StepProfiler(config.train.profile, world=world, run_dir=Path(config.run_dir))
-    saver = _saver(config, engine, world, resumed=resumed, monitor=monitor)
+    saver = _saver(config, engine, loader, world, resumed=resumed, monitor=monitor)
     kernels = attention_kernels(config.train, world.device)
     with loggers, _tokenising_ahead(config, dataset, world), kernels:
-        finished = fit(
+        return fit(
             engine,
             loader,
             config.train,
@@ -114,9 +119,6 @@ def run(
                 b for module in engine.modules for b in spec_for(config).blocks(module).values()
             ],
         )
-        if not finished.interrupted:
-            generate_sample(config, engine.predict, dataset, report=monitor.report)
-    return finished
 
 
 def load_run_state(config: RunConfig, engine: Engine, world: World) -> Resumed:
@@ -167,7 +169,7 @@ def _started_event(
         device=str(world.device),
         parameters=engine.num_parameters,
         samples=dataset.num_samples or None,
-        counted="samples" if dataset.kind == "structured" else dataset.kind,
+        counted=_counted(dataset),
         step=engine.step,
         steps=config.train.num_steps,
         resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
@@ -176,10 +178,26 @@ def _started_event(
     )
 
 
+def _counted(dataset: Dataset) -> Counted:
+    """Return what the loss has a target for."""
+    return "samples" if dataset.kind == "structured" else dataset.kind
+
+
 def _saver(
-    config: RunConfig, engine: Engine, world: World, *, resumed: Resumed, monitor: Monitor
+    config: RunConfig,
+    engine: Engine,
+    loader: Loader,
+    world: World,
+    *,
+    resumed: Resumed,
+    monitor: Monitor,
 ) -> Saver | None:
     """Return what saves checkpoints, whose folder then says what they belong to; None: nothing."""
+
+    def describe() -> dict[str, Any] | None:
+        origin = describe_rows(config, loader.dataset) if world.is_main else None
+        return None if origin is None else origin.to_dict()
+
     if not config.checkpoint.every:
         return None
     root = storage.root(config)
@@ -202,6 +220,8 @@ def _saver(
         background=config.checkpoint.async_save,
         wrote=lambda: monitor.report_phase("saving", step=engine.step),
         warn=lambda text: monitor.report(Noted(text)),
+        origin=describe,
+        first_row_at=loader.first_row_at,
     )
 
 
@@ -222,18 +242,7 @@ def _flops_per_step(config: RunConfig, engine: Engine, dataset: Dataset) -> floa
     if dataset.kind != "tokens":
         return None
     positions = dataset.sample_shape[0]
-    return (
-        config.train.global_batch_size
-        * positions
-        * training_flops_per_token(
-            parameters=engine.num_parameters,
-            looked_up=engine.num_looked_up,
-            frozen=engine.num_frozen,
-            layers=getattr(config.model, "num_hidden_layers", 0),
-            hidden_size=getattr(config.model, "hidden_size", 0),
-            positions=positions,
-        )
-    )
+    return float(config.train.global_batch_size * positions * engine.flops.per_token(positions))
 
 
 def _watch(
@@ -274,7 +283,12 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
 
 
 def _on_main(
-    report: Listener, resumed: Checkpoint | None, config: RunConfig, world: World
+    report: Listener,
+    resumed: Checkpoint | None,
+    config: RunConfig,
+    world: World,
+    *,
+    counted: Counted,
 ) -> tuple[Listener, tuple[str, ...], AbstractContextManager[object]]:
     """Return what takes events on this rank, what is to be said of earlier files, and the loggers.
 
@@ -283,7 +297,13 @@ def _on_main(
     if not world.is_main:
         return lambda event: None, (), nullcontext()
     resumed_at = None if resumed is None else resumed.step
-    loggers = RunLoggers(config, world_size=world.world_size, resumed_at=resumed_at, report=report)
+    loggers = RunLoggers(
+        config,
+        world_size=world.world_size,
+        resumed_at=resumed_at,
+        report=report,
+        counted=counted,
+    )
     return loggers, loggers.notes, loggers
 
 

@@ -23,6 +23,8 @@ from axonlaunch.verification.tolerances import Tolerances
 
 _SAME = 1e-6
 """Of a loss: what may change while it is the same."""
+_NEVER_ROUNDED = {"arithmetic", "order", "counted"}
+"""Kinds that are judged in every step, also after rounding has taken over."""
 _LISTED = 8
 """Parameters that a reason names."""
 
@@ -49,7 +51,7 @@ def judge(
     differences = [
         d
         for d in [*differences, *_missing(reference, differences)]
-        if d.step <= tolerances.last_step
+        if d.step <= tolerances.last_step or d.kind in _NEVER_ROUNDED
     ]
     wrong = [] if plan.asked is None else [*schedule_problems(plan.asked)]
     wrong += _group_by_quantity([d for d in differences if not tolerances.allows(d)])

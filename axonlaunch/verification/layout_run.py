@@ -25,7 +25,6 @@ from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch, sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader, whole_loader
-from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
 from axonlaunch.training.bare_fit import bare_fit
@@ -190,8 +189,7 @@ class _LayoutRun:
                 if self._plan.beyond and engine.done == self._plan.halfway:
                     yield from self._evaluation()
                 batch = next(batches)
-                with naming_unknown_tokens(batch, self._loader, step=engine.done):
-                    engine.backward(batch)
+                engine.backward(batch)
                 engine.update()
                 yield from engine.take()
         self.draws += engine.draws

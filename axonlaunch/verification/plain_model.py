@@ -210,14 +210,14 @@ def counting_calls(model: nn.Module) -> Iterator[Counter[nn.Module]]:
 
 
 def reads_again(model: nn.Module, calls: Mapping[nn.Module, int]) -> bool:
-    """Say whether a forward may read a parameter, read others, and read it once more.
+    """Say whether a forward may read a trained parameter, read others, and read it once more.
 
     Replicas that compute in a lower type then read two copies, whose gradients add up in fp32.
     """
     return any(
         calls.get(module, 0) > calls[model] or next(_of_children(module), None) is not None
         for module in model.modules()
-        if next(module.parameters(recurse=False), None) is not None
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     )
 
 

@@ -15,7 +15,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
+from axonlaunch.config import (
+    ConfigError,
+    ConfigIssue,
+    RunConfig,
+    as_written,
+    to_tree,
+    with_values,
+)
 from axonlaunch.config.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
@@ -24,6 +31,7 @@ from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.models.build import on_meta
 from axonlaunch.preflight.checks import find_issues
+from axonlaunch.preflight.dataset import with_packing
 from axonlaunch.system import cache
 from axonlaunch.verification import locate
 from axonlaunch.verification.both_sides import BothSides
@@ -65,7 +73,7 @@ def prove(config: RunConfig) -> Proof:
     if not result.passed:
         raise ConfigError([_difference(config, small, result)])
     if file is not None:
-        cache.keep(file, json.dumps(to_tree(small)))
+        cache.keep(file, json.dumps(as_written(to_tree(small))))
     seconds = time.monotonic() - began
     return replace(proof, outcome="proved", seconds=seconds, parameters=parameters)
 
@@ -75,7 +83,7 @@ def foresee(config: RunConfig) -> Proof:
     import_plugins(config.plugins)
     proof = Proof(layout=layout_of(config))
     try:
-        small = reduced(config)
+        small = reduced(with_packing(config))
         file = _file(small)
         if config.train.prove == "auto" and file is not None and file.exists():
             return replace(proof, outcome="proved before")

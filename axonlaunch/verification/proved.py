@@ -53,10 +53,6 @@ class Proved:
         also = {other: family for family in self.families.values() for other in family.also}
         return dict(sorted((also | dict(self.families)).items()))
 
-    def count(self, layout: str) -> int:
-        """Return how many families a layout was proved for."""
-        return sum(layout not in family.refused for family in self.families.values())
-
 
 @functools.cache
 def proved_table() -> Proved:

@@ -24,7 +24,6 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.loader import whole_loader
 from axonlaunch.data.samples import map_tensors
-from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.models.build import build_model, initial_weights, on_meta, spec_for
 from axonlaunch.models.lora import start_magnitudes
 from axonlaunch.models.module_state import evaluating
@@ -193,7 +192,7 @@ class PlainRun:
         counted = self._count(batch)
         total = 0.0
         watch = nullcontext() if number else plain_model.counting_calls(self.model)
-        with naming_unknown_tokens(batch, self._loader, step=number), watch as calls:
+        with watch as calls:
             for piece in self._pieces(batch):
                 loss = self._loss_sum(piece) / max(1, counted)
                 self._scaler.scale(loss * self._ranks).backward()

@@ -14,12 +14,14 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.system import forked_call
+from axonlaunch.system.forked_process import ProcessDiedError, reason_of
 from axonlaunch.system.forkserver import Starter
 from axonlaunch.system.temporary_folders import temporary_folder
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult, Proof, failed_result, layout_of
 
 _log = logging.getLogger(__name__)
+_COMPARING = "comparing the layout with one process"
 _PROOF_S = 120.0
 """Seconds that a proof takes at most: one of 8 ranks takes up to 20 on two cores."""
 
@@ -55,15 +57,28 @@ def verify(
         config = configuration.with_values(config, {"model.init": "random"})
     devices = 0
     if config.launch.backend == "auto":
-        devices = forked_call.call(context, "axonlaunch.preflight.devices:accelerators", config)
+        devices = forked_call.call(
+            context,
+            "axonlaunch.preflight.devices:accelerators",
+            config,
+            task="counting accelerators",
+        )
         backend = "gloo" if config.train.compile else "mock"
         config = configuration.with_values(config, {"launch.backend": backend})
-    config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
+    config = forked_call.call(
+        context, "axonlaunch.preflight.checks:resolve", config, task="checking the configuration"
+    )
     plan = ComparisonPlan(steps=steps, beyond=True, fp64=fp64, asked=config)
-    config = forked_call.call(context, "axonlaunch.verification.demands:demanding", config, plan)
+    config = forked_call.call(
+        context,
+        "axonlaunch.verification.demands:demanding",
+        config,
+        plan,
+        task="preparing the comparison",
+    )
     if config.launch.backend == "mock":
         verdict: ParityResult = forked_call.call(
-            context, "axonlaunch.verification.compare:on_mock", config, plan
+            context, "axonlaunch.verification.compare:on_mock", config, plan, task=_COMPARING
         )
     else:
         verdict = _on_processes(context, config, plan)
@@ -72,7 +87,12 @@ def verify(
     if verdict.failure is not None or config.train.compile or not (has_failed or dump):
         return verdict
     locating = (config, plan, dump)
-    first = forked_call.call(context, "axonlaunch.verification.locate:locate_difference", *locating)
+    first = forked_call.call(
+        context,
+        "axonlaunch.verification.locate:locate_difference",
+        *locating,
+        task="looking for the first tensor that differs",
+    )
     return replace(verdict, first_difference=str(first)) if has_failed and first else verdict
 
 
@@ -98,7 +118,9 @@ def prove_layout(context: Starter, config: RunConfig) -> Proof | None:
     """
     if not is_to_be_proved(config):
         return None
-    call = forked_call.ForkedCall(context, "axonlaunch.verification.proof:prove", (config,))
+    call = forked_call.ForkedCall(
+        context, "axonlaunch.verification.proof:prove", (config,), task=_COMPARING
+    )
     try:
         if not call.is_ready(within_s=_PROOF_S):
             reason = f"it takes more than {_PROOF_S:.0f} s here"
@@ -109,9 +131,9 @@ def prove_layout(context: Starter, config: RunConfig) -> Proof | None:
     if isinstance(error, ConfigError):
         raise error
     if error is not None:  # of what proves, or of a model's own code: no reason against the run
-        _log.warning("the proof failed", exc_info=error)
-        reason = f"{type(error).__name__}: {error}"
-        return Proof(layout=layout_of(config), reason=reason)
+        died = isinstance(error, ProcessDiedError)
+        _log.warning("the proof failed", exc_info=None if died else error)
+        return Proof(layout=layout_of(config), reason=reason_of(error))
     return cast("Proof", call.result)
 
 
@@ -119,7 +141,13 @@ def foresee_proof(context: Starter, config: RunConfig) -> Proof | None:
     """Return what ``prove`` would do, and do nothing; None where it would do nothing."""
     if not is_to_be_proved(config):
         return None
-    return cast("Proof", forked_call.call(context, "axonlaunch.verification.proof:foresee", config))
+    proof = forked_call.call(
+        context,
+        "axonlaunch.verification.proof:foresee",
+        config,
+        task="looking at what the proof would compare",
+    )
+    return cast("Proof", proof)
 
 
 def _notes(config: RunConfig, devices: int) -> list[str]:
@@ -144,12 +172,16 @@ def _on_processes(
     with temporary_folder() as folder:
         run = "axonlaunch.verification.compare:"
         arguments = (config, plan, str(folder))
-        reference = forked_call.call(context, f"{run}save_reference", *arguments)
+        reference = forked_call.call(
+            context, f"{run}save_reference", *arguments, task="training the reference"
+        )
         if reference is not None:  # there is none: it says why
             return cast("ParityResult", reference)
         ranks = [(*arguments, rank) for rank in range(num_ranks(config))]
         try:
-            verdict, *_ = forked_call.call_together(context, f"{run}verify_on_rank", ranks)
+            verdict, *_ = forked_call.call_together(
+                context, f"{run}verify_on_rank", ranks, task=_COMPARING
+            )
         except forked_call.CallsFailedError as error:
             for rank, failure in error.errors.items():
                 _log.debug("rank %d failed", rank, exc_info=failure)
@@ -160,4 +192,4 @@ def _on_processes(
 def _who(errors: Mapping[int, Exception]) -> str:
     """Name the rank that failed; of several, one that did not merely lose its connection."""
     rank = min(errors, key=lambda number: ("onnection" in str(errors[number]), number))
-    return f"rank {rank} failed: {type(errors[rank]).__name__}: {errors[rank]}"
+    return f"rank {rank} failed: {reason_of(errors[rank])}"

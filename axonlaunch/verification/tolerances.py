@@ -46,6 +46,11 @@ _OF_SAME_OPERATIONS = 2.0**-11
 the reference on the same rows. All that is left is an fp32 sum over ranks, 1e-7; in bf16 it makes
 1e-3.
 """
+_MOST_OF_SAME_OPERATIONS = 0.25
+"""The same in later steps. Sums over ranks move a few elements to the next number of bf16, which
+moves gradients less than rounding all weights to bf16 otherwise: 0.04 by step 4 in a model of 4
+layers of width 32, where the other is 0.2. So comparison never ends there.
+"""
 _JUMP = 4.0
 """By how much more one rounding makes of a step's gradients than another, where units of ReLU are
 on in one and off in another: that happens in some steps and not in others, as it may in a layout.
@@ -106,6 +111,8 @@ class Tolerances:
         skips = [[step.skipped for step in run.steps] for run in (reference, *others)]
         of_runs = enumerate(zip(*skips, strict=True), start=1)
         chaotic += [number for number, skipped in of_runs if len({*skipped}) > 1]
+        if self._has_same_operations:
+            chaotic = []
         self.last_step = min(chaotic, default=len(reference.steps) + 1) - 1
         """The last step whose numbers say anything; after it rounding has taken over."""
         self._noise = {key: n for key, n in self._noise.items() if key[0] <= self.last_step}
@@ -151,7 +158,10 @@ class Tolerances:
             kind = "state" if section == "optimizer" else "parameter"
             if (difference.step, "buffer", name) in self._noise:
                 kind = "buffer"
-        return max(base, self._times * self._rounding(difference.step, kind, name))
+        rounding = self._times * self._rounding(difference.step, kind, name)
+        if self._has_same_operations:
+            rounding = min(rounding, _MOST_OF_SAME_OPERATIONS)
+        return max(base, rounding)
 
     def allows(self, difference: Difference) -> bool:
         """Say whether rounding explains a difference."""
@@ -210,12 +220,13 @@ def root_mean_square(tensors: Iterable[Tensor]) -> float:
 def _has_same_operations(config: RunConfig, reference: Reference) -> bool:
     """Say whether a bf16 layout rounds as the reference does, until ranks sum their gradients.
 
-    It divides samples alone, into parts whose number is a power of two, and sums in fp32.
+    It divides samples only, into a number of parts that is a power of two, and sums in fp32. What
+    it trains is fp32; the frozen weights beside an adapter may be bf16.
     """
     train, layout = config.train, Layout.of(config, world_size=num_ranks(config))
-    is_mixed = train.precision == "bf16" and {train.param_dtype, config.strategy.reduce_dtype} == {
-        "fp32"
-    }
+    is_trained_in_fp32 = train.param_dtype == "fp32" or config.adapter is not None
+    is_mixed = train.precision == "bf16" and config.strategy.reduce_dtype == "fp32"
+    is_mixed = is_mixed and is_trained_in_fp32
     divides_samples_alone = layout.pipeline == layout.context == layout.tensor == 1
     is_like_plain = not train.compile and not train.loss_chunk and config.launch.backend == "mock"
     is_fp64 = any(p.dtype is torch.float64 for p in reference.start.values())

@@ -81,7 +81,7 @@ def axonlaunch(work: Work, *, model: Sequence[str] = ()) -> Iterator[Contestant]
                 f"train.steps={work.steps}",
                 f"train.log_every={work.log_every}",
             ),
-            *("train.eval_batches=0", "sample.max_new_tokens=0", "checkpoint.every=0"),
+            *("train.eval_batches=0", "checkpoint.every=0"),
             f"launch.nproc={work.ranks}",
         ]
 

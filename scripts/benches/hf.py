@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hf_page
+import hf_table
 import hf_tiny
-from hf_page import Row
+from hf_table import Row
 
 if TYPE_CHECKING:
     from axonlaunch.config import RunConfig
@@ -74,7 +74,7 @@ def versions() -> dict[str, str]:
 
 
 def _here() -> str:
-    return hf_page.label(versions())
+    return hf_table.label(versions())
 
 
 def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
@@ -230,13 +230,13 @@ def main() -> None:
 
 def write(file: Path, kinds: list[str]) -> None:
     """Write what the package ships, once every class was run under every layout."""
-    rows = [row for row in (*hf_page.shipped(), *read(file)) if row.versions == _here()]
+    rows = [row for row in (*hf_table.shipped(), *read(file)) if row.versions == _here()]
     latest = {(row.model_type, row.layout): row for row in rows if row.model_type in kinds}
     left = [kind for kind in kinds if any((kind, layout) not in latest for layout in LAYOUTS)]
     if left:
         print(f"{len(left)} of {len(kinds)} classes are left, and no table is written")
         return
-    hf_page.write(latest.values(), versions=versions(), classes=len(kinds), layouts=LAYOUTS)
+    hf_table.write(latest.values(), versions=versions(), classes=len(kinds), layouts=LAYOUTS)
 
 
 def forget(file: Path, kinds: list[str], layouts: list[str]) -> None:

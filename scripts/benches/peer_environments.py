@@ -140,7 +140,7 @@ def _command_of_axonlaunch(job: Job, folder: Path) -> list[str | Path]:
         *(f"train.steps={job.steps}", f"train.global_batch_size={job.batch}"),
         *(f"optimizer.lr={job.lr}", f"strategy.tensor.degree={job.degree}"),
         *(f"launch.timeout_s={job.timeout:g}", f"checkpoint.every={4 if job.save else 0}"),
-        *("train.grad_clip=1.0", "train.eval_batches=1", "sample.max_new_tokens=0"),
+        *("train.grad_clip=1.0", "train.eval_batches=1"),
     ]
 
 

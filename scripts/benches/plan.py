@@ -29,7 +29,7 @@ Layout = tuple[str, ...]
 def step_seconds(overrides: list[str], layout: Layout, *, ranks: int, steps: int) -> float:
     """Train; return the median seconds of a step, the first two left out."""
     with tempfile.TemporaryDirectory() as folder:
-        quiet = ["train.eval_batches=0", "sample.max_new_tokens=0", "checkpoint.every=0"]
+        quiet = ["train.eval_batches=0", "checkpoint.every=0"]
         run = [f"run_dir={folder}/run", f"train.steps={steps}", "train.log_every=1"]
         command = [COMMAND, "train", *overrides, *layout, f"launch.nproc={ranks}", *quiet, *run]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)

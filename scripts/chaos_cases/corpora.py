@@ -137,7 +137,7 @@ def _words(lab: Lab, cache: Path, *, in_shards: bool) -> list[str]:
     return [
         *(_sharded(lab) if in_shards else _mixed(lab)),
         *("model=gpt", "model.hidden_size=32", "model.num_hidden_layers=2"),
-        *("model.num_attention_heads=2", "model.vocab_size=400", "sample.max_new_tokens=0"),
+        *("model.num_attention_heads=2", "model.vocab_size=400"),
         *("data.sequence_length=32", f"data.cache_dir={cache}", "train.global_batch_size=12"),
         *("train.micro_batch_size=2", f"train.steps={STEPS}", "train.log_every=1"),
         *("train.eval_batches=2", "optimizer.eps=1e-5", "launch.threads=1"),

@@ -39,7 +39,7 @@ STEPS = 20
 SMALL = [
     *("data=synthetic_tokens", "data.sequence_length=64", "train.global_batch_size=8"),
     *(f"train.steps={STEPS}", "train.log_every=1", "train.eval_batches=2"),
-    *("sample.max_new_tokens=0", "launch.nproc=1"),
+    *("launch.nproc=1"),
 ]
 GPT, LLAMA = ["model=gpt"], ["model=llama_debug"]
 BF16, ESTIMATE = "train.precision=bf16", ["model=llama_debug", "launch.nproc=8"]
@@ -226,7 +226,7 @@ def stopped(name: str, number: signal.Signals, folder: Path, *, on_cuda: bool) -
     run = ["train", *small, *RESUMED, backend, f"name={run_name}"]
     metrics = folder / "runs" / run_name / "metrics.jsonl"
     process = subprocess.Popen(
-        [sys.executable, "-m", "axonlaunch", *run, "train.steps=100000", "sample.max_new_tokens=0"],
+        [sys.executable, "-m", "axonlaunch", *run, "train.steps=100000"],
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -252,7 +252,7 @@ def stopped(name: str, number: signal.Signals, folder: Path, *, on_cuda: bool) -
     steps = stopped_at + 5
     for command in (
         ["checkpoint", "check", f"runs/{run_name}"],
-        [*run, f"train.steps={steps}", "sample.max_new_tokens=8", "checkpoint.resume=auto"],
+        [*run, f"train.steps={steps}", "checkpoint.resume=auto"],
     ):
         ran = axonlaunch(command, folder)
         if ran.returncode:

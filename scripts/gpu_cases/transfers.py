@@ -26,7 +26,7 @@ from axonlaunch.diagnostics.doctor.gpus import link_report
 GIB = 2**30
 SAVED = [
     *("train.steps=12", "checkpoint.every=4", "checkpoint.keep_last=1", "train.log_every=1"),
-    *("checkpoint.async_save=true", "train.eval_batches=0", "sample.max_new_tokens=0"),
+    *("checkpoint.async_save=true", "train.eval_batches=0"),
     *("estimate.background=false", "launch.nproc=1", "data=synthetic_tokens"),
 ]
 OFFLOADED = {

@@ -254,6 +254,24 @@ def test_what_is_exported_beside_weights_is_of_the_models_folder(
     assert not os.path.lexists(out / "tokenizer.json")
 
 
+def test_what_is_exported_beside_weights_keeps_its_permissions_and_is_limited_in_size(
+    tmp_path: Path,
+) -> None:
+    save("llama", tmp_path / "model")
+    config, file = HuggingFaceConfig(path=str(tmp_path / "model")), tmp_path / "model/private.txt"
+    file.write_text("text")
+    file.chmod(0o600)
+    (tmp_path / "out").mkdir()
+    assert "private.txt" in exported.copy_besides(config, tmp_path / "out")
+    assert (tmp_path / "out/private.txt").read_text() == "text"
+    assert (tmp_path / "out/private.txt").stat().st_mode & 0o777 == 0o600
+    os.truncate(file, 5 << 30)
+    (tmp_path / "large").mkdir()
+    with pytest.raises(ConfigError, match=r"private.txt can't be copied: is larger than 268435456"):
+        exported.copy_besides(config, tmp_path / "large")
+    assert not (tmp_path / "large/private.txt").exists()
+
+
 def test_an_index_whose_values_are_no_names_is_refused(tmp_path: Path) -> None:
     index = {"weight_map": {"a": ["model.safetensors"], "b": None}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

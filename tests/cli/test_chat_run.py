@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import corpus
 import pytest
 from command import Served
 from served import Server
-
-from axonlaunch.config.documents import ChatConfig
-from axonlaunch.data.first_question import first_question
 
 pytest.importorskip("transformers")
 
@@ -20,8 +16,7 @@ MODEL += ["model.num_attention_heads=2", "model.num_key_value_heads=2", "model.v
 DATA = ["data=chat", "data.files=[chats.jsonl]", "data.sequence_length=64", "tokenizer=train"]
 DATA += ["tokenizer.vocab_size=320"]
 SHORT = ["strategy=single", "launch.backend=mock", "train.global_batch_size=8", "name=chat"]
-SHORT += ["train.eval_batches=1", "sample.max_new_tokens=4", "sample.prompt=And?"]
-SHORT.append("estimate.background=false")
+SHORT += ["train.eval_batches=1"]
 
 
 @pytest.fixture(scope="module")
@@ -68,21 +63,11 @@ def test_fewer_epochs_than_a_run_has_done_are_refused(command: Served) -> None:
     assert "steps already, and this is 1; use more to train on" in error
 
 
-def test_the_closing_sample_asks_a_question_of_the_data(tmp_path: Path) -> None:
-    rows = [{"output": "!"}, {"prompt": "x" * 401, "completion": "y"}]
-    rows += [{"messages": [{"role": "user", "content": "Why?"}]}]
-    file = str(corpus.write_jsonl(tmp_path / "chats.jsonl", rows))
-    assert first_question(ChatConfig(files=[file])) == "Why?"
-    held_out = str(corpus.write_jsonl(tmp_path / "b.jsonl", [{"prompt": "B?", "completion": ""}]))
-    assert first_question(ChatConfig(files=[file], held_out=[held_out])) == "B?"
-    assert first_question(ChatConfig(mix={"a": {"files": [held_out]}})) == "B?"
-
-
 def test_a_model_without_a_chat_template_is_not_talked_to(command: Served) -> None:
     small = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
     overrides = ["strategy=single", "launch.backend=mock", "train.steps=1", "train.eval_batches=0"]
     (command.folder / "text.txt").write_text("to be or not to be. " * 60)
     data = ["data=text", "data.files=[text.txt]", "data.sequence_length=16"]
-    command("train", *small, *overrides, *data, "sample.max_new_tokens=0", "name=plain")
+    command("train", *small, *overrides, *data, "name=plain")
     error = command("sample", "runs/plain", "--chat", "--prompt", "a", status=2).stderr
     assert "have no chat template" in error

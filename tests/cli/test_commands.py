@@ -50,7 +50,6 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
         (["trian"], "error: No such command 'trian'"),
         (["train", "--fast"], "error: No such option: --fast; options are in --help, and settings"),
         (["ls", "modles"], "error: there is no group 'modles'; did you mean model?"),
-        (["estimate", "--formula"], "error: --formula was renamed; write --analytic instead"),
         (["sample"], "error: Missing argument"),
         (["sample", "nowhere"], "error: nowhere: no run folder"),
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),

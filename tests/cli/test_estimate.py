@@ -108,15 +108,15 @@ def shown(estimated: Forecast, *, width: int, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("measured", "reported"),
     [
-        ((), "possible (your own: hardware.context_mib, hardware.communicator_mib)"),
+        ((), "2x; set hardware.context_mib and hardware.communicator_mib to your measurements)"),
         (
             ("context_mib",),
-            "512 MiB the driver's context, as hardware says; 1 GiB NCCL, as on other GPUs: half or "
-            "twice as much is possible (your own: hardware.communicator_mib)",
+            "512 MiB for the CUDA context (from hardware); 1 GiB for NCCL (typical figures, can be "
+            "off by 2x; set hardware.communicator_mib to your measurements)",
         ),
         (
             ("context_mib", "communicator_mib"),
-            "driver's context, as hardware says; 1 GiB NCCL, as hardware says",
+            "the CUDA context (from hardware); 1 GiB for NCCL (from hardware)",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_what_a_process_holds_besides_says_where_its_figures_are_from(
     estimate = replace(known.estimate, process_bytes=process, **held)
     text = shown(replace(known, estimate=estimate, measured=measured), width=200)
     assert reported in text
-    assert "of these" not in shown(known, width=200)  # of a CPU
+    assert "includes" not in shown(known, width=200)  # of a CPU
 
 
 @pytest.mark.timeout(240)
@@ -168,7 +168,7 @@ def test_a_model_that_can_not_be_traced_is_reported_by_operation_and_module(
     assert "in Choosing depends on values" in error
     assert "axonlaunch estimate --analytic" in error
     reported = axonlaunch("estimate", *overrides, "--analytic", "hardware=h100_80gb").stdout
-    assert "note analytic: parameters, their gradients and optimizer states" in reported
+    assert "note analytic: only parameters, gradients, optimizer states" in reported
     assert "may fit " in reported
 
 
@@ -296,7 +296,7 @@ def test_the_first_line_says_what_a_step_trains_on() -> None:
 @pytest.mark.parametrize(
     ("node_gib", "said"),
     [
-        (None, "12 GiB per rank, 96 GiB per node; hardware.host_memory_gib is not known"),
+        (None, "12 GiB per rank, 96 GiB per node; hardware.host_memory_gib is not set"),
         (2048, "a node has 2048 GiB"),
         (64, "a node has 64 GiB: too little"),
     ],

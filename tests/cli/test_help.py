@@ -64,16 +64,6 @@ def test_tables_of_a_narrow_terminal_break_long_words_and_cut_none(
     assert max(len(line) for line in shown.splitlines()) <= 80
 
 
-def test_a_table_of_a_narrow_terminal_keeps_its_words_whole(narrow: Narrow) -> None:
-    shown = narrow("help", "comparison").stdout
-    known = {*(DOCS / "comparison.md").read_text().split()}
-    tables = shown.partition("2 ranks")[2].replace("─", "")
-    rows = [line for line in tables.splitlines() if re.search(r"\S  +\S", line)]
-    assert len(rows) > 25
-    assert {word for row in rows for word in row.split()} <= known
-    assert max(len(line) for line in shown.splitlines()) <= 80
-
-
 def examples_of(command: Any, name: str = "axonlaunch") -> Iterator[tuple[str, str]]:
     """Yield each line below a command's help, with the command's name."""
     yield from ((name, line) for line in (command.epilog or "").splitlines())

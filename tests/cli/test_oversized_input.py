@@ -25,7 +25,7 @@ def served(tmp_path: Path, server: Server) -> Served:
 @pytest.mark.parametrize(
     ("overrides", "reported"),
     [
-        (["sample.prompt=" + "ab " * 20_000], "sample.prompt=ab ab ab ab ab "),
+        (["tokenizer.path=" + "ab " * 20_000], "tokenizer.path=ab ab ab ab ab "),
         (["name=" + "x" * 60_000], "name=xxxxxxxxxxxxxxxxxxxx"),
         (["name=" + "x" * 300], "name=xxxxxxxxxxxxxxxxxxxx"),
         (["name=" + "x/" * 3000], "name=x/x/x/x/x/"),
@@ -48,8 +48,9 @@ def test_an_override_is_refused_in_a_line(overrides: list[str], reported: str) -
 
 
 def test_brackets_in_quotes_are_not_nested() -> None:
-    prompt = "(" * 100
-    assert config.load([f"sample.prompt='{prompt}'"]).sample.prompt == prompt
+    field = "(" * 100
+    chosen = config.load(["data=documents", "data.files=[a]", f"data.text_field='{field}'"])
+    assert chosen.data.text_field == field
 
 
 @pytest.mark.parametrize(

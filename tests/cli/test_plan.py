@@ -150,7 +150,7 @@ def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int
     print_plan(Plan(known, 1234, [first, second]), Console(file=stream, width=width), seconds=12.3)
     text = stream.getvalue()
     assert text.startswith(
-        "batch 128, 8,192 positions, bf16, recomputation as each layout says\n1,234 layouts in 12 s"
+        "batch 128, 8,192 positions, bf16, recomputation per layout\n1,234 layouts in 12 s"
     )
     assert "matrix products 70%, communication dp 30%" in text
     assert "10.0% slower: communication dp +1 s" in text
@@ -196,7 +196,7 @@ def test_a_plan_that_is_kept_says_what_its_arguments_said(
 
 
 def test_a_key_that_is_taken_away_cant_be_kept() -> None:
-    with pytest.raises(ConfigError, match=r"^~train\.eval_every: a file can't take a key away"):
+    with pytest.raises(ConfigError, match=r"^~train\.eval_every: a file can't delete a key"):
         experiment(["~train.eval_every"])
 
 

@@ -9,8 +9,7 @@ from command import Served
 from served import Server
 
 MODEL = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
-SHORT = ["strategy=single", "train.steps=2", "train.eval_batches=0", "sample.max_new_tokens=0"]
-SHORT.append("estimate.background=false")
+SHORT = ["strategy=single", "train.steps=2", "train.eval_batches=0"]
 SHORT += ["checkpoint.every=2", "train.global_batch_size=4"]
 TEXT = ["data=text", "data.files=[text.txt]", "data.sequence_length=16", "model.vocab_size=260"]
 

@@ -16,8 +16,7 @@ pytest.importorskip("transformers")
 MODEL = ["model=llama_debug", "model.hidden_size=16", "model.num_hidden_layers=1"]
 MODEL += ["model.num_attention_heads=2", "model.num_key_value_heads=2", "model.vocab_size=512"]
 SHORT = ["strategy=single", "train.steps=2", "train.eval_batches=2", "checkpoint.every=2"]
-SHORT += ["train.global_batch_size=4", "sample.max_new_tokens=4", "launch.backend=mock"]
-SHORT.append("estimate.background=false")
+SHORT += ["train.global_batch_size=4", "launch.backend=mock"]
 DATA = ["data=documents", "data.files=[rows.jsonl]", "data.sequence_length=32"]
 TOKENIZER = ["tokenizer.path=tokenizer"]
 

@@ -126,3 +126,31 @@ def test_a_process_that_dies_is_an_error_for_the_others(run_ranks: Run) -> None:
     assert second[0] == 7
     assert first[0] == 0
     assert "onnection" in first[1]
+
+
+UNEVEN_GROUPS = """
+import torch
+from axonlaunch import comm
+
+def sums(mesh):
+    mine = torch.full((1,), 10.0 ** world.rank)
+    return [int(comm.all_reduce_sum(mine.clone(), group=mesh.group(axis)))
+            for axis, size in mesh.sizes.items() if size > 1]
+
+with comm.World.init(timeout_s=60) as world:
+    for ranks in ([2], [0, 1, 3], [1, 2]):
+        world.new_group(ranks)
+    first = world.mesh(dp=2, tp=2)
+    if world.rank == 1:
+        world.mesh(dp=4, tp=1).group("tp").torch_group  # a group of one rank, created by it only
+    print(sums(first), sums(world.mesh(pp=2, tp=2)), sums(world.mesh(cp=4)))
+"""
+
+
+def test_a_mesh_after_new_group_of_some_ranks_does_not_hang_on_gloo(run_ranks: Run) -> None:
+    port = str(free_port())
+    outcomes = run_ranks(UNEVEN_GROUPS, world_size=4, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    for rank, (status, text) in enumerate(outcomes):
+        assert status == 0, text
+        along_dp, along_tp = [101, 1010][rank % 2], [11, 1100][rank // 2]
+        assert text.splitlines() == [f"[{along_dp}, {along_tp}] " * 2 + "[1111]"]

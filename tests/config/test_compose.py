@@ -8,6 +8,7 @@ import pytest
 from axonlaunch import config
 from axonlaunch.config import Composer, ConfigError
 from axonlaunch.config.compose import packaged_configs
+from axonlaunch.config.hydra_files import HydraFiles
 from axonlaunch.config.schema import GROUPS
 
 NEEDS = {
@@ -183,6 +184,38 @@ def test_a_plugin_registers_a_model_that_has_its_own_keys(
     }
     with pytest.raises(ConfigError, match=r"did you mean model\.width"):
         config.load([*plugin, "model.widht=16"])
+
+
+@pytest.mark.parametrize("by", ["override", "file"])
+def test_a_configuration_with_a_plugin_that_registers_its_option_is_composed_once(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"composed_once_{by}.py").write_text(
+        f"import torch, axonlaunch as ax\nax.register_optimizer('once_{by}')(torch.optim.SGD)\n"
+    )
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n  - config\n  - override optimizer: once_file\n  - _self_\n"
+        "plugins: [composed_once_file]\n"
+    )
+    overrides = ["plugins=[composed_once_override]", "optimizer=once_override"]
+    composed: list[object] = []
+    compose = HydraFiles.compose
+    monkeypatch.setattr(
+        HydraFiles, "compose", lambda *args: composed.append(args) or compose(*args)
+    )
+    if by == "file":
+        done = config.compose(config_name="mine", config_dirs=[tmp_path])
+    else:
+        done = config.compose(overrides)
+    assert done.problems == []
+    assert done.tree["optimizer"]["name"] == f"once_{by}"
+    assert len(composed) == 1
+
+
+def test_several_options_of_a_group_are_refused_where_plugins_may_register_one() -> None:
+    [issue] = config.compose(["optimizer=[adamw,sgd]"]).problems
+    assert "it takes one option" in str(issue)
 
 
 @pytest.fixture

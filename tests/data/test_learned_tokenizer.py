@@ -15,7 +15,6 @@ from axonlaunch.config.documents import ChatConfig, DocumentsConfig
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.encoding import Tokenising
-from axonlaunch.data.first_question import first_question
 
 pytest.importorskip("transformers")
 
@@ -74,7 +73,6 @@ def test_a_tokenizer_and_a_question_are_of_the_columns_that_chats_are_made_of(
     file = corpus.write_parquet_with_a_broken_column(tmp_path / "chats.parquet", rows)
     chosen = ChatConfig(files=[str(file)], cache_dir=str(tmp_path), packing="none", held_out=0)
     assert build_dataset(chosen, TRAIN).num_samples == 30
-    assert first_question(chosen) == "What is 0 + 1?"
 
 
 def test_a_learned_tokenizer_writes_calls_of_tools_and_reasoning(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_each_source_is_evaluated_by_itself(folder: Path) -> None:
             *overrides_of(folder, a=", held_out: 3", b=", held_out: 2"),
             *("model=gpt", "model.hidden_size=16", "model.num_hidden_layers=1", "launch.nproc=2"),
             *("model.num_attention_heads=2", "strategy=ddp", "train.steps=1", "checkpoint.every=0"),
-            *("train.global_batch_size=4", "sample.max_new_tokens=0", f"run_dir={folder}/run"),
+            *("train.global_batch_size=4", f"run_dir={folder}/run"),
         ]
     )
     (folder / "run").mkdir()
@@ -139,7 +139,7 @@ def test_each_source_is_evaluated_by_itself(folder: Path) -> None:
 
 
 TINY = ["model=gpt", "model.hidden_size=16", "model.num_hidden_layers=1", "launch.nproc=2"]
-TINY += ["model.num_attention_heads=2", "train.global_batch_size=4", "sample.max_new_tokens=0"]
+TINY += ["model.num_attention_heads=2", "train.global_batch_size=4"]
 TINY += ["train.log_every=1", "train.eval_batches=0", "scheduler=constant"]
 
 

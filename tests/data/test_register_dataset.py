@@ -312,7 +312,7 @@ def test_a_run_on_ones_own_text_is_sampled_by_what_its_dataset_reads_and_writes(
     register_dataset("letters_of_a_test", config=CountsConfig)(Letters)
     there = [f"run_dir={tmp_path}", f"data.file={tmp_path}", "data=letters_of_a_test"]
     short = ["strategy=single", "launch.nproc=1", "train.steps=1", "checkpoint.every=1"]
-    short += ["train.eval_batches=0", "sample.max_new_tokens=0"]
+    short += ["train.eval_batches=0"]
     chosen = run_config([*SMALL, *there, *short])
     (tmp_path / "config.yaml").write_text(config.to_yaml(chosen))
     World.mock(1).run(lambda world: worker.run(chosen, world))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import corpus
@@ -79,6 +80,10 @@ def test_the_files_that_are_kept_are_the_same_tokenizer(folder: Path, tmp_path: 
     assert reloaded.fingerprint == tokenizer.fingerprint
     assert load_kept(tmp_path / "elsewhere") is None
     other = corpus.save_tokenizer(tmp_path / "other", chat_template="{{ messages }}")
+    assert loaded(other).fingerprint == tokenizer.fingerprint
+    assert loaded(other).template_fingerprint != tokenizer.template_fingerprint
+    with (other / "tokenizer.json").open("a") as stream:
+        stream.write(" ")
     assert loaded(other).fingerprint != tokenizer.fingerprint
 
 
@@ -113,9 +118,9 @@ def test_an_exported_tokenizer_is_not_of_the_class_of_the_weights_beside_it(
 
 
 def test_a_tokenizer_that_was_written_again_is_read_again(tmp_path: Path) -> None:
-    before = loaded(corpus.save_tokenizer(tmp_path)).fingerprint
+    before = loaded(corpus.save_tokenizer(tmp_path)).template_fingerprint
     corpus.save_tokenizer(tmp_path, chat_template="{{ messages }}")
-    assert loaded(tmp_path).fingerprint != before
+    assert loaded(tmp_path).template_fingerprint != before
 
 
 def test_what_is_no_tokenizer_is_refused_with_its_path(folder: Path, tmp_path: Path) -> None:
@@ -158,3 +163,97 @@ def test_a_kept_tokenizer_that_is_a_link_is_not_read(folder: Path, tmp_path: Pat
     (tmp_path / FOLDER / "tokenizer_config.json").symlink_to(secret)
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: can't be read: is not a reg"):
         load_kept(tmp_path)
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """Copy a tokenizer's folder, as a stranger may have prepared it."""
+    to.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+READ_BY_TRANSFORMERS = ["config.json", "source.spm", "additional_chat_templates/tool.jinja"]
+"""Files that are not kept in a run's folder, but read."""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("prepared", ["link", "dangling link", "fifo", "device"])
+@pytest.mark.parametrize(
+    "name", ["vocab.x", "chat_template.bak", "my.model", "tokenizer.json", *READ_BY_TRANSFORMERS]
+)
+def test_a_link_that_leaves_a_tokenizers_folder_is_refused(
+    name: str, prepared: str, folder: Path, tmp_path: Path
+) -> None:
+    secret, file = tmp_path / "secret", copied(folder, tmp_path / "model") / name
+    secret.write_text("{}")
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    targets = {"link": "../" * (1 + name.count("/")) + "secret", "device": "/dev/zero"}
+    if prepared == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(targets.get(prepared, "/nowhere"))
+    message = refusal(tmp_path / "model")
+    assert message.startswith(f"tokenizer.path={tmp_path}/model: {file}: can't be read: is not a ")
+    assert ("put a copy of the file in its place" in message) is (prepared != "fifo")
+
+
+def test_a_folder_of_chat_templates_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+    model, outside = copied(folder, tmp_path / "model"), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "tool.jinja").write_text("secret")
+    (model / "additional_chat_templates").symlink_to(outside)
+    assert refusal(model).endswith("tool.jinja: can't be read: is in a folder that is a link")
+
+
+def test_links_inside_a_tokenizers_folder_and_to_the_hubs_blobs_are_read(
+    folder: Path, tmp_path: Path
+) -> None:
+    expected = loaded(folder)
+    model = copied(folder, tmp_path / "model")
+    (model / "tokenizer.json").rename(model / "the.json")
+    (model / "tokenizer.json").symlink_to("the.json")
+    assert loaded(model).fingerprint == expected.fingerprint
+    snapshot, blobs = tmp_path / "repo/snapshots/main", tmp_path / "repo/blobs"
+    templates = copied(folder, snapshot) / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool.jinja").write_text("{{ messages }}")
+    blobs.mkdir()
+    for number, file in enumerate([*snapshot.glob("*.json"), *templates.iterdir()]):
+        digest = f"{number:040x}"
+        file.rename(blobs / digest)
+        depth = len(file.relative_to(tmp_path / "repo").parts) - 1
+        file.symlink_to("../" * depth + f"blobs/{digest}")
+    assert loaded(snapshot).fingerprint == expected.fingerprint
+    blobs.rename(tmp_path / "elsewhere")
+    blobs.symlink_to(tmp_path / "elsewhere")
+    assert "put a copy of the file in its place" in refusal(snapshot)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.x", "config.json"])
+def test_a_tokenizers_file_that_is_too_large_is_refused_unread(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    with (copied(folder, tmp_path) / name).open(
+        "r+b" if name == "tokenizer.json" else "wb"
+    ) as file:
+        file.truncate(5 << 30)
+    assert refusal(tmp_path).endswith(f"{name}: can't be read: is larger than 268435456 bytes")
+
+
+def test_a_kept_tokenizer_has_the_permissions_of_the_models_files(
+    folder: Path, tmp_path: Path
+) -> None:
+    model, kept = copied(folder, tmp_path / "model"), tmp_path / FOLDER
+    (model / "tokenizer.json").chmod(0o600)
+    (model / "tokenizer_config.json").chmod(0o644)
+    kept.mkdir()
+    (tmp_path / "victim").write_text("as it was")
+    (kept / "tokenizer.json").symlink_to(tmp_path / "victim")
+    loaded(model).keep(kept)
+    assert {file.name: file.stat().st_mode & 0o777 for file in kept.iterdir()} == {
+        "tokenizer.json": 0o600,
+        "tokenizer_config.json": 0o644,
+    }
+    assert (tmp_path / "victim").read_text() == "as it was"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
+
 import pytest
 from configured import estimate_config, run_config
 from covers import every, pairs
 from parity import assert_trains_as_one_process, verified
 
 from axonlaunch.config import ConfigError
+from axonlaunch.config.documents import ChatConfig
+from axonlaunch.verification.proof import foresee
 
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "data.document_length=5"]
 MODELS = {
@@ -69,3 +75,59 @@ def test_an_estimate_of_packed_rows_needs_no_file() -> None:
     assert chosen.data.document_length == chosen.data.sequence_length == 1024
     chosen = estimate_config(["data=documents", "data.files=[none.jsonl]", "data.packing=none"])
     assert chosen.data.document_length is None
+
+
+OWN = ["model=custom", "model.target=torch.nn:Embedding", "strategy=single"]
+OWN += ["model.arguments={num_embeddings: 256, embedding_dim: 256}"]
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+CHAT = ["data=chat", "data.files=[none.jsonl]", "data.sequence_length=16"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        OWN,
+        ["model=hf", "model.init=random", f"model.config={json.dumps(HYBRID)}"],
+    ],
+    ids=["custom", "qwen3_5"],
+)
+def test_packing_auto_is_none_for_a_model_that_can_not_keep_documents_apart(
+    model: list[str],
+) -> None:
+    chosen = estimate_config([*model, *CHAT])
+    assert (chosen.data.packing, chosen.data.document_length) == ("none", None)
+    with pytest.raises(ConfigError, match=r"^data.packing=best_fit: .*; use none$"):
+        estimate_config([*model, *CHAT, "data.packing=best_fit"])
+
+
+def test_packing_auto_stays_for_a_model_that_keeps_documents_apart() -> None:
+    chosen = estimate_config(["model=gpt", *CHAT])
+    assert (chosen.data.packing, chosen.data.document_length) == ("auto", 16)
+
+
+def test_a_run_resolves_packing_auto(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number} and one", "completion": str(number + 1)} for number in range(80)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = [
+        *("data=documents", f"data.files=[{tmp_path}/rows.jsonl]", "data.text_field=prompt"),
+        *("data.sequence_length=16", "data.packing=auto", f"data.cache_dir={tmp_path}/tokens"),
+        *("train.global_batch_size=2", "train.eval_batches=0"),
+    ]
+    assert run_config([*OWN, *files]).data.packing == "none"
+    assert run_config(["model=gpt", *files]).data.packing == "auto"
+
+
+def test_the_proof_of_a_dry_run_resolves_packing_auto() -> None:
+    model = ["model=hf", "model.init=random", f"model.config={json.dumps(HYBRID)}"]
+    chosen = estimate_config([*model, *CHAT, "strategy=ddp", "launch.nproc=2"])
+    read = ChatConfig(files=["none.jsonl"], sequence_length=16)
+    assert not foresee(dataclasses.replace(chosen, data=read)).reason

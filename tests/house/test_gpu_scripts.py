@@ -132,7 +132,7 @@ def test_of_failures_those_of_a_gpu_are_named_as_it_reports_them(
     failures = modules["failures"]
     case = failures.CASES["a token out of range"]
     assert case.has_to_report(on_cuda=True) == "device-side assert"
-    assert case.has_to_report(on_cuda=False) == "of sample"
+    assert case.has_to_report(on_cuda=False) == "out of range"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     seen = [(task["LOCAL_RANK"], task["CUDA_VISIBLE_DEVICES"]) for task in failures._tasks(2)]
     assert seen == [("0", "4"), ("1", "4")]

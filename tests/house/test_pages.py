@@ -24,7 +24,13 @@ from axonlaunch.config import ConfigError
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "axonlaunch" / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-ALL_PAGES = [*PAGES, ROOT / "scripts/benches/README.md", ROOT / "tests/parity/README.md"]
+MORE_PAGES = (
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "scripts/benches/README.md",
+    "tests/parity/README.md",
+)
+ALL_PAGES = [*PAGES, *(ROOT / page for page in MORE_PAGES)]
 BIN = Path(sys.executable).parent
 DIFFERING = ("axonlaunch checkpoint diff ", "axonlaunch diff runs/counting ")
 """Commands that find a difference."""
@@ -33,7 +39,7 @@ COSTLY = ("axonlaunch plan ", "axonlaunch train strategy=auto")
 AT_ONCE = ("README",)
 """Pages whose commands every test run has: those of each other take up to half a minute."""
 # Run by continuous integration, and by whoever installs.
-NOT_RUN_HERE = ("scripts/quickstart ", ". .venv/", "scripts/test ", "pip install axonlaunch")
+NOT_RUN_HERE = ("scripts/quickstart ", ". .venv/", "scripts/test ")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -98,7 +104,7 @@ def shortened(command: str, page: Path) -> list[str]:
     asks_for_ranks = any(word.startswith("launch.") for word in arguments)
     if page.stem != "README" and not asks_for_ranks:  # the README's are processes
         arguments.append("launch.backend=mock")
-    less = ["train.eval_batches=1", "sample.max_new_tokens=4", "estimate.background=false"]
+    less = ["train.eval_batches=1"]
     return [*arguments, length, *less]
 
 
@@ -140,6 +146,12 @@ def test_every_command_of_a_page_runs_in_the_order_of_the_page(
             axonlaunch(*shortened(command, page)[1:], status=int(differs))
         else:
             assert f"{command} ".startswith(NOT_RUN_HERE), f"{command} is not run by any test"
+
+
+def test_the_readme_starts_from_a_clone_and_installs_no_unreleased_package() -> None:
+    commands = lines(ROOT / "README.md")
+    assert commands[0].startswith("scripts/quickstart ")
+    assert not any("pip install axonlaunch" in command for command in commands)
 
 
 @pytest.mark.slow

@@ -58,5 +58,4 @@ def faulty(tmp_path: Path) -> list[str]:
         "train.log_every=1",
         "train.eval_batches=0",
         "launch.nproc=2",
-        "estimate.background=false",
     ]

@@ -59,9 +59,10 @@ def load(overrides: list[str], context: ForkServerContext | None = None) -> conf
         assert context is not None, "no server is needed"
         return context
 
-    return auto_strategy.load_auto_strategy(
+    _, run = auto_strategy.load_auto_strategy(
         overrides, compose=compose, server=server, config_dirs=[]
     )
+    return run
 
 
 @pytest.mark.deferred
@@ -110,9 +111,9 @@ def test_hardware_is_known_by_the_name_of_its_device(devices: list[str], option:
         (
             "NVIDIA GB200",
             [],
-            "needs figures of the devices, and NVIDIA GB200 is not in our catalog; use",
+            "needs figures of the devices, and NVIDIA GB200 is not in the catalog; use",
         ),
-        (H100, ["launch=slurm"], "and the job's nodes are not this one; use a100_40gb, "),
+        (H100, ["launch=slurm"], "and the job runs on other nodes; use a100_40gb, "),
     ],
 )
 def test_hardware_that_is_not_known_is_to_be_named(

@@ -12,6 +12,7 @@ from axonlaunch import config
 from axonlaunch.events import Started, StepLogged
 from axonlaunch.launch.output import summary
 from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.launch.output.sweep import print_sweep_table
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -76,3 +77,21 @@ def test_a_run_ends_in_the_lines_that_the_readme_shows() -> None:
     stream = io.StringIO()
     RunConsole(stream=stream).summary(summary._rows(chosen, reported, counted="tokens"))
     assert stream.getvalue() in README.read_text()
+
+
+@pytest.mark.parametrize(
+    ("units", "heading", "cell"),
+    [
+        (("images", "images"), "images/s", "1.2k"),
+        (("images", "tokens"), "images or tokens/s", "1.2k images"),
+    ],
+)
+def test_a_sweeps_table_names_what_is_counted(
+    units: tuple[str, ...], heading: str, cell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    ended = [{"status": "done", "run_dir": "r", "loss": 1.0, f"{u}_per_s": 1200.0} for u in units]
+    stream = io.StringIO()
+    print_sweep_table(["a", "b"], ended, stream=stream)
+    assert heading in stream.getvalue()
+    assert cell in stream.getvalue()

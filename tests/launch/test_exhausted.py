@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,36 @@ def small(tmp_path: Path) -> Iterator[Path]:
     needs("mount")
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    with _mounted(folder, "size=1m"):
+        yield folder
+
+
+@pytest.fixture
+def few_inodes(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 MiB that holds 400 files."""
+    needs("mount")
+    folder = tmp_path / "few"
+    folder.mkdir()
+    with _mounted(folder, "size=64m,nr_inodes=400"):
+        yield folder
+
+
+@contextmanager
+def _mounted(folder: Path, options: str) -> Iterator[None]:
+    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no disks can be mounted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _take_inodes(disk: Path) -> None:
+    folder = disk / "empty"
+    folder.mkdir()
+    for number in range(os.statvfs(disk).f_favail):
+        (folder / str(number)).touch()
 
 
 def _fill(disk: Path, *, leave: int = 0) -> None:
@@ -61,6 +87,30 @@ def test_a_full_disk_starts_nothing(served: Command, faulty: list[str], small: P
         "free some space, or use another\n"
     )
     assert not list(small.rglob("*.partial"))
+
+
+def test_a_disk_without_inodes_starts_nothing_and_says_inodes(
+    served: Command, faulty: list[str], few_inodes: Path
+) -> None:
+    _take_inodes(few_inodes)
+    _, errors = _start(served, faulty, few_inodes, "checkpoint.every=0").communicate(timeout=90)
+    assert errors == (
+        f"error: run_dir: can't make the run folder: No space left on device: {few_inodes}/run; "
+        "delete some files, however small (each takes an inode), or use another\n"
+    )
+
+
+def test_a_run_that_is_refused_an_inode_says_so_and_not_that_bytes_are_missing(
+    served: Command, faulty: list[str], few_inodes: Path
+) -> None:
+    process = _start(served, faulty, few_inodes, "checkpoint.every=5")
+    logged(few_inodes / "run/metrics.jsonl", 2)
+    _take_inodes(few_inodes)
+    reported = _failed(process, few_inodes)
+    assert "No space left on device" in reported
+    assert "has 0.06 GiB but" in reported
+    assert "inodes free; delete some files, however small (each takes an inode)" in reported
+    assert "free some space" not in reported
 
 
 @pytest.mark.deferred

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 
 import axonlaunch
+from axonlaunch import config
 from axonlaunch.diagnostics.flight_recorder import OpenCollective, Record
 from axonlaunch.launch.failures.hang import HangLocation, locate, main_stack
+from axonlaunch.launch.failures.hints import hint
 from axonlaunch.launch.failures.report import Crash, Report, exit_reason, plain_ranks
 from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
 from axonlaunch.launch.output import console
@@ -197,3 +200,14 @@ def test_of_a_rank_of_which_nothing_else_is_known_the_reason_alone_is_shown(
     assert [line.strip("│ ") for line in capsys.readouterr().err.splitlines()][1:-1] == [
         "rank 0 of 1 failed first: it broke"
     ]
+
+
+def test_a_rank_whose_mapped_files_were_shortened_gets_a_hint(tmp_path: Path) -> None:
+    killed = report(0, "signal", exit_reason(-signal.SIGBUS))
+    (tmp_path / "a.txt").write_text("text " * 1000)
+    keys = ["data=documents", f"data.files=[{tmp_path}/a.txt]", "data.cache_dir=/cache"]
+    said = hint(killed, config.load(keys))
+    assert "was shortened while it was read (tokens in /cache)" in said
+    assert "makes tokens again that were changed" in said
+    said = hint(killed, config.load(["data=tokens", "data.path=/tokens.bin"]))
+    assert "(data.path=/tokens.bin)" in said

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 import traceback
 from multiprocessing import get_context
 from typing import Any
@@ -11,7 +14,8 @@ from command import Command
 
 from axonlaunch import config
 from axonlaunch.planning.background_estimate import BackgroundEstimate
-from axonlaunch.system import forked_call
+from axonlaunch.system import forked_call, forked_map
+from axonlaunch.system.forked_process import ProcessDiedError, reason_of
 
 
 def failure(target: str) -> tuple[Exception, str]:
@@ -44,11 +48,60 @@ def test_a_call_that_ends_its_process_says_where() -> None:
     assert "raise SystemExit(3)" in printed
 
 
+def test_a_panic_in_a_forked_call_is_an_error_with_its_traceback() -> None:
+    error, printed = failure("panics")
+    assert (type(error), str(error)) == (RuntimeError, "PanicError: index out of bounds")
+    assert "in panics" in printed
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (-11, "signal 11 (SIGSEGV); compiled code failed"),
+        (-9, "signal 9 (SIGKILL); the system may have run out of memory"),
+        (-7, "signal 7 (SIGBUS); a file that it read may have been cut short"),
+        (-15, "signal 15 (SIGTERM); another program ended it: run the command again"),
+        (-40, "signal 40 (a real-time signal); another program"),
+        (3, "it exited with status 3 and without an answer; look for a plug-in"),
+        (None, "how is unknown, as the fork server was ended or stopped"),
+    ],
+)
+def test_a_dead_process_is_reported_with_its_task_signal_and_remedy(
+    status: int | None, expected: str
+) -> None:
+    error = pickle.loads(pickle.dumps(ProcessDiedError("estimating memory", status)))
+    assert str(error).startswith("a process died while estimating memory")
+    assert expected in str(error)
+    assert reason_of(error) == str(error)
+
+
+def test_a_forked_copy_that_ends_without_an_answer_is_a_dead_process() -> None:
+    def ends() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for function in (ends, lambda: os._exit(3), lambda: os._exit(0)):
+        with pytest.raises(ProcessDiedError, match="a process died while testing"):
+            forked_map.map_forked([function], task="testing")
+
+
+@pytest.mark.parametrize("command", [["train"], ["estimate", "--json"], ["verify"]])
+def test_no_command_shows_a_traceback_of_a_forked_process_that_died(
+    served: Command, command: list[str]
+) -> None:
+    code = "import os\n\ndef build():\n    os.kill(os.getpid(), 11)\n"
+    (served.folder / "dying_model.py").write_text(code)
+    ran = served(*command, "model=custom", "model.target=dying_model:build", status=1)
+    died = "a process died while checking the configuration: signal 11 (SIGSEGV); compiled code"
+    assert ran.stderr.startswith(f"error: {died}")
+    assert ran.stderr.count("\n") == 1
+    assert not ran.stdout
+
+
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log(method: str) -> None:
     context: Any = get_context(method)  # a rank that another launcher started spawns an interpreter
     prediction = BackgroundEstimate(
-        context, config.load(["launch.nproc=1", "model.hidden_size=24"])
+        context, config.load(["launch.nproc=1", "model.hidden_size=24", "estimate.background=true"])
     )
     prediction.memory._call = forked_call.ForkedCall(context, "failing:raises", ())
     prediction.wait()
@@ -57,14 +110,17 @@ def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log(me
     assert "in _deep_inside" in prediction.memory.traceback
 
 
-def test_a_run_that_asks_for_no_estimate_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", [[], ["estimate.background=false"]], ids=["default", "false"])
+def test_a_cpu_run_has_no_background_estimate_unless_asked(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(forked_call, "ForkedCall", None)
-    overrides = ["launch.nproc=1", "hardware=cpu", "estimate.background=false"]
+    overrides = ["launch.nproc=1", "hardware=cpu", "model.hidden_size=28", *asked]
     prediction = BackgroundEstimate(get_context("forkserver"), config.load(overrides))
     prediction.begin()
     prediction.wait()
     assert (prediction.memory.result, prediction.step.result) == (None, None)
-    assert prediction.memory.reason == "estimate.background=false"
+    assert prediction.memory.reason == "estimate.background=true predicts it during training"
 
 
 def test_debug_shows_the_traceback_of_a_rank_and_nothing_else_does(

@@ -56,7 +56,7 @@ def test_a_run_on_one_node_is_started_again_as_often_as_allowed_unless_it_was_st
     monkeypatch.setattr(
         launcher, "finish_run", lambda config, outcome, *_, **__: (0, {"outcome": outcome})
     )
-    overrides = ["launch.nproc=1", "name=run", "estimate.background=false"]
+    overrides = ["launch.nproc=1", "name=run"]
     config = load([*overrides, f"launch.max_restarts={allowed}"])
     options = LaunchOptions(context=multiprocessing.get_context("forkserver"), started=0.0)
     _, ended = launcher.launch(config, options)

@@ -55,3 +55,35 @@ def test_steps_are_not_logged_through_what_is_no_regular_file(
     errors = served.train(*OVERRIDES, "train.steps=4", status=2).stderr
     assert errors.startswith("error: run_dir: ")
     assert "run/metrics.jsonl is not a regular file; remove it, or use another run folder" in errors
+
+
+def dangling(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/nowhere")
+
+
+@pytest.mark.parametrize("change", every(1, [link, fifo, dangling]))
+def test_a_rank_log_that_is_a_link_or_a_fifo_is_an_error_line(
+    change: object, served: Command
+) -> None:
+    assert callable(change)
+    log = served.folder / "runs/run/logs/rank_1.log"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    change(log)
+    errors = served.train(*OVERRIDES, "train.steps=2", status=2).stderr
+    assert errors.splitlines() == [
+        f"error: run_dir: {log} is not a regular file; remove it, or use another run folder"
+    ]
+
+
+def test_a_tokenizer_folder_that_is_a_link_is_not_written_through(served: Command) -> None:
+    folder, victim = served.folder / "runs/run", served.folder / "victim"
+    (folder / "logs").mkdir(parents=True)
+    victim.mkdir()
+    (folder / "tokenizer").symlink_to(victim)
+    errors = served.train(*OVERRIDES, "train.steps=2", status=2).stderr
+    assert (
+        errors
+        == f"error: run_dir: {folder}/tokenizer is a link; remove it, or use another run folder\n"
+    )

@@ -132,6 +132,27 @@ def test_report_writes_the_page_into_the_runs_folder(run: Path, served: Command)
     assert "fsdp 2" in (run / "report.html").read_text()
 
 
+def test_report_of_several_runs_leaves_the_page_of_each_as_it_is(served: Command) -> None:
+    for name in "ab":
+        run_folder(served.folder / "runs" / name)
+    served("report", "runs/a")
+    own = (served.folder / "runs/a/report.html").read_bytes()
+    assert served("report", "runs/a", "runs/b").stdout == "runs/report.html\n"
+    assert (served.folder / "runs/a/report.html").read_bytes() == own
+    assert (served.folder / "runs/report.html").read_bytes() != own
+
+
+def test_runs_lists_images_per_second(served: Command) -> None:
+    run_folder(served.folder / "runs/a", counted="images")
+    run_folder(served.folder / "runs/b")
+    [a, b] = sorted(json.loads(served("runs", "--json").stdout)["runs"], key=lambda r: r["run"])
+    assert (a["images_per_s"], b["tokens_per_s"]) == (1000.0, 1000.0)
+    assert "tokens_per_s" not in a
+    shown = served("runs").stdout
+    assert "1k images/s" in shown
+    assert "1k tokens/s" in shown
+
+
 def test_report_of_several_runs_goes_where_it_is_asked_for(served: Command) -> None:
     for name in "ab":
         run_folder(served.folder / "runs" / name)

@@ -7,13 +7,15 @@ import multiprocessing
 import pytest
 
 from axonlaunch.config import ConfigError, load
+from axonlaunch.config.hydra_files import HydraFiles
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import (
     LaunchOptions,
     check_function,
     launch_function,
     launcher_of,
 )
-from axonlaunch.launch.runs import Runs
+from axonlaunch.launch.runs import Request, Runs
 
 SLURM = ["launch=slurm", "launch.nproc=2"]
 NODES = ["launch.nproc=1", "launch.nnodes=2", "launch.master_addr=10.0.0.1"]
@@ -50,3 +52,20 @@ def test_what_a_launcher_can_not_do_is_refused_before_anything_is_checked(
         next(iter(runs))
     [issue] = raised.value.problems
     assert str(issue).startswith(problem)
+
+
+def test_a_run_is_composed_once_from_the_command_line_to_its_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    composed: list[object] = []
+    compose = HydraFiles.compose
+    monkeypatch.setattr(
+        HydraFiles, "compose", lambda *args: composed.append(args) or compose(*args)
+    )
+    options = LaunchOptions(context=multiprocessing.get_context("forkserver"), started=0.0)
+    request = Request(overrides=["plugins=[json]", "launch.nproc=2"])
+    runs = Runs.load(request, ClusterEnvironment.detect({}), options)
+    [(_, config)] = runs.loaded
+    assert config.plugins == ["json"]
+    assert runs.composed[0].origins()["launch.nproc"] == "override launch.nproc=2"
+    assert len(composed) == 1

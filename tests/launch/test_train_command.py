@@ -73,7 +73,7 @@ def test_eight_processes_of_a_hybrid_mesh_have_the_curve_of_one(served: Command)
     curves = {}
     for strategy in ("hybrid", "single"):
         overrides = ["train", f"strategy={strategy}", f"name={strategy}", *common]
-        served(*overrides, "sample.max_new_tokens=0")
+        served(*overrides)
         curves[strategy] = served.losses(strategy)
     assert len(curves["hybrid"]) == 6
     assert curves["hybrid"] == pytest.approx(curves["single"], rel=1e-5)
@@ -341,7 +341,7 @@ def test_a_users_module_prints_what_a_rank_does_and_nothing_of_the_estimate(
     overrides = ["model=custom", "model.target=loud:build", "strategy=single", "train.steps=3"]
     overrides.append("estimate.background=true")
     tiny = [word for word in TINY if not word.startswith("model.")]
-    ran = served("train", *tiny, *overrides, "train.eval_batches=0", "sample.max_new_tokens=0")
+    ran = served("train", *tiny, *overrides, "train.eval_batches=0")
     assert ran.stdout.splitlines().count("forward") == 3
     assert "forward" not in ran.stderr
 

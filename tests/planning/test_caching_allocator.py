@@ -16,9 +16,9 @@ from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
 from axonlaunch.planning.memory.cuda_process import (
     DeviceRequests,
-    besides,
     communicator_sizes,
     cublas_workspaces,
+    non_allocator_bytes,
     peak_device_memory,
     record,
     symmetric_memory,
@@ -175,9 +175,9 @@ def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
 
 def test_what_was_measured_on_a_device_takes_the_place_of_others_figures() -> None:
     own = HardwareConfig(name="own", context_mib=600, communicator_mib=300)
-    assert besides((1, 2, 8), own) == (600 + 2 * 300) * MIB
+    assert non_allocator_bytes((1, 2, 8), own) == (600 + 2 * 300) * MIB
     only_context = HardwareConfig(name="own", context_mib=600)
-    assert besides((1, 2, 8), only_context) == 600 * MIB + NCCL_PAIR + NCCL_RING
+    assert non_allocator_bytes((1, 2, 8), only_context) == 600 * MIB + NCCL_PAIR + NCCL_RING
     recorded = DeviceRequests([Change(0, 30 * MIB)])
     memory = peak_device_memory(recorded, peak_bytes=30 * MIB, groups=(2,), hardware=own)
     assert (memory.context, memory.communicators) == (600 * MIB, 300 * MIB)
@@ -300,11 +300,11 @@ def test_settings_of_the_allocator_that_are_not_replayed_are_named(
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
     assert allocator_settings.settings_of_ranks().not_replayed == names
-    notes = planning_estimate._of_allocator(estimate_config(["launch.nproc=1"]))
+    notes = planning_estimate._allocator_notes(estimate_config(["launch.nproc=1"]))
     assert bool(notes) == bool(names)
     assert all(name in note for note in notes for name in names)
     on_cpu = estimate_config(["launch.nproc=1", "hardware=cpu"])
-    assert planning_estimate._of_allocator(on_cpu) == []
+    assert planning_estimate._allocator_notes(on_cpu) == []
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_an_estimate_replays_the_ranks_settings_in_what_is_left_of_the_device(
     sizes = ((0, 40), (0, 0), (1, 50), (2, 5))  # the first goes back, for 85 MiB are not enough
     changes = [Change(storage, size * MIB) for storage, size in sizes]
     device = HardwareConfig(name="own", memory_gib=125 / 1024, context_mib=30, communicator_mib=10)
-    memory = memory_estimate._process(
+    memory = memory_estimate._device_memory(
         55 * MIB, DeviceRequests(changes), groups=[2], hardware=device, workspaces=[]
     )
     assert memory.allocator == (50 + 30) * MIB

@@ -58,7 +58,7 @@ def test_its_input_its_weight_and_a_number_for_each_row_are_kept(dtype: torch.dt
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_a_weight_of_another_type_leaves_it_in_steps(as_on_cuda: None) -> None:
     on_cuda = kept(leaf(2, 8, 16, dtype=BF16), leaf(16, dtype=FP32))
-    cuda_norm.nn.functional.rms_norm = cuda_norm._in_steps
+    cuda_norm.nn.functional.rms_norm = cuda_norm._unfused_rms_norm
     assert on_cuda == kept(leaf(2, 8, 16, dtype=BF16), leaf(16, dtype=FP32))
     assert ((2, 8, 16), FP32) in on_cuda
 

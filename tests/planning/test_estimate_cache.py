@@ -128,7 +128,7 @@ def test_nothing_is_kept_of_a_model_whose_source_is_not_ours(kept_here: Path) ->
 def test_of_too_many_the_oldest_are_forgotten(
     kept_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate_cache, "_MOST", 3)
+    monkeypatch.setattr(estimate_cache, "_MAX_ESTIMATES", 3)
     kept_here.mkdir(parents=True)
     for age in range(4):
         (kept_here / f"{age}.json").write_text("")

@@ -51,7 +51,7 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
     overrides = [*MODEL, *LAYOUTS[layout], f"model.num_hidden_layers={layers}"]
     reduced = ReducedRun.of(estimate_config(overrides))
     if whole:
-        return cuda_process._run(reduced, 0, ())[0].changes
+        return cuda_process._record_steps(reduced, 0, ())[0].changes
     return cuda_process.record(reduced, rank=0, stages=reduced.stages_of(0)).changes
 
 
@@ -68,7 +68,7 @@ def test_an_extended_recording_is_the_deep_models(layout: str) -> None:
     short, long = forked_map.map_forked(
         [lambda: asked(layout, whole=False), lambda: asked(layout, whole=True)], at_once=1
     )
-    assert cuda_process._most(short) == cuda_process._most(long)
+    assert cuda_process._peak_live_bytes(short) == cuda_process._peak_live_bytes(long)
     reserved = []
     for changes in (short, long):
         allocator = Allocator()
@@ -80,5 +80,5 @@ def test_an_extended_recording_is_the_deep_models(layout: str) -> None:
 def test_an_order_of_blocks_that_can_not_be_continued_is_refused() -> None:
     changes = [Change(0, 8), Change(1, 8), Change(1, 0), Change(0, 0)]
     visits = [(0, (0, 3)), (1, (0, 5)), (2, (0, 1)), (3, (0, 4))]
-    with pytest.raises(ValueError, match="no turn"):
+    with pytest.raises(ValueError, match="does not run where"):
         extended(Recording(changes, [*visits], {}), blocks=2, counts={0: 7})

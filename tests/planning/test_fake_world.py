@@ -81,7 +81,7 @@ def test_gloo_holds_a_copy_of_what_it_scatters_until_that_is_waited_for() -> Non
     def highest_and_last() -> tuple[int, int]:
         fake_world.join_fake_world(rank=0, world_size=2)
         functions = torch.ops._c10d_functional
-        workspaces = gloo_buffers.of_collective
+        workspaces = gloo_buffers.collective_buffers
         with fake_tensor_mode(), StorageTrace(workspaces=workspaces) as trace:
             whole = torch.ones(1 << 20)
             name = dist.group.WORLD.group_name
@@ -100,7 +100,7 @@ def test_gloo_holds_a_copy_of_what_it_scatters_until_that_is_waited_for() -> Non
 def test_gloo_gathers_into_a_copy_and_two_at_a_time() -> None:
     def most(*, async_op: bool) -> int:
         fake_world.join_fake_world(rank=0, world_size=2)
-        with fake_tensor_mode(), StorageTrace(workspaces=gloo_buffers.of_collective) as trace:
+        with fake_tensor_mode(), StorageTrace(workspaces=gloo_buffers.collective_buffers) as trace:
             wholes = [torch.ones(n << 20) for n in (8, 4, 2, 1)]
             trace.forget()
             for whole in wholes:
@@ -119,7 +119,7 @@ def test_gloo_gathers_a_functional_s_result_into_a_copy_too() -> None:
     def points() -> list[int]:
         fake_world.join_fake_world(rank=0, world_size=2)
         functions = torch.ops._c10d_functional
-        with fake_tensor_mode(), StorageTrace(workspaces=gloo_buffers.of_collective) as trace:
+        with fake_tensor_mode(), StorageTrace(workspaces=gloo_buffers.collective_buffers) as trace:
             name = dist.group.WORLD.group_name
             whole = functions.all_gather_into_tensor(torch.ones(1 << 20), 2, name)
             trace.begin("after it")
@@ -260,7 +260,9 @@ def test_a_plan_that_divides_some_blocks_alone_is_traced_with_all_of_them() -> N
 def test_a_plan_that_fits_no_model_is_reported_by_its_key() -> None:
     overrides = ["model=llama_debug", "strategy=tensor", "launch.nproc=2"]
     chosen = estimate_config([*TINY, *overrides, "strategy.tensor.plan={*.up_proj: column}"])
-    with pytest.raises(ConfigError, match=r"strategy\.tensor\.plan: the model, divided so, fails"):
+    with pytest.raises(
+        ConfigError, match=r"strategy\.tensor\.plan: divided by this plan, the model fails"
+    ):
         estimate(chosen)
 
 

@@ -14,7 +14,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import estimated_on
 from axonlaunch.models.build import construct
 from axonlaunch.planning.memory import estimate as memory_estimate
-from axonlaunch.planning.memory.cuda_process import besides
+from axonlaunch.planning.memory.cuda_process import non_allocator_bytes
 from axonlaunch.planning.memory.estimate import estimate, estimate_fitting
 
 pytestmark = pytest.mark.costly
@@ -66,6 +66,14 @@ def test_an_estimate_is_of_what_the_run_computes_on(overrides: list[str], on: st
         assert reported.process_bytes == reported.reserved_bytes == reported.peak_bytes
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_one_rank_without_clipping_is_estimated_as_with_it(optimizer: str) -> None:
+    one = ["strategy=single", "launch.nproc=1", f"optimizer={optimizer}"]
+    peaks = [estimate(run(*one, f"train.grad_clip={clip}")).peak_bytes for clip in ("null", 1e9)]
+    # Clipping computes the norm of each gradient, 4 bytes for each, and their norm.
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
+
+
 @pytest.mark.deferred
 def test_host_memory_of_what_fully_shard_offloads_is_rounded_up_as_torch_locks_it() -> None:
     few = ["model.hidden_size=72", "model.num_hidden_layers=2", "train.global_batch_size=4"]
@@ -92,7 +100,7 @@ def test_what_fits_is_reported_as_by_an_estimate(overrides: list[str]) -> None:
 @pytest.mark.deferred
 def test_what_does_not_fit_is_seen_by_its_tensors(recorded: list[int]) -> None:
     chosen = run(*PIPELINE)
-    tensors = estimate(chosen).peak_bytes + besides([4])
+    tensors = estimate(chosen).peak_bytes + non_allocator_bytes([4])
     recorded.clear()
     assert estimate_fitting(chosen, memory=tensors - 1) is None
     assert recorded == []

@@ -20,9 +20,12 @@ from axonlaunch.system.forked_map import map_forked
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["launch.backend=gloo"], "the run names no hardware"),
+        (["launch.backend=gloo"], "the run sets no hardware"),
         (["launch.backend=mock", "hardware=h100_80gb"], "ranks of launch.backend=mock take turns"),
-        (["launch.backend=gloo", "hardware=cpu"], "axonlaunch plan hardware=cpu --devices 2 does"),
+        (
+            ["launch.backend=gloo", "hardware=cpu"],
+            "axonlaunch plan hardware=cpu --devices 2 measures it",
+        ),
     ],
 )
 def test_a_run_whose_step_is_not_predicted_says_why(

@@ -36,7 +36,7 @@ class Speed:
     def __init__(self, run: RunConfig, layout: Layout, hardware: object) -> None:
         self.step_s = GIB / size(run, layout)
 
-    def about(self, work: object) -> float:
+    def approximate(self, work: object) -> float:
         return self.step_s
 
 
@@ -60,7 +60,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
                 peak_bytes=num_bytes, process_bytes=num_bytes, host_bytes=0, saved_bytes=0
             )
 
-        formulas = SimpleNamespace(process_bytes=size, one=SimpleNamespace(layers=(4,)))
+        formulas = SimpleNamespace(process_bytes=size, single_device=SimpleNamespace(layers=(4,)))
         monkeypatch.setattr(search.Formulas, "of", lambda run: formulas)
         monkeypatch.setattr(search, "scaled", lambda *_, **__: None)
         monkeypatch.setattr(search, "StepTime", Speed)
@@ -87,7 +87,7 @@ def test_where_none_fits_the_closest_is_named_with_what_it_misses(found: Any) ->
         found("hardware.memory_gib=1.25", off=1.5)
     [issue] = raised.value.problems
     assert "no layout of 8 devices fits: " in issue.message
-    assert "takes 1.50 GiB, 0.25 more than an estimate may take" in issue.message
+    assert "takes 1.50 GiB, 0.25 more than a device of 1.25 GiB allows" in issue.message
     assert issue.message.endswith("; use 16 devices: a layout is expected to fit then")
 
 

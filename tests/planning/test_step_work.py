@@ -127,7 +127,7 @@ def test_a_pipeline_of_a_model_without_depth_is_refused() -> None:
         [*SMALL, "strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"]
     )
     custom = dataclasses.replace(config, model=configs.model.FreeModelConfig(name="llama"))
-    with pytest.raises(ConfigError, match="fewer blocks can't stand"):
+    with pytest.raises(ConfigError, match="do not repeat, so it can't be extrapolated"):
         step_work.step_work(custom, world_size=2)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
+from axonlaunch.system import forked_map
 
 KIB = 1024
 
@@ -44,6 +45,36 @@ def test_what_backward_makes_is_temporary_until_it_is_a_gradient() -> None:
         trace.finish()
     # The weight, what is kept of forward (inputs, outputs, loss), the gradient.
     assert held(trace)["parameters"] == held(trace)["gradients"] == 4 * KIB
+
+
+def test_clearing_a_gradient_at_the_peak_reads_no_freed_memory() -> None:
+    def gradients_before_and_after() -> list[dict[str, int]]:
+        parameter = nn.Parameter(torch.ones(KIB))
+        with StorageTrace() as trace:
+            trace.tag([parameter], "parameters")
+            trace.follow([parameter])
+            for _ in range(3):
+                trace.forget()
+                parameter.grad = torch.ones(KIB)
+                parameter.grad = None  # frees it while ``parameter.grad`` still points to it
+            after = held(trace)
+            parameter.grad = torch.ones(KIB)
+            trace.finish()
+            return [held(trace), after]
+
+    # In a process of its own, which reading freed memory ends with signal 11.
+    [(full, after)] = forked_map.map_forked([gradients_before_and_after])
+    assert full == {"parameters": 4 * KIB, "gradients": 4 * KIB}
+    assert after == {"parameters": 4 * KIB}
+
+
+def test_a_new_storage_with_the_id_of_a_freed_one_is_counted() -> None:
+    with StorageTrace() as trace:
+        for number in range(1, 20):
+            tensor = torch.zeros(number * KIB)
+            assert held(trace) == {"activations": 4 * number * KIB}
+            del tensor
+    assert held(trace) == {}
 
 
 def test_a_storage_that_is_resized_counts_as_it_is_now() -> None:

@@ -9,7 +9,6 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
 from axonlaunch.planning.throughput.throughput import (
     Throughput,
-    flops_per_token,
     speed_of,
     throughput,
 )
@@ -57,7 +56,7 @@ def test_mfu_counts_what_the_model_needs(fsdp: StepWork) -> None:
     config = run("strategy=fsdp", "launch.nproc=8")
     estimate = reported(config, fsdp)
     needed = 6 * (fsdp.parameters - 128_256 * 4096) + 12 * 4 * 4096 * 2048
-    assert flops_per_token(fsdp) == needed
+    assert fsdp.flops_per_token == needed
     assert estimate.mfu == pytest.approx(estimate.tokens_per_s_per_device * needed / 989e12)
 
 

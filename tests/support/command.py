@@ -26,9 +26,8 @@ TINY = [
     "train.log_every=1",
     "train.eval_batches=2",
     "optimizer.eps=1e-5",
-    # A third of such a run's time each; their own tests ask for them.
+    # Saving takes a third of such a run's time; tests of checkpoints turn it on.
     "checkpoint.every=0",
-    "estimate.background=false",
 ]
 
 

@@ -41,6 +41,7 @@ def _loaded(overrides: Sequence[str], config_dirs: Sequence[Path]) -> RunConfig:
     def server() -> ForkServerContext:
         raise AssertionError("only strategy=auto asks for processes")
 
-    return auto_strategy.load_auto_strategy(
+    _, config = auto_strategy.load_auto_strategy(
         overrides, compose=compose, server=server, config_dirs=config_dirs
     )
+    return config

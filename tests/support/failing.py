@@ -26,5 +26,13 @@ def exits() -> None:
     raise SystemExit(3)
 
 
+class PanicError(BaseException):
+    pass
+
+
+def panics() -> None:
+    raise PanicError("index out of bounds")
+
+
 def _deep_inside() -> None:
     raise KeyError("first")

@@ -165,7 +165,7 @@ def _engine(
 
 
 def _held(config: RunConfig, world: World) -> Held:
-    trace = StorageTrace(on_host=host_categories(config), workspaces=gloo_buffers.unseen)
+    trace = StorageTrace(on_host=host_categories(config), workspaces=gloo_buffers.untraced_buffers)
     engine, batch = _engine(config, world, storing=lambda: trace)
     with trace:
         engine.backward(batch)

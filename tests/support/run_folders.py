@@ -21,6 +21,7 @@ def run_folder(
     ranks: int = 0,
     loss: Any = None,
     extra_config: str = "",
+    counted: str = "tokens",
 ) -> Path:
     """Write the files of a run.
 
@@ -32,6 +33,7 @@ def run_folder(
         ranks: Whose times were measured.
         loss: Of a step; None: one that falls.
         extra_config: Lines of YAML.
+        counted: What the run counts: tokens, images or samples.
     """
     folder.mkdir(parents=True)
     (folder / "logs").mkdir()
@@ -44,8 +46,8 @@ def run_folder(
             "loss": loss(step),
             "lr": 0.001 * step,
             "grad_norm": 1.0,
-            "tokens": 100,
-            "tokens_per_s": 1000.0,
+            counted: 100,
+            f"{counted}_per_s": 1000.0,
             "step_s": 0.1,
             "peak_memory_bytes": 2**20,
         }
@@ -69,7 +71,7 @@ def run_folder(
     about = {"step": 0, "layout": f"ddp {max(ranks, 1)}", "world_size": max(ranks, 1)}
     events: list[dict[str, Any]] = [
         {"time": 1000.0, "event": "launched", "host": "node-0", "commit": "a" * 40},
-        {"time": 1001.0, "event": "started", **about, "parameters": 10, "counted": "tokens"},
+        {"time": 1001.0, "event": "started", **about, "parameters": 10, "counted": counted},
         *times,
         {"time": end, "event": "saved", "step": steps, "seconds": 0.5, "stalled_s": 0.25},
     ]

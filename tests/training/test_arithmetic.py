@@ -63,7 +63,7 @@ def test_the_steps_of_a_run_are_computed_as_it_says(
 ) -> None:
     tiny = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
     tiny += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=2"]
-    tiny += ["sample.max_new_tokens=0", "strategy=single", "launch.nproc=1", "train.steps=1"]
+    tiny += ["strategy=single", "launch.nproc=1", "train.steps=1"]
     chosen = run_config([*tiny, "train.matmul_precision=high", f"run_dir={tmp_path}"])
     monkeypatch.setattr(worker, "attention_kernels", lambda config, device: sdpa_kernel(MATH))
     seen = []

@@ -10,20 +10,23 @@ from typing import Any
 import pytest
 import torch
 from configured import run_config
+from hf_families import without_folder
 from rank_engine import rank_engine
-from torch import nn
 
 from axonlaunch.comm import World
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.events import StepLogged
 from axonlaunch.launch.output.console import RunConsole
-from axonlaunch.models.build import construct
-from axonlaunch.models.flops import looked_up_parameters, training_flops_per_token
+from axonlaunch.models.build import on_meta
+from axonlaunch.models.flops import ModelFlops
+from axonlaunch.planning.throughput.step_work import step_work
 from axonlaunch.training import device_use, worker
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers.jsonl import JSONLLogger
 
 CUDA = torch.device("cuda", 0)
+
+
 STEP: dict[str, Any] = {
     "step": 3,
     "loss": 1.5,
@@ -126,47 +129,30 @@ def test_mfu_is_a_share_of_the_peak_of_the_runs_arithmetic(
     assert peak_flops(None, train) is None
 
 
-def test_what_a_token_looks_up_needs_no_flops_unless_a_head_multiplies_with_it() -> None:
-    gpt, llama = run_config([]).model, run_config(["model=llama_debug"]).model
-    with torch.device("meta"):
-        tied, untied = construct(gpt, seed=0), construct(llama, seed=0)
-    assert looked_up_parameters(untied) == llama.vocab_size * llama.hidden_size
-    positions = gpt.max_position_embeddings * gpt.hidden_size
-    assert looked_up_parameters(tied) == positions
-    assert looked_up_parameters(nn.Linear(3, 3)) == 0
+MOE = without_folder("qwen3_moe", num_experts=16, num_hidden_layers=4)
+SYNTHETIC = ["data=synthetic_tokens", "data.sequence_length=32"]
 
 
-def test_flops_of_llama3_8b_are_those_that_torchtitan_counts() -> None:
-    """6 (N - N_embedding) + 12 L H Q T, torchtitan/models/utils.py."""
-    flops = training_flops_per_token(
-        parameters=8_030_261_248,
-        looked_up=128_256 * 4096,
-        layers=32,
-        hidden_size=4096,
-        positions=8192,
-    )
-    assert flops == 6 * (8_030_261_248 - 525_336_576) + 12 * 32 * 32 * 128 * 8192
-
-
-def test_of_a_run_it_counts_what_ranks_hold_together() -> None:
-    chosen = run_config(["model=llama_debug", "data=synthetic_tokens", "strategy=fsdp"])
-    llama = chosen.model
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in construct(llama, seed=0).parameters())
-    flops = training_flops_per_token(
-        parameters=parameters,
-        looked_up=llama.vocab_size * llama.hidden_size,
-        layers=llama.num_hidden_layers,
-        hidden_size=llama.hidden_size,
-        positions=chosen.data.sequence_length,
-    )
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=llama_debug", *SYNTHETIC, "strategy=tensor", "strategy.tensor.degree=2"],
+        [*MOE, "strategy=fsdp"],
+        [*MOE, "adapter=lora", "adapter.targets=all-linear"],
+        [*without_folder("gemma2"), "strategy=fsdp", "train.freeze=[model.layers.*.mlp.*]"],
+    ],
+    ids=["tensor", "experts", "lora", "windows_and_frozen"],
+)
+def test_a_run_and_plan_count_the_flops_of_the_whole_model(overrides: list[str]) -> None:
+    chosen = run_config([*overrides, "launch.nproc=2"])
+    per_token = ModelFlops.of(on_meta(chosen, seed=0)).per_token(32)
+    assert step_work(chosen, world_size=2).flops_per_token == per_token
 
     def counted(world: World) -> float | None:
         engine, loader = rank_engine(chosen, world)
         return worker._flops_per_step(chosen, engine, loader.dataset)
 
-    positions = chosen.train.global_batch_size * chosen.data.sequence_length
-    assert World.mock(2).run(counted) == [flops * positions] * 2
+    assert World.mock(2).run(counted) == [per_token * 32 * chosen.train.global_batch_size] * 2
 
 
 # Where it is shown.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import inspect
-import json
 import re
 import shutil
 import struct
@@ -18,56 +17,20 @@ from typing import Any
 import pytest
 from configured import run_config
 from covers import every
+from logged_runs import TINY, lines, notes, train
 
 from axonlaunch import config
-from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
-from axonlaunch.events import Evaluated, Event, Monitor, Noted, StepLogged
-from axonlaunch.training import worker
+from axonlaunch.events import Evaluated, StepLogged
 from axonlaunch.training.loggers.base import Logger, RunInfo
 from axonlaunch.training.loggers.registry import register_logger
-
-TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
-TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]
-TINY += ["sample.max_new_tokens=0", "train.log_every=1", "train.eval_batches=1"]
-TINY += ["train.eval_every=2", "scheduler=constant", "name=run"]
-
-
-class _KilledError(Exception):
-    """What ends a run in a test."""
-
-
-def train(
-    folder: Path, *overrides: str, ranks: int = 1, killed_at: int | None = None
-) -> list[Event]:
-    """Train on the mock world; return what the main rank reported."""
-    overrides = (*TINY, f"launch.nproc={ranks}", "strategy=ddp", *overrides)
-    chosen = dataclasses.replace(run_config(overrides), run_dir=str(folder))
-    folder.mkdir(exist_ok=True)
-    events: list[Event] = []
-
-    def report(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, StepLogged) and event.step == killed_at:
-            raise _KilledError
-
-    World.mock(ranks).run(lambda world: worker.run(chosen, world, monitor=Monitor(report=report)))
-    return events
 
 
 def train_twice(folder: Path, *overrides: str) -> None:
     """Train to step 7 with a checkpoint after step 4, then from there to step 8."""
-    with pytest.raises(Exception, match="_KilledError"):
+    with pytest.raises(Exception, match="KilledError"):
         train(folder, *overrides, "train.steps=8", "checkpoint.every=4", killed_at=7)
     train(folder, *overrides, "train.steps=8", "checkpoint.every=4")
-
-
-def notes(events: list[Event]) -> list[str]:
-    return [event.text for event in events if isinstance(event, Noted)]
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def is_sorted(steps: list[int]) -> bool:
@@ -127,7 +90,7 @@ def test_what_loggers_get_is_what_their_method_names() -> None:
 
 
 def test_a_run_that_fails_closes_its_loggers_as_failed(tmp_path: Path, calls: list[Any]) -> None:
-    with pytest.raises(Exception, match="_KilledError"):
+    with pytest.raises(Exception, match="KilledError"):
         train(tmp_path, "loggers=[recording]", "train.steps=3", killed_at=2)
     assert calls[-1] == ("close", True)
 
@@ -146,7 +109,7 @@ def test_nor_where_it_was_killed_again_before_it_had_caught_up(
 ) -> None:
     overrides = ["loggers=[recording]", "train.steps=8", "checkpoint.every=4"]
     for killed_at in (7, 5):
-        with pytest.raises(Exception, match="_KilledError"):
+        with pytest.raises(Exception, match="KilledError"):
             train(tmp_path, *overrides, killed_at=killed_at)
     train(tmp_path, *overrides)
     assert is_sorted(steps_of(calls))

@@ -35,7 +35,7 @@ from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR, TOLE
 
 SMALL = [
     *("train.global_batch_size=16", "train.steps=2", "scheduler.warmup_steps=0"),
-    *("sample.max_new_tokens=0", "train.eval_batches=0", "optimizer.eps=1e-4"),
+    *("train.eval_batches=0", "optimizer.eps=1e-4"),
     "checkpoint.every=0",
     "train.trace={steps: [0, 1], tensors: full}",
 ]

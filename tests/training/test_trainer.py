@@ -26,7 +26,6 @@ from axonlaunch.events import (
     Finished,
     Monitor,
     Noted,
-    SampleGenerated,
     Saved,
     Started,
     StepLogged,
@@ -37,7 +36,7 @@ from axonlaunch.training.loggers.jsonl import JSONLLogger
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]
-TINY += ["data.num_eval_samples=19", "sample.max_new_tokens=0", "checkpoint.every=0"]
+TINY += ["data.num_eval_samples=19", "checkpoint.every=0"]
 
 
 def configured(folder: Path, *overrides: str, ranks: int = 2) -> RunConfig:
@@ -182,32 +181,6 @@ def test_a_run_with_the_largest_seed_trains(tmp_path: Path) -> None:
     assert of(Finished, events)[0].step == 2
 
 
-def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("to be or not to be " * 40)
-    overrides = ["data=text", f"data.files=[{tmp_path}/text.txt]", "data.sequence_length=8"]
-    chosen = run_config(
-        [
-            *TINY[:3],
-            *overrides,
-            "train.steps=2",
-            "sample.max_new_tokens=5",
-            "checkpoint.every=0",
-            "launch.nproc=2",
-            "strategy=fsdp",
-            "sample.prompt=to",
-            "train.global_batch_size=4",
-        ]
-    )
-    chosen = dataclasses.replace(chosen, run_dir=str(tmp_path))
-    events: list[Event] = []
-    World.mock(2).run(
-        lambda world: worker.run(chosen, world, monitor=Monitor(report=events.append))
-    )
-    sampled = of(SampleGenerated, events)[0]
-    assert sampled.prompt == "to"
-    assert sampled.text
-
-
 def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     overrides = ["plugins=[dropout_plugin_of_a_test]", "model=with_dropout", *TINY[3:]]
@@ -268,13 +241,15 @@ def test_the_rate_is_of_the_targets_that_counted_in_each_step(
         batch = whole(loader, step)
         assert isinstance(batch, Batch)
         targets = batch.targets.clone()
-        targets[:, 2 * step :] = -100
+        targets[:, 2 * step + 2 :] = -100
         return dataclasses.replace(batch, targets=targets)
 
     monkeypatch.setattr(Loader, "batch", shortened)
     events = train(tmp_path, "train.steps=4", "train.log_every=100", "train.eval_batches=0")
     first, last = of(StepLogged, events)
-    assert (last.tokens_seen - first.tokens_seen, last.tokens) == (8 * (2 + 4 + 6), 8 * 6)
+    assert (first.tokens_seen, first.tokens) == (8 * 2, 8 * 2)
+    assert first.tokens_per_s * first.step_s == pytest.approx(first.tokens)
+    assert (last.tokens_seen - first.tokens_seen, last.tokens) == (8 * (4 + 6 + 8), 8 * 8)
     seconds = 3 * last.step_s
     assert last.tokens_per_s * seconds == pytest.approx(last.tokens_seen - first.tokens_seen)
     assert of(Finished, events)[0].tokens_per_s == pytest.approx(last.tokens_per_s)

@@ -10,6 +10,8 @@ from covers import every
 from hf_families import FAMILIES
 
 from axonlaunch.config.errors import plain
+from axonlaunch.engines import build
+from axonlaunch.engines.precision.policy import keep_parameters_in
 from axonlaunch.verification import compare, reference
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
@@ -66,3 +68,34 @@ def test_a_routers_loss_that_counts_otherwise_is_noticed(monkeypatch: pytest.Mon
     monkeypatch.setattr(reference, "spec_for", lambda config: replace(SPEC, mixes_samples=False))
     verdict = verify("mixtral", "strategy=ddp", output_router_logits=True, router_aux_loss_coef=1.0)
     assert not verdict.passed
+
+
+BF16_LORA = [
+    *("train.precision=bf16", "train.param_dtype=bf16", "adapter=lora"),
+    *("launch.backend=mock", "data.sequence_length=16"),
+]
+ROUGH: dict[str, Any] = {"hidden_size": 32, "head_dim": 8, "initializer_range": 1.0}
+"""A model in which another rounding to bf16 changes the first gradients by their whole size."""
+
+
+@pytest.mark.parametrize(("layers", "changes"), [(4, {}), (8, ROUGH)], ids=["4_layers", "rough"])
+def test_an_adapter_on_bf16_weights_is_proved(layers: int, changes: dict[str, Any]) -> None:
+    verdict = verify("qwen3", *BF16_LORA, "strategy=zero2", num_hidden_layers=layers, **changes)
+    assert verdict.passed, (verdict.reason, verdict.differences)
+    assert max(verdict.tolerances[kind] for kind in ("gradient", "parameter", "state")) <= 0.25
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "tensor"])
+def test_an_adapter_kept_in_bf16_is_noticed(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rounding ends the comparison of values in the first step."""
+    monkeypatch.setattr(
+        build,
+        "keep_parameters_in",
+        lambda model, dtype, *, frozen_alone: keep_parameters_in(model, dtype),
+    )
+    changes = ROUGH if strategy == "tensor" else {}
+    layers = 8 if changes else 2
+    verdict = verify(
+        "qwen3", *BF16_LORA, f"strategy={strategy}", num_hidden_layers=layers, **changes
+    )
+    assert any("torch.bfloat16, which one process's are not" in d for d in verdict.differences)

@@ -11,6 +11,7 @@ from axonlaunch.config.hardware import GIB
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.disk import free_bytes
+from axonlaunch.system.forked_process import reason_of
 from axonlaunch.system.temporary_folders import temporary_folder
 
 
@@ -23,7 +24,7 @@ def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
     """
     with forkserver.warm() as context:
         look = "axonlaunch.diagnostics.doctor.machine:machine"
-        report: dict[str, Any] = forked_call.call(context, look)
+        report: dict[str, Any] = forked_call.call(context, look, task="looking at this node")
         backends = {"gloo": _try_processes(context, "gloo", 2), "mock": _try_mock(context)}
         if report["nccl"]["available"] and report["devices"]:
             backends["nccl"] = _try_processes(context, "nccl", min(2, len(report["devices"])))
@@ -45,10 +46,12 @@ def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
 def _gpus(context: ForkServerContext) -> dict[str, Any]:
     """Return what NVML says of the GPUs, and how fast their links are, each by a process."""
     report: dict[str, Any] = forked_call.call(
-        context, "axonlaunch.diagnostics.doctor.gpus:nvml_report"
+        context, "axonlaunch.diagnostics.doctor.gpus:nvml_report", task="asking NVML about GPUs"
     )
     try:
-        links = forked_call.call(context, "axonlaunch.diagnostics.doctor.gpus:link_report")
+        links = forked_call.call(
+            context, "axonlaunch.diagnostics.doctor.gpus:link_report", task="copying between GPUs"
+        )
     except (RuntimeError, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         failed = f"copies over the links failed: {first}"
@@ -75,7 +78,7 @@ def _try(
 ) -> dict[str, Any]:
     started = time.perf_counter()
     try:
-        answers = forked_call.call_together(context, target, calls)
+        answers = forked_call.call_together(context, target, calls, task="trying a backend")
     except forked_call.CallsFailedError as error:
         answers = [*error.errors.values()]
     return _verdict(answers, ranks, started)
@@ -88,7 +91,7 @@ def _verdict(answers: list[Any], ranks: int, started: float) -> dict[str, Any]:
         return {"works": True, "ranks": ranks, "seconds": seconds}
     reason = wrong[0]
     if isinstance(reason, Exception):
-        reason = f"{type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''}"
+        reason = reason_of(reason).partition("\n")[0]
     else:
         reason = f"an all-reduce of ones over {ranks} ranks gave {reason}"
     return {"works": False, "ranks": ranks, "reason": reason}

@@ -60,7 +60,10 @@ def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any
         store = str(folder / "store")
         calls = [(rank, ranks, threads, store) for rank in range(ranks)]
         measured, *_ = forked_call.call_together(
-            context, "axonlaunch.diagnostics.doctor.microbenchmarks:run_microbenchmarks", calls
+            context,
+            "axonlaunch.diagnostics.doctor.microbenchmarks:run_microbenchmarks",
+            calls,
+            task="measuring this node",
         )
     figures = {name: _rounded(value) for name, value in measured.items()}
     figures |= {

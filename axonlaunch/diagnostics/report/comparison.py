@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from axonlaunch.config.errors import plain
 from axonlaunch.diagnostics.report.life import cost
 from axonlaunch.diagnostics.report.run_record import RunRecord
+from axonlaunch.events import rate_in
 from axonlaunch.system.formatting import size
 
 _OWN = ("name", "run_dir")
@@ -40,7 +41,7 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
         ("loss", [_last(run, "loss") for run in runs]),
         ("evaluation loss", [_last_evaluation(run) for run in runs]),
         ("lowest loss", [_lowest(run) for run in runs]),
-        ("tokens/s", [run.summary.get("tokens_per_s", _last(run, "tokens_per_s")) for run in runs]),
+        *_rates(runs),
         ("time to first step (s)", [run.summary.get("first_step_s") for run in runs]),
         ("cost", [cost(run) for run in runs]),
         ("peak memory (bytes)", [run.summary.get("measured_peak_bytes") for run in runs]),
@@ -50,14 +51,31 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     return [row for row in rows if any(value is not None for value in row[1])]
 
 
+def _rates(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield a row for each unit that runs count: tokens/s, images/s."""
+    for unit in dict.fromkeys(run.counted for run in runs):
+        yield f"{unit}/s", [rate_of(run) if run.counted == unit else None for run in runs]
+
+
+def rate_of(run: RunRecord) -> Any:
+    """Return how many tokens, or what else a run counts, it did per second; None: unknown."""
+    rate = rate_in(run.summary)[1]
+    return rate_in(run.steps[-1])[1] if rate is None and run.steps else rate
+
+
 def with_units(rows: Sequence[tuple[str, list[Any]]]) -> list[tuple[str, list[Any]]]:
     """Return results whose bytes are written as people read them."""
     return [
-        (name.removesuffix(_BYTES), [value and size(value) for value in values])
+        (name.removesuffix(_BYTES), [_size(value) for value in values])
         if name.endswith(_BYTES)
         else (name, values)
         for name, values in rows
     ]
+
+
+def _size(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return size(value) if is_number and value else value
 
 
 def _value_text(config: dict[str, Any], key: str) -> str:

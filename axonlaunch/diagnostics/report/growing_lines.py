@@ -6,12 +6,12 @@ A file that was written again, as a run that resumes writes its metrics, is read
 from __future__ import annotations
 
 import io
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from axonlaunch.system.files import open_regular
+from axonlaunch.system.strict_json import read_json
 
 LARGEST_READ = 1 << 30
 """Bytes of a file that are read: metrics of 100,000 steps are 30 MB."""
@@ -57,7 +57,7 @@ class GrowingLines:
         self._tail = (self._tail + whole + newline)[-_TAIL:]
         for text in whole.split(b"\n") if newline else ():
             try:
-                line = json.loads(text)
+                line = read_json(text)
             except (ValueError, RecursionError):
                 line = None
             if isinstance(line, dict):

@@ -5,12 +5,14 @@ It reads events and steps that a record holds; it decides nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from axonlaunch.diagnostics.lost_peer import reason_of
 from axonlaunch.diagnostics.report.run_record import RunRecord
 
 
@@ -45,7 +47,7 @@ def spans(run: RunRecord) -> list[Span]:
         attempts.append(Span("evaluation", event["time"], event["time"], text))
     last = None
     for event in run.of_kind("failed"):
-        text = f"rank {event.get('rank')}: {event.get('reason')}"
+        text = f"rank {event.get('rank')}: {reason_of(event)}"
         if text != last:  # every node says it
             attempts.append(Span("failure", event["time"], event["time"], text))
         last = text
@@ -67,7 +69,8 @@ def cost(run: RunRecord) -> float | None:
     price = run.config.get("hardware.price_per_hour")
     if isinstance(price, bool) or not isinstance(price, int | float):
         return None
-    return price * device_seconds(run) / 3600
+    amount = price * device_seconds(run) / 3600
+    return amount if math.isfinite(amount) else None
 
 
 def nodes_of_run(run: RunRecord) -> list[str]:

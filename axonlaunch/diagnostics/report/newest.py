@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import FILES, RunReader, is_running
+from axonlaunch.diagnostics.report.run_record import FILES, NotARunError, RunReader, is_running
 
 _REST = 20.0
 """Seconds of rest for a second of work: a page of 100,000 steps takes a core's twentieth."""
@@ -36,10 +36,10 @@ class NewestData:
         self._data: dict[str, Any] = {}
 
     def __call__(self) -> dict[str, Any]:
-        """Return it.
+        """Return it; what was last read of runs that can't be read any more.
 
         Raises:
-            NotARunError: A folder is gone.
+            NotARunError: A folder can't be read the first time.
         """
         with self._lock:
             if time.monotonic() < self._resting_until:
@@ -48,7 +48,11 @@ class NewestData:
             seen += [is_running(path) for path in self._paths]
             if seen != self._seen:
                 began = time.thread_time()
-                self._data = page_data([reader.read() for reader in self._readers])
+                try:
+                    self._data = page_data([reader.read() for reader in self._readers])
+                except NotARunError:
+                    if not self._data:
+                        raise
                 self._seen = seen
                 self._resting_until = time.monotonic() + _REST * (time.thread_time() - began)
             return self._data

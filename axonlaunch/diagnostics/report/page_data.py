@@ -8,10 +8,11 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from axonlaunch.config.errors import plain
-from axonlaunch.diagnostics.report.comparison import changed_settings, results, with_units
+from axonlaunch.diagnostics.lost_peer import plain_reason, reason_of
+from axonlaunch.diagnostics.report.comparison import changed_settings, rate_of, results, with_units
 from axonlaunch.diagnostics.report.downsampling import indices_to_keep
 from axonlaunch.diagnostics.report.life import (
     cost,
@@ -23,6 +24,7 @@ from axonlaunch.diagnostics.report.life import (
 )
 from axonlaunch.diagnostics.report.run_record import RunRecord
 from axonlaunch.diagnostics.report.step_parts import steps_of
+from axonlaunch.events import Counted
 
 _BUCKETS = 800
 """Of a curve: four points each, more than a screen has pixels."""
@@ -33,7 +35,7 @@ CURVES = {
     "loss": "loss",
     "lr": "learning rate",
     "grad_norm": "gradient norm",
-    "tokens_per_s": "tokens/s",
+    **{f"{unit}_per_s": f"{unit}/s" for unit in get_args(Counted)},
     "mfu": "MFU",
     "step_s": "step time (s)",
     "peak_memory_bytes": "memory (bytes)",
@@ -49,6 +51,7 @@ def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """
     return {
         "curves": CURVES,
+        "counted": " or ".join(dict.fromkeys(run.counted for run in runs)),
         "runs": [_of_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
         "configurations": changed_settings(runs) if len(runs) > 1 else [],
         "results": with_units(results(runs)) if len(runs) > 1 else [],
@@ -65,7 +68,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     """Return what a run is, a name and a text each, for its head."""
     started, summary = run.started, run.summary
     launched: dict[str, Any] = next(iter(reversed(run.of_kind("launched"))), {})
-    tokens = sum(_tokens(run))
+    counted = sum(_counts(run))
     share = goodput(run)
     versions = started.get("versions")
     last = run.steps[-1] if run.steps else {}
@@ -83,8 +86,8 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("nodes", ", ".join(nodes_of_run(run))),
         ("started", _moment(run.events[0]["time"]) if run.events else None),
         ("in steps", _duration(step_seconds(run))),
-        (str(started.get("counted", "tokens")), _thousands(tokens)),
-        ("tokens/s", _thousands(summary.get("tokens_per_s") or last.get("tokens_per_s"))),
+        (run.counted, _thousands(counted)),
+        (f"{run.counted}/s", _thousands(rate_of(run))),
         ("cost", _cost(run)),
         ("goodput", None if share is None else f"{share:.1%} of the time was in steps that count"),
         ("proof", _proof(summary.get("proof"))),
@@ -114,10 +117,6 @@ def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
             {"kind": span.kind, "start": span.start, "end": span.end, "text": span.text}
             for span in spans(run)
         ],
-        "samples": [
-            {"prompt": str(event.get("prompt", "")), "text": str(event.get("text", ""))}
-            for event in run.of_kind("sample_generated")
-        ],
         "crash": _crash(run),
         "notes": [*run.notes, *(str(event.get("text")) for event in run.of_kind("noted"))],
         "config": [
@@ -145,25 +144,26 @@ def _thinned(lines: Sequence[dict[str, Any]], key: str) -> list[list[float | Non
 
 
 def _progress(run: RunRecord) -> list[list[float]]:
-    """Return steps, and the tokens and the seconds that had gone by then, for the other axes."""
-    steps, tokens, seconds = [0.0], [0.0], [0.0]
-    for line, counted in zip(run.steps, _tokens(run), strict=True):
+    """Return steps, and the targets and the seconds that had gone by then, for the other axes."""
+    steps, targets, seconds = [0.0], [0.0], [0.0]
+    for line, counted in zip(run.steps, _counts(run), strict=True):
         done = max(0, line["step"] - steps[-1])
         steps.append(line["step"])
-        tokens.append(tokens[-1] + counted)
+        targets.append(targets[-1] + counted)
         seconds.append(seconds[-1] + (_finite(line.get("step_s")) or 0.0) * done)
     every = max(1, len(steps) // _COLUMNS)
     chosen = sorted({*range(0, len(steps), every), len(steps) - 1})
-    return [[_rounded(of[i]) or 0.0 for i in chosen] for of in (steps, tokens, seconds)]
+    return [[_rounded(of[i]) or 0.0 for i in chosen] for of in (steps, targets, seconds)]
 
 
-def _tokens(run: RunRecord) -> list[float]:
-    """Return the tokens between each logged step and the one before, as many a step as in it."""
-    tokens, before = [], 0
+def _counts(run: RunRecord) -> list[float]:
+    """Return the targets between each logged step and the one before, as many a step as in it."""
+    counts, before = [], 0
     for line in run.steps:
-        tokens.append((_finite(line.get("tokens")) or 0.0) * max(0, line["step"] - before))
+        count = _finite(line.get(run.counted)) or 0.0
+        counts.append(count * max(0, line["step"] - before))
         before = line["step"]
-    return tokens
+    return counts
 
 
 def _memory(run: RunRecord) -> dict[str, Any] | None:
@@ -200,7 +200,7 @@ def _ranks(run: RunRecord) -> dict[str, Any] | None:
         "hosts": hosts if isinstance(hosts, list) else [],
         "worked": [
             [
-                round(100 * (data + compute))
+                round(100 * min(1.0, max(0.0, data + compute)))
                 for data, compute in zip(line["data"], line["compute"], strict=True)
             ]
             for line in lines
@@ -225,11 +225,12 @@ def _crash(run: RunRecord) -> dict[str, Any] | None:
     keys = ("rank", "world_size", "host", "kind", "reason", "doing", "step", "traceback", "hint")
     followers = run.crash.get("followers")
     return {key: run.crash.get(key) for key in keys} | {
+        "reason": reason_of(run.crash),
         "followers": [
-            f"rank {follower.get('rank')}: {follower.get('reason')}"
+            f"rank {follower.get('rank')}: {plain_reason(str(follower.get('reason')))}"
             for follower in (followers if isinstance(followers, list) else [])
             if isinstance(follower, dict)
-        ]
+        ],
     }
 
 
@@ -254,7 +255,7 @@ def _finite(value: Any) -> float | None:
 def _rounded(value: float | None) -> float | None:
     if value is None or isinstance(value, int):
         return value
-    return float(f"{value:.{_DIGITS}g}")
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
 
 
 def _short(value: Any) -> str | None:
@@ -268,7 +269,10 @@ def _thousands(value: Any) -> str | None:
 
 
 def _duration(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))
+    try:
+        return str(datetime.timedelta(seconds=round(seconds)))
+    except OverflowError:  # more than a billion days, or infinite
+        return f"{seconds:.3g} s"
 
 
 def _moment(seconds: float) -> str:

@@ -5,19 +5,19 @@ Whatever is missing or can't be read is left out and named in ``notes``; nothing
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from axonlaunch.config import CONFIG
 from axonlaunch.config.plain import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
+from axonlaunch.events import Counted, rate_in
 from axonlaunch.system.files import is_locked, open_regular
 from axonlaunch.system.run_files import (
     CRASH,
@@ -28,13 +28,17 @@ from axonlaunch.system.run_files import (
     STEP_TIME,
     SUMMARY,
 )
+from axonlaunch.system.strict_json import finite_number, read_json
 
-RunStatus = Literal["running", "done", "interrupted", "failed", "killed", "unknown"]
+RunStatus = Literal["running", "done", "interrupted", "failed", "killed", "unknown", "unreadable"]
 
 FILES = (CONFIG, ORIGINS, METRICS, EVENTS, SUMMARY, CRASH, ESTIMATE, STEP_TIME)
 """Of a run's folder, all that is read."""
 _LARGEST = 1 << 24
 """Bytes of a file that does not grow."""
+_LAST_STEP = 2**53
+_LAST_TIME = 4e9
+"""Seconds since 1970, the year 2096."""
 _STARTED, _ENDED = "started", "ended"
 
 
@@ -46,7 +50,8 @@ class RunRecord:
         path: Its folder.
         name: As its configuration has it, else the folder's.
         status: How it ended, or that it runs; killed: it neither runs nor said how it ended;
-            unknown: only another node can say which of the two.
+            unknown: only another node can say which of the two; unreadable: nothing of it can be
+            read.
         config: Its frozen configuration by dotted key.
         origins: What set each of its values, by the same keys; {} where that is not known.
         summary: ``summary.json``; {} where there is none, or it is of an earlier attempt.
@@ -82,9 +87,25 @@ class RunRecord:
         """What the latest attempt reported when its ranks were ready; {} where none did."""
         return next(iter(reversed(self.of_kind(_STARTED))), {})
 
+    @property
+    def counted(self) -> Counted:
+        """What the loss had a target for, by which ``metrics.jsonl`` names its numbers."""
+        counted = self.started.get("counted")
+        if isinstance(counted, str) and counted in get_args(Counted):
+            return cast("Counted", counted)
+        return rate_in(self.steps[-1] if self.steps else {})[0]
+
 
 class NotARunError(Exception):
-    """A path is no folder of a run."""
+    """A path is not the folder of a run.
+
+    Attributes:
+        notes: The files in it that can't be read, and why.
+    """
+
+    def __init__(self, message: str, notes: Sequence[str] = ()) -> None:
+        super().__init__("; ".join([message, *notes]))
+        self.notes = [*notes]
 
 
 def read_run(path: Path) -> RunRecord:
@@ -118,7 +139,8 @@ class RunReader:
         config = files.config()
         lines, events = (files.lines(self._growing[name], name) for name in (METRICS, EVENTS))
         if config is None and not lines:
-            raise NotARunError(f"{self._path}: holds neither {CONFIG} nor {METRICS} of a run")
+            reason = f"{self._path}: holds neither {CONFIG} nor {METRICS} of a run"
+            raise NotARunError(reason, notes)
         return _record(self._path, files, config or {}, lines, events)
 
 
@@ -132,7 +154,7 @@ def _record(
     events = [
         event
         for event in events
-        if isinstance(event.get("event"), str) and _is_number(event.get("time"))
+        if isinstance(event.get("event"), str) and _is_time(event.get("time"))
     ]
     summary = files.object(SUMMARY) or {}
     crash = files.object(CRASH)
@@ -149,22 +171,26 @@ def _record(
         crash=crash,
         estimate=files.object(ESTIMATE),
         step_time=files.object(STEP_TIME),
-        steps=_in_order(
-            [line for line in lines if _is_number(line.get("step")) and "loss" in line]
-        ),
-        evaluations=[
-            line for line in lines if _is_number(line.get("step")) and "eval_loss" in line
-        ],
+        steps=_in_order([line for line in lines if _is_step(line.get("step")) and "loss" in line]),
+        evaluations=[line for line in lines if _is_step(line.get("step")) and "eval_loss" in line],
         events=events,
         notes=files.notes,
     )
 
 
 def find_runs(folder: Path) -> Iterator[RunRecord]:
-    """Yield the runs in a folder and in the folders below it; a run holds no other run."""
+    """Yield the runs in a folder and in the folders below it; a run holds no other run.
+
+    A run without metrics whose configuration can't be read is ``unreadable``; ``notes`` say why.
+    """
     for parent, names, files in os.walk(folder):
         if CONFIG in files:
-            yield read_run(Path(parent))
+            path = Path(parent)
+            try:
+                yield read_run(path)
+            except NotARunError as error:
+                notes = error.notes or [str(error)]
+                yield RunRecord(path=path, name=path.name, status="unreadable", notes=notes)
             names.clear()
         names.sort()
 
@@ -232,6 +258,20 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LAST_STEP
+
+
+def _is_time(value: object) -> bool:
+    """Whether a value is a time in seconds since 1970 that a date can be made of."""
+    return _is_number(value) and 0 <= float(str(value)) <= _LAST_TIME
+
+
+def _representable(value: Any) -> Any:
+    """Return a value of the configuration; None for a number that no float holds."""
+    return finite_number(value) if _is_number(value) else value
+
+
 @dataclass
 class _Files:
     """Reads a run's files, and notes what it can't."""
@@ -244,7 +284,8 @@ class _Files:
         if content is None:
             return None
         try:
-            return flatten(read_yaml(content.decode()))
+            values = flatten(read_yaml(content.decode()))
+            return {key: _representable(value) for key, value in values.items()}
         except (ValueError, RecursionError) as error:
             self.notes.append(f"{CONFIG} can't be read: {error}")
             return None
@@ -254,7 +295,7 @@ class _Files:
         if content is None:
             return None
         try:
-            value = json.loads(content)
+            value = read_json(content)
             if not isinstance(value, dict):
                 raise TypeError("not an object")
         except (ValueError, TypeError, RecursionError) as error:

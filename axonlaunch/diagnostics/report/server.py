@@ -3,6 +3,8 @@
 Whoever has the address with its random token can read the page, and nothing else: no path is taken
 from a request, nothing is written, and other host names than this node's own loopback are refused,
 so that no page of a browser reaches it by a name that it resolves itself (DNS rebinding).
+Connections are limited in number and time, so that other users of the node can't keep the owner
+out.
 """
 
 from __future__ import annotations
@@ -10,8 +12,12 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,6 +27,12 @@ from axonlaunch.diagnostics.report.page import page_of
 _LOOPBACK = "127.0.0.1"
 _INTERVAL_S = 1.0
 _HEARTBEAT_S = 15.0
+_REQUEST_S = 10.0
+"""Seconds in which a connection has to send a request with the token."""
+_MAX_UNPROVEN = 64
+"""Connections that have not sent the token; for a further one the oldest of them is closed."""
+_MAX_PROVEN = 32
+"""The same for connections that have sent it, such as open pages."""
 
 
 class RunServer:
@@ -71,13 +83,70 @@ class _Page:
 
 
 class _Server(ThreadingHTTPServer):
+    """Limits connections, so that silent ones can't keep others out."""
+
     daemon_threads = True
+    request_queue_size = 128
     page: _Page
+
+    def __init__(self, *args: Any) -> None:
+        self._counting = threading.Lock()
+        self._unproven: dict[Any, float] = {}  # in the order in which they came
+        self._proven: dict[Any, None] = {}
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Handle a connection in a thread."""
+        with self._counting:
+            self._unproven[request] = time.monotonic()
+            _end_oldest(self._unproven, _MAX_UNPROVEN)
+        super().process_request(request, client_address)
+
+    def proven(self, request: Any) -> None:
+        """Take note that a connection has sent the token."""
+        with self._counting:
+            self._unproven.pop(request, None)
+            self._proven[request] = None
+            _end_oldest(self._proven, _MAX_PROVEN)
+
+    def service_actions(self) -> None:
+        """End connections that have not sent the token in time; called five times a second."""
+        with self._counting:
+            since = time.monotonic() - _REQUEST_S
+            for request in [known for known, began in self._unproven.items() if began < since]:
+                _end(request)
+                del self._unproven[request]
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection whose thread is done."""
+        with self._counting:
+            self._unproven.pop(request, None)
+            self._proven.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing of a connection that broke."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+def _end_oldest(connections: dict[Any, Any], most: int) -> None:
+    while len(connections) > most:
+        oldest = next(iter(connections))
+        _end(oldest)
+        del connections[oldest]
+
+
+def _end(connection: socket.socket) -> None:
+    """Wake the thread that reads from a connection or writes to it, which then closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
+    timeout = _REQUEST_S
 
     def do_GET(self) -> None:
         """Answer with the page, or with what is new; with nothing to whoever lacks the token."""
@@ -87,8 +156,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in hosts or not hmac.compare_digest(
             token.encode(), page.token.encode()
         ):
+            self.close_connection = True
             self._refuse()
-        elif rest == ["", ""]:
+            return
+        self.server.proven(self.connection)
+        if rest == ["", ""]:
             text = page_of(page.data(), title=page.title, is_live=True)
             self._begin(HTTPStatus.OK, "text/html; charset=utf-8", len(text.encode()))
             self.wfile.write(text.encode())
@@ -112,8 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
                     quiet = 0.0
                 page.over.wait(_INTERVAL_S)
                 quiet += _INTERVAL_S
-        except (BrokenPipeError, ConnectionError):
-            return  # the browser has left
+        except OSError:
+            return  # the browser has left, or does not read
         finally:
             self.close_connection = True
 

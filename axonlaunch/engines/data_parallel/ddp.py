@@ -201,3 +201,7 @@ class DDP(nn.Module):
     def _sync_at_end(self) -> None:
         self._queued = False
         self.synchronizer.sync_all()
+
+
+DistributedDataParallel = DDP
+"""Another name for ``DDP``."""

@@ -324,3 +324,7 @@ def _mesh(
     replicas = group.size if sharding is ShardingStrategy.NO_SHARD else replicate
     shard = group.size // replicas
     return data_mesh(group, replicate=replicas, shard=shard, timeout_s=timeout_s)
+
+
+FullyShardedDataParallel = FSDP
+"""Another name for ``FSDP``."""

@@ -122,7 +122,7 @@ def new_state(
     assert whole is not None
     dims = state.kept_dims(parameter.ndim)
     if len(whole) == parameter.ndim:
-        shape = tuple(local.shape[dim] if dim in dims else 1 for dim in range(local.ndim))
+        shape = tuple(local.shape[dim] if dim in dims else whole[dim] for dim in range(local.ndim))
     else:
         shape = whole
     # Memory that is copied to a device in every update is page-locked, as in ``offload``.

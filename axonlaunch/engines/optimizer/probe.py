@@ -8,10 +8,11 @@ Parameters of a run are not used.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ from axonlaunch.config.optimizer import OPTIMIZERS, CustomOptimizerConfig
 from axonlaunch.config.optimizer_states import OptimizerState, Shape, Sharding
 from axonlaunch.config.parameter_groups import options_of
 from axonlaunch.engines.optimizer.optimizers import optimizer_class
+from axonlaunch.engines.optimizer.quantized_states import (
+    FixedShape,
+    UnsavableStateError,
+    depends_on_blocks,
+    large_shape,
+    states_of_shape,
+)
 from axonlaunch.models.fake_tensor_cache import with_tensor_values
 
 _SIZES = ((6, 4, 8, 10, 12), (10, 8, 4, 6, 14))
@@ -30,13 +38,14 @@ _SIZES = ((6, 4, 8, 10, 12), (10, 8, 4, 6, 14))
 _STEPS = 3
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Probe:
     """Properties of an optimizer.
 
     Attributes:
-        states: States of a parameter with the tested number of dims.
-        sharding: ``elementwise`` if updating two halves gives the same as updating the whole.
+        states: States of a small parameter with the tested number of dims.
+        sharding: ``elementwise`` if updating two halves gives the same as updating the whole, and
+            no states of a large parameter belong to blocks of its elements.
         defaults: Options that a parameter group can set.
     """
 
@@ -59,7 +68,20 @@ def probe(config: Any, ndim: int) -> Probe:
     return _probe(_Call(optimizer_class(config), repr(options_of(config)), config), ndim)
 
 
-@dataclass(frozen=True, eq=False)
+def probe_states(config: Any, shape: Shape) -> tuple[OptimizerState, ...]:
+    """Find the states that an optimizer keeps of a parameter of a shape.
+
+    Args:
+        config: As ``with_options`` returns it.
+        shape: The whole parameter's.
+
+    Raises:
+        ConfigError: As ``probe`` raises it.
+    """
+    return _probe_states(_Call(optimizer_class(config), repr(options_of(config)), config), shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
     """A configuration that compares equal to others that create the same optimizer."""
 
@@ -81,21 +103,59 @@ class _Call:
 def _probe(call: _Call, ndim: int) -> Probe:
     config = call.config
     shapes = [sizes[:ndim] for sizes in _SIZES]
-    # Memory estimates may call this first, when tensors have no values to compare.
+    with _trying(config):
+        tried = [_try_update(config, _tensors(shape)) for shape in shapes]
+        is_elementwise = all(_is_same_by_halves(config, shapes[0], dim) for dim in range(ndim))
+        in_fp32 = _always_fp32(config, shapes[0])
+    (first, optimizer), (second, _) = tried
+    states = tuple(
+        dataclasses.replace(state, dtype="float32") if state.name in in_fp32 else state
+        for state in _states(config, shapes, first, second)
+    )
+    is_elementwise &= not depends_on_blocks(_at_shape(config, large_shape(ndim), states))
+    sharding: Sharding = "elementwise" if is_elementwise else "whole"
+    return Probe(states, sharding, frozenset(optimizer.defaults))
+
+
+@functools.cache
+def _probe_states(call: _Call, shape: Shape) -> tuple[OptimizerState, ...]:
+    return tuple(_at_shape(call.config, shape, _probe(call, len(shape)).states))
+
+
+def _at_shape(
+    config: Any, shape: Shape, small: tuple[OptimizerState, ...]
+) -> Iterator[OptimizerState]:
+    """Yield the states of a parameter of a shape, given those of small ones."""
+
+    def keeps(tried: Shape) -> dict[str, Any]:
+        return _try_update(config, _tensors(tried, steps=1))[0]
+
+    with _trying(config):
+        try:
+            states = [*states_of_shape(keeps, shape, {state.name: state for state in small})]
+        except UnsavableStateError as error:
+            raise _refusal(config, str(error)) from None
+    yield from states
+
+
+@contextmanager
+def _trying(config: Any) -> Iterator[None]:
+    """Surround updates of parameters made for trying an optimizer.
+
+    An estimate may try one, where tensors have no values to compare.
+
+    Raises:
+        ConfigError: An update failed.
+    """
     with with_tensor_values(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         try:
-            tried = [_try_update(config, _tensors(shape)) for shape in shapes]
-            is_elementwise = all(_is_same_by_halves(config, shapes[0], dim) for dim in range(ndim))
+            yield
         except ConfigError:
             raise
         except Exception as error:  # user code may raise any exception
             key, value = _chosen_by(config)
             what = "trying it on a small parameter"
             raise ConfigError([ConfigIssue.of_failure(key, what, error, value)]) from error
-    (first, optimizer), (second, _) = tried
-    states = tuple(_states(config, shapes, first, second))
-    sharding: Sharding = "elementwise" if is_elementwise else "whole"
-    return Probe(states, sharding, frozenset(optimizer.defaults))
 
 
 def _refusal(config: Any, message: str) -> ConfigError:
@@ -110,10 +170,10 @@ def _chosen_by(config: Any) -> tuple[str, str]:
     return "optimizer.name", config.name
 
 
-def _tensors(shape: Shape) -> list[Tensor]:
+def _tensors(shape: Shape, *, steps: int = _STEPS) -> list[Tensor]:
     """Return a parameter and its gradients for every step."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator) for _ in range(1 + _STEPS)]
+    return [torch.randn(shape, generator=generator) for _ in range(1 + steps)]
 
 
 def _try_update(config: Any, tensors: list[Tensor]) -> tuple[dict[str, Any], Optimizer]:
@@ -160,6 +220,15 @@ def _is_same_by_halves(config: Any, shape: Shape, dim: int) -> bool:
     return torch.allclose(torch.cat(updated, dim), whole[0], rtol=1e-5, atol=1e-6)
 
 
+def _always_fp32(config: Any, shape: Shape) -> set[str]:
+    """Return the states that are fp32 even if the parameter is bf16."""
+    try:
+        kept, _ = _try_update(config, [tensor.bfloat16() for tensor in _tensors(shape, steps=1)])
+    except Exception:  # a class that does not update bf16 parameters keeps nothing of them
+        return set()
+    return {name for name, value in kept.items() if getattr(value, "dtype", None) is torch.float32}
+
+
 def _states(
     config: Any, shapes: list[Shape], first: dict[str, Any], second: dict[str, Any]
 ) -> Iterator[OptimizerState]:
@@ -177,7 +246,7 @@ def _states(
             raise _refusal(config, message)
         if not isinstance(value, Tensor):
             kind = type(value).__name__
-            yield OptimizerState(name=name, shape=_fixed_shape(()), dtype=kind, initial=None)
+            yield OptimizerState(name=name, shape=FixedShape(()), dtype=kind, initial=None)
             continue
         other = second.get(name)
         sizes = (tuple(value.shape), tuple(other.shape) if isinstance(other, Tensor) else ())
@@ -197,7 +266,7 @@ def _rule(shapes: list[Shape], sizes: tuple[Shape, Shape]) -> Callable[[Shape], 
     """Return a function from a parameter's shape to its state's; None if the shapes do not fit."""
     first, second = sizes
     if first == second and math.prod(first) == 1:
-        return _fixed_shape(first)
+        return FixedShape(first)
     if any(len(size) != len(shape) for size, shape in zip(sizes, shapes, strict=True)):
         return None
     pairs = [*zip(*sizes, *shapes, strict=True)]
@@ -209,7 +278,3 @@ def _rule(shapes: list[Shape], sizes: tuple[Shape, Shape]) -> Callable[[Shape], 
         return tuple(size if keeps else 1 for size, keeps in zip(shape, same, strict=True))
 
     return rule
-
-
-def _fixed_shape(shape: Shape) -> Callable[[Shape], Shape]:
-    return lambda _: shape

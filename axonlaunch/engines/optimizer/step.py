@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.parameter_groups import sharding_of, states_of
@@ -191,11 +192,25 @@ class Update:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return optimizer states as ``{"<parameter>.<state>": tensor}``; allocate missing ones."""
+        """Return optimizer states as ``{"<parameter>.<state>": tensor}``; allocate missing ones.
+
+        Raises:
+            ConfigError: The optimizer has a state that was not found when it was tried.
+        """
         states = {}
         for name, parameter in self._updated.items():
-            values = self._states(parameter) or self._made_states(name)
-            for key, state in self._kinds(name).items():
+            kinds, values = self._kinds(name), self._states(parameter)
+            if unknown := sorted(key for key in values.keys() - kinds if values[key] is not None):
+                message = (
+                    f"keeps {', '.join(unknown)} of {name}, and no such state when it was tried; "
+                    "a checkpoint without it would resume with other numbers; register the "
+                    "optimizer with its states"
+                )
+                raise ConfigError(
+                    [ConfigIssue("optimizer.name", message, self._configs[name].name)]
+                )
+            values = values or self._made_states(name)
+            for key, state in kinds.items():
                 if key in values:
                     states[f"{name}.{key}"] = self._as_saved(f"{name}.{key}", state, values[key])
         return states

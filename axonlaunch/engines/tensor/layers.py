@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, scatter_to_group
-from axonlaunch.data.unknown_tokens import UNKNOWN_TOKEN
 from axonlaunch.engines.tensor.adapters import with_adapter
 from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup, leave
 from axonlaunch.engines.tensor.local_parameters import (
@@ -269,7 +268,7 @@ class VocabParallelEmbedding(nn.Embedding):
         """
         group, weight = self.axis.group, to_local(self.weight)
         in_vocabulary = (tokens >= 0) & (tokens < self.num_embeddings)
-        assert_on_device(in_vocabulary.all(), UNKNOWN_TOKEN)
+        assert_on_device(in_vocabulary.all(), "a token is not in the vocabulary")
         rows, elsewhere = local_entries(tokens, group, size=self.num_embeddings)
         padding = None
         if self.padding_idx is not None:

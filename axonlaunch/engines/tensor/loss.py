@@ -15,7 +15,6 @@ from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, max_over, sum_over
-from axonlaunch.data.unknown_tokens import UNKNOWN_TARGET
 from axonlaunch.engines.tensor.local_parameters import local_entries, rank_part
 from axonlaunch.engines.tensor.torch_internals import assert_on_device
 from axonlaunch.models.spec import IGNORE_INDEX
@@ -68,7 +67,7 @@ class _CrossEntropySum(torch.autograd.Function):
     ) -> Tensor:
         counted = targets != IGNORE_INDEX
         is_class = (targets >= 0) & (targets < classes)
-        assert_on_device((is_class | ~counted).all(), UNKNOWN_TARGET)
+        assert_on_device((is_class | ~counted).all(), "a target is not in the vocabulary")
         local_targets, elsewhere = local_entries(targets, group, size=classes)
         local_targets, elsewhere = local_targets.unsqueeze(-1), elsewhere.unsqueeze(-1)
         # Type promotion converts half precision to fp32 in the subtraction, without a copy

@@ -47,7 +47,7 @@ def be_rank(
     def resolve(counted: ClusterEnvironment) -> tuple[Composed, RunConfig]:
         from axonlaunch.preflight import checks
 
-        config = request.load(
+        composed, config = request.load(
             request.overrides, counted, server=server, accelerators=lambda: counted.devices
         )
         config = run_dir.resumes_if_restarted(config, launcher.identity)
@@ -56,7 +56,7 @@ def be_rank(
             message = f"its ranks are threads of one process, and {environment.launcher} starts "
             message += "a process for each; use auto, gloo or nccl"
             raise ConfigError([ConfigIssue("launch.backend", message, "mock")])
-        return request.compose_run(request.overrides, counted, config), resolved
+        return composed, resolved
 
     allocator_settings.grow_segments()
     with forkserver.private_files():

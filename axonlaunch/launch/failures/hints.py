@@ -9,12 +9,16 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch.config import ConfigError, RunConfig, with_values
+from axonlaunch.config.data import TokensConfig
+from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
+from axonlaunch.data import token_cache
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.planning.estimate import cached_estimate, forecast, prepared, suggest_changes
-from axonlaunch.system.disk import free_bytes
+from axonlaunch.system import limits
+from axonlaunch.system.disk import free_bytes, shortage
 from axonlaunch.system.formatting import size
 
 
@@ -30,9 +34,10 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
     if cause == "memory":
         return _memory(report, config, context)
     if cause == "disk":
-        folder, free = free_bytes(Path(config.run_dir))
+        folder, _ = free_bytes(Path(config.run_dir))
+        left, what_to_do = shortage(folder)
         return (
-            f"the disk of {folder} has {free / GIB:.2f} GiB free; free some space, or use another "
+            f"the disk of {folder} has {left}; {what_to_do}, or use another "
             "run_dir, checkpoint.keep_last=1 or a larger checkpoint.every"
         )
     if cause == "files":
@@ -66,6 +71,8 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
             f"nothing listens at {launch.master_addr}:{launch.master_port}; is that node 0's "
             "address, and does a firewall let its port through?"
         )
+    if report.reason.startswith("killed by SIGBUS"):
+        return _bus_error(config)
     if cause == "types" and config.train.precision == "bf16":
         return (
             "train.precision=bf16: a forward reads weights in bf16, and something in fp32, as a "
@@ -75,10 +82,33 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
     return ""
 
 
+def _bus_error(config: RunConfig) -> str:
+    """Name the files that a rank maps, and say what to do after one of them was shortened."""
+    files, again = (
+        "weights that it was loading",
+        "the same command goes on from the last checkpoint",
+    )
+    if isinstance(config.data, TextRowsConfig):
+        files = f"tokens in {token_cache.folder_of(config.data.cache_dir)}"
+        again += ", and makes tokens again that were changed"
+    elif isinstance(config.data, TokensConfig):
+        files = f"data.path={config.data.path}"
+    return (
+        f"a file that the rank had mapped was shortened while it was read ({files}), or its disk "
+        f"failed, or /dev/shm is full; leave such files alone while a run reads them: {again}"
+    )
+
+
 def _memory(report: Report, config: RunConfig, context: ForkServerContext | None) -> str:
     """Say what the highest rank needs beside what it had, and the smallest changes that fit."""
     had = report.memory_bytes
     there = "" if had is None else f"; there were {size(had)} for it"
+    limit = limits.address_space()
+    if limit is not None and config.launch.device != "cuda":
+        there += (
+            f" (ulimit -v lets a process map {size(limit)}, which its libraries and threads take "
+            "part of; ulimit -v unlimited removes that limit)"
+        )
     if context is None:
         return f"axonlaunch estimate shows what each rank needs{there}"
     hardware = config.hardware or HardwareConfig(name="device")

@@ -77,7 +77,12 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
 
 
 def _resolve(config: RunConfig, options: LaunchOptions) -> RunConfig:
-    checking = forked_call.stream(options.context, "axonlaunch.preflight.checks:resolving", config)
+    checking = forked_call.stream(
+        options.context,
+        "axonlaunch.preflight.checks:resolving",
+        config,
+        task="checking the configuration",
+    )
     while True:
         try:
             options.show(str(next(checking)))

@@ -49,7 +49,10 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
 
 def _resolve(config: RunConfig, options: LaunchOptions) -> RunConfig:
     resolved: RunConfig = forked_call.call(
-        options.context, "axonlaunch.preflight.checks:resolve", config
+        options.context,
+        "axonlaunch.preflight.checks:resolve",
+        config,
+        task="checking the configuration",
     )
     return resolved
 

@@ -246,7 +246,9 @@ class NodeMembership:
     def _about(self) -> dict[str, Any]:
         return {
             "host": socket.gethostname(),
-            "config": configuration.flatten(configuration.to_tree(self._given)),
+            "config": configuration.flatten(
+                configuration.as_written(configuration.to_tree(self._given))
+            ),
             "problems": [str(problem) for problem in self._problems],
         }
 

@@ -26,12 +26,12 @@ from rich.status import Status
 from rich.text import Text
 
 from axonlaunch.config.url import is_url
+from axonlaunch.diagnostics.lost_peer import plain_reason
 from axonlaunch.events import (
     Evaluated,
     Event,
     Finished,
     Noted,
-    SampleGenerated,
     Saved,
     Started,
     StepDone,
@@ -53,7 +53,6 @@ makes any rank slow."""
 _SHOWN = 16
 """Lines of a traceback that are shown, the last: the whole is in the log."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)"')
-_PEER_GONE = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out", re.IGNORECASE)
 
 
 class RunConsole:
@@ -98,10 +97,6 @@ class RunConsole:
                 beside = event.stalled_s < 0.9 * event.seconds
                 stood = f", of which training waited {event.stalled_s:.1f} s" if beside else ""
                 self.line(f"[dim]saved {escape(where)} in {event.seconds:.1f} s{stood}[/dim]")
-            case SampleGenerated():
-                self.stop()
-                body = Text(event.prompt, style="bold") + Text(event.text)
-                self._console.print(Panel(body, title="sample", title_align="left", style="dim"))
             case Noted():
                 self._note(event.text)
             case Finished():
@@ -311,9 +306,7 @@ def _fold_ranks(followers: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]
     """Join ranks that said alike: ``ranks 1-7: connection closed``."""
     groups: dict[str, list[int]] = {}
     for rank, reason in followers:
-        if _PEER_GONE.search(reason):
-            reason = "lost the connection to a rank that had ended"
-        groups.setdefault(reason, []).append(rank)
+        groups.setdefault(plain_reason(reason), []).append(rank)
     return [(plain_ranks(ranks), reason) for reason, ranks in groups.items()]
 
 

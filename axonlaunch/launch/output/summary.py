@@ -18,7 +18,7 @@ from axonlaunch.checkpoint.start import resume_of
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.url import is_url
-from axonlaunch.events import Event, Listener, Started, StepLogged
+from axonlaunch.events import Counted, Event, Listener, Started, StepLogged
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, plain_error
@@ -43,7 +43,7 @@ class RunRecorder:
         prediction: Of the run's memory; begun with its first step.
         first_step_s: Seconds from the command to the first logged step.
         last: The last logged step.
-        counted: What ``tokens_per_s`` counts.
+        counted: What the loss has a target for: tokens, images or samples.
         proof: What is known of the layout; None: nobody asked for it.
         corrupt: A line for each checkpoint that was corrupt, and put aside.
     """
@@ -56,7 +56,7 @@ class RunRecorder:
         self._listener = listener
         self.first_step_s: float | None = None
         self.last: StepLogged | None = None
-        self.counted = "tokens"
+        self.counted: Counted = "tokens"
         self.corrupt: tuple[str, ...] = ()
         self._kept: set[str] = set()
 
@@ -149,7 +149,7 @@ def finish_run(
         "steps": last.step if last else 0,
         "loss": last.loss if last else None,
         "eval_loss": finished.eval_loss if finished else None,
-        "tokens_per_s": last.tokens_per_s if last else None,
+        f"{record.counted}_per_s": last.tokens_per_s if last else None,
         "first_step_s": record.first_step_s,
         "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
         "proof": None if record.proof is None else dataclasses.asdict(record.proof),
@@ -258,7 +258,8 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
     }
     is_written = _write(config, CRASH, content)
     first = crash.first
-    log_event(config, "failed", {"rank": first.rank, "step": first.step, "reason": first.reason})
+    about = {"rank": first.rank, "step": first.step, "kind": first.kind, "reason": first.reason}
+    log_event(config, "failed", about)
     # An estimate takes seconds, for which the failure summary does not wait.
     hint = hints.hint(crash.first, config, context)
     if hint:
@@ -279,8 +280,8 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
         rows.append(("loss", f"{summary['loss']:.4f}"))
     if summary["eval_loss"] is not None:
         rows.append(("evaluation loss", f"{summary['eval_loss']:.4f}"))
-    if summary["tokens_per_s"]:
-        rows.append((f"{counted}/s", quantity(summary["tokens_per_s"])))
+    if rate := summary[f"{counted}_per_s"]:
+        rows.append((f"{counted}/s", quantity(rate)))
     if summary["first_step_s"]:
         rows.append(("time to first step", f"{summary['first_step_s']:.1f} s"))
     peak, estimated = summary["measured_peak_bytes"], summary.get("predicted_peak_bytes")

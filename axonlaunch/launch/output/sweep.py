@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from axonlaunch.config import RunConfig
+from axonlaunch.events import rate_in
 from axonlaunch.launch.output.console import shortened
 from axonlaunch.system.formatting import quantity
 from axonlaunch.system.terminal import console_on
@@ -72,17 +73,20 @@ def print_sweep_table(
     losses = [summary[judged] for summary in summaries if summary.get(judged) is not None]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("run", overflow="fold")
-    for name in ("loss", "evaluation loss", "tokens/s"):
+    rates = [rate_in(summary) for summary in summaries]
+    units = list(dict.fromkeys(unit for unit, rate in rates if rate is not None)) or ["tokens"]
+    for name in ("loss", "evaluation loss", f"{' or '.join(units)}/s"):
         table.add_column(name, justify="right")
     table.add_column("run folder", overflow="fold")
-    for label, summary in zip(variations, summaries, strict=False):
+    for label, summary, (unit, rate) in zip(variations, summaries, rates, strict=False):
+        speed = "" if rate is None else quantity(rate)
         is_best = summary.get(judged) is not None and summary[judged] == min(losses)
         failed = "" if summary["status"] == "done" else f" ({summary['status']})"
         table.add_row(
             label + failed,
             _loss(summary.get("loss")),
             _loss(summary.get("eval_loss")),
-            "" if summary.get("tokens_per_s") is None else quantity(summary["tokens_per_s"]),
+            f"{speed} {unit}" if speed and len(units) > 1 else speed,
             shortened(summary["run_dir"]),
             style="bold" if is_best else "",
         )

@@ -6,7 +6,6 @@ It writes no weights.
 from __future__ import annotations
 
 import json
-import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,13 @@ from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf import files, library
 from axonlaunch.models.hf.structure import structure
-from axonlaunch.system.files import create_file, hub_blob, open_regular
+from axonlaunch.system.files import (
+    LARGEST_MODEL_FILE,
+    create_file,
+    inside_folder,
+    read_copy,
+    why_not_read,
+)
 
 _OURS = (files.CONFIG_FILE_NAME, "*.safetensors.index.json", "*.bin.index.json")
 """What is written again, or belongs to the weights that were read."""
@@ -61,14 +66,15 @@ def copy_besides(config: HuggingFaceConfig, folder: Path) -> list[str]:
 
 
 def _copy(file: Path, to: Path, *, path: str | None) -> None:
-    """Copy a file of a model's folder, and nothing that a link in it leads to.
+    """Copy a file of a model's folder with its permissions; no link out of the folder is followed.
 
     Raises:
-        ConfigError: It can't be read, or is no regular file.
+        ConfigError: It can't be read, is no regular file, or too large.
     """
     try:
-        with open_regular(hub_blob(file)) as content, create_file(to) as copied:
-            shutil.copyfileobj(content, copied)
+        copy = read_copy(inside_folder(file), at_most=LARGEST_MODEL_FILE)
+        with create_file(to, mode=copy.mode) as copied:
+            copied.write(copy.content)
     except OSError as error:
-        message = f"{file} can't be copied: {error.strerror}"
+        message = f"{file} can't be copied: {why_not_read(file, error)}"
         raise ConfigError([ConfigIssue("model.path", message, path)]) from None

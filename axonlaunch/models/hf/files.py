@@ -14,7 +14,7 @@ from typing import Any
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf import library
-from axonlaunch.system.files import hub_blob, read_text
+from axonlaunch.system.files import inside_folder, read_text
 
 CONFIG_FILE_NAME = "config.json"
 BESIDES = ("*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
@@ -78,7 +78,7 @@ def read_folder_json(file: Path, *, path: str | None) -> dict[str, Any]:
         ConfigError: It is not there, or holds something else.
     """
     try:
-        content = json.loads(read_text(hub_blob(file), at_most=_LARGEST_JSON))
+        content = json.loads(read_text(inside_folder(file), at_most=_LARGEST_JSON))
         if not isinstance(content, dict):
             raise TypeError(f"holds {type(content).__name__} where keys belong")
     except FileNotFoundError:

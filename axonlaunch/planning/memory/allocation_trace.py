@@ -1,11 +1,11 @@
-"""Writes down every storage that comes, changes its size or goes, in order and by stream.
+"""Records every allocation, resize and release of a storage, in order and with its stream.
 
-It is what an allocator would be asked; what the allocator makes of it is ``caching_allocator``'s.
+The recording contains the requests to an allocator. ``caching_allocator`` replays them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,127 +20,128 @@ from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
 _REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
-BlockPlace: TypeAlias = tuple[int, int]
-"""Where a block is: its pipeline stage, and its index there."""
+BlockPosition: TypeAlias = tuple[int, int]
+"""Position of a block: its pipeline stage and its index in that stage."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What a rank asked of its allocator, from nothing to the end of the last step.
+    """A rank's requests to its allocator, from an empty device to the end of the last step.
 
     Attributes:
-        changes: In order.
-        visits: ``(index of the first change, block)`` whenever another block, or none of them,
-            begins to work; ascending.
-        owners: The blocks of storages that are made outside of any block's work.
-        exchanged: Bytes of the largest part of a tensor that ranks sum and divide in a block.
+        changes: Changes of storages, in order.
+        visits: ``(index of the first change, block)`` for each time that the running block
+            changes, in order. The block is None outside all blocks.
+        owners: Blocks of storages that are allocated outside all blocks, by storage.
+        max_reduced_bytes: Size of the largest result of a reduce-scatter inside a block, in bytes.
     """
 
     changes: list[Change]
-    visits: list[tuple[int, BlockPlace | None]]
-    owners: dict[int, BlockPlace]
-    exchanged: int = 0
+    visits: list[tuple[int, BlockPosition | None]]
+    owners: dict[int, BlockPosition]
+    max_reduced_bytes: int = 0
 
 
 class RecordingTrace(StorageTrace):
-    """A trace that remembers when each storage of the device came and went.
+    """A trace that records the allocation and release of each device storage.
 
-    torch's stand-ins for streams on a CPU say which one would be current: fully_shard gathers and
-    reduces on streams of its own.
+    ``fully_shard`` gathers and reduces on separate streams. On a CPU, torch's placeholder streams
+    show which stream would be current.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Begin to record; arguments as ``StorageTrace``'s."""
+        """Begin to record; takes the arguments of ``StorageTrace``."""
         super().__init__(**options)
         self._changes: list[Change] = []
-        self._visits: list[tuple[int, BlockPlace | None]] = [(0, None)]
-        self._numbers: dict[int, int] = {}
+        self._visits: list[tuple[int, BlockPosition | None]] = [(0, None)]
+        self._storage_ids: dict[int, int] = {}
         self._streams: dict[int, int] = {}
-        self._kept_streams: list[Any] = []  # so that no id is used again
+        self._kept_streams: list[Any] = []  # so that no id is reused
         self._first_update: tuple[int, int] | None = None
-        self._exchanged = 0
+        self._max_reduced_bytes = 0
 
     def recording(
         self, engine: Engine | None = None, blocks: Mapping[int, Sequence[nn.Module]] | None = None
     ) -> Recording:
-        """Return what was recorded, but for what lived inside of the first update alone.
+        """Return the recording, without storages that lived only during the first update.
 
-        There DTensor works out how results are laid out by running operations on tensors as large
-        as the whole model, which a run does without storage.
+        In the first update DTensor determines the layout of results by running operations on
+        tensors of the size of the full model. In a real run these tensors have no storage.
 
         Args:
-            engine: Whose parameters and states are recognised by their blocks.
-            blocks: Of each pipeline stage, in order.
+            engine: Engine whose parameters and optimizer states are assigned to their blocks.
+            blocks: Blocks of each pipeline stage, in order.
         """
+        self._remove_freed()
         owners = {} if engine is None else self._owners(engine, blocks or {})
         start, stop = self._first_update or (0, 0)
-        known = {change.storage for change in self._changes[:start]}
-        gone = {change.storage for change in self._changes[start:stop] if not change.num_bytes}
-        passing = gone - known
-        changes = [change for change in self._changes if change.storage not in passing]
-        before = [0]
+        allocated_before = {change.storage for change in self._changes[:start]}
+        freed_inside = {
+            change.storage for change in self._changes[start:stop] if not change.num_bytes
+        }
+        temporary = freed_inside - allocated_before
+        changes = [change for change in self._changes if change.storage not in temporary]
+        kept_before = [0]
         for change in self._changes:
-            before.append(before[-1] + (change.storage not in passing))
-        visits = [(before[at], place) for at, place in self._visits]
-        return Recording(changes, visits, owners, self._exchanged)
+            kept_before.append(kept_before[-1] + (change.storage not in temporary))
+        visits = [(kept_before[index], position) for index, position in self._visits]
+        return Recording(changes, visits, owners, self._max_reduced_bytes)
 
     def begin(self, *name: str | int) -> None:
-        """Begin an event, which ends the one before."""
+        """End the current event and begin a new one."""
         super().begin(*name)
-        where = name[1:3]
-        place = (int(where[0]), int(where[1])) if len(where) == 2 else None
-        if place != self._visits[-1][1]:
-            self._visits.append((len(self._changes), place))
+        coordinates = name[1:3]
+        position = (int(coordinates[0]), int(coordinates[1])) if len(coordinates) == 2 else None
+        if position != self._visits[-1][1]:
+            self._visits.append((len(self._changes), position))
 
     @contextmanager
     def during(self, category: Category) -> Iterator[None]:
-        """Take whatever is allocated inside for one category."""
+        """Count all storages allocated inside the context in one category."""
+        self._remove_freed()
         start = len(self._changes)
         with super().during(category):
             yield
+        self._remove_freed()
         if category == "temporary" and self._first_update is None:
             self._first_update = start, len(self._changes)
 
     def note_size(self, storage: Any) -> None:
-        """Note that a storage has another size."""
+        """Record the new size of a storage."""
         super().note_size(storage)
-        number = self._numbers.get(id(storage))
-        if number is not None:
-            self._changes.append(Change(number, storage.nbytes(), self._stream()))
+        storage_id = self._storage_ids.get(id(storage))
+        if storage_id is not None:
+            self._changes.append(Change(storage_id, storage.nbytes(), self._stream()))
 
     def _add(self, tensor: Tensor, category: Category) -> None:
+        self._remove_freed()
         storage = tensor.untyped_storage()
         key = id(storage)
-        known = key in self._live
+        was_live = key in self._live
         super()._add(tensor, category)
-        if known or key not in self._live or category in self.host:
+        if was_live or key not in self._live or category in self._host:
             return
-        self._numbers[key] = len(self._changes)
-        self._changes.append(Change(self._numbers[key], storage.nbytes(), self._stream()))
+        self._storage_ids[key] = len(self._changes)
+        self._changes.append(Change(self._storage_ids[key], storage.nbytes(), self._stream()))
 
-    def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = super()._without_values(func, args, kwargs)
+    def _run_fake_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = super()._run_fake_collective(func, args, kwargs)
         if func is _REDUCE_SCATTER and self._visits[-1][1] is not None:
-            self._exchanged = max(self._exchanged, out.nbytes)
+            self._max_reduced_bytes = max(self._max_reduced_bytes, out.nbytes)
         return out
 
-    def _move(self, storage: Any, category: Category) -> None:
-        super()._move(storage, category)
-        if category in self.host:
-            number = self._numbers.pop(id(storage.alive()), None)
-            if number is not None:
-                self._changes.append(Change(number, 0))
+    def _recategorize(self, storage: Any, category: Category) -> None:
+        super()._recategorize(storage, category)
+        if category in self._host:
+            storage_id = self._storage_ids.pop(id(storage.reference()), None)
+            if storage_id is not None:
+                self._changes.append(Change(storage_id, 0))
 
-    def _remover(self, key: int) -> Callable[[Any], None]:
-        remove = super()._remover(key)
-
-        def remove_and_record(alive: Any) -> None:
-            remove(alive)
-            number = self._numbers.pop(key, None)
-            if number is not None:
-                self._changes.append(Change(number, 0))
-
-        return remove_and_record
+    def _remove(self, key: int) -> None:
+        super()._remove(key)
+        storage_id = self._storage_ids.pop(key, None)
+        if storage_id is not None:
+            self._changes.append(Change(storage_id, 0))
 
     def _stream(self) -> int:
         stream = torch.cpu.current_stream()
@@ -152,24 +153,24 @@ class RecordingTrace(StorageTrace):
 
     def _owners(
         self, engine: Engine, blocks: Mapping[int, Sequence[nn.Module]]
-    ) -> dict[int, BlockPlace]:
-        of_parameter = {
+    ) -> dict[int, BlockPosition]:
+        position_by_id = {
             id(parameter): (stage, index)
             for stage, members in blocks.items()
             for index, block in enumerate(members)
             for parameter in block.parameters()
         }
         owners = {}
-        of_name = {}
+        position_by_name = {}
         for name, parameter in engine.named_parameters():
-            if place := of_parameter.get(id(parameter)):
-                of_name[name] = place
-                owners[self._number(parameter)] = place
+            if position := position_by_id.get(id(parameter)):
+                position_by_name[name] = position
+                owners[self._storage_id(parameter)] = position
         for key, state in engine.state_dict()["optimizer"].items():
-            if place := of_name.get(key.rpartition(".")[0]):
-                owners[self._number(state)] = place
+            if position := position_by_name.get(key.rpartition(".")[0]):
+                owners[self._storage_id(state)] = position
         owners.pop(None, None)
         return owners  # type: ignore[return-value]
 
-    def _number(self, tensor: Tensor) -> int | None:
-        return self._numbers.get(id(local_part(tensor.detach()).untyped_storage()))
+    def _storage_id(self, tensor: Tensor) -> int | None:
+        return self._storage_ids.get(id(local_part(tensor.detach()).untyped_storage()))

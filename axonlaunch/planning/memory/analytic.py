@@ -1,10 +1,12 @@
-"""A rank's memory by analytic formulas, from what one device holds of a sample.
+"""Estimates a rank's memory by formulas, from the traced activations of one sample on one device.
 
-It is the planner's first cut: ``analytic_states``, and activations as Korthikanti et al., 2022,
-section 4, divides them; the layouts that it leaves are traced. Rounding and messages between stages
-are left out. Of 44 runs of models of 0.1 to 8 B parameters on 1 and 8 GPUs, without tensor ranks
-and pipelines, tensors are 0 to 8 MiB below a trace's, cuBLAS's workspaces aside, and a process
-is at most 13% off its estimate; two tensor ranks are 13% above theirs, a pipeline of four 15%.
+The planner uses this to discard layouts; the remaining ones are traced. The states come from
+``analytic_states``. Activations are divided as in Korthikanti et al., 2022, section 4. Rounding and
+messages between stages are not included.
+
+Compared with full estimates of 44 runs (0.1 to 8 B parameters, 1 and 8 GPUs, no tensor or pipeline
+parallelism): tensors are 0 to 8 MiB below the trace, without cuBLAS's workspaces, and the process
+is at most 13% off. With two tensor ranks it is 13% above, with a pipeline of four 15%.
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ from axonlaunch.planning.tracing.stage_trace import trace_rank
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
 from axonlaunch.system import forked_map
 
-_FP32 = 4
-_PASSING: tuple[Category, ...] = ("activations", "temporary")
+_FP32_BYTES = 4
+_TRANSIENT: tuple[Category, ...] = ("activations", "temporary")
 _MODES = ("none", "selective", "full")
-_DIVIDED = 24 / 34
-"""Share of a layer's activations that tensor parallelism alone divides (Korthikanti, eq. 2)."""
-_CACHED = 1.05
-"""What the allocator keeps, beside what the formulas say of tensors: a little, to lose none."""
+_TENSOR_DIVIDED = 24 / 34
+"""Share of a layer's activations that tensor parallelism divides (Korthikanti, eq. 2).
+
+Without sequence parallelism, the rest is replicated.
+"""
+_RESERVED_RATIO = 1.05
+"""Reserved memory relative to the computed tensors; low, so that no fitting layout is lost."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,8 @@ class ActivationBytes:
     """Activations of one sample on one device, in bytes, at the peak of a step.
 
     Attributes:
-        layer: Of each layer.
-        ends: Of everything else.
+        layer: Activations of one layer.
+        ends: Activations outside the layers.
     """
 
     layer: float
@@ -52,16 +57,16 @@ class ActivationBytes:
 
 @dataclass(frozen=True)
 class Formulas:
-    """A model, traced on one device: what all of its layouts are estimated from.
+    """A model traced on one device, from which all of its layouts are estimated.
 
     Attributes:
-        one: The work of a step of ``SAMPLES``.
-        held: What a sample leaves behind under each kind of recomputation.
-        shares: Of what training keeps beside the parameters.
+        single_device: Work of a step with ``SAMPLES`` samples.
+        activations: Activations of one sample for each mode of activation checkpointing.
+        shares: Sizes of gradients and optimizer states relative to the parameters.
     """
 
-    one: StepWork
-    held: dict[str, ActivationBytes]
+    single_device: StepWork
+    activations: dict[str, ActivationBytes]
     shares: TrainingShares = field(default_factory=TrainingShares)
 
     @classmethod
@@ -69,43 +74,47 @@ class Formulas:
         """Trace the model of a run.
 
         Raises:
-            ConfigError: It can't be traced.
+            ConfigError: The model cannot be traced.
         """
-        alone = on_one_device(config)
+        single_device_config = on_one_device(config)
         runs: list[Callable[[], Any]] = [
-            partial(step_work, alone, world_size=1),
-            partial(activations, alone),
+            partial(step_work, single_device_config, world_size=1),
+            partial(activations, single_device_config),
         ]
-        work, by_mode = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
+        work, by_mode = forked_map.map_forked(
+            runs, task="tracing a step on one device", memory=fake_tensor_cache.recipes
+        )
         return cls(work, by_mode, TrainingShares.of(config))
 
     def process_bytes(self, config: RunConfig, layout: Layout | None = None) -> float:
-        """Return what the highest rank of a layout holds of its device, about.
+        """Return the approximate device memory of the rank with the highest peak.
 
         Args:
-            config: The layout's run, with ``launch.nproc`` resolved.
-            layout: Its layout; None: to be found.
+            config: Configuration of the run, with ``launch.nproc`` resolved.
+            layout: Parallel layout of the run; None computes it.
         """
         layout = layout or Layout.of(config, world_size=num_ranks(config))
-        layers = -(-sum(self.one.layers) // layout.pipeline)
+        layers = -(-sum(self.single_device.layers) // layout.pipeline)
         on_gpu = estimated_on(config) == "gpu"
         tensors = peak_bytes(
             config,
             layout,
-            work=self.one,
-            activations=self.held,
+            work=self.single_device,
+            activations=self.activations,
             layers=layers,
             shares=self.shares,
             by_stream=on_gpu and layout.facts.shards_parameters,
         )
         if not on_gpu:
             return tensors
-        rest = cuda_process.besides(cuda_process.communicator_sizes(layout), config.hardware)
-        return _CACHED * tensors + sum(cuda_process.cublas_workspaces(config)) + rest
+        other_bytes = cuda_process.non_allocator_bytes(
+            cuda_process.communicator_sizes(layout), config.hardware
+        )
+        return _RESERVED_RATIO * tensors + sum(cuda_process.cublas_workspaces(config)) + other_bytes
 
 
 def on_one_device(config: RunConfig) -> RunConfig:
-    """Return a run of the same model on one device, with ``SAMPLES`` a step."""
+    """Return a run of the same model on one device, with ``SAMPLES`` samples per step."""
     return with_values(
         config,
         {
@@ -120,32 +129,36 @@ def on_one_device(config: RunConfig) -> RunConfig:
 
 
 def activations(config: RunConfig) -> dict[str, ActivationBytes]:
-    """Trace what a sample leaves behind under each kind of recomputation.
+    """Trace the activations of one sample for each mode of activation checkpointing.
 
-    It is traced on two ranks that shard their parameters, so that nothing of those is among it.
+    The trace uses two ranks that shard their parameters, so that parameters are not counted.
 
     Args:
-        config: A run on one device, with ``SAMPLES`` a step.
+        config: A run on one device, with ``SAMPLES`` samples per step.
 
     Raises:
-        ConfigError: The run can't be traced.
+        ConfigError: The run cannot be traced.
     """
-    two = {"train.global_batch_size": 2 * SAMPLES, **of_ranks(2)}
-    config = with_values(config, {"strategy.data_parallel": "fsdp", **two})
+    two_ranks = {"train.global_batch_size": 2 * SAMPLES, **of_ranks(2)}
+    config = with_values(config, {"strategy.data_parallel": "fsdp", **two_ranks})
     figures = model_figures(config.model)
     depths = (figures.period, 2 * figures.period) if figures.num_blocks else (0, 0)
     runs = []
     for mode in _MODES:
-        changed = with_values(config, {"train.activation_checkpointing": mode})
+        with_mode = with_values(config, {"train.activation_checkpointing": mode})
         for layers in depths:
-            short = reduced_config(changed, world_size=2, layers=layers, micro_batches=1)
+            short = reduced_config(with_mode, world_size=2, layers=layers, micro_batches=1)
             runs.append(partial(_activations, short))
-    traced = iter(forked_map.map_forked(runs, memory=fake_tensor_cache.recipes))
+    traced = iter(
+        forked_map.map_forked(
+            runs, task="tracing a step for its activations", memory=fake_tensor_cache.recipes
+        )
+    )
     activations_by_mode = {}
     for mode in _MODES:
-        few, more = (next(traced) / SAMPLES for _ in depths)
-        layer = (more - few) / figures.period
-        activations_by_mode[mode] = ActivationBytes(layer, 2 * few - more)
+        shallow, deeper = (next(traced) / SAMPLES for _ in depths)
+        layer = (deeper - shallow) / figures.period
+        activations_by_mode[mode] = ActivationBytes(layer, 2 * shallow - deeper)
     return activations_by_mode
 
 
@@ -159,64 +172,72 @@ def peak_bytes(
     shares: TrainingShares,
     by_stream: bool = False,
 ) -> float:
-    """Return what the first and the last stage together hold at most: no rank holds more.
+    """Return an upper bound of the peak of every rank, in bytes.
+
+    The bound combines the first and the last pipeline stage.
 
     Args:
-        config: The layout's run.
-        layout: Its layout.
-        work: Work of one device, for the sizes of parameters.
-        activations: As ``activations`` gives it.
-        layers: Of the stage that has most, all of a rank's stages together; 0 of a model whose
-            layers are not known: it is cut evenly.
-        shares: Of what training keeps beside the parameters.
-        by_stream: Whether to return what an allocator keeps: memory that streams which gather and
-            reduce had is not the others' at another moment.
+        config: Configuration of the run.
+        layout: Parallel layout of the run.
+        work: Work on one device, which contains the sizes of parameters.
+        activations: Activations of one sample for each mode of activation checkpointing.
+        layers: Largest number of layers on a rank, in all of its stages. 0 if the layers of the
+            model are unknown; the model is then divided evenly.
+        shares: Sizes of gradients and optimizer states relative to the parameters.
+        by_stream: Whether to return the memory that an allocator reserves. Memory of the streams
+            that gather and reduce cannot be reused by other streams, so the peaks add up.
     """
-    half = 1.0 if config.train.precision == "fp32" else 0.5
-    a_layer = work.first.step_layer.parameter_bytes
-    cut = 1.0 if layers else 1 / layout.pipeline
-    ends = cut * work.first.step_ends.parameter_bytes
-    whole = layers * a_layer + ends
+    compute_ratio = 1.0 if config.train.precision == "fp32" else 0.5
+    layer_bytes = work.first.step_layer.parameter_bytes
+    stage_fraction = 1.0 if layers else 1 / layout.pipeline
+    ends = stage_fraction * work.first.step_ends.parameter_bytes
+    total = layers * layer_bytes + ends
     mode = config.train.activation_checkpointing
     saved = activations[mode]
-    divided = 1 / layout.tensor
+    divided_ratio = 1 / layout.tensor
     if not config.strategy.tensor.sequence_parallel:
-        # What is recomputed in full keeps a layer's input alone, which every rank has whole.
-        divided = 1.0 if mode == "full" else 1 - _DIVIDED + _DIVIDED / layout.tensor
+        # Full recomputation keeps only the input of a layer, which is replicated.
+        divided_ratio = (
+            1.0 if mode == "full" else 1 - _TENSOR_DIVIDED + _TENSOR_DIVIDED / layout.tensor
+        )
     samples = layout.micro_batch_size / layout.context
-    a_layer_keeps = divided * saved.layer
+    kept_per_layer = divided_ratio * saved.layer
     if mode == "selective" and layout.tensor > 1:
-        # It keeps what is gathered and reduced, twice each in a layer's forward.
-        hidden = work.hidden_size * work.sample_length * _FP32 * half
-        a_layer_keeps += 2 * hidden * (1 + divided)
+        # Gathered and reduced tensors are kept; a layer's forward has two of each.
+        hidden = work.hidden_size * work.sample_length * _FP32_BYTES * compute_ratio
+        kept_per_layer += 2 * hidden * (1 + divided_ratio)
     in_flight = _in_flight(layout)
-    of_ends = (saved.ends if layers else cut * in_flight * saved.ends) / layout.tensor
-    of_layers = layers * in_flight * a_layer_keeps
-    recomputed = 0.0 if mode == "none" else divided * activations["none"].layer
+    end_activations = (
+        saved.ends if layers else stage_fraction * in_flight * saved.ends
+    ) / layout.tensor
+    layer_activations = layers * in_flight * kept_per_layer
+    recomputed = 0.0 if mode == "none" else divided_ratio * activations["none"].layer
     moments = analytic_states.moments(
-        config, layout, whole=whole, layer=a_layer, ends=ends, shares=shares
+        config, layout, total=total, layer=layer_bytes, ends=ends, shares=shares
     )
-    passing = {
-        "loss": of_layers + of_ends,
-        "last block": of_layers + recomputed,
+    transient = {
+        "loss": layer_activations + end_activations,
+        "last block": layer_activations + recomputed,
         "first block": recomputed,
         "update": 0.0,
     }
-    held = {
-        name: sum(moment.values()) + samples * passing[name] for name, moment in moments.items()
+    bytes_at = {
+        name: sum(moment.values()) + samples * transient[name] for name, moment in moments.items()
     }
     if not by_stream:
-        return max(held.values())
-    sent = {name: of["communication"] for name, of in moments.items()}
-    return max(held[name] - sent[name] for name in held) + max(sent.values())
+        return max(bytes_at.values())
+    communication_at = {name: moment["communication"] for name, moment in moments.items()}
+    return max(bytes_at[name] - communication_at[name] for name in bytes_at) + max(
+        communication_at.values()
+    )
 
 
 def _in_flight(layout: Layout) -> float:
-    """Return micro-batches of which a rank holds all its layers' activations at once.
+    """Return the number of micro-batches whose activations a rank holds at the same time.
 
-    Of the first rank of 1F1B and interleaved 1F1B: Narayanan et al., "Efficient Large-Scale
-    Language Model Training on GPU Clusters", 2021, section 2.2; of ZB-V: Qi et al., "Pipeline
-    Parallelism with Controllable Memory", 2024, section 3.
+    Sources: for the first rank of 1F1B and interleaved 1F1B, Narayanan et al., "Efficient
+    Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2. For ZB-V, Qi et al.,
+    "Pipeline Parallelism with Controllable Memory", 2024, section 3.
     """
     ranks, chunks = layout.pipeline, layout.stages_per_rank
     waiting = float(ranks)
@@ -226,10 +247,13 @@ def _in_flight(layout: Layout) -> float:
 
 
 def _activations(config: RunConfig) -> float:
-    """Return the most that activations take, and what a backward makes of them; compiled, less."""
+    """Return the peak of activations and temporaries in bytes.
+
+    The model is traced without compilation; compiled models need less.
+    """
     config = with_values(config, {"train.compile": False})
     events = trace_rank(ReducedRun.of(config), 0).events
-    before = next(n for n, event in enumerate(events) if event.name[0] == "update")
-    which = [CATEGORIES.index(category) for category in _PASSING]
-    points = (point for event in events[:before] for point in event.points)
-    return float(max(sum(point[index] for index in which) for point in points))
+    update = next(n for n, event in enumerate(events) if event.name[0] == "update")
+    indices = [CATEGORIES.index(category) for category in _TRANSIENT]
+    points = (point for event in events[:update] for point in event.points)
+    return float(max(sum(point[index] for index in indices) for point in points))

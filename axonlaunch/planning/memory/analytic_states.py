@@ -1,7 +1,7 @@
-"""What a rank holds of parameters, gradients and optimizer states in the course of a step.
+"""Computes the memory of parameters, gradients and optimizer states during a step by formulas.
 
-By closed formulas, as Rajbhandari et al., "ZeRO", 2020, section 3, has them, with what is cast,
-gathered and reduced of them meanwhile.
+The formulas follow Rajbhandari et al., "ZeRO", 2020, section 3, with the additional memory of cast,
+gathered and reduced tensors.
 """
 
 from __future__ import annotations
@@ -15,161 +15,173 @@ from axonlaunch.engines.data_parallel.gradient_synchronizer import TRAVELLING
 from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.planning.tracing.storage_trace import Category
 
-_FP32 = 4
+_FP32_BYTES = 4
 _WORKING_LAYERS = 2
-"""Layers that FSDP has gathered at once."""
+"""Number of layers that FSDP has gathered at the same time."""
 
 Moments: TypeAlias = dict[str, dict[Category, float]]
-"""Bytes by category, at moments of a step."""
+"""Bytes by category, for named moments of a step."""
 
 
 def moments(
     config: RunConfig,
     layout: Layout,
     *,
-    whole: float,
+    total: float,
     layer: float,
     ends: float,
     shares: TrainingShares,
 ) -> Moments:
-    """Return what a rank holds beside activations at the moments that may be a step's peak.
+    """Return the memory of a rank without activations at the possible peaks of a step.
 
-    They are those of its last backward, ``loss``, ``last block`` and ``first block``, in this
+    The moments are ``loss``, ``last block`` and ``first block`` of the last backward, in this
     order, and ``update``.
 
     Args:
-        config: The layout's run.
-        layout: Its layout.
-        whole: The parameters of the rank's stages, undivided by other axes, in bytes.
-        layer: Of these, those of a layer.
-        ends: Of these, those of no layer.
-        shares: Of what training keeps beside the parameters.
+        config: Configuration of the run.
+        layout: Parallel layout of the run.
+        total: Parameters of the rank's stages before division by other axes, in bytes.
+        layer: Parameters of one layer, in bytes.
+        ends: Parameters outside the layers, in bytes.
+        shares: Sizes of gradients and optimizer states relative to the parameters.
     """
-    whole, layer, ends = (size / layout.tensor for size in (whole, layer, ends))
-    looked_up = min(ends, shares.looked_up * whole)
+    total, layer, ends = (size / layout.tensor for size in (total, layer, ends))
+    looked_up = min(ends, shares.looked_up * total)
     if layout.facts.shards_parameters:
-        return _of_shards(config, layout, whole, layer, (looked_up, ends - looked_up), shares)
+        return _sharded_moments(config, layout, total, layer, (looked_up, ends - looked_up), shares)
     if layout.facts.divides_update and layout.gradient_ranks > 1:
-        return _of_divided_update(config, layout, whole, (looked_up, ends - looked_up), shares)
-    return _of_replicas(config, layout, whole, (looked_up, ends - looked_up), shares)
+        return _divided_update_moments(config, layout, total, (looked_up, ends - looked_up), shares)
+    return _replicated_moments(config, layout, total, (looked_up, ends - looked_up), shares)
 
 
-def states(of_step: Moments) -> dict[Category, float]:
-    """Return what states take of a rank's device, once it has all of its gradients, in bytes.
+def states(moments_of_step: Moments) -> dict[Category, float]:
+    """Return the device memory of parameters, gradients and states at their peak, by category.
 
-    As communication it has what another moment takes more: what is cast, gathered or reduced.
+    If another moment needs more memory than the end of the backward, for cast, gathered or reduced
+    tensors, the difference is added to the category communication.
 
     Args:
-        of_step: What ``moments`` gave.
+        moments_of_step: Result of ``moments``.
     """
-    held = dict(of_step["first block"])
-    most = max(sum(moment.values()) for moment in of_step.values())
-    held["communication"] += most - sum(held.values())
-    return held
+    breakdown = dict(moments_of_step["first block"])
+    peak = max(sum(moment.values()) for moment in moments_of_step.values())
+    breakdown["communication"] += peak - sum(breakdown.values())
+    return breakdown
 
 
-def _of_replicas(
+def _replicated_moments(
     config: RunConfig,
     layout: Layout,
-    whole: float,
+    total: float,
     ends: tuple[float, float],
     shares: TrainingShares,
 ) -> Moments:
-    """Return the moments of whole parameters, gradients and states.
+    """Return the moments of a layout in which parameters, gradients and states are replicated.
 
     Args:
-        config: The layout's run.
-        layout: Its layout.
-        whole: Parameters that the rank has a part of, in bytes.
-        ends: Of these, those of no layer: what is looked up, and what is multiplied with.
-        shares: Of what training keeps beside the parameters.
+        config: Configuration of the run.
+        layout: Parallel layout of the run.
+        total: Parameters of the rank, in bytes.
+        ends: Parameters outside the layers, in bytes: embeddings, and parameters of products.
+        shares: Sizes of gradients and optimizer states relative to the parameters.
     """
-    gradients = shares.gradients * whole
-    begun, buckets = (1.0 if _adds_up(layout) else 0.0), 0.0
+    gradients = shares.gradients * total
+    accumulated, buckets = (1.0 if _accumulates(layout) else 0.0), 0.0
     if _has_buckets(config, layout):
-        # What adds up without being sent adds up beside the buckets, which stay.
-        is_apart = begun or not config.strategy.ddp.gradient_as_bucket_view
-        begun, buckets = (begun, gradients) if is_apart else (1.0, 0.0)
-    cast, cast_of_ends = _cast(config, whole, ends)
+        # Gradients that accumulate without communication are separate from the buckets.
+        is_separate = accumulated or not config.strategy.ddp.gradient_as_bucket_view
+        accumulated, buckets = (accumulated, gradients) if is_separate else (1.0, 0.0)
+    cast, cast_ends = _cast_bytes(config, total, ends)
 
-    def moment(part: float, temporary: float = 0.0) -> dict[Category, float]:
-        return _moment(whole, part * gradients, shares.states * whole, buckets, temporary)
+    def moment(fraction: float, temporary: float = 0.0) -> dict[Category, float]:
+        return _moment(total, fraction * gradients, shares.states * total, buckets, temporary)
 
     return {
-        "loss": moment(begun, cast),
-        "last block": moment(max(begun, _share(sum(ends), whole)), cast - cast_of_ends),
+        "loss": moment(accumulated, cast),
+        "last block": moment(max(accumulated, _fraction(sum(ends), total)), cast - cast_ends),
         "first block": moment(1),
         "update": moment(1),
     }
 
 
-def _of_divided_update(
+def _divided_update_moments(
     config: RunConfig,
     layout: Layout,
-    whole: float,
+    total: float,
     ends: tuple[float, float],
     shares: TrainingShares,
 ) -> Moments:
-    """Return the moments of ZeRO-1; arguments as ``_of_replicas`` takes them."""
-    gradients, rows = shares.gradients * whole, 1 / layout.optimizer_shards
-    # Gradients of the bucket that is filled, which are then freed, and what is sent.
-    sent = min(gradients, BUCKET_BYTES) + min(gradients, TRAVELLING * BUCKET_BYTES)
-    cast, cast_of_ends = _cast(config, whole, ends)
-    begun = 1.0 if _adds_up(layout) else 0.0
+    """Return the moments of ZeRO-1; takes the arguments of ``_replicated_moments``."""
+    gradients, shard = shares.gradients * total, 1 / layout.optimizer_shards
+    # Gradients of the bucket being filled, which are freed afterwards, and buckets being sent.
+    in_flight = min(gradients, BUCKET_BYTES) + min(gradients, TRAVELLING * BUCKET_BYTES)
+    cast, cast_ends = _cast_bytes(config, total, ends)
+    accumulated = 1.0 if _accumulates(layout) else 0.0
 
-    def moment(part: float, communication: float, temporary: float = 0.0) -> dict[Category, float]:
-        optimizer = rows * shares.states * whole
-        return _moment(whole, part * gradients, optimizer, communication, temporary)
+    def moment(
+        fraction: float, communication: float, temporary: float = 0.0
+    ) -> dict[Category, float]:
+        optimizer = shard * shares.states * total
+        return _moment(total, fraction * gradients, optimizer, communication, temporary)
 
     return {
-        "loss": moment(begun, 0, cast),
+        "loss": moment(accumulated, 0, cast),
         "last block": moment(
-            max(begun, rows * _share(sum(ends), whole)), 0 if begun else sent, cast - cast_of_ends
+            max(accumulated, shard * _fraction(sum(ends), total)),
+            0 if accumulated else in_flight,
+            cast - cast_ends,
         ),
-        "first block": moment(rows, sent),
-        # Small parameters are gathered to buckets, all at once.
-        "update": moment(0, shares.small * whole * (1 + rows)),
+        "first block": moment(shard, in_flight),
+        # All small parameters are gathered to buckets at the same time.
+        "update": moment(0, shares.small * total * (1 + shard)),
     }
 
 
-def _of_shards(
+def _sharded_moments(
     config: RunConfig,
     layout: Layout,
-    whole: float,
+    total: float,
     layer: float,
     ends: tuple[float, float],
     shares: TrainingShares,
 ) -> Moments:
-    """Return the moments of FSDP; arguments as ``_of_replicas`` takes them, ``layer`` as well."""
+    """Return the moments of FSDP; takes the arguments of ``_replicated_moments``, and ``layer``."""
     looked_up, multiplied = ends
-    half, begun = _lower(config), (1.0 if _adds_up(layout) else 0.0)
+    compute_ratio, accumulated = _compute_ratio(config), (1.0 if _accumulates(layout) else 0.0)
     offload, shard = config.strategy.fsdp.cpu_offload, 1 / layout.parameter_shards
-    on_device = 0.0 if offload in ("params", "full") else shard
-    states_there = 0.0 if offload in ("optimizer_states", "full") else shard
-    # Gathered in the type of the products; its gradient in that too, and as it is summed.
-    a_unit = 1 + half
-    read = multiplied * half
-    working = _WORKING_LAYERS * layer * half + layer * a_unit
-    of_end = max(looked_up, multiplied) * (half + a_unit)
-    gathered = {"loss": read, "last block": read + working, "first block": max(working, of_end)}
+    parameter_shard = 0.0 if offload in ("params", "full") else shard
+    optimizer_shard = 0.0 if offload in ("optimizer_states", "full") else shard
+    # Parameters are gathered in the compute type. Gradients exist in that type and as reduced.
+    unit_ratio = 1 + compute_ratio
+    gathered_ends = multiplied * compute_ratio
+    working_layers = _WORKING_LAYERS * layer * compute_ratio + layer * unit_ratio
+    end_bytes = max(looked_up, multiplied) * (compute_ratio + unit_ratio)
+    gathered = {
+        "loss": gathered_ends,
+        "last block": gathered_ends + working_layers,
+        "first block": max(working_layers, end_bytes),
+    }
     if layout.pipeline > 1:
-        gathered = dict.fromkeys(gathered, whole * a_unit)
+        gathered = dict.fromkeys(gathered, total * unit_ratio)
     elif config.strategy.fsdp.sharding == "shard_grad_op":
-        gathered |= {"loss": whole * half, "last block": whole * half + layer * a_unit}
+        gathered |= {
+            "loss": total * compute_ratio,
+            "last block": total * compute_ratio + layer * unit_ratio,
+        }
     gradients = {
-        "loss": begun,
-        "last block": max(begun, _share(sum(ends), whole)),
+        "loss": accumulated,
+        "last block": max(accumulated, _fraction(sum(ends), total)),
         "first block": 1.0,
         "update": 1.0,
     }
     return {
         name: _moment(
-            on_device * whole,
-            part * shares.gradients * on_device * whole,
-            states_there * shares.states * whole,
+            parameter_shard * total,
+            fraction * shares.gradients * parameter_shard * total,
+            optimizer_shard * shares.states * total,
             gathered.get(name, 0.0),
         )
-        for name, part in gradients.items()
+        for name, fraction in gradients.items()
     }
 
 
@@ -180,7 +192,7 @@ def _moment(
     communication: float,
     temporary: float = 0.0,
 ) -> dict[Category, float]:
-    """Return what is held at a moment, in bytes by category; activations are counted elsewhere."""
+    """Return the bytes of one moment by category; activations are counted elsewhere."""
     return {
         "parameters": parameters,
         "gradients": gradients,
@@ -190,35 +202,37 @@ def _moment(
     }
 
 
-def _cast(config: RunConfig, whole: float, ends: tuple[float, float]) -> tuple[float, float]:
-    """Return what is cast of whole parameters at the loss, and of that what the ends' are.
+def _cast_bytes(config: RunConfig, total: float, ends: tuple[float, float]) -> tuple[float, float]:
+    """Return the bytes of cast parameters at the loss, in total and outside the layers.
 
-    It is kept for backward by the products that read it; a layer that is recomputed casts again.
+    Products keep the cast parameters for backward; recomputed layers cast them again.
     """
     looked_up, multiplied = ends
-    half = _lower(config)
-    if half == 1:
+    compute_ratio = _compute_ratio(config)
+    if compute_ratio == 1:
         return 0.0, 0.0
     is_kept = config.train.activation_checkpointing == "none"
-    return half * (whole - looked_up if is_kept else multiplied), half * multiplied
+    return compute_ratio * (
+        total - looked_up if is_kept else multiplied
+    ), compute_ratio * multiplied
 
 
-def _lower(config: RunConfig) -> float:
-    """Return what products read of a parameter beside what is kept of it: 0.5 of fp32 in bf16."""
-    is_cast = config.train.precision != "fp32" and config.train.parameter_bytes == _FP32
+def _compute_ratio(config: RunConfig) -> float:
+    """Return the relative size of a cast parameter, for example 0.5 for fp32 cast to bf16."""
+    is_cast = config.train.precision != "fp32" and config.train.parameter_bytes == _FP32_BYTES
     return 0.5 if is_cast else 1.0
 
 
-def _adds_up(layout: Layout) -> bool:
-    """Say whether gradients of other micro-batches are there when the last backward begins."""
+def _accumulates(layout: Layout) -> bool:
+    """Return whether gradients of other micro-batches exist when the last backward begins."""
     return layout.micro_batches > 1 or layout.pipeline > 1
 
 
 def _has_buckets(config: RunConfig, layout: Layout) -> bool:
-    """Say whether gradients are averaged by torch's DDP, whose buckets hold all of them."""
+    """Return whether torch's DDP averages the gradients, so that its buckets hold all of them."""
     is_plain = layout.tensor == layout.pipeline == 1 and config.strategy.reduce_dtype == "fp32"
     return is_plain and layout.gradient_ranks > 1 and config.strategy.ddp.sync == "overlapped"
 
 
-def _share(part: float, whole: float) -> float:
-    return min(1.0, part / whole) if whole else 0.0
+def _fraction(part: float, total: float) -> float:
+    return min(1.0, part / total) if total else 0.0

@@ -1,6 +1,7 @@
-"""What a CUDA process is seen to hold while it runs a rank: the allocator's cache, and the rest.
+"""Estimates the device memory of a CUDA process that runs a rank.
 
-The rest, in ``measured_constants``, does not follow from the run.
+This is the memory reserved by the allocator, which follows from the run, plus the CUDA context and
+NCCL, which are constants from ``measured_constants``.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class DeviceMemory:
     """Bytes of device memory.
 
     Attributes:
-        allocator: What ``torch.cuda.max_memory_reserved`` shows.
-        context: The driver's.
-        communicators: NCCL's.
-        symmetric: What ranks of a tensor axis read of each other without it.
+        allocator: Reserved by torch's allocator, as in ``torch.cuda.max_memory_reserved``.
+        context: CUDA context.
+        communicators: Memory of NCCL.
+        symmetric: Symmetric memory, which the ranks of a tensor axis read directly.
     """
 
     allocator: int
@@ -53,17 +54,17 @@ class DeviceMemory:
 
     @property
     def process(self) -> int:
-        """What nvidia-smi shows."""
+        """Total memory of the process, as in nvidia-smi."""
         return self.allocator + self.context + self.communicators + self.symmetric
 
 
 @dataclass(frozen=True)
 class DeviceRequests:
-    """What a rank asks of a device.
+    """Device memory that a rank requests.
 
     Attributes:
-        changes: Of its allocator.
-        symmetric: Bytes that other ranks can read, beside it.
+        changes: Requests to torch's allocator.
+        symmetric: Bytes of symmetric memory, which the allocator does not provide.
     """
 
     changes: list[Change]
@@ -80,49 +81,50 @@ def peak_device_memory(
     settings: AllocatorSettings | None = None,
     workspaces: Sequence[int] = (),
 ) -> DeviceMemory:
-    """Return what a process holds at most.
+    """Return the peak device memory of a process.
 
     Args:
-        recorded: What the rank asks of its device.
-        peak_bytes: What its tensors and ``workspaces`` hold at most. What is missing of that in
-            its ``changes``, as of buckets that an extended recording can't place, is held besides.
-        groups: Sizes of the groups that the rank talks to.
-        hardware: The device's figures; None: what was measured on others.
-        capacity: Bytes of the device; None: without end.
-        settings: The allocator's; None: torch's own.
-        workspaces: As ``cublas_workspaces`` returns them.
+        recorded: Device memory that the rank requests.
+        peak_bytes: Peak of the rank's tensors and ``workspaces``. If the peak of the recorded
+            changes is lower, for example because an extended recording lacks some buckets, the
+            difference is added.
+        groups: Sizes of the process groups of the rank.
+        hardware: Description of the device; None uses constants measured on other devices.
+        capacity: Bytes of the device; None for unlimited memory.
+        settings: Settings of the allocator; None for torch's defaults.
+        workspaces: Bytes of each cuBLAS workspace, from ``cublas_workspaces``.
     """
     changes = [*(Change(-n, size) for n, size in enumerate(workspaces, 1)), *recorded.changes]
     allocator = Allocator(settings, capacity=capacity)
     allocator.replay(changes)
     return DeviceMemory(
-        allocator=allocator.peak_reserved + max(0, peak_bytes - _most(changes)),
+        allocator=allocator.peak_reserved + max(0, peak_bytes - _peak_live_bytes(changes)),
         context=context_bytes(hardware),
-        communicators=communicators(groups, hardware),
+        communicators=communicator_bytes(groups, hardware),
         symmetric=recorded.symmetric,
     )
 
 
 def cublas_workspaces(config: RunConfig) -> list[int]:
-    """Return the bytes that torch's allocator holds for each thread that multiplies."""
+    """Return the bytes of the cuBLAS workspace of each thread that runs matrix products."""
     size = int((config.hardware or HardwareConfig(name="")).cublas_workspace_mib * MIB)
     return [DETERMINISTIC_WORKSPACE if config.train.deterministic else size] * CUBLAS_THREADS
 
 
-def besides(groups: Iterable[int], hardware: HardwareConfig | None = None) -> int:
-    """Return bytes of a device that no allocator of torch's has: the context and NCCL's."""
-    return context_bytes(hardware) + communicators(groups, hardware)
+def non_allocator_bytes(groups: Iterable[int], hardware: HardwareConfig | None = None) -> int:
+    """Return the device memory of the CUDA context and NCCL, outside torch's allocator."""
+    return context_bytes(hardware) + communicator_bytes(groups, hardware)
 
 
 def context_bytes(hardware: HardwareConfig | None = None) -> int:
-    """Return bytes that the driver holds for a process, its kernels included."""
+    """Return the bytes of the CUDA context of a process, with its loaded kernels."""
     if hardware is None or hardware.context_mib is None:
         return CUDA_CONTEXT
     return int(hardware.context_mib * MIB)
 
 
-def communicators(groups: Iterable[int], hardware: HardwareConfig | None = None) -> int:
-    """Return bytes that NCCL holds for groups of these sizes."""
+def communicator_bytes(groups: Iterable[int], hardware: HardwareConfig | None = None) -> int:
+    """Return the bytes that NCCL needs for process groups of these sizes."""
     sizes = [size for size in groups if size > 1]
     if hardware is None or hardware.communicator_mib is None:
         return sum(NCCL_PAIR if size == 2 else NCCL_RING for size in sizes)
@@ -130,52 +132,59 @@ def communicators(groups: Iterable[int], hardware: HardwareConfig | None = None)
 
 
 def communicator_sizes(layout: Layout) -> list[int]:
-    """Return the ranks of each communicator that a rank takes part in.
+    """Return the number of ranks in each communicator of a rank.
 
-    torch makes the world's as soon as it knows the device, under a pipeline with the first sum, and
-    one for each axis of the mesh, unless the mesh is the world. Those of two neighboring stages,
-    which carry messages alone, are left out: what NCCL holds for them is not known here. Ranks that
-    share a sequence are part of a data axis, and have one of their own besides.
+    - The world: torch creates its communicator when the device is known, in a pipeline with the
+      first reduction.
+    - Each axis of the mesh with more than one rank. A single such axis is the world.
+    - The context axis, which is also part of a data axis.
+
+    Not included are communicators between neighbouring pipeline stages, which only carry messages,
+    because NCCL's memory for them is not known.
     """
     axes = dict(layout.axes)
     axes["dp_replicate" if layout.replicates_context else "dp_shard"] *= axes.pop("cp")
-    split = [size for size in axes.values() if size > 1]
-    world = [*split] if len(split) < 2 else [math.prod(split), *split]
-    return [*world, *([layout.context] if layout.context > 1 else [])]
+    axis_sizes = [size for size in axes.values() if size > 1]
+    sizes = [*axis_sizes] if len(axis_sizes) < 2 else [math.prod(axis_sizes), *axis_sizes]
+    return [*sizes, *([layout.context] if layout.context > 1 else [])]
 
 
 def record(
     reduced: ReducedRun, *, rank: int, stages: list[int], on_host: Collection[Category] = ()
 ) -> DeviceRequests:
-    """Return what a rank asks of its device, in a process of its own.
+    """Record a rank's requests to its device. Call this in a process forked for it.
 
-    Where blocks are equal a shallow model is run and its recording extended.
+    If all blocks are equal, a shallow model is run and its recording is extended.
 
     Args:
-        reduced: The run's.
-        rank: The global rank.
-        stages: Its pipeline stages.
-        on_host: As ``StorageTrace``'s.
+        reduced: Run to record.
+        rank: Global rank.
+        stages: Pipeline stages of the rank.
+        on_host: Categories kept in host memory.
     """
-    spare = reduced.spare_blocks(stages, needed=FEWEST)
-    if spare > 0:
-        recording, counts = _run(reduced.without(spare, stages), rank, on_host)
-        # A schedule that splits backwards goes through blocks in an order that can't be continued.
+    spare_blocks = reduced.spare_blocks(stages, needed=FEWEST)
+    if spare_blocks > 0:
+        recording, counts = _record_steps(reduced.without(spare_blocks, stages), rank, on_host)
+        # Schedules that split the backward visit blocks in an order that cannot be extended.
         with suppress(ValueError):
-            changes = extended(recording, blocks=spare, counts=counts)
-            return DeviceRequests(changes, symmetric_memory(reduced.config, recording.exchanged))
-    recording, _ = _run(reduced, rank, on_host)
-    return DeviceRequests(recording.changes, symmetric_memory(reduced.config, recording.exchanged))
+            changes = extended(recording, blocks=spare_blocks, counts=counts)
+            return DeviceRequests(
+                changes, symmetric_memory(reduced.config, recording.max_reduced_bytes)
+            )
+    recording, _ = _record_steps(reduced, rank, on_host)
+    return DeviceRequests(
+        recording.changes, symmetric_memory(reduced.config, recording.max_reduced_bytes)
+    )
 
 
 def symmetric_memory(config: RunConfig, part: int) -> int:
-    """Return what matrix products that exchange as they compute hold for other ranks to read.
+    """Return the symmetric memory of matrix products that overlap with communication.
 
-    It is one workspace, which grows to the most that is asked of it and is no allocator's: a part
-    of what is gathered, or two parts of what is summed and divided.
+    torch uses one workspace outside its allocator, which grows to the largest request: one part of
+    a gathered tensor, or two parts of a reduce-scattered tensor.
 
     Args:
-        config: The run's.
+        config: Configuration of the run.
         part: Bytes of the largest part.
 
     Source: PyTorch, ``torch/distributed/_symmetric_memory/__init__.py``,
@@ -186,24 +195,24 @@ def symmetric_memory(config: RunConfig, part: int) -> int:
     return -(-2 * part // SYMMETRIC_PAGE) * SYMMETRIC_PAGE
 
 
-def _run(
+def _record_steps(
     reduced: ReducedRun, rank: int, on_host: Collection[Category]
 ) -> tuple[Recording, dict[int, int]]:
-    """Record two steps: what the first leaves behind decides where the second's storages go.
+    """Record two steps, because the cached blocks of the first step affect the second.
 
-    Of a pipeline, whose step is long, it is one.
+    A pipeline runs only one, because its step is long.
     """
     trace = RecordingTrace(on_host=on_host, workspaces=cuda_attention.workspaces(reduced.config))
     world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
     with refusing_untraceable(reduced.config):
-        return _steps(reduced, FakeRank(reduced, world, trace=trace), trace)
+        return _run_steps(reduced, FakeRank(reduced, world, trace=trace), trace)
 
 
-def _steps(
+def _run_steps(
     reduced: ReducedRun, dry: FakeRank, trace: RecordingTrace
 ) -> tuple[Recording, dict[int, int]]:
     spec = spec_for(reduced.config)
-    blocks = {n: [*spec.blocks(part).values()] for n, part in enumerate(dry.engine.modules)}
+    blocks = {n: [*spec.blocks(module).values()] for n, module in enumerate(dry.engine.modules)}
     extrapolate_depth.watch_blocks(blocks, trace)
     batch = dry.batch()
     with dry.storing():
@@ -220,12 +229,12 @@ def _steps(
     return recording, {stage: len(members) for stage, members in blocks.items()}
 
 
-def _most(changes: Iterable[Change]) -> int:
+def _peak_live_bytes(changes: Iterable[Change]) -> int:
     sizes: dict[int, int] = {}
-    now = most = 0
+    current = peak = 0
     for change in changes:
-        now += change.num_bytes - sizes.pop(change.storage, 0)
+        current += change.num_bytes - sizes.pop(change.storage, 0)
         if change.num_bytes:
             sizes[change.storage] = change.num_bytes
-        most = max(most, now)
-    return most
+        peak = max(peak, current)
+    return peak

@@ -1,7 +1,7 @@
-"""What the engines' memory statistics would say of a run, out of its estimate.
+"""Computes the engines' memory statistics from an estimate.
 
-They are the engines' own: a sharded module's parameters are measured as a real one's are, and a
-pipeline's activations are those that its schedule holds, of the bytes that a trace shows.
+Sharded parameters are measured with the same code as in a run. The activations of a pipeline follow
+from its schedule and the traced bytes of one micro-batch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from axonlaunch.planning.records import Estimate, RankEstimate
 
 
 def fsdp_stats(rank: RankEstimate) -> FSDPMemoryStats:
-    """Return what ``FSDP.memory_stats`` would say on a rank after a step.
+    """Return the expected ``FSDP.memory_stats`` of a rank after a step.
 
-    Its ``device_peak_bytes`` are those of all tensors, of whatever device.
+    ``device_peak_bytes`` covers all tensors, on a GPU or a CPU.
 
     Raises:
-        ValueError: Nothing is sharded there.
+        ValueError: The rank has no sharded parameters.
     """
     stats = rank.sharded_parameters
     if stats is None:
@@ -29,15 +29,15 @@ def fsdp_stats(rank: RankEstimate) -> FSDPMemoryStats:
 
 
 def pipeline_stats(estimate: Estimate, schedule: PipelineSchedule) -> PipelineMemoryStats:
-    """Return what a schedule costs, with the bytes of the activations that each stage holds.
+    """Return the memory statistics of a schedule, with the activation bytes of each stage.
 
     Args:
-        estimate: Of the run, every place on its pp axis.
-        schedule: The run's.
+        estimate: Estimate of the run, for every position on its pp axis.
+        schedule: Schedule of the run.
     """
-    of_stage: dict[int, int] = {}
-    for place, rank in enumerate(estimate.ranks):
-        of_stage |= zip(schedule.stages_of(place), rank.microbatch_bytes, strict=True)
+    bytes_by_stage: dict[int, int] = {}
+    for pp_rank, rank in enumerate(estimate.ranks):
+        bytes_by_stage |= zip(schedule.stages_of(pp_rank), rank.microbatch_bytes, strict=True)
     return PipelineMemoryStats.from_schedule(
-        schedule, [of_stage[stage] for stage in range(schedule.num_stages)]
+        schedule, [bytes_by_stage[stage] for stage in range(schedule.num_stages)]
     )

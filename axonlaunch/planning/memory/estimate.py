@@ -1,8 +1,8 @@
-"""How much memory each rank of a run would hold, found by running its engine on nothing.
+"""Estimates the peak memory of each rank by running its real engine on fake tensors.
 
-The real engine is built for one rank of each pipeline stage, in a world without the others and on
-fake tensors, and does a step after its optimizer has made its states. What can't be traced
-so is refused.
+For one rank at each position of the pp axis, the engine is built in a fake world without the other
+ranks. It runs one step after the optimizer has created its states. A model that cannot be traced
+this way is an error.
 """
 
 from __future__ import annotations
@@ -27,84 +27,83 @@ from axonlaunch.system import allocator_settings, forked_map
 def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> Estimate:
     """Estimate the peak memory of every rank of a run.
 
-    Bytes are those of live storages, as ``StorageTrace`` counts them, on a GPU with what kernels of
-    attention and cuBLAS hold besides: all samples of a rank's step are counted as on its device,
-    and what passes through the device on the way from and to host memory, a layer or a parameter
-    at a time, is not. Of what is compiled it is the wrappers of kernels that are followed, which
-    allocate. An evaluation, of as large micro-batches and without
-    gradients, holds less than a step.
+    Counted are live storages, as in ``StorageTrace``, and on a GPU the temporary buffers of
+    attention kernels and cuBLAS. All samples of a rank's step count as device memory. Tensors that
+    pass through the device on the way to and from host memory, one layer or parameter at a time, do
+    not. Compiled code is followed through the wrappers of its kernels, which allocate. An
+    evaluation with micro-batches of the same size needs less, because it computes no gradients.
 
     Args:
-        config: Checked, with ``launch.nproc`` resolved: the ranks of the world.
-        exact: Whether to trace every block and micro-batch; else two shallow models stand for a
-            deep one, which gives the same bytes wherever blocks are equal, and a short step in a
-            short pipeline for a long one, which gives them to one activation between stages.
-        ends: Whether to estimate only the first two places on the pp axis and the last: between
-            them ranks hold less and less, if blocks are dealt out evenly.
+        config: Checked configuration with ``launch.nproc`` resolved to the number of ranks.
+        exact: Whether to trace every block and micro-batch. Otherwise two shallow models represent
+            a deep one, with the same result if blocks are equal, and a short step of a short
+            pipeline represents a long one, with an error of one activation between stages.
+        ends: Whether to estimate only the first two positions on the pp axis and the last one. In
+            between, memory decreases with the position if blocks are distributed evenly.
 
     Raises:
-        ConfigError: The run can't be traced.
+        ConfigError: The run cannot be traced.
     """
     reduced = ReducedRun.of(config)
-    where: Sequence[int] = range(reduced.layout.pipeline)
+    pp_ranks: Sequence[int] = range(reduced.layout.pipeline)
     if ends:
-        where = sorted({*where[:2], where[-1]})
-    run = _Run(reduced, [StageTrace.of(reduced, place, exact=exact) for place in where])
-    if len(run.places) > 1:
-        run.trace(run.first)
+        pp_ranks = sorted({*pp_ranks[:2], pp_ranks[-1]})
+    run = _Run(reduced, [StageTrace.of(reduced, pp_rank, exact=exact) for pp_rank in pp_ranks])
+    if len(run.stage_traces) > 1:
+        run.trace(run.first_two)
     return run.estimate()
 
 
 def estimate_fitting(
     config: RunConfig, *, memory: float, until: float | None = None
 ) -> Estimate | None:
-    """Estimate the memory of a run, if it may fit: it takes less to see that one does not.
+    """Estimate the memory of a run, or stop early if it cannot fit.
 
     Args:
-        config: As for ``estimate``.
-        memory: Bytes of a device that it may take.
-        until: ``time.monotonic()`` at which it is given up; None: never.
+        config: Checked configuration with ``launch.nproc`` resolved to the number of ranks.
+        memory: Bytes of device memory that the run may use.
+        until: Deadline as a value of ``time.monotonic()``; None for no deadline.
 
     Returns:
-        As ``estimate``; None where tensors alone leave no room for the rest.
+        The estimate; None if the tensors, the CUDA context and NCCL already exceed ``memory``.
 
     Raises:
-        ConfigError: The run can't be traced.
-        TimeoutError: It is ``until``.
+        ConfigError: The run cannot be traced.
+        TimeoutError: The deadline has passed.
     """
     reduced = ReducedRun.of(config)
-    where = range(reduced.layout.pipeline)
-    places = [StageTrace.of(reduced, place, exact=False) for place in where]
-    run = _Run(reduced, places, until=until)
-    run.trace(run.first)
-    rest = cuda_process.besides(run.groups, config.hardware) if run.on_gpu else 0
-    if run.highest(run.first).peak_bytes + rest > memory:
+    pp_ranks = range(reduced.layout.pipeline)
+    stage_traces = [StageTrace.of(reduced, pp_rank, exact=False) for pp_rank in pp_ranks]
+    run = _Run(reduced, stage_traces, until=until)
+    run.trace(run.first_two)
+    other_bytes = cuda_process.non_allocator_bytes(run.groups, config.hardware) if run.on_gpu else 0
+    if run.highest(run.first_two).peak_bytes + other_bytes > memory:
         return None
     return run.estimate()
 
 
 @dataclass
 class _Run:
-    """A run, and what is known of it so far.
+    """A run with the traces made so far.
 
     Attributes:
-        reduced: The run's.
-        places: On the pp axis: those to estimate.
-        until: ``time.monotonic()`` at which tracing is given up; None: never.
-        done: What was traced and recorded.
+        reduced: Inputs of the dry runs.
+        stage_traces: Positions on the pp axis to estimate.
+        until: Deadline for tracing, as a value of ``time.monotonic()``; None for no deadline.
+        results: Finished traces by ``TraceKey``, and recordings by ``("process", pp rank)``.
     """
 
     reduced: ReducedRun
-    places: list[StageTrace]
+    stage_traces: list[StageTrace]
     until: float | None = None
-    done: dict[Any, Any] = field(default_factory=dict)
-    _steps: dict[Any, list[TraceEvent]] = field(default_factory=dict)
+    results: dict[Any, Any] = field(default_factory=dict)
+    _short_steps: dict[Any, list[TraceEvent]] = field(default_factory=dict)
     _ranks: dict[int, RankEstimate] = field(default_factory=dict)
 
     @property
-    def first(self) -> list[StageTrace]:
-        """The first two places, one of which holds most, but for odd splits."""
-        return self.places[:2]
+    def first_two(self) -> list[StageTrace]:
+        """The first two positions. Except for unusual splits, one of them has the highest peak."""
+        return self.stage_traces[:2]
 
     @property
     def on_gpu(self) -> bool:
@@ -112,7 +111,7 @@ class _Run:
 
     @property
     def groups(self) -> list[int]:
-        """Ranks of each communicator that a rank takes part in."""
+        """Number of ranks in each communicator of a rank."""
         return cuda_process.communicator_sizes(self.reduced.layout)
 
     @property
@@ -120,45 +119,54 @@ class _Run:
         """Bytes of cuBLAS's workspaces; none on a CPU."""
         return cuda_process.cublas_workspaces(self.reduced.config) if self.on_gpu else []
 
-    def trace(self, places: Iterable[StageTrace], *, recorded: int | None = None) -> None:
-        """Trace what is not traced yet of some places, and record one beside them."""
+    def trace(self, stage_traces: Iterable[StageTrace], *, recorded: int | None = None) -> None:
+        """Run the missing traces of some positions, and the recording of position ``recorded``."""
         runs: dict[Any, Callable[[], Any]] = {}
-        if recorded is not None and ("process", recorded) not in self.done:  # the longest to run
+        if recorded is not None and ("process", recorded) not in self.results:  # the longest to run
             runs["process", recorded] = _recording_run(self.reduced, recorded)
-        for place in places:
-            runs |= {key: run for key, run in place.traces().items() if key not in self.done}
+        for stage in stage_traces:
+            runs |= {key: run for key, run in stage.traces().items() if key not in self.results}
         results = forked_map.map_forked(
-            [*runs.values()], memory=fake_tensor_cache.recipes, until=self.until
+            [*runs.values()],
+            task="tracing a step to estimate its memory",
+            memory=fake_tensor_cache.recipes,
+            until=self.until,
         )
-        self.done.update(zip(runs, results, strict=True))
+        self.results.update(zip(runs, results, strict=True))
 
-    def rank(self, place: StageTrace) -> RankEstimate:
-        """Return what the first rank of a traced place holds."""
-        if place.kind not in self._steps:
-            self._steps[place.kind] = place.short_step(self.done)
-        if place.place not in self._ranks:
-            first = place.place * self.reduced.world_size // self.reduced.layout.pipeline
-            estimated = _of_rank(
-                place, first, self._steps[place.kind], self.done, workspaces=self.workspaces
+    def rank(self, stage: StageTrace) -> RankEstimate:
+        """Return the estimate of the first rank at a traced position."""
+        if stage.kind not in self._short_steps:
+            self._short_steps[stage.kind] = stage.short_step(self.results)
+        if stage.pp_rank not in self._ranks:
+            first_rank = stage.pp_rank * self.reduced.world_size // self.reduced.layout.pipeline
+            estimated = _rank_estimate(
+                stage,
+                first_rank,
+                self._short_steps[stage.kind],
+                self.results,
+                workspaces=self.workspaces,
             )
-            self._ranks[place.place] = estimated
-        return self._ranks[place.place]
+            self._ranks[stage.pp_rank] = estimated
+        return self._ranks[stage.pp_rank]
 
     def estimate(self) -> Estimate:
-        """Trace and record what is left, and return the estimate that follows from all of it."""
-        traced = [place for place in self.places if place.traces().keys() <= self.done.keys()]
+        """Run all missing traces and recordings, and return the estimate."""
+        traced = [
+            stage for stage in self.stage_traces if stage.traces().keys() <= self.results.keys()
+        ]
         likely = self.highest(traced).coords["pp"] if traced else 0
-        self.trace(self.places, recorded=likely if self.on_gpu else None)
-        highest = self.highest(self.places)
+        self.trace(self.stage_traces, recorded=likely if self.on_gpu else None)
+        highest = self.highest(self.stage_traces)
         hardware = self.reduced.config.hardware
         reserved = process_bytes = highest.peak_bytes
         context = communicators = 0
         if self.on_gpu:
-            place = highest.coords["pp"]
-            self.trace([], recorded=place)
-            device = _process(
+            pp_rank = highest.coords["pp"]
+            self.trace([], recorded=pp_rank)
+            device = _device_memory(
                 highest.peak_bytes,
-                self.done["process", place],
+                self.results["process", pp_rank],
                 groups=self.groups,
                 hardware=hardware,
                 workspaces=self.workspaces,
@@ -174,69 +182,69 @@ class _Run:
             process_bytes=process_bytes,
             context_bytes=context,
             communicator_bytes=communicators,
-            ranks=[self.rank(place) for place in self.places],
+            ranks=[self.rank(stage) for stage in self.stage_traces],
         )
 
-    def highest(self, places: Iterable[StageTrace]) -> RankEstimate:
-        """Return the rank of traced places that holds most."""
-        return max(map(self.rank, places), key=lambda rank: rank.peak_bytes)
+    def highest(self, stage_traces: Iterable[StageTrace]) -> RankEstimate:
+        """Return the rank with the highest peak among traced positions."""
+        return max(map(self.rank, stage_traces), key=lambda rank: rank.peak_bytes)
 
 
-def _recording_run(reduced: ReducedRun, place: int) -> Callable[[], cuda_process.DeviceRequests]:
-    """Return the run that shows what a rank asks of its device, in a shorter step."""
-    stage = StageTrace.of(reduced, place, exact=False)
+def _recording_run(reduced: ReducedRun, pp_rank: int) -> Callable[[], cuda_process.DeviceRequests]:
+    """Return a function that records the requests of a rank to its device, in a shorter step."""
+    stage = StageTrace.of(reduced, pp_rank, exact=False)
     return partial(
         cuda_process.record,
         stage.short,
         rank=stage.short_rank,
-        stages=stage.short.stages_of(stage.short_place),
+        stages=stage.short.stages_of(stage.short_pp_rank),
         on_host=host_categories(reduced.config),
     )
 
 
-def _process(
+def _device_memory(
     peak_bytes: int,
-    recorded: cuda_process.DeviceRequests,
+    requests: cuda_process.DeviceRequests,
     *,
     groups: list[int],
     hardware: HardwareConfig | None,
     workspaces: list[int],
 ) -> cuda_process.DeviceMemory:
-    """Return what the process of the highest rank holds of a GPU.
+    """Return the GPU memory of the process with the highest peak.
 
-    What the allocator keeps beside tensors is that of the shorter step.
+    The unused memory that the allocator keeps is that of the shorter recorded step.
     """
     memory = hardware.memory_bytes if hardware else None
-    rest = cuda_process.besides(groups, hardware)
+    other_bytes = cuda_process.non_allocator_bytes(groups, hardware)
     return cuda_process.peak_device_memory(
-        recorded,
+        requests,
         peak_bytes=peak_bytes,
         groups=groups,
         hardware=hardware,
-        capacity=None if memory is None else max(0, memory - rest),
+        capacity=None if memory is None else max(0, memory - other_bytes),
         settings=allocator_settings.settings_of_ranks(),
         workspaces=workspaces,
     )
 
 
-def _of_rank(
-    place: StageTrace,
+def _rank_estimate(
+    stage_trace: StageTrace,
     rank: int,
     short_step: list[TraceEvent],
-    done: Mapping[Any, Any],
+    results: Mapping[Any, Any],
     *,
     workspaces: Sequence[int],
 ) -> RankEstimate:
-    point, host = extrapolate_depth.peak(place.events(short_step, done))
-    held = dict(zip(CATEGORIES, point, strict=False))
-    held["temporary"] += sum(workspaces)
+    point, host = extrapolate_depth.peak(stage_trace.events(short_step, results))
+    breakdown = dict(zip(CATEGORIES, point, strict=False))
+    breakdown["temporary"] += sum(workspaces)
     return RankEstimate(
         rank=rank,
-        coords=place.whole.layout.coordinates(rank),
-        peak_bytes=sum(held.values()),
-        host_bytes=host + place.rounding(done),
-        breakdown=held,
-        sharded_parameters=place.sharded_bytes(done),
-        microbatch_bytes=place.left_by_forward(short_step),
-        read_bytes=place.read(done),
+        coords=stage_trace.run.layout.coordinates(rank),
+        peak_bytes=sum(breakdown.values()),
+        host_bytes=host + stage_trace.page_locking_overhead(results),
+        breakdown=breakdown,
+        sharded_parameters=stage_trace.sharded_bytes(results),
+        microbatch_bytes=stage_trace.left_by_forward(short_step),
+        read_bytes=stage_trace.read_bytes(results),
     )

@@ -1,7 +1,7 @@
-"""What a CPU's tensors really hold in a run's second step, beside which an estimate is held.
+"""Measures the peak memory of a real run's tensors on a CPU, for comparison with the estimate.
 
-It watches two steps and then no more, for it costs something with every operation. It counts as
-the estimate does, and refuses nothing.
+Only the first two steps are watched, because watching slows down every operation. Bytes are counted
+in the same way as in an estimate.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ WATCHED = 2
 
 
 class CpuPeakMemory:
-    """The most that tensors hold on this rank in the second step that it does.
+    """Peak memory of this rank's tensors in its second step.
 
-    The first makes the optimizer's states; a run of one step is measured by that one.
+    The first step creates the optimizer states. It is used only if the run has a single step.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        """Begin to watch, before the engine is built.
+        """Begin to watch. Create this before the engine is built.
 
         Args:
-            config: The run's; what it offloads is not on the device.
+            config: Configuration of the run. Offloaded tensors do not count as device memory.
         """
         on_gloo = config.launch.backend == "gloo"
         self._trace: StorageTrace | None = StorageTrace(
             on_host=host_categories(config),
-            workspaces=gloo_buffers.unseen if on_gloo else lambda func, arguments: (),
+            workspaces=gloo_buffers.untraced_buffers if on_gloo else lambda func, arguments: (),
         )
         self._steps = 0
         self._peak: int | None = None
 
     def storing(self) -> AbstractContextManager[Any]:
-        """Return the context in which an engine's storage is allocated."""
+        """Return a context in which the engine's storages are counted."""
         assert self._trace is not None
         return self._trace
 
     def peak_bytes(self) -> int | None:
-        """Return what was seen; None before a step."""
+        """Return the measured peak; None before the first step."""
         return self._peak
 
     @contextmanager
     def step(self, engine: Engine) -> Iterator[None]:
-        """Surround a step of the run."""
+        """Watch one step of the run."""
         trace = self._trace
         if trace is None:
             yield

@@ -1,7 +1,7 @@
-"""What a run's parameters, gradients and optimizer states take, of a model that can't be traced.
+"""Estimates parameters, gradients and optimizer states of models that cannot be traced.
 
-It counts parameters and divides them; of activations, messages and temporaries it knows nothing,
-and whoever shows it has to say so.
+Parameters are counted and divided by the layout. The result does not include activations, messages
+and temporaries; reports must say so.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 
 
 def estimate_states(config: RunConfig) -> Estimate:
-    """Estimate the states of every rank of a run.
+    """Estimate parameters, gradients and optimizer states of every rank of a run.
 
     Args:
-        config: Checked, with ``launch.nproc`` resolved: the ranks of the world.
+        config: Checked configuration with ``launch.nproc`` resolved to the number of ranks.
 
     Raises:
-        ConfigError: The model is to be cut into stages, and can't be traced for that.
+        ConfigError: The model must be split into pipeline stages, and cannot be traced for that.
     """
     reduced = ReducedRun.of(config)
-    ranks = [_of_rank(reduced, place) for place in range(reduced.layout.pipeline)]
+    ranks = [_rank_estimate(reduced, pp_rank) for pp_rank in range(reduced.layout.pipeline)]
     peak = max(rank.peak_bytes for rank in ranks)
     return Estimate(
         world_size=reduced.world_size,
@@ -46,38 +46,42 @@ def estimate_states(config: RunConfig) -> Estimate:
     )
 
 
-def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
+def _rank_estimate(reduced: ReducedRun, pp_rank: int) -> RankEstimate:
     config, layout = reduced.config, reduced.layout
     spec, modules = spec_for(config), [reduced.build()]
     if layout.pipeline > 1:
         stages = parts(reduced.counts)
-        modules = [cut(spec, reduced.build(), stages[n]) for n in reduced.stages_of(place)]
+        modules = [cut(spec, reduced.build(), stages[n]) for n in reduced.stages_of(pp_rank)]
     element = config.train.parameter_bytes
-    whole = element * sum(_elements(module) for module in modules)
+    total = element * sum(_elements(module) for module in modules)
     blocks = [
         element * _elements(block) for module in modules for block in spec.blocks(module).values()
     ]
     facts = parameter_facts(spec, reduced.model)
-    ties = tied_names(reduced.model)
-    names = [ties.get(n, n) for module in modules for n, _ in module.named_parameters()]
+    tied = tied_names(reduced.model)
+    names = [tied.get(n, n) for module in modules for n, _ in module.named_parameters()]
     trained = [facts[name] for name in names if name in facts]
-    size = element if config.adapter is None else 4  # what is trained beside an adapter is fp32
+    size = element if config.adapter is None else 4  # trained parameters are fp32
     shares = TrainingShares(
-        gradients=size * sum(math.prod(parameter.shape) for parameter in trained) / max(1, whole),
-        states=state_bytes(config.optimizer, trained, parameter_bytes=size) / max(1, whole),
-        small=sum(small_bytes(m, element=element) for m in modules) / max(1, whole),
-        looked_up=element * sum(map(looked_up_parameters, modules)) / max(1, whole),
+        gradients=size * sum(math.prod(parameter.shape) for parameter in trained) / max(1, total),
+        states=state_bytes(config.optimizer, trained, parameter_bytes=size) / max(1, total),
+        small=sum(small_bytes(m, element=element) for m in modules) / max(1, total),
+        looked_up=element * sum(map(looked_up_parameters, modules)) / max(1, total),
     )
-    layer, ends = max(blocks, default=0), whole - sum(blocks)
-    bytes_of = states(moments(config, layout, whole=whole, layer=layer, ends=ends, shares=shares))
-    breakdown = {category: round(bytes_of.get(category, 0)) for category in CATEGORIES}
+    layer, ends = max(blocks, default=0), total - sum(blocks)
+    bytes_by_category = states(
+        moments(config, layout, total=total, layer=layer, ends=ends, shares=shares)
+    )
+    breakdown = {category: round(bytes_by_category.get(category, 0)) for category in CATEGORIES}
     breakdown["parameters"] += sum(b.nbytes for module in modules for b in module.buffers())
-    total = sum(bytes_of[category] for category in ("parameters", "gradients", "optimizer"))
+    device_bytes = sum(
+        bytes_by_category[category] for category in ("parameters", "gradients", "optimizer")
+    )
     host = 0.0
     if layout.facts.shards_parameters and config.strategy.fsdp.cpu_offload != "none":
-        shard = whole / layout.tensor / layout.parameter_shards
-        host = (1 + shares.gradients + shares.states) * shard - total
-    rank = place * reduced.world_size // layout.pipeline
+        shard = total / layout.tensor / layout.parameter_shards
+        host = (1 + shares.gradients + shares.states) * shard - device_bytes
+    rank = pp_rank * reduced.world_size // layout.pipeline
     return RankEstimate(
         rank=rank,
         coords=layout.coordinates(rank),

@@ -1,6 +1,6 @@
-"""An estimate as a figure of matplotlib's: a stacked bar for each pipeline stage.
+"""Draws an estimate with matplotlib, as a stacked bar for each pipeline stage.
 
-It says what is to be drawn; the command saves it.
+The caller saves the figure.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def draw_memory(forecast: Forecast) -> Figure:
-    """Draw what each stage holds at its peak, and a device's memory as a line."""
-    # A figure of its own, as in ``timeline_plot``: pyplot would choose a backend for the process.
+    """Draw the peak memory of each stage, and the memory of a device as a line."""
+    # pyplot would choose a backend for the process, so the figure is created without it.
     from matplotlib.figure import Figure
 
     estimate = forecast.estimate
@@ -25,18 +25,18 @@ def draw_memory(forecast: Forecast) -> Figure:
     rows = range(len(estimate.ranks))
     figure = Figure(figsize=(9.0, 1.9 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    before = [0.0] * len(rows)
+    offsets = [0.0] * len(rows)
     for category, colour in CATEGORY_COLOURS.items():
-        wide = [rank.breakdown[category] / unit for rank in estimate.ranks]
-        axes.barh(rows, wide, left=before, height=0.8, color=colour, label=category)
-        before = [start + more for start, more in zip(before, wide, strict=True)]
+        widths = [rank.breakdown[category] / unit for rank in estimate.ranks]
+        axes.barh(rows, widths, left=offsets, height=0.8, color=colour, label=category)
+        offsets = [start + width for start, width in zip(offsets, widths, strict=True)]
     for row, rank in enumerate(estimate.ranks):
         label = f" {figures(rank.peak_bytes / unit)}"
         axes.text(
             *(rank.peak_bytes / unit, row, label),
             va="center_baseline",
             fontsize=9,
-            zorder=3,  # before the device's line
+            zorder=3,  # in front of the device line
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
     widest = estimate.peak_bytes / unit

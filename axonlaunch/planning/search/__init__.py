@@ -1,1 +1,1 @@
-"""The search for layouts, and for what would make one fit."""
+"""Searches for layouts, and for changes that make a run fit."""

@@ -1,7 +1,7 @@
-"""The layouts that a model, a number of devices and a batch allow, as settings to paste.
+"""Lists the possible layouts of a model, a number of devices and a batch size.
 
-It lists what divides evenly and lies in the usual reach: tensor parallelism inside a node, whole
-blocks in each stage, micro-batches of powers of two. It says nothing of memory or speed.
+All sizes must divide evenly. Tensor parallelism stays inside a node, stages consist of full blocks,
+and micro-batch sizes are powers of two. Memory and speed are not considered.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
-_MOST_STAGES = 32
+_MAX_STAGES = 32
 _SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard")
-_LONG = 32_768
-"""Positions of a sequence from which a ring of ranks is worth its merges, samples or not."""
+_LONG_SEQUENCE = 32_768
+"""Sequence length from which context parallelism is considered even if there are enough samples."""
 _OFFLOADED = ("none", "optimizer_states", "params")
 _RECOMPUTATION = ("none", "selective", "full")
 _NOT_SHARDED = {keys.SHARDING: "full_shard", keys.REPLICATE: "auto", keys.OFFLOAD: "none"}
-"""The defaults of what is refused where parameters are not sharded."""
+"""Defaults of the settings that are valid only for sharded parameters."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Candidate:
     """One layout.
 
     Attributes:
-        config: The whole run.
-        layout: Its layout.
-        settings: What it sets, by dotted key.
+        config: Configuration of the run with this layout.
+        layout: Parallel layout of the run.
+        settings: Settings of the layout by dotted key.
     """
 
     config: RunConfig
@@ -50,12 +50,12 @@ class Candidate:
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """Return what it shares with candidates that recompute or offload more or less."""
+        """Values of all settings except recomputation and offloading."""
         return tuple(v for k, v in self.settings.items() if k not in (keys.RECOMPUTE, keys.OFFLOAD))
 
     @property
     def offload(self) -> str:
-        """Return what it keeps in host memory."""
+        """Value of ``strategy.fsdp.cpu_offload``."""
         return str(self.settings.get(keys.OFFLOAD, "none"))
 
 
@@ -67,14 +67,14 @@ def candidates(
     fixed: Mapping[str, Any],
     offloads: bool = False,
 ) -> Iterator[Candidate]:
-    """Yield every layout worth a look.
+    """Yield every layout to consider.
 
     Args:
-        config: The run, but for its layout.
-        devices: Ranks.
-        in_node: Devices of a node.
-        fixed: What the user has set of ``keys.SEARCHED``.
-        offloads: Whether a device has a host whose memory it could use.
+        config: Configuration of the run; its layout is ignored.
+        devices: Number of devices.
+        in_node: Number of devices per node.
+        fixed: Settings from ``keys.SEARCHED`` that the user has set.
+        offloads: Whether tensors can be offloaded to host memory.
     """
     options = partial(_options, fixed)
     batch, figures = config.train.global_batch_size, model_figures(config.model)
@@ -84,24 +84,24 @@ def candidates(
     for tensor, pipeline, context in _degrees(
         config,
         figures,
-        tensors=_powers(in_node) if can_divide else [1],
-        pipelines=[n for n in divisors(devices) if n <= min(max(1, num_blocks), _MOST_STAGES)],
-        contexts=[1] if spec.undivided_sequences() else _powers(in_node),
+        tensors=_power_of_two_divisors(in_node) if can_divide else [1],
+        pipelines=[n for n in divisors(devices) if n <= min(max(1, num_blocks), _MAX_STAGES)],
+        contexts=[1] if spec.undivided_sequences() else _power_of_two_divisors(in_node),
         devices=devices,
         fixed=fixed,
     ):
         ranks = devices // (tensor * pipeline * context)
         if batch % ranks:
             continue
-        for schedule, parallel, size, divides_sequences, recompute in itertools.product(
+        for schedule, data_parallel, size, divides_sequences, recompute in itertools.product(
             options(keys.SCHEDULE, _SCHEDULES) if pipeline > 1 else ("1f1b",),
-            _kinds(
+            _data_parallel_settings(
                 ranks * context,
                 in_node=max(1, in_node // tensor),
                 offloads=offloads,
                 fixed=fixed,
             ),
-            options(keys.MICRO_BATCH, _powers(batch // ranks)),
+            options(keys.MICRO_BATCH, _power_of_two_divisors(batch // ranks)),
             options(keys.SEQUENCES, [tensor > 1 and spec.sequence_parallel]),
             options(keys.RECOMPUTE, _RECOMPUTATION),
         ):
@@ -112,7 +112,7 @@ def candidates(
             if SCHEDULES[schedule].separate_weight_grad and recompute != "none":
                 continue  # both halves of a backward would recompute
             settings = {
-                **parallel,
+                **data_parallel,
                 keys.TENSOR: tensor,
                 keys.SEQUENCES: divides_sequences,
                 keys.CONTEXT: context,
@@ -122,14 +122,14 @@ def candidates(
                 keys.RECOMPUTE: recompute,
             }
             if all(settings[key] == value for key, value in fixed.items()):
-                made = with_values(config, {**settings, **of_ranks(devices)})
-                layout = Layout.of(made, world_size=devices)
-                if not any(layout_problems(made, layout)):
-                    yield Candidate(made, layout, settings)
+                candidate_config = with_values(config, {**settings, **of_ranks(devices)})
+                layout = Layout.of(candidate_config, world_size=devices)
+                if not any(layout_problems(candidate_config, layout)):
+                    yield Candidate(candidate_config, layout, settings)
 
 
 def _options(fixed: Mapping[str, Any], key: str, usual: Iterable[Any]) -> Iterable[Any]:
-    """Return the values of a key that are worth a look: what the user has set, or the usual."""
+    """Return the values of a key to consider: the value set by the user, or the usual values."""
     return [fixed[key]] if key in fixed else usual
 
 
@@ -143,35 +143,35 @@ def _degrees(
     devices: int,
     fixed: Mapping[str, Any],
 ) -> Iterator[tuple[int, int, int]]:
-    heads = figures.num_attention_heads  # without any, none are divided
-    shared = figures.num_key_value_heads
+    heads = figures.num_attention_heads  # 0 without attention: nothing to divide
+    key_value_heads = figures.num_key_value_heads
     batch, length = config.train.global_batch_size, getattr(config.data, "sequence_length", 1)
-    for tensor, pipeline, around in itertools.product(
+    for tensor, pipeline, context in itertools.product(
         _options(fixed, keys.TENSOR, tensors),
         _options(fixed, keys.PIPELINE, pipelines),
         _options(fixed, keys.CONTEXT, contexts),
     ):
-        if devices % (tensor * pipeline * around) or heads % tensor or shared % tensor:
+        if devices % (tensor * pipeline * context) or heads % tensor or key_value_heads % tensor:
             continue
-        if around > 1:
-            if length % (2 * around * tensor) or config.train.compile:
+        if context > 1:
+            if length % (2 * context * tensor) or config.train.compile:
                 continue
-            is_usual = length >= _LONG or devices // (tensor * pipeline) > batch
+            is_usual = length >= _LONG_SEQUENCE or devices // (tensor * pipeline) > batch
             if not is_usual and keys.CONTEXT not in fixed:
-                continue  # its merges cost, and there are samples for everyone
-        yield tensor, pipeline, around
+                continue  # merging results costs time, and there are enough samples for all ranks
+        yield tensor, pipeline, context
 
 
-def _kinds(
+def _data_parallel_settings(
     ranks: int, *, in_node: int, offloads: bool, fixed: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield what the data-parallel ranks can do.
+    """Yield the settings of data parallelism.
 
     Args:
-        ranks: How many there are.
-        in_node: How many of them are on a node.
-        offloads: Whether what is sharded may be kept in host memory.
-        fixed: What the user has set; a variant that they chose alone need not be exact.
+        ranks: Number of data-parallel ranks.
+        in_node: Number of data-parallel ranks per node.
+        offloads: Whether sharded tensors can be offloaded to host memory.
+        fixed: Settings of the user. Inexact variants are considered only if the user chose them.
     """
     for name, facts in DATA_PARALLEL.known_facts().items():
         is_chosen = name == fixed.get(keys.KIND)
@@ -218,9 +218,9 @@ def _fits(num_blocks: int, schedule: str, pipeline: int, micro_batches: int) -> 
     )
 
 
-def _powers(most: int) -> list[int]:
-    """Return the powers of two that divide a number."""
+def _power_of_two_divisors(number: int) -> list[int]:
+    """Return the powers of two that divide ``number``."""
     powers = [1]
-    while most % (2 * powers[-1]) == 0:
+    while number % (2 * powers[-1]) == 0:
         powers.append(2 * powers[-1])
     return powers

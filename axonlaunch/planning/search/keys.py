@@ -1,6 +1,6 @@
-"""The keys of a layout that a search sets; one that the user has set stays as it is.
+"""Configuration keys of a layout that a search sets, unless the user has set them.
 
-They are names alone, for the parent too, which has no torch.
+This module imports nothing, so that the parent process, which has no torch, can use it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Why a search found no layout, and what would change that.
+"""Explains why a search found no layout, and suggests a change.
 
-It estimates nothing: what is said to fit is expected to by analytic formulas.
+Suggested changes are expected to fit according to formulas. They are not estimated.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from axonlaunch.planning.records import Planned
 from axonlaunch.planning.search.candidates import Candidate
 
 Fixed = Mapping[str, Any]
-_TIMES = (2, 4, 8)
-"""Times the devices that may do where these do not."""
+_MULTIPLES = (2, 4, 8)
+"""Multiples of the number of devices to suggest."""
 
 
 def none_divides(
@@ -26,13 +26,13 @@ def none_divides(
     fixed: Fixed,
     listed: Callable[[RunConfig, Fixed], Iterable[Candidate]],
 ) -> ConfigIssue:
-    """Say that no layout divides the devices, the model and the batch.
+    """Return the problem that no layout divides the devices, the model and the batch.
 
     Args:
-        config: The run.
-        devices: Ranks.
-        fixed: What the user has set of the layout.
-        listed: Lists the layouts of a run in which some settings are fixed.
+        config: Configuration of the run.
+        devices: Number of devices.
+        fixed: Layout settings of the user.
+        listed: Function that lists the layouts of a run with fixed settings.
     """
     key, batch = "train.global_batch_size", config.train.global_batch_size
     message = (
@@ -59,40 +59,41 @@ def none_fits(
     fixed: Fixed,
     fits: Callable[[int, Fixed], bool],
 ) -> ConfigIssue:
-    """Say that no layout fits: the closest of those estimated, what it misses, and what may do.
+    """Return the problem that no layout fits, with the closest one and a suggestion.
 
     Args:
-        config: The run.
-        tried: Layouts that were estimated.
-        devices: Ranks.
-        searched: Layouts that were looked at.
-        fixed: What the user has set of the layout.
-        fits: Whether some layout of so many devices is expected to, with some settings fixed.
+        config: Configuration of the run.
+        tried: Estimated layouts.
+        devices: Number of devices.
+        searched: Number of layouts considered.
+        fixed: Layout settings of the user.
+        fits: Function that returns whether a layout is expected to fit, given a number of devices
+            and fixed settings.
     """
     assert config.hardware is not None
     assert config.hardware.memory_gib is not None
     closest = min(tried, key=lambda planned: (planned.needs_more_host, planned.process_bytes))
     memory, margin = config.hardware.memory_gib, config.estimate.margin
     room, takes = memory / (1 + margin), closest.process_bytes / GIB
-    misses = (
-        f"takes {takes:.2f} GiB, {takes - room:.2f} more than an estimate may take of a device's "
-        f"{memory:g} (estimate.margin={margin:g})"
+    shortfall = (
+        f"takes {takes:.2f} GiB, {takes - room:.2f} more than a device of {memory:g} GiB allows "
+        f"(estimate.margin={margin:g})"
     )
     if closest.host_memory is not None and closest.needs_more_host:
-        misses = (
+        shortfall = (
             f"offloads {closest.host_memory.bytes_per_node / GIB:.1f} GiB, more than a node has"
         )
     message = (
-        f"no layout of {_devices_text(devices)} fits: {searched:,} were looked at and {len(tried)} "
-        f"estimated, and the closest, {closest.layout}, {misses}; "
+        f"no layout of {_devices_text(devices)} fits: {searched:,} considered, {len(tried)} "
+        f"estimated. The closest, {closest.layout}, {shortfall}; "
     )
     remedies = [
         f"remove {_setting_text(key, value)}"
         for key, value in fixed.items()
         if fits(devices, _without(fixed, key))
-    ] or [f"use {times * devices} devices" for times in _TIMES if fits(times * devices, fixed)]
-    usual = "use more devices or a smaller batch or sequence"
-    message += f"{remedies[0]}: a layout is expected to fit then" if remedies else usual
+    ] or [f"use {times * devices} devices" for times in _MULTIPLES if fits(times * devices, fixed)]
+    general_advice = "use more devices or a smaller batch or sequence"
+    message += f"{remedies[0]}: a layout is expected to fit then" if remedies else general_advice
     return ConfigIssue("hardware", message, config.hardware.name)
 
 

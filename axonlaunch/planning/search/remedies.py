@@ -1,8 +1,8 @@
-"""The smallest changes that make a run fit its devices, each with what it costs.
+"""Searches for the smallest changes that make a run fit its devices, with their costs.
 
-Of one setting, then of two and three together, it takes those that may fit by analytic formulas, in
-a fixed order of cost, and has each estimated until its time is over. It refuses nothing: what can't
-be run is passed over, and so is what needs more host memory than there is.
+Changes of one setting come first, then of two and three settings, in a fixed order of cost. Those
+that may fit according to formulas are estimated until the time limit. Changes that cannot be run,
+or need more host memory than available, are skipped.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from axonlaunch.planning.search.workload import host_memory
 Settings = Mapping[str, Any]
 
 MOST = 3
+"""Maximum number of suggested changes."""
 TOGETHER = 3
-"""Settings that are changed at once, at most."""
+"""Maximum number of settings in one change."""
 TRACED = 8
-"""Changes that are estimated, at most: a person waits."""
+"""Maximum number of changes to estimate, because the user is waiting."""
 
 _SHARDING = "strategy.fsdp.sharding"
-_LIKELY = 1.15
-"""Times the memory of a device that formulas may find at most: they are not right to the byte."""
+_TOLERANCE = 1.15
+"""Changes that need more than this multiple of device memory by the formulas are skipped."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Option:
     """One setting changed.
 
     Attributes:
-        settings: Dotted keys and values.
-        cost: What it costs, in words.
+        settings: Values by dotted key.
+        cost: Description of its cost.
     """
 
     settings: Settings
@@ -46,14 +47,14 @@ class Option:
 
 
 Options = Sequence[Option]
-"""One thing to change, by more and more."""
+"""Options for one setting, from the smallest to the largest change."""
 
 
 def candidate_changes(config: RunConfig) -> list[Options]:
-    """Return what could be changed, in the order of what it costs.
+    """Return the possible changes, in the order of their cost.
 
     Args:
-        config: With ``launch.nproc`` resolved.
+        config: Configuration with ``launch.nproc`` resolved.
     """
     layout = Layout.of(config, world_size=num_ranks(config))
     return [
@@ -69,104 +70,107 @@ def candidate_changes(config: RunConfig) -> list[Options]:
 
 def search_changes(
     config: RunConfig,
-    now: Estimate,
+    current: Estimate,
     *,
     memory: float,
     formula: Callable[[RunConfig], float],
     estimate: Callable[[RunConfig], Estimate | None],
     is_over: Callable[[], bool] = lambda: False,
 ) -> Generator[Remedy, None, int]:
-    """Yield up to three changes after which a run fits, the cheapest first, as they are found.
+    """Yield up to three changes after which a run fits, the cheapest first, while searching.
 
     Args:
-        config: Of a run that does not fit, with ``launch.nproc`` resolved.
-        now: Its estimate.
-        memory: Bytes of a device that a run may be estimated to take.
-        formula: The bytes of the highest rank of a changed configuration, about.
-        estimate: Of a changed configuration; None where it is seen early not to fit; raises
-            ``ConfigError`` where it can't be run, ``TimeoutError`` where the time is over.
-        is_over: Whether no more is to be estimated.
+        config: Configuration of a run that does not fit, with ``launch.nproc`` resolved.
+        current: Estimate of that run.
+        memory: Bytes of device memory that an estimate may use.
+        formula: Returns the approximate bytes of the highest rank of a changed configuration.
+        estimate: Estimates a changed configuration. Returns None if it does not fit. Raises
+            ``ConfigError`` if it cannot be run, and ``TimeoutError`` after the time limit.
+        is_over: Returns whether the time limit has passed.
 
     Returns:
-        How many changes may fit and were not estimated when the time was over.
+        Number of changes that may fit but were not estimated before the time limit.
     """
     fitting: list[set[int]] = []
     traced = untried = 0
-    # Formulas are judged by themselves and by how far they are off where the answer is known.
-    off = min(1.0, now.process_bytes / formula(config))
-    for which, change in _likely(
-        config, memory=memory, formula=lambda changed: off * formula(changed)
+    # If the formula is too high for the current run, correct it by the same factor elsewhere.
+    correction = min(1.0, current.process_bytes / formula(config))
+    for indices, change in _likely_changes(
+        config, memory=memory, formula=lambda changed: correction * formula(changed)
     ):
         if len(fitting) == MOST or traced + untried == TRACED:
             break
-        if any(fewer <= set(which) for fewer in fitting):
+        if any(fewer <= set(indices) for fewer in fitting):
             continue
         if untried or is_over():
             untried += 1
             continue
         try:
-            altered = changed(config, change.settings)
-            after = estimate(altered)
+            changed_config = changed(config, change.settings)
+            result = estimate(changed_config)
         except ConfigError:
             continue
         except TimeoutError:
             untried += 1
             continue
         traced += 1
-        if after is None or after.process_bytes > memory:
+        if result is None or result.process_bytes > memory:
             continue
-        host = host_memory(altered, after)
+        host = host_memory(changed_config, result)
         if host is not None and host.fits is False:
             continue
-        fitting.append(set(which))
+        fitting.append(set(indices))
         overrides = [f"{key}={plain(value)}" for key, value in change.settings.items()]
-        yield Remedy(overrides, change.costs, after.process_bytes, host)
+        yield Remedy(overrides, change.costs, result.process_bytes, host)
     return untried
 
 
 @dataclass(frozen=True)
 class _Change:
-    """Some settings changed together, and what each costs."""
+    """Settings that are changed together, with their costs."""
 
     settings: Settings
     costs: list[str]
 
 
-def _likely(
+def _likely_changes(
     config: RunConfig, *, memory: float, formula: Callable[[RunConfig], float]
 ) -> list[tuple[tuple[int, ...], _Change]]:
-    """Return which changes are made how far, of those that may fit, in the order to try them.
+    """Return the changes that may fit, in the order in which to try them.
 
-    Those that fit by the formulas come first, the cheapest of them before the others; those that
-    don't by little come last, for most of their traces would be in vain.
+    Changes that fit according to the formulas come first, ordered by cost. Changes that exceed the
+    memory by less than the tolerance come last, because most of them do not fit.
+
+    Returns:
+        Pairs of the indices of the changed settings and the change.
     """
     changes: list[tuple[tuple[int, ...], _Change]] = []
-    last: list[tuple[tuple[int, ...], _Change]] = []
-    for which, options in _candidates(candidate_changes(config)):
+    unlikely: list[tuple[tuple[int, ...], _Change]] = []
+    for indices, options in _candidates(candidate_changes(config)):
         settings = {key: value for option in options for key, value in option.settings.items()}
         num_bytes = formula(with_values(config, settings))
-        if num_bytes <= _LIKELY * memory:
-            members = changes if num_bytes <= memory else last
-            members.append((which, _Change(settings, [option.cost for option in options])))
-    return changes + last
+        if num_bytes <= _TOLERANCE * memory:
+            target = changes if num_bytes <= memory else unlikely
+            target.append((indices, _Change(settings, [option.cost for option in options])))
+    return changes + unlikely
 
 
 def _candidates(
     available: Sequence[Options],
 ) -> Iterator[tuple[tuple[int, ...], tuple[Option, ...]]]:
-    """Yield which changes are made, and how far: the fewest first, of as many the least."""
+    """Yield combinations of options, with fewer settings first, then with smaller changes first."""
     for count in range(1, TOGETHER + 1):
-        for which in combinations(range(len(available)), count):
-            ways = product(*(enumerate(available[index]) for index in which))
-            for way in sorted(ways, key=lambda way: sum(far for far, _ in way)):
-                yield which, tuple(option for _, option in way)
+        for indices in combinations(range(len(available)), count):
+            choices = product(*(enumerate(available[index]) for index in indices))
+            for choice in sorted(choices, key=lambda choice: sum(amount for amount, _ in choice)):
+                yield indices, tuple(option for _, option in choice)
 
 
 def changed(config: RunConfig, settings: Settings) -> RunConfig:
     """Return a configuration with some settings changed.
 
     Raises:
-        ConfigError: They don't go together.
+        ConfigError: The settings are invalid together.
     """
     return type_config(to_tree(with_values(config, settings)))
 
@@ -176,14 +180,17 @@ def _micro_batches(layout: Layout) -> Options:
     size, count = layout.micro_batch_size, layout.micro_batches
     while size % 2 == 0:
         size, count = size // 2, count * 2
-        cost = f"{count} smaller micro-batches: smaller matrix products, as much compute"
+        cost = f"{count} smaller micro-batches: smaller matrix products, the same compute"
         options.append(Option({"train.micro_batch_size": size}, cost))
     return options
 
 
 def _recomputing(config: RunConfig) -> Options:
-    """Backward computes twice what forward does: Kaplan et al., 2020, section 2.1."""
-    key, now = "train.activation_checkpointing", config.train.activation_checkpointing
+    """Return options to recompute more.
+
+    Backward needs twice the compute of forward: Kaplan et al., 2020, section 2.1.
+    """
+    key, current = "train.activation_checkpointing", config.train.activation_checkpointing
     options = [
         Option(
             {key: "selective"},
@@ -191,13 +198,15 @@ def _recomputing(config: RunConfig) -> Options:
         ),
         Option({key: "full"}, "recomputes the forward: about 1/3 more compute"),
     ]
-    return options[("none", "selective", "full").index(now) :]
+    return options[("none", "selective", "full").index(current) :]
 
 
 def _sharding(config: RunConfig, layout: Layout) -> Options:
-    """Traffic beside that of replicas: Rajbhandari et al., "ZeRO", 2020, section 7.
+    """Return options to shard more, with their traffic compared with replicas.
 
-    Shards are summed in every micro-batch, replicas and ZeRO-1's gradients once a step.
+    Sharded gradients are reduced in every micro-batch, those of replicas and ZeRO-1 once per step.
+
+    Source: Rajbhandari et al., "ZeRO", 2020, section 7.
     """
     if layout.data_ranks == 1:
         return []
@@ -216,8 +225,8 @@ def _sharding(config: RunConfig, layout: Layout) -> Options:
     ]
     if not layout.facts.shards_parameters:
         return options[int(layout.facts.shards_optimizer) :]
-    after = {"no_shard": 1, "shard_grad_op": 2, "hybrid_shard": 2, "full_shard": 3}
-    return options[after[config.strategy.fsdp.sharding] :]
+    next_option = {"no_shard": 1, "shard_grad_op": 2, "hybrid_shard": 2, "full_shard": 3}
+    return options[next_option[config.strategy.fsdp.sharding] :]
 
 
 def _traffic(times: float) -> str:
@@ -225,7 +234,10 @@ def _traffic(times: float) -> str:
 
 
 def _sequence_parallel(config: RunConfig) -> Options:
-    """Source: Korthikanti et al., 2022, section 4.2.2."""
+    """Return the option of sequence parallelism.
+
+    Source: Korthikanti et al., 2022, section 4.2.2.
+    """
     tensor = config.strategy.tensor
     can_divide = tensor.plan or spec_for(config).sequence_parallel
     if tensor.degree == 1 or tensor.sequence_parallel or not can_divide:
@@ -235,14 +247,16 @@ def _sequence_parallel(config: RunConfig) -> Options:
 
 
 def _tensor(config: RunConfig, layout: Layout) -> Options:
-    """Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
+    """Return options of larger tensor degrees.
 
-    What it does not divide, sequence parallelism does, for as much traffic.
+    Sequence parallelism divides the remaining activations, with the same traffic.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
-    cost = "4 all-reduces of activations more per layer and micro-batch"
+    cost = "4 more all-reduces of activations per layer and micro-batch"
     more: Settings = {}
     if layout.tensor > 1:
-        cost = "smaller matrix products between as many all-reduces, over more ranks"
+        cost = "smaller matrix products, and the same all-reduces over more ranks"
     elif spec_for(config).sequence_parallel:
         cost = f"all-gathers and reduce-scatters: as much as {cost}"
         more = {"strategy.tensor.sequence_parallel": True}
@@ -255,52 +269,60 @@ def _tensor(config: RunConfig, layout: Layout) -> Options:
 
 
 def _pipeline(config: RunConfig, layout: Layout) -> Options:
-    """Ranks are idle for (p - 1) / (v m + p - 1): Narayanan et al., 2021, section 2.2."""
+    """Return options of larger pipeline degrees.
+
+    Ranks are idle for (p - 1) / (v m + p - 1) of a step: Narayanan et al., 2021, section 2.2.
+    """
     options = []
     for degree in _larger_degrees(layout.pipeline, layout):
         settings = {"strategy.pipeline.degree": degree, **_same_micro_batch(config, layout)}
         try:
-            new = Layout.of(changed(config, settings), world_size=num_ranks(config))
+            new_layout = Layout.of(changed(config, settings), world_size=num_ranks(config))
         except ConfigError:
             continue
-        idle = (degree - 1) / (new.stages_per_rank * new.microbatches_per_round + degree - 1)
+        idle = (degree - 1) / (
+            new_layout.stages_per_rank * new_layout.microbatches_per_round + degree - 1
+        )
         cost = f"ranks wait {idle:.0%} of a step for each other"
         options.append(Option(settings, cost))
     return options
 
 
 def _offload(config: RunConfig, layout: Layout) -> Options:
-    """What crosses the link to the host: Ren et al., "ZeRO-Offload", 2021, section 4."""
+    """Return options to offload to host memory.
+
+    Source: Ren et al., "ZeRO-Offload", 2021, section 4.
+    """
     if estimated_on(config) != "gpu":
         return []  # host and device are one memory
-    key, now = "strategy.fsdp.cpu_offload", config.strategy.fsdp.cpu_offload
+    key, current = "strategy.fsdp.cpu_offload", config.strategy.fsdp.cpu_offload
     costs = {
         "params": "parameters and gradients cross the link to host memory every step",
         "optimizer_states": "optimizer states cross the link to host memory both ways every step",
-        "full": "parameters and gradients cross the link to host memory, whose cores do the update",
+        "full": "parameters and gradients cross the link to host memory, and the host updates them",
     }
     if not layout.facts.shards_parameters:
         if layout.data_ranks == 1:
             return []
-        before: Settings = {"strategy.data_parallel": "fsdp", _SHARDING: "full_shard"}
+        sharded: Settings = {"strategy.data_parallel": "fsdp", _SHARDING: "full_shard"}
         return [
-            Option({**before, key: value}, f"parameters are sharded, and {cost}")
+            Option({**sharded, key: value}, f"parameters are sharded, and {cost}")
             for value, cost in costs.items()
         ]
-    left = {"none": [*costs], "full": []}.get(now, ["full"])
-    return [Option({key: value}, costs[value]) for value in left]
+    remaining = {"none": [*costs], "full": []}.get(current, ["full"])
+    return [Option({key: value}, costs[value]) for value in remaining]
 
 
 def _same_micro_batch(config: RunConfig, layout: Layout) -> Settings:
-    """A rank's share of the batch grows with fewer data-parallel ranks; what it holds must not."""
+    """Return the setting that keeps the micro-batch size with fewer data-parallel ranks."""
     is_set = config.train.micro_batch_size != "auto"
     return {} if is_set else {"train.micro_batch_size": layout.micro_batch_size}
 
 
 def _larger_degrees(degree: int, layout: Layout) -> list[int]:
-    """Return degrees that data-parallel ranks can be turned into."""
-    doubled, left = [], layout.data_ranks
-    while left % 2 == 0:
-        degree, left = degree * 2, left // 2
-        doubled.append(degree)
-    return doubled
+    """Return larger degrees, by multiplying with factors of the number of data-parallel ranks."""
+    degrees, remaining = [], layout.data_ranks
+    while remaining % 2 == 0:
+        degree, remaining = degree * 2, remaining // 2
+        degrees.append(degree)
+    return degrees

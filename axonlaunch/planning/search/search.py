@@ -1,7 +1,8 @@
-"""Searches the layouts of a number of devices for the fastest that fits.
+"""Searches the layouts of a number of devices for the fastest ones that fit.
 
-Closed formulas, on work and memory traced on one device, order all of them; the first are traced
-as they are, and those that turn out fastest have their memory estimated until enough fit.
+1. Formulas rank all layouts, using work and memory traced on one device.
+2. The work of the best layouts is traced.
+3. The memory of the fastest of these is estimated, until enough of them fit.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from axonlaunch.planning.throughput.throughput import Throughput, speed_of
 from axonlaunch.system import forked_map
 
 TIMED = 6
-"""Layouts whose work is traced."""
+"""Number of layouts whose work is traced."""
 TRIED = 4
-"""Layouts whose memory is estimated in a round, at most: a person waits."""
+"""Maximum number of layouts to estimate in a round, because the user is waiting."""
 ROUNDS = 3
-"""Rounds in which nothing may fit; in the last the smallest layout is estimated."""
-_REFUSED = 200
-"""Layouts that a run's own checks may refuse before the search gives up."""
+"""Maximum number of rounds; the last one estimates the smallest layout."""
+_MAX_INVALID = 200
+"""Number of layouts that may be invalid before the search gives up."""
 
 
 def search_layouts(
@@ -53,19 +54,19 @@ def search_layouts(
     """Find the fastest layouts that fit.
 
     Args:
-        config: A run; its layout is what is looked for.
-        devices: Ranks.
-        fixed: Settings of ``keys.SEARCHED`` that stay as they are.
-        check: Resolves a run, or raises ``ConfigError`` where no node can do it.
-        wanted: Layouts that fit.
+        config: Configuration of the run; its layout is ignored, except for ``fixed``.
+        devices: Number of devices.
+        fixed: Settings from ``keys.SEARCHED`` that the user has set.
+        check: Resolves a run, or raises ``ConfigError`` if no node can run it.
+        wanted: Number of fitting layouts to find.
 
     Raises:
-        ConfigError: No layout divides the devices, or none fits; the run can't be traced, or the
-            hardware lacks a figure.
+        ConfigError: No layout divides the devices, no layout fits, the run cannot be traced, or
+            the hardware lacks a figure.
     """
     hardware = config.hardware
     assert hardware is not None
-    refuse_missing(hardware, _missing_figures(config, devices))
+    refuse_missing(hardware, _required_figures(config, devices))
     memory = figure(hardware, "memory_gib") * GIB / (1 + config.estimate.margin)
     per_node = figure(hardware, "devices_per_node")
 
@@ -80,8 +81,8 @@ def search_layouts(
             offloads=hardware.host_gb_s is not None,
         )
 
-    choices = [*list_layouts(config, devices, fixed)]
-    if not choices:
+    layouts = [*list_layouts(config, devices, fixed)]
+    if not layouts:
         issue = refusals.none_divides(
             config,
             devices=devices,
@@ -92,8 +93,8 @@ def search_layouts(
     formulas = Formulas.of(config)
     in_node = min(devices, per_node)
     num_nodes = devices // in_node if devices % in_node == 0 else 1
-    tried, limit = _estimate_in_rounds(
-        choices,
+    estimated, limit = _estimate_in_rounds(
+        layouts,
         config=config,
         ranks=(num_nodes, devices // num_nodes),
         formulas=formulas,
@@ -101,12 +102,12 @@ def search_layouts(
         check=check,
         wanted=wanted,
     )
-    if not any(planned.fits for planned in tried):
+    if not any(planned.fits for planned in estimated):
         issue = refusals.none_fits(
             config,
-            tried,
+            estimated,
             devices=devices,
-            searched=len(choices),
+            searched=len(layouts),
             fixed=fixed,
             fits=lambda count, settings: any(
                 formulas.process_bytes(c.config, c.layout) <= limit
@@ -114,12 +115,12 @@ def search_layouts(
             ),
         )
         raise ConfigError([issue])
-    known = workload(config, searched=True)
-    return Plan(workload=known, searched=len(choices), candidates=tried[:TRIED])
+    run_workload = workload(config, searched=True)
+    return Plan(workload=run_workload, searched=len(layouts), candidates=estimated[:TRIED])
 
 
-def _missing_figures(config: RunConfig, devices: int) -> list[str]:
-    """Return the figures of hardware without which no layout can be timed."""
+def _required_figures(config: RunConfig, devices: int) -> list[str]:
+    """Return the names of the hardware figures that are needed to time layouts."""
     assert config.hardware is not None
     train = config.train
     peak = config.hardware.peak_figure(
@@ -132,17 +133,17 @@ def _missing_figures(config: RunConfig, devices: int) -> list[str]:
         names.append("attention_efficiency")
     if not config.hardware.kernel_bytes:
         names += ["memory_bandwidth_gb_s", "memory_efficiency"]
-    crossed = ["link"] if devices > 1 else []
+    links = ["link"] if devices > 1 else []
     in_node = config.hardware.devices_per_node
     if in_node is not None and devices > in_node:
-        crossed.append("network")
-    figures = ("gb_s", "efficiency", "latency_us")
-    return names + [f"{link}_{part}" for link in crossed for part in figures]
+        links.append("network")
+    suffixes = ("gb_s", "efficiency", "latency_us")
+    return names + [f"{link}_{name}" for link in links for name in suffixes]
 
 
 @dataclass(frozen=True, eq=False)
-class _Likely:
-    """A layout by analytic formulas."""
+class _Preselected:
+    """A layout with its step time and memory from formulas."""
 
     candidate: Candidate
     step_s: float
@@ -150,7 +151,7 @@ class _Likely:
 
 
 def _estimate_in_rounds(
-    listed: Sequence[Candidate],
+    layouts: Sequence[Candidate],
     *,
     config: RunConfig,
     ranks: tuple[int, int],
@@ -159,131 +160,151 @@ def _estimate_in_rounds(
     check: Callable[[RunConfig], RunConfig],
     wanted: int,
 ) -> tuple[list[Planned], float]:
-    """Estimate the fastest layouts until some fit, in rounds; return them, those that fit first.
+    """Estimate the fastest layouts in rounds, until some of them fit.
 
-    Where none of a round fits, the formulas found too little for it: in the next they may find as
-    much less. The last round is of the layout that they find the smallest.
+    If no layout of a round fits, the formulas were too low. The memory limit for the formulas is
+    then lowered by the same factor. The last round estimates only the smallest layout.
 
     Args:
-        listed: All layouts.
-        config: The run as it was given.
-        ranks: Nodes, and ranks of each.
-        formulas: Of the run.
-        memory: Bytes that an estimate may take.
+        layouts: All layouts.
+        config: Configuration of the run as given by the user.
+        ranks: Number of nodes, and ranks per node.
+        formulas: Formulas of the model.
+        memory: Bytes of device memory that an estimate may use.
         check: Resolves a run, or raises ``ConfigError``.
-        wanted: Layouts that fit.
+        wanted: Number of fitting layouts to find.
 
     Returns:
-        The layouts, and the bytes that formulas may find of one that is to fit.
+        Estimated layouts, fitting ones first, and the final memory limit for the formulas.
 
     Raises:
-        ConfigError: None of the first round can be run, or traced.
+        ConfigError: No layout of the first round can be run or traced.
     """
     assert config.hardware is not None
     plans: list[Planned] = []
     limit = memory
-    for left in reversed(range(ROUNDS)):
-        likely = _likely(
-            listed, formulas=formulas, hardware=config.hardware, memory=limit if left else 0.0
+    for rounds_left in reversed(range(ROUNDS)):
+        preselected = _preselect(
+            layouts,
+            formulas=formulas,
+            hardware=config.hardware,
+            memory=limit if rounds_left else 0.0,
         )
         try:
-            first = _fastest(_legal(likely, check), hardware=config.hardware)
+            timed = _fastest(_valid(preselected, check), hardware=config.hardware)
         except ConfigError:
             if plans:
                 break
             raise
-        estimates = _estimate_first(first, config=config, ranks=ranks, wanted=wanted)
+        estimates = _estimate_first(timed, config=config, ranks=ranks, wanted=wanted)
         plans = [*estimates.values(), *plans]
-        done = [choice.candidate.settings for choice in estimates]
-        listed = [candidate for candidate in listed if candidate.settings not in done]
-        if any(planned.fits for planned in plans) or math.isinf(likely[0].step_s) or not listed:
+        estimated = [choice.candidate.settings for choice in estimates]
+        layouts = [candidate for candidate in layouts if candidate.settings not in estimated]
+        if (
+            any(planned.fits for planned in plans)
+            or math.isinf(preselected[0].step_s)
+            or not layouts
+        ):
             break
-        off = max(planned.process_bytes / choice.bytes for choice, planned in estimates.items())
-        limit = min(limit, memory / off)
+        underestimate = max(
+            planned.process_bytes / choice.bytes for choice, planned in estimates.items()
+        )
+        limit = min(limit, memory / underestimate)
     return sorted(plans, key=lambda planned: not planned.fits), limit
 
 
-def _likely(
-    listed: Iterable[Candidate],
+def _preselect(
+    layouts: Iterable[Candidate],
     *,
     formulas: Formulas,
     hardware: HardwareConfig,
     memory: float,
-) -> list[_Likely]:
-    """Return layouts that seem to fit, the fastest first; of each family the one."""
-    best: dict[tuple[Any, ...], _Likely] = {}
-    done: set[tuple[Any, ...]] = set()
-    smallest: _Likely | None = None
-    for candidate in listed:
+) -> list[_Preselected]:
+    """Return the fastest layout of each family that fits by the formulas, fastest family first.
+
+    If nothing fits, return the smallest layout.
+    """
+    fastest_by_family: dict[tuple[Any, ...], _Preselected] = {}
+    seen_groups: set[tuple[Any, ...]] = set()
+    smallest: _Preselected | None = None
+    for candidate in layouts:
         layout = candidate.layout
         size = formulas.process_bytes(candidate.config, layout)
         if size > memory:
             if smallest is None or size < smallest.bytes:
-                smallest = _Likely(candidate, math.inf, size)
+                smallest = _Preselected(candidate, math.inf, size)
             continue
-        if (kept_there := (candidate.family, candidate.offload)) in done:
-            continue  # what recomputes less comes first
-        done.add(kept_there)
-        layers = _layers(sum(formulas.one.layers), layout.num_stages)
-        work = scaled(formulas.one, candidate.config, layout, layers=layers)
-        seconds = StepTime(candidate.config, layout, hardware).about(work)
-        known = best.get(candidate.family)
-        if known is None or seconds < known.step_s:
-            best[candidate.family] = _Likely(candidate, seconds, size)
-    if not best:
+        if (group := (candidate.family, candidate.offload)) in seen_groups:
+            continue  # an earlier one of the group recomputes less
+        seen_groups.add(group)
+        layers = _layers(sum(formulas.single_device.layers), layout.num_stages)
+        work = scaled(formulas.single_device, candidate.config, layout, layers=layers)
+        seconds = StepTime(candidate.config, layout, hardware).approximate(work)
+        fastest = fastest_by_family.get(candidate.family)
+        if fastest is None or seconds < fastest.step_s:
+            fastest_by_family[candidate.family] = _Preselected(candidate, seconds, size)
+    if not fastest_by_family:
         assert smallest is not None
         return [smallest]
-    return sorted(best.values(), key=lambda time: time.step_s)
+    return sorted(fastest_by_family.values(), key=lambda time: time.step_s)
 
 
 def _layers(depth: int, stages: int) -> tuple[int, ...]:
     return tuple(depth // stages + (stage < depth % stages) for stage in range(stages))
 
 
-def _legal(likely: list[_Likely], check: Callable[[RunConfig], RunConfig]) -> list[_Likely]:
-    """Return the first layouts that a run's own checks pass.
+def _valid(
+    preselected: list[_Preselected], check: Callable[[RunConfig], RunConfig]
+) -> list[_Preselected]:
+    """Return the first layouts that pass the checks of a run.
 
     Raises:
-        ConfigError: What is wrong with the first, if no layout passes.
+        ConfigError: No layout passes; this is the error of the first layout.
     """
-    legal: list[_Likely] = []
-    refused: list[ConfigError] = []
-    for choice in likely:
+    valid: list[_Preselected] = []
+    errors: list[ConfigError] = []
+    for choice in preselected:
         try:
             checked = check(choice.candidate.config)
         except ConfigError as error:
-            refused.append(error)
+            errors.append(error)
         else:
             candidate = dataclasses.replace(choice.candidate, config=checked)
-            legal.append(dataclasses.replace(choice, candidate=candidate))
-        if len(legal) == TIMED or len(refused) == _REFUSED:
+            valid.append(dataclasses.replace(choice, candidate=candidate))
+        if len(valid) == TIMED or len(errors) == _MAX_INVALID:
             break
-    if not legal:
-        raise refused[0]
-    return legal
+    if not valid:
+        raise errors[0]
+    return valid
 
 
-def _fastest(first: list[_Likely], *, hardware: HardwareConfig) -> list[tuple[_Likely, Throughput]]:
-    """Trace the work of layouts; return those that can be with their speed, the fastest first.
+def _fastest(
+    first: list[_Preselected], *, hardware: HardwareConfig
+) -> list[tuple[_Preselected, Throughput]]:
+    """Trace the work of layouts and return them with their speed, fastest first.
+
+    Layouts that cannot be traced are left out.
 
     Raises:
-        ConfigError: Why the first can't be traced, if none can.
+        ConfigError: No layout can be traced; this is the error of the first layout.
     """
     runs = [partial(_time_layout, choice.candidate.config, hardware) for choice in first]
-    works = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
+    results = forked_map.map_forked(
+        runs, task="tracing a step to predict its time", memory=fake_tensor_cache.recipes
+    )
     fastest = [
-        (choice, work)
-        for choice, work in zip(first, works, strict=True)
-        if isinstance(work, Throughput)
+        (choice, result)
+        for choice, result in zip(first, results, strict=True)
+        if isinstance(result, Throughput)
     ]
     if not fastest:
-        assert isinstance(works[0], ConfigError)
-        raise works[0]
+        assert isinstance(results[0], ConfigError)
+        raise results[0]
     return sorted(fastest, key=lambda pair: pair[1].step_s)
 
 
 def _time_layout(config: RunConfig, hardware: HardwareConfig) -> Throughput | ConfigError:
-    """Return a layout's speed, or why it can't be traced (too small a micro-batch, say)."""
+    """Return the speed of a layout, or the error if it cannot be traced."""
     try:
         return speed_of(config, hardware, step_work(config, world_size=num_ranks(config)))
     except ConfigError as error:
@@ -291,21 +312,21 @@ def _time_layout(config: RunConfig, hardware: HardwareConfig) -> Throughput | Co
 
 
 def _estimate_first(
-    first: list[tuple[_Likely, Throughput]],
+    first: list[tuple[_Preselected, Throughput]],
     *,
     config: RunConfig,
     ranks: tuple[int, int],
     wanted: int,
-) -> dict[_Likely, Planned]:
-    """Estimate layouts in the order of their speed until as many fit as are wanted.
+) -> dict[_Preselected, Planned]:
+    """Estimate layouts in the order of their speed, until ``wanted`` of them fit.
 
     Args:
-        first: Layouts, the fastest first.
-        config: The run as it was given.
-        ranks: Nodes, and ranks of each.
-        wanted: Layouts that fit.
+        first: Layouts with their speed, fastest first.
+        config: Configuration of the run as given by the user.
+        ranks: Number of nodes, and ranks per node.
+        wanted: Number of fitting layouts to find.
     """
-    plans: dict[_Likely, Planned] = {}
+    plans: dict[_Preselected, Planned] = {}
     for choice, speed in first[:TRIED]:
         candidate = choice.candidate
         result = estimate(candidate.config, ends=True)
@@ -335,7 +356,7 @@ def _verdict(estimate: Estimate, config: RunConfig) -> FitVerdict:
 
 
 def _describe(candidate: Candidate) -> str:
-    """Describe a layout, including settings that its axes don't show."""
+    """Describe a layout, including settings that its axes do not show."""
     config, layout = candidate.config, candidate.layout
     properties = [str(layout)]
     if layout.facts.shards_parameters and config.strategy.fsdp.sharding == "shard_grad_op":
@@ -349,12 +370,12 @@ def _describe(candidate: Candidate) -> str:
 
 
 def _overrides(config: RunConfig, candidate: Candidate, ranks: tuple[int, int]) -> list[str]:
-    """Write what differs from the run as it was given, and what is the layout's own choice."""
+    """Return the overrides that turn the configuration of the user into this layout."""
     values = flatten(config)
     overrides = [
         f"{key}={plain(value)}" for key, value in candidate.settings.items() if value != values[key]
     ]
-    num_nodes, of_each = ranks
+    num_nodes, ranks_per_node = ranks
     if num_nodes > 1:
         overrides.append(f"launch.nnodes={num_nodes}")
-    return [*overrides, f"launch.nproc={of_each}"]
+    return [*overrides, f"launch.nproc={ranks_per_node}"]

@@ -1,6 +1,6 @@
-"""What a configuration trains on in a step, and what it asks of host memory, as plain records.
+"""Describes the workload of a step and the host memory of a run as plain records.
 
-It reads a configuration alone and estimates nothing; it has no opinion on what is too much.
+Everything follows from the configuration and an existing estimate.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from axonlaunch.planning.records import Estimate, HostMemory, Workload
 
 
 def workload(config: RunConfig, *, searched: bool = False) -> Workload:
-    """Return what a step trains on.
+    """Return the workload of a step.
 
     Args:
-        config: With ``launch.nproc`` resolved, unless it is searched.
-        searched: Whether its layout, micro-batch and recomputation are still looked for.
+        config: Configuration with ``launch.nproc`` resolved, unless the layout is searched.
+        searched: Whether layout, micro-batch size and recomputation are still to be found.
     """
     train = config.train
-    micro = None if searched else Layout.of(config, world_size=num_ranks(config)).micro_batch_size
+    micro_batch_size = (
+        None if searched else Layout.of(config, world_size=num_ranks(config)).micro_batch_size
+    )
     length = getattr(config.data, "sequence_length", None)
     return Workload(
         global_batch_size=train.global_batch_size,
-        micro_batch_size=micro,
+        micro_batch_size=micro_batch_size,
         sequence_length=length if isinstance(length, int) else None,
         precision=train.precision,
         activation_checkpointing=None if searched else train.activation_checkpointing,
@@ -31,14 +33,14 @@ def workload(config: RunConfig, *, searched: bool = False) -> Workload:
 
 
 def host_memory(config: RunConfig, estimate: Estimate) -> HostMemory | None:
-    """Return what a run keeps in host memory; None where nothing is kept in another memory.
+    """Return the host memory of a GPU run; None if the run uses none.
 
-    That is what is offloaded, and with ``checkpoint.async_save`` the copy of what is not, from
-    which saves are written.
+    Host memory holds offloaded tensors and, with ``checkpoint.async_save``, a copy of all other
+    saved tensors, from which checkpoints are written.
 
     Args:
-        config: With ``launch.nproc`` resolved.
-        estimate: Of the run.
+        config: Configuration with ``launch.nproc`` resolved.
+        estimate: Estimate of the run.
     """
     hardware, nproc = config.hardware, config.launch.nproc
     bytes_per_rank = estimate.host_bytes
@@ -47,12 +49,12 @@ def host_memory(config: RunConfig, estimate: Estimate) -> HostMemory | None:
     if not bytes_per_rank or estimated_on(config) != "gpu":
         return None
     assert nproc != "auto"
-    in_node = nproc
+    ranks_per_node = nproc
     if hardware is not None and hardware.devices_per_node is not None:
-        in_node = min(nproc, hardware.devices_per_node)
-    of_node = bytes_per_rank * in_node
+        ranks_per_node = min(nproc, hardware.devices_per_node)
+    bytes_per_node = bytes_per_rank * ranks_per_node
     memory = None
     if hardware is not None and hardware.host_memory_gib is not None:
         memory = int(hardware.host_memory_gib * GIB)
-    fits = None if memory is None else of_node * (1 + config.estimate.margin) <= memory
-    return HostMemory(bytes_per_rank, of_node, memory, fits)
+    fits = None if memory is None else bytes_per_node * (1 + config.estimate.margin) <= memory
+    return HostMemory(bytes_per_rank, bytes_per_node, memory, fits)

@@ -1,12 +1,12 @@
-"""The work of any layout by analytic formulas, from what one device does with a sample.
+"""Estimates the work of a layout by formulas, from the traced work of one device.
 
-It is the planner's first cut; the layouts that it leaves are traced. Kernels of memory-bound
-operations, waves of tiles and messages are divided as if all divided evenly.
+The planner uses this to discard layouts; the remaining ones are traced. Memory-bound kernels, tiles
+and messages are assumed to divide evenly.
 
-An example: one device with 11 samples of 1024 tokens does the product m=11264 n=4096 k=1024, in
-which 11264 = 11 * 1024 are the tokens (11 divides no width, so no width is taken for them). With 2
-samples per micro-batch and 4 tensor ranks it is m=2048 n=1024 k=1024: the tokens are scaled by
-2 / 11, and the larger of the widths, 4096, is what the tensor ranks divide.
+An example: one device with 11 samples of 1024 tokens computes the product m=11264 n=4096 k=1024.
+The number of tokens is 11264 = 11 * 1024; 11 divides no width, so a width is never mistaken for the
+number of tokens. With 2 samples per micro-batch and 4 tensor ranks the product is m=2048 n=1024
+k=1024: the tokens are scaled by 2 / 11, and the tensor ranks divide the larger width, 4096.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ from axonlaunch.planning.throughput.step_work import SAMPLES, Share, StageWork, 
 
 FP32 = 4
 HALF = 2
-_RING = 160
-"""Activations that a ring attention's fp32 merges read and write for each rank, as traced."""
+_RING_TRAFFIC = 160
+"""Memory traffic of the fp32 merges of ring attention per rank, in multiples of the activations.
+
+Taken from traces.
+"""
 
 
 def scaled(
@@ -42,10 +45,11 @@ def scaled(
     """Return the work of a layout.
 
     Args:
-        reference: Of the same model on one device, ``SAMPLES`` a step, nothing recomputed.
-        config: The layout's run.
-        layout: Its layout.
-        layers: Of each of its stages.
+        reference: Work of the same model on one device, with ``SAMPLES`` samples per step and
+            without recomputation.
+        config: Configuration of the run.
+        layout: Parallel layout of the run.
+        layers: Number of layers of each pipeline stage.
     """
     return _Scaled(reference, config, layout).work(layers)
 
@@ -57,42 +61,45 @@ class _Scaled:
         self._layout = layout
         self._length = reference.sample_length
         self._samples = layout.micro_batch_size / layout.context
-        self._type = FP32 if config.train.precision == "fp32" else HALF
-        self._stream = self._samples * self._length * reference.hidden_size * self._type
+        self._compute_bytes = FP32 if config.train.precision == "fp32" else HALF
+        self._activation_bytes = (
+            self._samples * self._length * reference.hidden_size * self._compute_bytes
+        )
 
     def work(self, layers: tuple[int, ...]) -> StepWork:
-        """Return the whole step's work."""
+        """Return the work of the full step."""
         stage = self._reference.first
         has_one_stage = self._layout.num_stages == 1
-        layer = self._micro(stage.micro_layer, self._in_layer(stage.step_layer))
+        layer = self._micro_batch(stage.micro_layer, self._layer_communication(stage.step_layer))
         step_layer = self._step(stage.step_layer)
         first, last = (
             StageWork(
-                step_ends=self._step(stage.step_ends, part=part),
+                step_ends=self._step(stage.step_ends, fraction=fraction),
                 step_layer=step_layer,
-                micro_ends=self._micro(stage.micro_ends, sent, part=part),
+                micro_ends=self._micro_batch(stage.micro_ends, messages, fraction=fraction),
                 micro_layer=layer,
             )
-            # The vocabulary's product and loss are the last stage's, its embedding the first's.
-            for part, sent in (
-                (1.0 if has_one_stage else 0.0, self._sent_work()),
+            # The output projection and the loss belong to the last stage. The first stage has
+            # the embedding, which needs no matrix product.
+            for fraction, messages in (
+                (1.0 if has_one_stage else 0.0, self._stage_messages()),
                 (1.0, {}),
             )
         )
         return dataclasses.replace(self._reference, first=first, last=last, layers=layers)
 
-    def _micro(self, share: Share, more: Work, *, part: float = 1.0) -> Share:
+    def _micro_batch(self, share: Share, communication: Work, *, fraction: float = 1.0) -> Share:
         work: Work = {}
         for key, amount in share.work.items():
             for phase in self._phases(key):
                 operation, scaled_amount = self._operation(key, amount, phase)
-                _put(work, operation, scaled_amount * part)
-        for key, amount in more.items():
-            _put(work, key, amount)
+                _add(work, operation, scaled_amount * fraction)
+        for key, amount in communication.items():
+            _add(work, key, amount)
         return Share(work)
 
     def _phases(self, key: Operation) -> Iterable[Phase]:
-        """Yield when an operation runs: what is recomputed runs again in backward."""
+        """Yield the phases of an operation; recomputed operations also run in backward."""
         yield key.phase
         mode = self._config.train.activation_checkpointing
         if key.phase == "forward" and mode != "none":
@@ -101,113 +108,121 @@ class _Scaled:
                 yield "recomputation"
 
     def _operation(self, key: Operation, amount: Amount, phase: Phase) -> tuple[Operation, Amount]:
-        """Return an operation of the layout in the place of one on one device."""
+        """Return the layout's equivalent of an operation on one device."""
         tensor = self._layout.tensor
         mode = self._config.train.activation_checkpointing
-        again = 0.5 if phase == "recomputation" and mode == "selective" else 1.0
+        recomputed = 0.5 if phase == "recomputation" and mode == "selective" else 1.0
         samples = self._samples / SAMPLES
         if isinstance(key, Product):
             sizes = {"m": key.m, "n": key.n, "k": key.k}
             tokens = next((d for d, size in sizes.items() if size == SAMPLES * self._length), None)
             width = max((d for d in sizes if d != tokens), key=sizes.__getitem__)
-            count = amount.count * again
+            count = amount.count * recomputed
             if tokens is not None:
                 sizes[tokens] = max(1, round(sizes[tokens] * samples))
-            else:  # a product for each sample
+            else:  # one product per sample
                 count *= samples
             sizes[width] = max(1, sizes[width] // tensor)
             m, n, k = sizes.values()
             product = dataclasses.replace(key, phase=phase, m=m, n=n, k=k)
             return product, Amount(count, amount.num_bytes, amount.flops)
-        share = again * samples
+        share = recomputed * samples
         if isinstance(key, AttentionOp):
             share /= tensor
         else:
             assert isinstance(key, Kernel)
-            divided = self._config.strategy.tensor.sequence_parallel
-            share *= 1 / tensor if divided else (1 + 1 / tensor) / 2
-        return dataclasses.replace(key, phase=phase), Amount(amount.count, *_times(amount, share))
+            is_divided = self._config.strategy.tensor.sequence_parallel
+            share *= 1 / tensor if is_divided else (1 + 1 / tensor) / 2
+        return dataclasses.replace(key, phase=phase), Amount(amount.count, *_scale(amount, share))
 
-    def _step(self, share: Share, *, part: float = 1.0) -> Share:
-        """Return what is done once a step: the update, and what replicas agree on."""
+    def _step(self, share: Share, *, fraction: float = 1.0) -> Share:
+        """Return the work done once per step: the update and the communication of replicas."""
         layout = self._layout
         facts = layout.facts
-        over = layout.tensor * layout.optimizer_shards
+        shards = layout.tensor * layout.optimizer_shards
         work: Work = {
-            key: Amount(amount.count, *_times(amount, part / over))
+            key: Amount(amount.count, *_scale(amount, fraction / shards))
             for key, amount in share.work.items()
             if key.phase == "update"
         }
-        num_bytes = part * share.gradient_bytes / layout.tensor
-        share_bytes = part * share.parameter_bytes / layout.tensor
+        num_bytes = fraction * share.gradient_bytes / layout.tensor
+        share_bytes = fraction * share.parameter_bytes / layout.tensor
         if facts.divides_update:
-            _put(
+            _add(
                 work,
                 CollectiveOp("update", "all_gather", ("dp_replicate",)),
                 Amount(1, num_bytes),
             )
         if facts.averages == "parameters" and layout.gradient_ranks > 1:
             period = facts.period(self._config.strategy.options) if facts.period else 1
-            _put(
+            _add(
                 work,
-                CollectiveOp("update", "all_reduce", self._axes),
+                CollectiveOp("update", "all_reduce", self._data_axes),
                 Amount(1, num_bytes) * (1 / period),
             )
         elif facts.shards_parameters and layout.dp_replicate > 1:
-            summed = CollectiveOp("backward", "all_reduce", ("dp_replicate",))
-            _put(work, summed, Amount(1, num_bytes / layout.dp_shard))
+            all_reduce = CollectiveOp("backward", "all_reduce", ("dp_replicate",))
+            _add(work, all_reduce, Amount(1, num_bytes / layout.dp_shard))
         elif facts.keeps_gradients and layout.gradient_ranks > 1:
             kind: ExchangeKind = "reduce_scatter" if facts.divides_update else "all_reduce"
-            _put(work, CollectiveOp("backward", kind, self._axes), Amount(1, num_bytes))
+            _add(work, CollectiveOp("backward", kind, self._data_axes), Amount(1, num_bytes))
         return Share(work, num_bytes, share_bytes)
 
     @property
-    def _axes(self) -> tuple[str, ...]:
+    def _data_axes(self) -> tuple[str, ...]:
         names = ("dp_replicate", "dp_shard", "cp")
         return tuple(name for name in names if self._layout.axes[name] > 1)
 
-    def _in_layer(self, layer: Share) -> Work:
-        """Return what a layer sends for each micro-batch."""
+    def _layer_communication(self, layer: Share) -> Work:
+        """Return the communication of a layer for each micro-batch."""
         layout, work = self._layout, Work()
         recomputed = self._config.train.activation_checkpointing == "full"
         if layout.tensor > 1:
-            divided = self._config.strategy.tensor.sequence_parallel
-            kinds = ("all_gather", "reduce_scatter") if divided else ("all_reduce",)
+            is_divided = self._config.strategy.tensor.sequence_parallel
+            kinds = ("all_gather", "reduce_scatter") if is_divided else ("all_reduce",)
             phases: list[Phase] = ["forward", "backward"]
             for phase in (*phases, *(["recomputation"] if recomputed else [])):
                 for kind in kinds:
                     key = CollectiveOp(phase, kind, ("tp",))  # type: ignore[arg-type]
-                    _put(work, key, Amount(2, 2 * self._stream))
+                    _add(work, key, Amount(2, 2 * self._activation_bytes))
         if layout.facts.shards_parameters:
             axes = tuple(name for name in ("dp_shard", "cp") if layout.axes[name] > 1)
-            whole = layer.parameter_bytes / layout.tensor
+            parameters = layer.parameter_bytes / layout.tensor
             gradients = layer.gradient_bytes / layout.tensor
-            gathered = whole * self._type / self._config.train.parameter_bytes
+            gathered = parameters * self._compute_bytes / self._config.train.parameter_bytes
             if axes:
-                _put(work, CollectiveOp("forward", "all_gather", axes), Amount(1, gathered))
+                _add(work, CollectiveOp("forward", "all_gather", axes), Amount(1, gathered))
                 if self._config.strategy.fsdp.sharding != "shard_grad_op":
-                    _put(work, CollectiveOp("backward", "all_gather", axes), Amount(1, gathered))
-                summed = FP32 if self._config.strategy.reduce_dtype == "fp32" else HALF
-                reduced = gradients * summed / self._config.train.parameter_bytes
-                _put(work, CollectiveOp("backward", "reduce_scatter", axes), Amount(1, reduced))
+                    _add(work, CollectiveOp("backward", "all_gather", axes), Amount(1, gathered))
+                reduce_bytes = FP32 if self._config.strategy.reduce_dtype == "fp32" else HALF
+                reduced = gradients * reduce_bytes / self._config.train.parameter_bytes
+                _add(work, CollectiveOp("backward", "reduce_scatter", axes), Amount(1, reduced))
         if layout.context > 1:
-            _put(work, CollectiveOp("forward", "all_gather", ("cp",)), Amount(1, 2 * self._stream))
-            _put(work, CollectiveOp("backward", "all_gather", ("cp",)), Amount(2, 4 * self._stream))
-            merged = _RING * layout.context * self._stream / layout.tensor
-            _put(work, Kernel("forward", "ring"), Amount(1, merged))
+            _add(
+                work,
+                CollectiveOp("forward", "all_gather", ("cp",)),
+                Amount(1, 2 * self._activation_bytes),
+            )
+            _add(
+                work,
+                CollectiveOp("backward", "all_gather", ("cp",)),
+                Amount(2, 4 * self._activation_bytes),
+            )
+            merged = _RING_TRAFFIC * layout.context * self._activation_bytes / layout.tensor
+            _add(work, Kernel("forward", "ring"), Amount(1, merged))
         return work
 
-    def _sent_work(self) -> Work:
+    def _stage_messages(self) -> Work:
         if self._layout.pipeline == 1:
             return {}
-        divided = self._config.strategy.tensor.sequence_parallel
-        size = self._stream / (self._layout.tensor if divided else 1)
+        is_divided = self._config.strategy.tensor.sequence_parallel
+        size = self._activation_bytes / (self._layout.tensor if is_divided else 1)
         return {Send("forward", "pp"): Amount(1, size)}
 
 
-def _times(amount: Amount, factor: float) -> tuple[float, float]:
+def _scale(amount: Amount, factor: float) -> tuple[float, float]:
     return amount.num_bytes * factor, amount.flops * factor
 
 
-def _put(work: Work, key: Operation, amount: Amount) -> None:
+def _add(work: Work, key: Operation, amount: Amount) -> None:
     work[key] = work.get(key, Amount()) + amount

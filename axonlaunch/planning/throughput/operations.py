@@ -1,7 +1,7 @@
-"""What a training step makes a device do: products, attention, kernels and exchanges, counted.
+"""Counts the operations of a training step: matrix products, attention, kernels, communication.
 
-It counts and never times; what a kernel does inside, and gradients that torch's DDP reduces from
-C++, it does not see.
+Nothing is timed. Operations inside a kernel, and gradients that torch's DDP reduces from C++, are
+not visible.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PRODUCTS = {
     _aten.addmm_: 1,
     _aten.baddbmm: 1,
 }
-"""Matrix products, and where among their arguments the first factor is."""
+"""Maps matrix products to the position of their first factor among the arguments."""
 _FLASH = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
 }
-_EXCHANGES: dict[str, ExchangeKind] = {
+_COLLECTIVES: dict[str, ExchangeKind] = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_into_tensor_out": "all_gather",
     "_allgather_base_": "all_gather",
@@ -58,7 +58,7 @@ _EXCHANGES: dict[str, ExchangeKind] = {
     "all_to_all_single": "all_to_all",
     "alltoall_base_": "all_to_all",
 }
-_BETWEEN_RANKS = frozenset({"c10d", "_c10d_functional"})
+_COMMUNICATION = frozenset({"c10d", "_c10d_functional"})
 _NO_KERNEL = frozenset({"prim", "profiler", "inductor"})
 _NO_TRAFFIC = frozenset(
     {
@@ -87,9 +87,9 @@ _NOT_READ = {
     "fsdp::split_with_sizes_copy": ("out",),
     "fsdp::chunk_cat": ("out",),
 }
-"""Arguments that are written alone, or of which a few rows are read."""
+"""Arguments that are only written, or from which only a few rows are read."""
 _NOT_WRITTEN = {f"aten::_fused_{name}_": ("grads",) for name in ("adam", "adamw", "sgd")}
-"""Arguments that may be written but are not without a gradient scaler."""
+"""Arguments that are written only with a gradient scaler."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Product:
 
 @dataclass(frozen=True)
 class AttentionOp:
-    """One fused attention of queries to keys; its amount holds its FLOPs."""
+    """A fused attention kernel; its ``Amount`` contains the FLOPs."""
 
     phase: Phase
     heads: int
@@ -118,7 +118,7 @@ class AttentionOp:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Whatever else runs on the device, bound by its memory; its amount holds the traffic."""
+    """Any other, memory-bound kernel; its ``Amount`` contains the memory traffic."""
 
     phase: Phase
     name: str
@@ -126,24 +126,24 @@ class Kernel:
 
 @dataclass(frozen=True)
 class CollectiveOp:
-    """A collective among ranks; its amount holds the bytes of the whole tensor.
+    """A collective; its ``Amount`` contains the bytes of the full, unsharded tensor.
 
     Attributes:
-        phase: When it runs.
-        kind: What it does.
-        axes: Mesh axes that its group spans, outermost first.
-        under: Products that run between its start and the wait for it.
+        phase: Phase of the step in which it runs.
+        kind: Kind of collective.
+        axes: Mesh axes of its process group, outermost first.
+        overlapping: Matrix products that run between its start and the wait for its result.
     """
 
     phase: Phase
     kind: ExchangeKind
     axes: tuple[str, ...]
-    under: tuple[Product, ...] = ()
+    overlapping: tuple[Product, ...] = ()
 
 
 @dataclass(frozen=True)
 class Send:
-    """A message to the neighbour along an axis."""
+    """A message to the neighbouring rank along a mesh axis."""
 
     phase: Phase
     axis: str
@@ -154,11 +154,11 @@ Operation = Product | AttentionOp | Kernel | CollectiveOp | Send
 
 @dataclass(frozen=True)
 class Amount:
-    """How often an operation runs, and what all its runs together move and compute.
+    """Number of runs of an operation, and the total traffic and FLOPs of these runs.
 
     Attributes:
-        count: Runs.
-        num_bytes: Read and written, or sent.
+        count: Number of runs.
+        num_bytes: Bytes read and written, or sent.
         flops: Floating point operations.
     """
 
@@ -189,10 +189,10 @@ def add(first: Work, second: Work, *, factor: float = 1.0) -> Work:
 
 
 class OperationTrace(TorchDispatchMode):
-    """Counts operations while it is entered, beside whatever else follows them.
+    """Counts operations while it is entered. Other dispatch modes may be active as well.
 
     Attributes:
-        work: What ran so far.
+        work: Amount of each operation so far.
     """
 
     def __init__(self, axes: Mapping[str, int]) -> None:
@@ -205,11 +205,11 @@ class OperationTrace(TorchDispatchMode):
         self.work: Work = {}
         self._axes = dict(axes)
         self._updating = False
-        self._begun: dict[int, tuple[CollectiveOp, Amount, list[Product]]] = {}
+        self._pending: dict[int, tuple[CollectiveOp, Amount, list[Product]]] = {}
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Count what runs inside as the optimizer's update."""
+        """Count operations inside the context as part of the optimizer update."""
         self._updating = True
         try:
             yield
@@ -218,20 +218,20 @@ class OperationTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
-            return NotImplemented  # they come again as the plain tensors that they hold
+            return NotImplemented  # the tensors they contain are dispatched again
         out = func(*args, **(kwargs or {}))
-        if func.namespace in _BETWEEN_RANKS:
-            self._exchange(func, args, kwargs or {}, out)
+        if func.namespace in _COMMUNICATION:
+            self._record_collective(func, args, kwargs or {}, out)
         elif func.namespace not in _NO_KERNEL and not func.is_view:
-            self._compute(func, args, kwargs or {}, out)
+            self._record_compute(func, args, kwargs or {}, out)
         return out
 
     @property
     def _phase(self) -> Phase:
-        """Name the operation that runs.
+        """Phase of the running operation.
 
-        Recomputation is a forward inside of backward, with gradients enabled; what an autograd
-        function computes in it can't be distinguished from backward.
+        Recomputation is a forward inside backward, with gradients enabled. Recomputation inside a
+        custom autograd function counts as backward, because it cannot be distinguished.
         """
         if self._updating:
             return "update"
@@ -242,32 +242,32 @@ class OperationTrace(TorchDispatchMode):
     def _count(self, key: Operation, amount: Amount) -> None:
         self.work[key] = self.work.get(key, Amount()) + amount
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _record_compute(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name
         if func.overloadpacket in _PRODUCTS:
-            self._product(args[_PRODUCTS[func.overloadpacket] :])
+            self._record_product(args[_PRODUCTS[func.overloadpacket] :])
         elif name.removesuffix("_backward") in _FLASH:
-            self._attention(func, args, kwargs, backward=name.endswith("_backward"))
+            self._record_attention(func, args, kwargs, backward=name.endswith("_backward"))
         elif name not in _NO_TRAFFIC:
-            moved = _traffic(func, args, kwargs, out)
-            if moved:
-                self._count(Kernel(self._phase, name), Amount(1, moved))
+            traffic = _traffic(func, args, kwargs, out)
+            if traffic:
+                self._count(Kernel(self._phase, name), Amount(1, traffic))
 
-    def _product(self, factors: Any) -> None:
+    def _record_product(self, factors: Any) -> None:
         a, b = factors[0], factors[1]
         batch = a.shape[0] if a.ndim == 3 else 1
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
         key = Product(self._phase, batch, m, n, k, a.dtype)
-        moved = batch * (m * k + k * n + m * n) * a.element_size()
-        self._count(key, Amount(1, moved, 2.0 * batch * m * n * k))
-        for _, _, under in self._begun.values():
-            under.append(key)
+        traffic = batch * (m * k + k * n + m * n) * a.element_size()
+        self._count(key, Amount(1, traffic, 2.0 * batch * m * n * k))
+        for _, _, products in self._pending.values():
+            products.append(key)
 
-    def _attention(self, func: Any, args: Any, kwargs: Any, *, backward: bool) -> None:
+    def _record_attention(self, func: Any, args: Any, kwargs: Any, *, backward: bool) -> None:
         arguments = dict(kwargs)
         arguments.update(zip((a.name for a in func._schema.arguments), args, strict=False))
         q, k, v = arguments["query"], arguments["key"], arguments["value"]
-        # Formulas for as many key as query heads: those that share keys compute as much.
+        # The formulas expect equal head counts. Shared key-value heads need the same FLOPs.
         shapes = [(q.shape[0], q.shape[1], *x.shape[2:]) for x in (q, k, v)]
         flops = (
             sdpa_backward_flop_count(shapes[0], *shapes) if backward else sdpa_flop_count(*shapes)
@@ -277,32 +277,32 @@ class OperationTrace(TorchDispatchMode):
             # Kernels skip blocks above the diagonal, so half the square is left.
             flops /= 2
         key = AttentionOp(self._phase, q.shape[0] * q.shape[1], queries, keys, q.shape[-1], q.dtype)
-        moved = _num_bytes([q, k, v]) * (2 if backward else 1)
-        self._count(key, Amount(1, moved, float(flops)))
+        traffic = _num_bytes([q, k, v]) * (2 if backward else 1)
+        self._count(key, Amount(1, traffic, float(flops)))
 
-    def _exchange(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _record_collective(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
         if name == "wait_tensor":
-            begun = self._begun.pop(id(args[0].untyped_storage()), None)
-            if begun is not None:
-                key, amount, under = begun
-                self._count(replace(key, under=tuple(under)), amount)
+            pending = self._pending.pop(id(args[0].untyped_storage()), None)
+            if pending is not None:
+                key, amount, overlapping = pending
+                self._count(replace(key, overlapping=tuple(overlapping)), amount)
         elif name == "send":
             self._count(Send(self._phase, "pp"), Amount(1, _num_bytes(args[0])))
-        elif name in _EXCHANGES:
-            kind = _EXCHANGES[name]
+        elif name in _COLLECTIVES:
+            kind = _COLLECTIVES[name]
             key = CollectiveOp(self._phase, kind, self._axes_of(_ranks([*args, *kwargs.values()])))
             sizes = [_size(t) for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
-            gathers = kind in ("all_gather", "reduce_scatter")
-            whole = max(sizes) if gathers else _num_bytes((args, kwargs))
-            amount = Amount(1, whole)
+            is_sharded = kind in ("all_gather", "reduce_scatter")
+            num_bytes = max(sizes) if is_sharded else _num_bytes((args, kwargs))
+            amount = Amount(1, num_bytes)
             if func.namespace == "_c10d_functional":
-                self._begun[id(out.untyped_storage())] = (key, amount, [])
+                self._pending[id(out.untyped_storage())] = (key, amount, [])
             else:
                 self._count(key, amount)
 
     def _axes_of(self, ranks: list[int]) -> tuple[str, ...]:
-        """Name the neighbouring mesh axes that a group spans."""
+        """Return the adjacent mesh axes of a process group."""
         if len(ranks) == 1:
             return ()
         stride, size = ranks[1] - ranks[0], len(ranks)
@@ -317,7 +317,7 @@ class OperationTrace(TorchDispatchMode):
 
 
 def _ranks(arguments: Iterable[Any]) -> list[int]:
-    """Find the ranks of the group among an operation's arguments."""
+    """Return the ranks of the process group among an operation's arguments."""
     for argument in arguments:
         if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product"):
             return sorted(dist.get_process_group_ranks(group_by_name(argument)))
@@ -325,13 +325,13 @@ def _ranks(arguments: Iterable[Any]) -> list[int]:
             try:
                 group = dist.ProcessGroup.unbox(argument)
             except RuntimeError:
-                continue  # a reduction, in the same wrapping
+                continue  # a reduction, which is wrapped in the same way
             return sorted(dist.get_process_group_ranks(group))
     raise AssertionError("an operation between ranks has no group")
 
 
 def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes that an operation reads and writes, each tensor once."""
+    """Return the bytes that an operation reads and writes, counting each tensor once."""
     name = func._schema.name
     total, written = 0, set()
     for index, argument in enumerate(func._schema.arguments):
@@ -344,7 +344,7 @@ def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int:
             total += sum(map(_size, tensors))
             written |= {id(t.untyped_storage()) for t in tensors}
     if name == "fsdp::all_gather_copy_in":
-        return 2 * total  # it writes this rank's part of the buffer that it returns
+        return 2 * total  # it writes only this rank's part of the returned buffer
     results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
     return total + sum(_size(t) for t in results if id(t.untyped_storage()) not in written)
 
@@ -354,5 +354,5 @@ def _num_bytes(tree: Any) -> int:
 
 
 def _size(tensor: Tensor) -> int:
-    """Return the bytes that a tensor holds; one that is expanded holds less than its shape."""
+    """Return the bytes of a tensor; an expanded tensor has fewer than its shape suggests."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

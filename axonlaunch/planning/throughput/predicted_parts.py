@@ -1,4 +1,4 @@
-"""A step's predicted time in the parts of a profiled one, so that they can be laid side by side."""
+"""Predicts the parts of a step's time under the names that a profiled step uses."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _KINDS = {
     "host memory": "other kernels",
     "pipeline bubble": "idle",
 }
-_MOST_ACTIONS = 4000
-"""Of a pipeline's round: more than that can't be distinguished on a page."""
+_MAX_ACTIONS = 4000
+"""Maximum number of actions of a pipeline round to report; a drawing could not show more."""
 
 
 def predict_step(config: RunConfig) -> StepPrediction:
-    """Predict a step's time, as ``plan`` does.
+    """Predict the time of a step in the same way as ``plan``.
 
     Args:
-        config: A run's, with hardware.
+        config: Configuration of a run, with hardware.
 
     Raises:
-        ConfigError: It can't be traced, or the hardware lacks a figure.
+        ConfigError: The run cannot be traced, or the hardware lacks a figure.
     """
-    forkserver.lead_group()  # it forks a process for each trace
+    forkserver.lead_group()  # tracing forks processes
     import_plugins(config.plugins)
     config = resolve_anywhere(replace_with_synthetic(config))
     assert config.hardware is not None
@@ -44,6 +44,6 @@ def predict_step(config: RunConfig) -> StepPrediction:
         kind = _KINDS.get(name, name.replace("communication", "exposed communication"))
         by_kind[kind] = by_kind.get(kind, 0.0) + seconds
     timeline = times.pipeline_timeline(work)
-    slots = () if timeline is None or len(timeline.slots) > _MOST_ACTIONS else timeline.slots
+    slots = () if timeline is None or len(timeline.slots) > _MAX_ACTIONS else timeline.slots
     pipeline = [(slot.rank, slot.start, slot.stop, str(slot.action)) for slot in slots]
     return StepPrediction(config.hardware.name, parts.total, by_kind, pipeline)

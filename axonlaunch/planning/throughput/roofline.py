@@ -1,6 +1,6 @@
-"""How long a device takes for one operation: its rates, its bandwidth, its smallest kernel.
+"""Estimates the time of one operation from a device's peak rates, bandwidth and launch latency.
 
-It refuses to time what a figure is not published for. What a device waits for others is in
+A figure that is missing from the hardware configuration is an error. Communication is in
 ``collectives``.
 
 Source: Williams, Waterman, Patterson, "Roofline", 2009; NVIDIA, "Matrix Multiplication Background
@@ -32,7 +32,7 @@ from axonlaunch.planning.throughput.operations import (
 )
 
 _TILE = (128, 256)
-"""Rows and columns of the largest tile that cuBLAS gives one multiprocessor (NVIDIA's guide)."""
+"""Rows and columns of the largest cuBLAS tile for one multiprocessor (NVIDIA's guide)."""
 
 _RATES = {
     torch.float32: "fp32_tflops",
@@ -42,14 +42,14 @@ _RATES = {
 
 
 class Roofline:
-    """Times of a device's operations."""
+    """Times of the operations of a device."""
 
     def __init__(self, hardware: HardwareConfig, *, matmul_precision: str = "highest") -> None:
-        """Take a device's figures.
+        """Take the figures of a device.
 
         Args:
-            hardware: The figures.
-            matmul_precision: ``train.matmul_precision``, that of products in fp32.
+            hardware: Description of the device.
+            matmul_precision: Value of ``train.matmul_precision``, for fp32 matrix products.
         """
         self._hardware = hardware
         self._fp32_products = hardware.peak_figure(
@@ -60,36 +60,36 @@ class Roofline:
         """Return a figure of the hardware.
 
         Raises:
-            ConfigError: It is not published.
+            ConfigError: The figure is not published.
         """
         return figure(self._hardware, name)
 
     def seconds(self, operation: Operation, amount: Amount) -> float:
-        """Return the time of all runs of an operation on this device alone, in seconds."""
+        """Return the time of all runs of an operation in seconds; 0 for communication."""
         if isinstance(operation, Product):
-            return float(amount.count * self._product(operation))
+            return float(amount.count * self._product_time(operation))
         if isinstance(operation, AttentionOp):
-            return self._attention(operation, amount)
+            return self._attention_time(operation, amount)
         if isinstance(operation, Kernel):
-            return self._moving_all(amount) + amount.count * self._launch_s
+            return self._total_traffic_time(amount) + amount.count * self._launch_s
         return 0.0
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Return the matrix peak of a type, FLOP/s, for kernels that multiply as they see fit."""
+        """Return the peak rate for a type in FLOP/s, regardless of TF32 settings."""
         return float(self.figure(_RATES.get(dtype, "fp32_tflops"))) * 1e12
 
     def _product_rate(self, dtype: torch.dtype) -> float:
-        """Return the peak of cuBLAS's products, FLOP/s; they alone use TF32 where it is allowed."""
+        """Return the peak rate of cuBLAS products in FLOP/s, with TF32 if it is allowed."""
         if dtype is torch.float32:
             return float(self.figure(self._fp32_products)) * 1e12
         return self.rate(dtype)
 
-    def _product(self, product: Product) -> float:
-        """Time one matrix product.
+    def _product_time(self, product: Product) -> float:
+        """Return the time of one matrix product.
 
-        Waves of tiles and their depth leave a share of the rate, waves / (waves + 0.1) and
-        k / (k + 64); it is smooth because cuBLAS chooses among tile sizes and cuts the depth where
-        waves are few.
+        The peak rate is reduced by waves / (waves + 0.1) for the number of waves of tiles, and by
+        k / (k + 64) for their depth. These factors are smooth because cuBLAS chooses among several
+        tile sizes, and splits the depth if there are few waves.
         """
         batch, m, n, k = product.batch, product.m, product.n, product.k
         tiles = batch * -(-m // _TILE[0]) * -(-n // _TILE[1])
@@ -98,34 +98,36 @@ class Roofline:
         peak = self._product_rate(product.dtype)
         rate = peak * self.figure("matrix_efficiency") * share * IN_A_STEP
         moved = batch * (m * k + k * n + m * n) * product.dtype.itemsize
-        return float(max(2.0 * batch * m * n * k / rate, self._moving(moved)) + self._launch_s)
+        return float(
+            max(2.0 * batch * m * n * k / rate, self._traffic_time(moved)) + self._launch_s
+        )
 
-    def _attention(self, attention: AttentionOp, amount: Amount) -> float:
+    def _attention_time(self, attention: AttentionOp, amount: Amount) -> float:
         share = attention.keys / (attention.keys + HALF_LENGTH)
         rate = self.rate(attention.dtype) * self.figure("attention_efficiency") * share
-        moving = self._moving_all(amount)
-        return float(max(amount.flops / rate, moving) + amount.count * self._launch_s)
+        traffic_time = self._total_traffic_time(amount)
+        return float(max(amount.flops / rate, traffic_time) + amount.count * self._launch_s)
 
     @property
     def _launch_s(self) -> float:
         return self._hardware.kernel_us * 1e-6
 
-    def _moving_all(self, amount: Amount) -> float:
-        """Return the time of the traffic of all runs of a kernel, taken as alike."""
+    def _total_traffic_time(self, amount: Amount) -> float:
+        """Return the time of the memory traffic of all runs of a kernel, with equal runs."""
         count = max(1.0, amount.count)
-        return count * self._moving(amount.num_bytes / count)
+        return count * self._traffic_time(amount.num_bytes / count)
 
-    def _moving(self, num_bytes: float) -> float:
-        """Return the time of one kernel's traffic: at a bandwidth, or as measured by size."""
+    def _traffic_time(self, num_bytes: float) -> float:
+        """Return the time of one kernel's memory traffic, from measured times or the bandwidth."""
         sizes, times = self._hardware.kernel_bytes, self._hardware.kernel_latency_us
         if sizes:
             if num_bytes >= sizes[-1]:
                 return times[-1] * 1e-6 * num_bytes / sizes[-1]
             points = list(zip([0.0, *sizes], [0.0, *times], strict=True))
-            for (low, before), (high, after) in itertools.pairwise(points):
-                if num_bytes < high:
-                    part = (num_bytes - low) / (high - low)
-                    return (before + part * (after - before)) * 1e-6
+            for (low_size, low_time), (high_size, high_time) in itertools.pairwise(points):
+                if num_bytes < high_size:
+                    fraction = (num_bytes - low_size) / (high_size - low_size)
+                    return (low_time + fraction * (high_time - low_time)) * 1e-6
         bandwidth = self.figure("memory_bandwidth_gb_s") * 1e9 * self.figure("memory_efficiency")
         return float(num_bytes / bandwidth)
 
@@ -134,17 +136,17 @@ def figure(hardware: HardwareConfig, name: str) -> Any:
     """Return a figure of the hardware.
 
     Raises:
-        ConfigError: It is not published.
+        ConfigError: The figure is not published.
     """
     refuse_missing(hardware, [name])
     return getattr(hardware, name)
 
 
 def refuse_missing(hardware: HardwareConfig, names: Iterable[str]) -> None:
-    """Raise for figures that are not published, all at once.
+    """Raise one error for all figures that are not published.
 
     Raises:
-        ConfigError: It says which.
+        ConfigError: At least one of the figures is missing; the error names all of them.
     """
     missing = [name for name in names if getattr(hardware, name) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""The hardware by whose figures a run's step time is predicted, or why there is none."""
+"""Finds the hardware figures for predicting a run's step time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from axonlaunch.diagnostics.doctor import measured_hardware
 
 
 def hardware_of_run(config: RunConfig) -> tuple[HardwareConfig | None, str]:
-    """Return the figures of the devices that a run computes on, or None and the reason.
+    """Return the figures of a run's devices, or None and the reason.
 
-    Nothing is measured for it: of this node's CPU those are taken that were measured before.
+    Nothing is measured. For a CPU, figures from an earlier measurement of this node are used.
 
     Args:
-        config: Checked, with ``launch.nproc`` resolved.
+        config: Checked configuration with ``launch.nproc`` resolved.
     """
     hardware, ranks = config.hardware, num_ranks(config)
     if config.launch.backend == "mock":
         return None, "ranks of launch.backend=mock take turns, so their steps are not predicted"
     if hardware is None:
-        return None, "the run names no hardware; hardware=h100_80gb, for one, has figures"
+        return None, "the run sets no hardware; add hardware=h100_80gb, for example"
     if not hardware.is_cpu:
         return hardware, ""
     measured = (
@@ -28,5 +28,5 @@ def hardware_of_run(config: RunConfig) -> tuple[HardwareConfig | None, str]:
     )
     if measured is None:
         command = f"axonlaunch plan hardware=cpu --devices {ranks}"
-        return None, f"this node was never measured with {ranks} ranks at once; {command} does"
+        return None, f"this node was never measured with {ranks} ranks; {command} measures it"
     return measured, ""

@@ -1,17 +1,17 @@
-"""What one step does on the ranks of each pipeline stage, from traces of a few layers.
+"""Counts the operations of one step for each pipeline stage, from traces of a few layers.
 
-Layers repeat and micro-batches repeat, so operations are counted at two depths and two numbers of
-micro-batches and follow a line in both. A pipeline over a model that can't have fewer blocks is
-refused.
+The number of operations is linear in the number of layers and in the number of micro-batches.
+Traces with two depths and two numbers of micro-batches determine it. A pipeline over a model that
+cannot be built with fewer blocks is an error.
 
-An example, in floating-point operations: traces of 1 and 2 layers with 1 and 2 micro-batches count
+An example, in FLOPs, from traces of 1 and 2 layers with 1 and 2 micro-batches:
 
     1 layer, 1 micro-batch   115        1 layer, 2 micro-batches   216
     2 layers, 1 micro-batch  139        2 layers, 2 micro-batches  260
 
-One more layer adds 24, or 44 with two micro-batches: 20 for each micro-batch, 4 for each step. What
-is left, 91 and 172, is beside the layers: 81 for each micro-batch, 10 for each step. So 32 layers
-and 8 micro-batches take 10 + 32 * 4 + 8 * (81 + 32 * 20) = 5906.
+One more layer adds 24, or 44 with two micro-batches: 20 per micro-batch and 4 per step. The rest of
+the model has the remaining 91 and 172: 81 per micro-batch and 10 per step. So 32 layers and 8
+micro-batches need 10 + 32 * 4 + 8 * (81 + 32 * 20) = 5906.
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 from axonlaunch.system import forked_map
 
 SAMPLES = 11
-"""Samples of a step on one device, from which layouts are estimated: several, for a BatchNorm can't
-take one, and a prime that divides no width, so that sizes which grow with samples stand out."""
+"""Number of samples of the step on one device from which layouts are estimated.
+
+It is more than one, because BatchNorm needs several samples. It is a prime that divides no width,
+so that sizes which depend on the number of samples can be recognized.
+"""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Work that comes with something, and the bytes of parameters and gradients that do.
+    """Work of a part of a step, with the bytes of its parameters and gradients.
 
     Attributes:
-        work: Operations.
-        gradient_bytes: Of the parameters held that are trained.
-        parameter_bytes: Of those held.
+        work: Amount of each operation.
+        gradient_bytes: Bytes of the rank's trained parameters.
+        parameter_bytes: Bytes of the rank's parameters.
     """
 
     work: Work
@@ -67,13 +70,13 @@ class Share:
 
 @dataclass(frozen=True)
 class StageWork:
-    """What a stage of some layers does; ``ends`` is what it holds beside them.
+    """Work of a pipeline stage; ``ends`` are the parts of the model outside its layers.
 
     Attributes:
-        step_ends: Once a step.
-        step_layer: Once a step for each layer.
-        micro_ends: For each micro-batch.
-        micro_layer: For each micro-batch and layer.
+        step_ends: Work per step outside the layers.
+        step_layer: Work per step and layer.
+        micro_ends: Work per micro-batch outside the layers.
+        micro_layer: Work per micro-batch and layer.
     """
 
     step_ends: Share
@@ -84,17 +87,16 @@ class StageWork:
 
 @dataclass(frozen=True)
 class StepWork:
-    """A step of a whole run.
+    """Work of one step of a full run.
 
     Attributes:
-        first: Of the stage that is fed samples, and of the only one.
-        last: Of the stage that computes the loss.
-        layers: Layers of each stage, in order.
-        parameters: Of the whole model.
-        sample_length: Positions of a sample; 1 where it is no sequence.
-        hidden_size: Numbers of a position between layers; 0 where that is not known.
-        looked_up: Of the parameters, as ``models.flops`` counts them.
-        frozen: As well.
+        first: Work of the first stage, which is also the only one without a pipeline.
+        last: Work of the last stage, which computes the loss.
+        layers: Number of layers of each stage, in order.
+        parameters: Number of parameters of the full model.
+        sample_length: Positions of a sample; 1 if samples are not sequences.
+        hidden_size: Features per position between layers; 0 if unknown.
+        flops_per_token: FLOPs of a training step per token, see ``models.flops``.
     """
 
     first: StageWork
@@ -103,55 +105,57 @@ class StepWork:
     parameters: int
     sample_length: int
     hidden_size: int
-    looked_up: int = 0
-    frozen: int = 0
+    flops_per_token: int
 
 
 @dataclass(frozen=True)
-class _Traced:
-    """One trace: a step's operations and bytes, parameters, those looked up or frozen, length."""
+class _TracedStep:
+    """Result of tracing one step; the fields have the same meaning as in ``StepWork``."""
 
     share: Share
     parameters: int
-    looked_up: int
-    frozen: int
+    flops_per_token: int
     sample_length: int
 
 
 def step_work(config: RunConfig, *, world_size: int) -> StepWork:
-    """Count what a step does, from as few and as small traces as determine it.
+    """Count the operations of a step, from the fewest and smallest traces that determine them.
 
     Args:
-        config: Checked.
-        world_size: Ranks.
+        config: Checked configuration.
+        world_size: Number of ranks.
 
     Raises:
-        ConfigError: The run can't be traced.
+        ConfigError: The run cannot be traced.
     """
     layout = Layout.of(config, world_size=world_size)
     figures = model_figures(config.model)
     depth, period = figures.num_blocks, figures.period
     if not depth and layout.pipeline > 1:
-        message = f"fewer blocks can't stand for all of those of {config.model.name}; use 1"
+        message = (
+            f"the blocks of {config.model.name} do not repeat, so it can't be extrapolated; use 1"
+        )
         raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, layout.pipeline)])
     counts = (2, 3) if layout.pipeline > 1 else (1, 2)[: min(2, layout.micro_batches)]
     depths = (period, 2 * period) if depth else (0,)
     stages = min(2, layout.stages_per_rank)
     ranks = (0, 1) if layout.pipeline > 1 else (0,)
-    runs = {
+    configs = {
         (d, m): reduced_config(config, world_size=world_size, layers=d, micro_batches=m)
         for d in depths
         for m in counts
     }
-    # A process for each rank, or each depth: what a first trace learns makes the next ones quick.
-    batches = [list(runs)] if layout.pipeline > 1 else [[(d, m) for m in counts] for d in depths]
+    # One process per rank or per depth, because later traces in a process reuse its caches.
+    batches = [list(configs)] if layout.pipeline > 1 else [[(d, m) for m in counts] for d in depths]
     jobs = [(rank, keys) for rank in ranks for keys in batches]
     functions: list[Any] = [
-        partial(_trace, [runs[key] for key in keys], stage=rank) for rank, keys in jobs
+        partial(_trace, [configs[key] for key in keys], stage=rank) for rank, keys in jobs
     ]
     if layout.pipeline > 1:
         functions.append(partial(_split, config))
-    results = forked_map.map_forked(functions, memory=fake_tensor_cache.recipes)
+    results = forked_map.map_forked(
+        functions, task="tracing a step to predict its time", memory=fake_tensor_cache.recipes
+    )
     layers = tuple(results[-1]) if layout.pipeline > 1 else (depth,)
     traced = {
         (rank, *key): trace
@@ -163,36 +167,37 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         for rank in (ranks[0], ranks[-1])
     )
 
-    def at_full_depth(counted: Callable[[_Traced], int]) -> int:
-        at_depths = [counted(traced[ranks[0], d, counts[0]]) for d in depths]
+    def at_full_depth(counted: Callable[[_TracedStep], int]) -> int:
+        counts_by_depth = [counted(traced[ranks[0], d, counts[0]]) for d in depths]
         if not depth:
-            return at_depths[0]
-        of_a_period = (at_depths[1] - at_depths[0]) // (stages * len(ranks))
-        return at_depths[0] + of_a_period * (depth - period * stages * len(ranks)) // period
+            return counts_by_depth[0]
+        per_period = (counts_by_depth[1] - counts_by_depth[0]) // (stages * len(ranks))
+        return counts_by_depth[0] + per_period * (depth - period * stages * len(ranks)) // period
 
-    known = traced[ranks[0], depths[0], counts[0]]
+    smallest = traced[ranks[0], depths[0], counts[0]]
     return StepWork(
         first,
         last,
         layers,
         at_full_depth(lambda trace: trace.parameters),
-        known.sample_length,
-        hidden_size=figures.hidden_size,
-        looked_up=known.looked_up,
-        frozen=at_full_depth(lambda trace: trace.frozen),
+        smallest.sample_length,
+        figures.hidden_size,
+        at_full_depth(lambda trace: trace.flops_per_token),
     )
 
 
 def reduced_config(
     config: RunConfig, *, world_size: int, layers: int, micro_batches: int
 ) -> RunConfig:
-    """Return a run like this one in every axis but a shorter pipeline, in a world to fit.
+    """Return a run with fewer layers, fewer micro-batches and a shorter pipeline.
+
+    All other axes are unchanged, and the world size is adapted.
 
     Args:
-        config: The whole run.
-        world_size: Its ranks.
-        layers: Of each stage; 0: as many as there are.
-        micro_batches: Of a rank's step.
+        config: Configuration of the full run.
+        world_size: Number of ranks of the full run.
+        layers: Number of layers of each stage; 0 keeps all layers.
+        micro_batches: Number of micro-batches of a rank's step.
     """
     layout = Layout.of(config, world_size=world_size)
     settings: dict[str, Any] = {
@@ -220,7 +225,7 @@ def reduced_config(
 
 
 def _short_schedule(schedule: str, *, stages_per_rank: int) -> Any:
-    """Return a schedule that does the same work in two ranks, in whatever order."""
+    """Return a schedule for two ranks that does the same work, possibly in another order."""
     if stages_per_rank == 1 and not SCHEDULES[schedule].separate_weight_grad:
         return "gpipe"
     return (
@@ -230,58 +235,58 @@ def _short_schedule(schedule: str, *, stages_per_rank: int) -> Any:
     )
 
 
-def _fit(at: dict[tuple[int, int], Share], *, stages: int) -> StageWork:
-    """Find the four parts of a stage's work, which is linear in layers and in micro-batches.
+def _fit(shares: dict[tuple[int, int], Share], *, stages: int) -> StageWork:
+    """Compute the four parts of a stage's work, which is linear in layers and micro-batches.
 
-    The module's example, where ``stages`` is 1: the layer's 24 and 44, and the ends' 91 and 172,
-    are each divided into what comes once a step and what comes with every micro-batch.
+    In the example of the module, with one stage: 24 and 44 of the layer, and 91 and 172 outside the
+    layers, are each separated into work per step and work per micro-batch.
 
     Args:
-        at: By layers of a stage and micro-batches.
-        stages: Stages of the traced rank.
+        shares: Traced work by (layers of a stage, micro-batches).
+        stages: Number of stages of the traced rank.
     """
-    counts = sorted({m for _, m in at})
-    depths = sorted({d for d, _ in at})
-    nothing = Share({})
+    counts = sorted({m for _, m in shares})
+    depths = sorted({d for d, _ in shares})
+    empty = Share({})
     layer, ends = {}, {}
     for m in counts:
-        layer[m] = nothing
+        layer[m] = empty
         if len(depths) > 1:
-            difference = at[depths[1], m].plus(at[depths[0], m], times=-1)
-            between = stages * (depths[1] - depths[0])
-            layer[m] = nothing.plus(difference, times=1 / between)
-        ends[m] = at[depths[0], m].plus(layer[m], times=-depths[0] * stages)
-    step_ends, micro_ends = _by_micro_batches(ends)
-    step_layer, micro_layer = _by_micro_batches(layer)
+            difference = shares[depths[1], m].plus(shares[depths[0], m], times=-1)
+            layers_between = stages * (depths[1] - depths[0])
+            layer[m] = empty.plus(difference, times=1 / layers_between)
+        ends[m] = shares[depths[0], m].plus(layer[m], times=-depths[0] * stages)
+    step_ends, micro_ends = _separate_micro_batches(ends)
+    step_layer, micro_layer = _separate_micro_batches(layer)
     return StageWork(step_ends, step_layer, micro_ends, micro_layer)
 
 
-def _by_micro_batches(at: dict[int, Share]) -> tuple[Share, Share]:
-    """Separate what comes once a step from what each micro-batch brings.
+def _separate_micro_batches(shares: dict[int, Share]) -> tuple[Share, Share]:
+    """Separate the work per step from the work per micro-batch.
 
-    With one micro-batch alone, the update is what comes once.
+    If only one number of micro-batches was traced, the update is the work per step.
     """
-    if len(at) == 1:
-        (share,) = at.values()
+    if len(shares) == 1:
+        (share,) = shares.values()
         update = {key: amount for key, amount in share.work.items() if key.phase == "update"}
         rest = {key: amount for key, amount in share.work.items() if key.phase != "update"}
         return replace(share, work=update), Share(rest)
-    fewer, more = sorted(at)  # one apart
-    each = at[more].plus(at[fewer], times=-1)
-    return at[fewer].plus(each, times=-fewer), each
+    fewer, more = sorted(shares)  # one apart
+    per_micro_batch = shares[more].plus(shares[fewer], times=-1)
+    return shares[fewer].plus(per_micro_batch, times=-fewer), per_micro_batch
 
 
-def _trace(configs: list[RunConfig], *, stage: int) -> list[_Traced]:
-    """Trace a step of one rank of several runs, in a process of its own."""
-    _norm_in_one_kernel()
+def _trace(configs: list[RunConfig], *, stage: int) -> list[_TracedStep]:
+    """Trace one step of several runs on one rank. Call this in a process forked for it."""
+    _fuse_rms_norm()
     ranks = num_ranks(configs[0])
     world = fake_world.join_fake_world(rank=stage * ranks // 2, world_size=ranks)
     with refusing_untraceable(configs[0]):
         return [_trace_one(config, world) for config in configs]
 
 
-def _trace_one(config: RunConfig, world: World) -> _Traced:
-    # What fusing saves is the roofline's: how a compiler cuts a graph into kernels is not traced.
+def _trace_one(config: RunConfig, world: World) -> _TracedStep:
+    # How a compiler fuses kernels is not traced; ``step_time`` applies a factor for it.
     reduced = ReducedRun.of(with_values(config, {"train.compile": False}))
     dry = FakeRank(reduced, world)
     trace = OperationTrace(reduced.layout.axes)
@@ -302,19 +307,18 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
         gradient_bytes=sum(size for size, is_trained in sizes if is_trained),
         parameter_bytes=sum(size for size, _ in sizes),
     )
-    counted = engine.num_parameters, engine.num_looked_up, engine.num_frozen
-    return _Traced(share, *counted, length)
+    return _TracedStep(share, engine.num_parameters, engine.flops.per_token(length), length)
 
 
 def _split(config: RunConfig) -> list[int]:
-    """Return the layers of each stage: as given, or as the engine balances them."""
+    """Return the number of layers of each stage, as configured or as balanced by the engine."""
     return ReducedRun.of(config).counts
 
 
-def _norm_in_one_kernel() -> None:
-    """Count RMSNorm as one kernel, as on a GPU; on a CPU torch runs seven.
+def _fuse_rms_norm() -> None:
+    """Patch RMSNorm to count as one kernel, as on a GPU. On a CPU torch runs seven kernels.
 
-    LayerNorm stands in for it: it reads and writes the same.
+    LayerNorm replaces it, because it reads and writes the same amount.
     """
 
     def rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:

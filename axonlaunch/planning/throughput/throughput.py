@@ -1,6 +1,6 @@
-"""How fast a run would train on hardware of a kind, from what its step does.
+"""Estimates the training speed of a run on given hardware from the operations of its step.
 
-It refuses what can't be traced and hardware without the figures it takes.
+A model that cannot be traced is an error, and so is hardware without the required figures.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.planning.throughput.roofline import figure
 from axonlaunch.planning.throughput.step_time import StepTime
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
@@ -18,15 +17,15 @@ from axonlaunch.planning.throughput.step_work import StepWork, step_work
 
 @dataclass(frozen=True)
 class Throughput:
-    """The speed of a run.
+    """Speed of a run.
 
     Attributes:
-        step_s: Seconds of an optimizer step.
-        tokens_per_s_per_device: Tokens trained on a second and device; samples, where a sample is
-            no sequence.
-        mfu: Share of the device's peak that the model itself needs, recomputation not counted;
-            None where a sample is no sequence.
-        breakdown: Seconds of a step by what they go to, of the rank that has most to do.
+        step_s: Seconds per optimizer step.
+        tokens_per_s_per_device: Trained tokens per second and device, or samples per second and
+            device if samples are not sequences.
+        mfu: Model FLOPs utilization: fraction of the device's peak rate, without recomputation.
+            None if samples are not sequences.
+        breakdown: Seconds of a step by activity on the rank with the longest step.
     """
 
     step_s: float
@@ -39,17 +38,17 @@ def throughput(config: RunConfig, hardware: HardwareConfig) -> Throughput:
     """Estimate the speed of a run.
 
     Args:
-        config: Checked, with ``launch.nproc`` resolved: the ranks of the world.
-        hardware: What each rank has.
+        config: Checked configuration with ``launch.nproc`` resolved to the number of ranks.
+        hardware: Description of each rank's device.
 
     Raises:
-        ConfigError: The run can't be traced, or the hardware lacks a figure.
+        ConfigError: The run cannot be traced, or the hardware lacks a figure.
     """
     return speed_of(config, hardware, step_work(config, world_size=num_ranks(config)))
 
 
 def speed_of(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throughput:
-    """Estimate the speed of a run whose work is known."""
+    """Estimate the speed of a run from the work of its step."""
     ranks = num_ranks(config)
     layout = Layout.of(config, world_size=ranks)
     times = StepTime(config, layout, hardware).parts(work)
@@ -62,17 +61,5 @@ def speed_of(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Thr
         name = hardware.peak_figure(
             precision=train.precision, matmul_precision=train.matmul_precision
         )
-        mfu = rate * flops_per_token(work) / (figure(hardware, name) * 1e12)
+        mfu = rate * work.flops_per_token / (figure(hardware, name) * 1e12)
     return Throughput(seconds, rate, mfu, dict(times))
-
-
-def flops_per_token(work: StepWork) -> float:
-    """Return what ``training_flops_per_token`` does of a step's work."""
-    return training_flops_per_token(
-        parameters=work.parameters,
-        looked_up=work.looked_up,
-        frozen=work.frozen,
-        layers=sum(work.layers),
-        hidden_size=work.hidden_size,
-        positions=work.sample_length,
-    )

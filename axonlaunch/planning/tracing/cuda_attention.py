@@ -1,7 +1,7 @@
-"""What attention holds on a GPU, where a run for one is traced on a CPU.
+"""Memory of attention on CUDA for GPU runs that are traced on a CPU.
 
-The CPU's kernel returns what CUDA's do, and holds nothing beside it; theirs need more in backward.
-Of AMD's kernels nothing is known here: they count as NVIDIA's.
+The CPU kernel returns the same tensors as the CUDA kernels and needs no further memory. The CUDA
+kernels need temporary buffers in backward. AMD GPUs are assumed to need the same as NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -17,53 +17,58 @@ from axonlaunch.config.layout import estimated_on
 from axonlaunch.models import attention
 
 Workspaces: TypeAlias = Callable[[Any, Sequence[Any]], list[int]]
-"""An operation and its arguments to the bytes of each buffer that its kernel holds besides."""
+"""Maps an operation and its arguments to the bytes of each temporary buffer of its kernel."""
 
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_FP32 = 4
-_ROWS = 128
-"""Queries are padded to a multiple of these."""
+_FP32_BYTES = 4
+_QUERY_MULTIPLE = 128
+"""The number of queries is padded_queries to a multiple of this."""
 
 
 def runs_on_gpu(config: RunConfig) -> bool:
-    """Return whether a run is estimated for a GPU."""
+    """Return whether the run is estimated for a GPU."""
     return estimated_on(config) == "gpu"
 
 
 def repeat_heads_as_on_cuda() -> None:
-    """Let models repeat the heads that CUDA's kernels want repeated; for a process of its own."""
+    """Patch attention for this process: heads are repeated as the CUDA kernels need it.
+
+    The patch is never undone, so call this only in a process forked for one estimate.
+    """
     attention.refuses_groups = lambda q, mask: attention.refuses_groups_on_cuda(q, mask)
 
 
 def workspaces(config: RunConfig) -> Workspaces:
-    """Return what kernels hold beside their results on the devices of a run."""
+    """Return the function that lists the temporary buffers of kernels on the devices of a run."""
     if not runs_on_gpu(config):
         return lambda func, arguments: []
     multiprocessors = config.hardware.multiprocessors if config.hardware else None
     if not config.train.deterministic:
         multiprocessors = None
 
-    def of_kernel(func: Any, arguments: Sequence[Any]) -> list[int]:
+    def kernel_workspaces(func: Any, arguments: Sequence[Any]) -> list[int]:
         if func is not _BACKWARD:
             return []
         _, q, k, *_ = arguments
         return backward_workspaces(q, k, multiprocessors=multiprocessors)
 
-    return of_kernel
+    return kernel_workspaces
 
 
 def backward_workspaces(q: Tensor, k: Tensor, *, multiprocessors: int | None = None) -> list[int]:
-    """Return the bytes of each buffer that attention's backward holds beside its three gradients.
+    """Return the bytes of each temporary buffer of attention's backward, without the gradients.
 
-    In fp16 and bf16: an fp32 sum for the queries' gradient, a number for each query, and where
-    heads of keys are shared their gradients for each head of the queries. In fp32, by the
-    memory-efficient kernel: a product as large as the output, and a number for each query.
+    The buffers depend on the type of the queries:
+
+    - fp16 and bf16: an fp32 accumulator for the gradient of the queries and one number per query.
+      If key-value heads are shared, also the gradients of keys and values for each query head.
+    - fp32 (memory-efficient kernel): a product as large as the output and one number per query.
 
     Args:
-        q: [B, heads, T, head_dim].
-        k: [B, key-value heads, S, head_dim].
-        multiprocessors: Of a device that computes deterministically, with a sum for each of the
-            parts that it divides the keys into; None: one sum.
+        q: Queries [B, heads, T, head_dim].
+        k: Keys [B, key-value heads, S, head_dim].
+        multiprocessors: Number of multiprocessors of a device that computes deterministically: it
+            divides the keys into parts and holds one accumulator per part. None: one accumulator.
 
     Source: PyTorch, ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``,
     ``mha_bwd``, and ``cuda/attention_backward.cu``; NVIDIA/cudnn-frontend,
@@ -71,14 +76,20 @@ def backward_workspaces(q: Tensor, k: Tensor, *, multiprocessors: int | None = N
     """
     batch, heads, queries, width = q.shape
     if q.dtype not in (torch.float16, torch.bfloat16):
-        return [batch * heads * queries * width * _FP32, batch * heads * queries * _FP32]
-    padded = batch * heads * _up(queries, _ROWS)
-    sums = 1 if multiprocessors is None else -(-multiprocessors // (batch * heads))
-    buffers = [padded * _FP32, sums * padded * _up(width, 32 if width <= 128 else 64) * _FP32]
+        return [
+            batch * heads * queries * width * _FP32_BYTES,
+            batch * heads * queries * _FP32_BYTES,
+        ]
+    padded_queries = batch * heads * _round_up(queries, _QUERY_MULTIPLE)
+    accumulators = 1 if multiprocessors is None else -(-multiprocessors // (batch * heads))
+    buffers = [
+        padded_queries * _FP32_BYTES,
+        accumulators * padded_queries * _round_up(width, 32 if width <= 128 else 64) * _FP32_BYTES,
+    ]
     if k.shape[1] != heads:
         buffers += 2 * [batch * heads * k.shape[2] * width * q.element_size()]
     return buffers
 
 
-def _up(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple

@@ -1,11 +1,11 @@
-"""What RMSNorm holds on a GPU, where a run for one is traced on a CPU.
+"""Memory of RMSNorm on CUDA for GPU runs that are traced on a CPU.
 
-CUDA builds of torch have one kernel for it since 2.9, which keeps its input and a number for each
-row; a CPU computes it in steps and keeps two of them in fp32. Other norms are one operation on
-either.
+Since torch 2.9, CUDA builds compute RMSNorm with one kernel, which keeps its input and one number
+per row for backward. On a CPU, several operations compute it, and two of their results are kept in
+fp32. Other norms are a single operation on both devices.
 
 Source: PyTorch 2.11 and 2.13, ``rms_norm_symint`` in ``aten/src/ATen/native/layer_norm.cpp``;
-``FusedRmsNormBackward0`` in the headers of their wheels names what it keeps.
+``FusedRmsNormBackward0`` in the headers of their wheels lists the tensors that it keeps.
 """
 
 from __future__ import annotations
@@ -19,33 +19,36 @@ from torch import Tensor, nn
 from axonlaunch.models.torch_internals import is_cast_by_autocast
 
 _IS_CAST = is_cast_by_autocast("aten::rms_norm")
-"""Whether CUDA's autocast computes it in fp32; torch 2.11's does not."""
-_in_steps = nn.functional.rms_norm
+"""Whether autocast on CUDA computes RMSNorm in fp32; in torch 2.11 it does not."""
+_unfused_rms_norm = nn.functional.rms_norm
 
 
-class _Fused(torch.autograd.Function):
-    """As much storage as the kernels take, and no values."""
+class _FusedStorages(torch.autograd.Function):
+    """Allocates the storages of the fused kernels, without computing values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
-        each_row = [*x.shape[: x.ndim - num_dims], *[1] * num_dims]
-        ctx.save_for_backward(x, weight, x.new_empty(each_row, dtype=torch.float32))
+        row_shape = [*x.shape[: x.ndim - num_dims], *[1] * num_dims]
+        ctx.save_for_backward(x, weight, x.new_empty(row_shape, dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         del gradient
         x, weight, _ = ctx.saved_tensors
-        of_x, of_weight, _ = ctx.needs_input_grad
+        needs_x, needs_weight, _ = ctx.needs_input_grad
         return (
-            torch.empty_like(x) if of_x else None,
-            torch.empty_like(weight) if of_weight else None,
+            torch.empty_like(x) if needs_x else None,
+            torch.empty_like(weight) if needs_weight else None,
             None,
         )
 
 
 def norm_as_on_cuda() -> None:
-    """Let RMSNorm hold what it holds on CUDA, and compute nothing; for a process of its own."""
+    """Patch RMSNorm for this process: it allocates as on CUDA and computes nothing.
+
+    The patch is never undone, so call this only in a process forked for one estimate.
+    """
     nn.functional.rms_norm = _rms_norm
 
 
@@ -56,12 +59,12 @@ def _rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     x, shape = input, [*normalized_shape]
-    # A compiler takes it apart on either, and keeps what it finds best.
+    # When compiled, it is decomposed on both devices, and the compiler chooses what to keep.
     if torch.compiler.is_compiling():
-        return _in_steps(x, shape, weight, eps)
+        return _unfused_rms_norm(x, shape, weight, eps)
     if _IS_CAST and torch.is_autocast_enabled(x.device.type):
         x, weight = x.float(), None if weight is None else weight.float()
-    if weight is not None and weight.dtype != x.dtype:  # nor does CUDA's kernel take these
-        return _in_steps(x, shape, weight, eps)
-    normed: Tensor = _Fused.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
+    if weight is not None and weight.dtype != x.dtype:  # the CUDA kernel has the same limit
+        return _unfused_rms_norm(x, shape, weight, eps)
+    normed: Tensor = _FusedStorages.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
     return normed

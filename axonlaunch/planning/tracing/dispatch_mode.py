@@ -1,6 +1,6 @@
-"""A dispatch mode that stays out of what torch.compile does.
+"""Base class of dispatch modes that do not interfere with torch.compile.
 
-What a mode does with an operation is its subclass'.
+Subclasses define ``__torch_dispatch__``.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class UncompiledDispatchMode(TorchDispatchMode):
-    """Sees operations when they run, and not while they are traced or compiled."""
+    """A mode that sees operations when they run, but not while they are traced or compiled."""
 
-    # Of an operator that runs others no more is seen than what it returns.
+    # The mode sees the results of a higher-order operator, but not the operations inside it.
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Do without what keeps Dynamo out of ``__torch_dispatch__``, at a fifth of its time."""
+        """Skip torch's Dynamo guard of ``__torch_dispatch__``, which takes a fifth of its time."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let what is compiled be compiled; torch asks every mode."""
+        """Allow compilation while this mode is active; torch asks every active mode."""
         return True

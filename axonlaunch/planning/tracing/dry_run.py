@@ -1,6 +1,6 @@
-"""One rank's engine and one step's samples, made of fake tensors: the real ones in a fake world.
+"""Builds one rank's real engine and the samples of one step on fake tensors, in a fake world.
 
-A dry run belongs in a process that is forked for it. It measures nothing by itself.
+Use it in a process that is forked for it. The dry run itself measures nothing.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
 
 class FakeRank:
-    """One rank's engine, in a fake world.
+    """One rank's engine in a fake world.
 
     Attributes:
-        engine: The rank's.
-        received: Bytes of one micro-batch's buffers for what other stages give, by category: the
-            rank's own stages hand outputs and gradients on without a message.
+        engine: Engine of the rank.
+        received: Bytes of the receive buffers of one micro-batch, by category. Tensors from other
+            ranks count as communication. Tensors from another stage on the same rank need no
+            message: its outputs count as activations, its gradients as temporary.
     """
 
     def __init__(
         self, reduced: ReducedRun, world: World, *, trace: StorageTrace | None = None
     ) -> None:
-        """Build a rank's engine.
+        """Build the engine of a rank.
 
         Args:
-            reduced: What is run.
-            world: Where this process stands as the rank.
-            trace: Entered wherever storage is allocated; None: nothing follows it.
+            reduced: Run to build the engine for.
+            world: Fake world that this process has joined as the rank.
+            trace: Trace to enter wherever storage is allocated; None traces nothing.
         """
         self._trace = trace
         self._reduced = reduced
         self._stages = reduced.stages_of(world.rank * reduced.layout.pipeline // reduced.world_size)
         self.received: Counter[Category] = Counter()
         self._mode = fake_tensor_cache.fake_tensor_mode()
-        # A block that returns a view, which a model may change in place: a run of it says so once.
+        # FSDP warns about blocks that return a view; the real run shows this warning.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         for_gpu = cuda_attention.runs_on_gpu(reduced.config)
         if for_gpu:
@@ -62,7 +63,7 @@ class FakeRank:
                 cuda_norm.norm_as_on_cuda()
         source = Source(
             construct=self._construct,
-            initialize_weights=self._start,
+            initialize_weights=self._materialize,
             storing=self.storing,
             boundaries=self._boundaries,
         )
@@ -71,12 +72,12 @@ class FakeRank:
             from axonlaunch.planning.tracing import fake_inductor
 
             fake_inductor.install_fake_inductor(for_gpu=for_gpu)
-            # Without values no kernel can be measured; any of them allocates the same.
+            # Autotuning needs values, and all kernels allocate the same.
             config = with_values(config, {"train.compile_mode": "default"})
         self.engine: Engine = build_engine(config, world, sample=reduced.sample, source=source)
 
     def storing(self) -> AbstractContextManager[Any]:
-        """Return the context in which tensors are fake and are followed."""
+        """Return a context in which tensors are fake and traced."""
         stack = ExitStack()
         stack.enter_context(self._mode)
         if self._trace is not None:
@@ -84,20 +85,21 @@ class FakeRank:
         return stack
 
     def batch(self, micro_batches: int | None = None) -> AnyBatch:
-        """Return a rank's samples of a step; made outside of ``storing``, as a loader makes them.
+        """Return the rank's samples of a step.
 
-        What an engine takes of them is followed from then on: of a context axis its own positions.
+        Call this outside ``storing``, because a data loader creates the samples of a real run. The
+        trace follows them once the engine uses them; a context axis uses only its own positions.
 
         Args:
-            micro_batches: How many; None: all of a step.
+            micro_batches: Number of micro-batches; None for all of a step.
         """
         layout, sample = self._reduced.layout, self._reduced.sample
         count = micro_batches or layout.micro_batches
         samples, structured = layout.micro_batch_size * count, self._reduced.structured
         with self._mode:
             if structured is not None:
-                part = structured.map(lambda tensor: torch.empty_like(tensor, device="cpu"))
-                return Samples((None,) * samples, default_collate, parts=(part,) * count)
+                template = structured.map(lambda tensor: torch.empty_like(tensor, device="cpu"))
+                return Samples((None,) * samples, default_collate, parts=(template,) * count)
             inputs = torch.empty((samples, *sample.shape), dtype=sample.dtype)
             target = self._reduced.target
             targets = torch.empty((samples, *target.shape), dtype=target.dtype)
@@ -105,10 +107,10 @@ class FakeRank:
             return Batch(inputs, targets, positions)
 
     def settle(self) -> None:
-        """Let the optimizer make its states, as a first step does; inside of ``storing``.
+        """Create the optimizer states, as a first step does. Call this inside ``storing``.
 
-        Without a pipeline it is a step of one micro-batch. A pipeline's least step is long, so that
-        there gradients come from nowhere.
+        Without a pipeline, this runs a step of one micro-batch. The shortest step of a pipeline is
+        long, so there the gradients are allocated without a backward.
         """
         if self._reduced.layout.pipeline == 1:
             self.engine.backward(self.batch(1))
@@ -122,22 +124,23 @@ class FakeRank:
             self.engine.update()
 
     def _gather_once(self) -> None:
-        """Gather all parameters and let them go: one rank's buffers are resized from then on.
+        """Gather and release all parameters once, so that later gathers only resize the buffers.
 
-        What is made the first time is an activation by its looks, where no rank has a share of it.
+        If a single rank holds all shards, buffers created during the forward would be counted as
+        activations, because no collective marks them as communication.
         """
-        parts = [part for module in self.engine.modules for part in module.modules()]
-        sharded = [part for part in parts if isinstance(part, FSDPModule)]
-        for part in sharded:
-            part.unshard()
-        for part in sharded:
-            part.reshard()
+        modules = [module for root in self.engine.modules for module in root.modules()]
+        sharded = [module for module in modules if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.unshard()
+        for module in sharded:
+            module.reshard()
 
     def _construct(self, config: Any, *, seed: int) -> nn.Module:
         del config, seed
         return self._reduced.build()
 
-    def _start(self, module: nn.Module, config: Any, *, seed: int, device: Any) -> None:
+    def _materialize(self, module: nn.Module, config: Any, *, seed: int, device: Any) -> None:
         del config, seed
         with nullcontext() if self._trace is None else self._trace.during("parameters"):
             materialize(module, device=device)
@@ -149,22 +152,28 @@ class FakeRank:
         shape = [layout.micro_batch_size, *self._reduced.sample.shape]
         if layout.context > 1:
             shape[1] //= layout.context
-        segments: list[Part] = list(stages)
+        all_stages: list[Part] = list(stages)
         with self._mode:
             materialize(model, device="cpu")
-            ends = stage_boundaries.find(
+            boundaries = stage_boundaries.find(
                 model,
                 blocks=block_names(spec, model),
-                stages=segments,
+                stages=all_stages,
                 inputs=torch.empty(shape, dtype=self._reduced.sample.dtype),
                 takes_first=spec.flow is not None,
             )
-        for part in segments:
-            takes, gives = ends[part.index]
-            if part.index in self._stages:
-                below, above = (index in self._stages for index in (part.index - 1, part.index + 1))
-                if not part.is_first:
-                    self.received["activations" if below else "communication"] += takes.nbytes
-                if not part.is_last:
-                    self.received["temporary" if above else "communication"] += gives.nbytes
-        return ends
+        for stage in all_stages:
+            stage_input, stage_output = boundaries[stage.index]
+            if stage.index in self._stages:
+                previous_is_local, next_is_local = (
+                    index in self._stages for index in (stage.index - 1, stage.index + 1)
+                )
+                if not stage.is_first:
+                    self.received["activations" if previous_is_local else "communication"] += (
+                        stage_input.nbytes
+                    )
+                if not stage.is_last:
+                    self.received["temporary" if next_is_local else "communication"] += (
+                        stage_output.nbytes
+                    )
+        return boundaries

@@ -1,12 +1,12 @@
-"""Estimates what a deep model's step holds from two shallow ones, to the byte.
+"""Extrapolates the memory of a deep model's step from the traces of two shallow ones.
 
-Whatever a step holds at one of its moments is linear in the number of equal blocks, if moments
-are paired by what runs and by their block, counted from the nearer end of the model. Blocks in
-between hold what lies between their neighbours, so that the peak is at one of the paired ones.
-Models whose blocks differ are refused: they have to be traced whole.
+The memory held at a given moment of a step is linear in the number of equal blocks, so the result
+is exact to the byte. A moment is identified by the running operation and its block, counted from
+the nearer end of the model. The memory of blocks in the middle is between that of their neighbours,
+so the peak is at one of the extrapolated moments. Models with unequal blocks must be traced whole.
 
-An example: if 50 MiB are held when block 1 begins its forward in a model of 4 blocks, and 53 in one
-of 5, then 50 + 28 * 3 = 134 are in one of 32.
+An example: 50 MiB are held when block 1 begins its forward in a model of 4 blocks, and 53 MiB in a
+model of 5 blocks. In a model of 32 blocks, 50 + 28 * 3 = 134 MiB are held.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from torch import nn
 from axonlaunch.planning.tracing.storage_trace import Point, StorageTrace, TraceEvent, on_device
 
 NEAR = 2
-"""Blocks at each end of a shallow model: FSDP gathers one ahead while another's shards go out."""
+"""Blocks at each end of a shallow model.
+
+Two are needed because FSDP gathers the next block while it reduces the previous one.
+"""
 SHALLOW = 2 * NEAR
 
-_Name: TypeAlias = tuple[str | int, ...]
+_EventKey: TypeAlias = tuple[str | int, ...]
 
 
 def watch_blocks(blocks: Mapping[int, Sequence[nn.Module]], trace: StorageTrace) -> None:
-    """Begin an event of the trace wherever a block begins its forward or its backward.
+    """Begin a new event of the trace each time a block begins its forward or backward.
 
     Args:
-        blocks: Of each pipeline stage, in order.
-        trace: What watches the step.
+        blocks: Blocks of each pipeline stage, in order.
+        trace: Trace that watches the step.
     """
     for stage, members in blocks.items():
         for index, block in enumerate(members):
@@ -39,7 +42,7 @@ def watch_blocks(blocks: Mapping[int, Sequence[nn.Module]], trace: StorageTrace)
 
 
 def peak(events: Iterable[TraceEvent]) -> tuple[Point, int]:
-    """Return the moment at which the device holds most, and the most that the host ever does."""
+    """Return the point with the most device memory, and the peak of host memory in bytes."""
     points = [point for event in events for point in event.points]
     return max(points, key=on_device), max(point[-1] for point in points)
 
@@ -47,58 +50,67 @@ def peak(events: Iterable[TraceEvent]) -> tuple[Point, int]:
 def extrapolate(
     shallow: Sequence[TraceEvent], deeper: Sequence[TraceEvent], *, blocks: int
 ) -> list[TraceEvent]:
-    """Return what a deeper model's events hold.
+    """Return the events of a model with more blocks.
 
     Args:
-        shallow: Of a model with ``SHALLOW`` blocks or more in each stage.
-        deeper: Of a model with one block more in each stage.
-        blocks: How many more than in ``shallow`` each stage has.
+        shallow: Events of a model with ``SHALLOW`` or more blocks in each stage.
+        deeper: Events of a model with one block more in each stage.
+        blocks: Number of blocks to add to each stage of ``shallow``.
 
     Returns:
-        Those at the ends of each stage.
+        Events of the blocks near both ends of each stage.
     """
     deeper_events = _pair_events(deeper)
     extrapolated = []
-    for name, event in _pair_events(shallow).items():
-        other = deeper_events[name]
+    for key, event in _pair_events(shallow).items():
+        other = deeper_events[key]
         pairs = [*zip(event.points, other.points, strict=False)]
         if len(event.points) != len(other.points):
-            # An operation for each parameter, say: what they hold most is linear.
+            # For example one operation per parameter: only the maximum is linear.
             pairs = [pairs[0], (max(event.points, key=on_device), max(other.points, key=on_device))]
-        extrapolated.append(TraceEvent(name, [linear_extrapolate(a, b, blocks) for a, b in pairs]))
+        extrapolated.append(TraceEvent(key, [linear_extrapolate(a, b, blocks) for a, b in pairs]))
     return extrapolated
 
 
 def linear_extrapolate(point: Iterable[int], other: Iterable[int], times: int) -> Point:
-    """Return a deeper model's numbers from a shallow one's and those with one block more."""
+    """Return ``point + times * (other - point)`` for each number.
+
+    Args:
+        point: Numbers of a shallow model.
+        other: Numbers of the model with one block more.
+        times: Number of blocks to add.
+    """
     return tuple([a + times * (b - a) for a, b in zip(point, other, strict=True)])
 
 
-def _pair_events(events: Sequence[TraceEvent]) -> dict[_Name, TraceEvent]:
-    """Name events alike in models of different depths: by the block's place from the nearer end."""
-    paired: dict[_Name, TraceEvent] = {}
-    seen: dict[_Name, int] = {}
+def _pair_events(events: Sequence[TraceEvent]) -> dict[_EventKey, TraceEvent]:
+    """Key events by name and block, so that models of different depths have the same keys.
+
+    The block is counted from the nearer end of its stage. Events of middle blocks are left out.
+    """
+    paired: dict[_EventKey, TraceEvent] = {}
+    occurrences: dict[_EventKey, int] = {}
     for event in events:
-        what, *where = event.name
-        if where:
-            stage, front, back = where
+        action, *location = event.name
+        if location:
+            stage, front, back = location
             assert isinstance(front, int)
             assert isinstance(back, int)
             if min(front, back) >= NEAR:
                 continue
-            where = [stage, "front", front] if front < NEAR else [stage, "back", back]
-        name = (what, *where)
-        seen[name] = seen.get(name, 0) + 1
-        paired[(*name, seen[name])] = event
+            location = [stage, "front", front] if front < NEAR else [stage, "back", back]
+        key = (action, *location)
+        occurrences[key] = occurrences.get(key, 0) + 1
+        paired[(*key, occurrences[key])] = event
     return paired
 
 
-def _watch(block: nn.Module, trace: StorageTrace, *where: int) -> None:
+def _watch(block: nn.Module, trace: StorageTrace, *location: int) -> None:
     def forward(*_: Any) -> None:
-        trace.begin("forward", *where)
+        trace.begin("forward", *location)
 
     def backward(*_: Any) -> None:
-        trace.begin("backward", *where)
+        trace.begin("backward", *location)
 
     def await_backward(_: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:

@@ -1,11 +1,11 @@
-"""Inductor without kernels: compiled blocks allocate as they would, and compute nothing.
+"""Runs Inductor without kernels: compiled blocks allocate their storages and compute nothing.
 
-Everything of Inductor's that this takes is here, private as most of it is;
-``tests/planning/test_fake_inductor.py`` holds it against code that is really compiled, and says
-what to do when it moves. What is kept for backward and what is computed again is decided before
-there are kernels; what these fuse, and so what is stored between them, by who writes them: C++ for
-a CPU, Triton for a GPU. Triton itself need not be there. Reductions that Inductor fuses on CUDA
-alone, and what it pads there, are not counted.
+All uses of Inductor's internals are in this module. ``tests/planning/test_fake_inductor.py``
+compares the result with really compiled code and says what to do if an internal function moves.
+Inductor decides before code generation which tensors to keep for backward and which to recompute.
+The code generator (C++ for a CPU, Triton for a GPU) decides which operations to fuse, and so which
+intermediate results are stored. Triton need not be installed. Not counted: reductions that
+Inductor fuses only on CUDA, and padding on CUDA.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from torch.utils import _triton
 
 
 def install_fake_inductor(*, for_gpu: bool) -> None:
-    """Let what is compiled in this process, in its fake world, be so on fake tensors.
+    """Patch Inductor for this process, so that compiled code runs on fake tensors.
 
     Args:
-        for_gpu: Whether kernels are those of a GPU, though tensors are said to be on a CPU.
+        for_gpu: Whether to generate kernels for a GPU, although the tensors are on a CPU.
     """
-    _generate_alone()
+    _skip_building()
     if for_gpu:
-        _generate_triton()
+        _skip_triton()
     _allocate_visibly()
-    _say_nothing_of_it()
-    # As ``build`` has it; what looks for buckets takes fake tensors for its own.
+    _silence_warning()
+    # As in a real run. DDPOptimizer would also mistake these fake tensors for its own.
     torch._dynamo.config.optimize_ddp = False
 
 
-def _generate_alone() -> None:
-    """Let Inductor write kernels without building them, and keep them out of its cache."""
+def _skip_building() -> None:
+    """Let Inductor generate kernels without building or caching them."""
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
     torch._inductor.config.compile_threads = 1
-    # dynamo asks the GPU of this node, if it has one, whether Triton knows it: for a context there.
+    # Dynamo would create a CUDA context to find out whether Triton supports this node's GPU.
     torch._inductor.config.triton_disable_device_detection = True
-    # It builds a program of each.
+    # Inductor builds a test program for each instruction set.
     cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]
     async_compile.AsyncCompile.cpp_pybinding = lambda *_, **__: _do_nothing  # type: ignore[method-assign]
 
 
-def _generate_triton() -> None:
-    """Let Triton's kernels be written; nothing imports it, and none is run."""
+def _skip_triton() -> None:
+    """Let Inductor generate Triton kernels without importing Triton or running them."""
     torch._inductor.config.cpu_backend = "triton"
     vars(_triton)["triton_hash_with_backend"] = lambda: ""
     wrapper.PythonWrapperCodegen.write_triton_header_once = _do_nothing  # type: ignore
     kernel: Any = SimpleNamespace(run=_do_nothing)
     async_compile.AsyncCompile.triton = lambda *_, **__: kernel  # type: ignore[method-assign]
-    # Numbers of the host are given by value, and a GPU's tensors are none.
+    # Inductor passes scalars in host memory by value, but these tensors represent a GPU's.
     vars(wrapper)["should_unwrap_unspec_arg"] = lambda name: False
 
 
-def _say_nothing_of_it() -> None:
-    """Let whoever runs this for real see torch's own warnings about it."""
+def _silence_warning() -> None:
+    """Silence a warning of torch that the user sees in the real run."""
     wrap.warning_once = _do_nothing  # type: ignore[assignment]
 
 
 def _allocate_visibly() -> None:
-    """Turn what kernel wrappers do to storages into operations, which dispatch modes see."""
+    """Replace the C++ allocation functions of compiled code by operations that modes can see."""
     guards: Any = torch._C._dynamo.guards
     guards._empty_strided_cpu = _empty
     guards._reinterpret_tensor = _reinterpret
@@ -78,8 +78,8 @@ def _empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype)
 
 
-def _reinterpret(tensor: torch.Tensor, *place: Any) -> torch.Tensor:
-    return torch.as_strided(tensor, *place).detach()  # autograd is to see no view
+def _reinterpret(tensor: torch.Tensor, *geometry: Any) -> torch.Tensor:
+    return torch.as_strided(tensor, *geometry).detach()  # hide the view from autograd
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

@@ -1,10 +1,10 @@
-"""One rank of a world of any size, alone in its process, on fake tensors.
+"""Simulates one rank of a world of any size, in a single process and on fake tensors.
 
-Everything private to torch that this takes is here, and ``tests/planning/test_fake_world.py``
-holds it and says what to do when it moves. It never undoes what it does to torch: it belongs in
-a process that is forked for one rank and ends with it.
+All private functions of torch that this needs are used in this module.
+``tests/planning/test_fake_world.py`` checks them and says what to do if one moves. The patches are
+never undone: use this module in a process that is forked for one rank and ends with it.
 
-What is replaced in torch, each by one function below, and what would go wrong:
+Patched in torch, each by one function below, with the problem that it avoids:
 
     DDP.__init__, Reducer._rebuild_buckets     the C++ reducer reads gradients, which have no bytes
     _PipelineSchedule._warmup_p2p              stages would ask absent neighbours for shapes
@@ -12,7 +12,7 @@ What is replaced in torch, each by one function below, and what would go wrong:
     ShardingPropagator._propagate_...          DTensor's planning would count as memory of a step
     aten._local_scalar_dense                   ``if grad.isfinite().all()`` has no answer
 
-An example of the last, only inside of ``assume_true``: ``bool(fake > 0)`` is True, and
+The last one applies only inside ``assume_true``. An example: ``bool(fake > 0)`` is True, and
 ``float(fake)`` is 0.5.
 """
 
@@ -40,7 +40,7 @@ def join_fake_world(*, rank: int, world_size: int) -> World:
     """Join a fake world as one rank; the other ranks do not exist.
 
     Raises:
-        ValueError: This process has a world already.
+        ValueError: This process already has a world.
     """
     if dist.is_initialized():
         raise ValueError(
@@ -63,44 +63,44 @@ def join_fake_world(*, rank: int, world_size: int) -> World:
 
 
 def hide_gpus() -> None:
-    """Let torch see no GPU in this process, in which CUDA is not initialised.
+    """Hide all GPUs from torch in this process, before CUDA is initialised.
 
-    Adam asks whether the device's stream is being captured into a graph, which would initialise
-    CUDA, and take a context's memory of a device on which a run may be training.
+    Adam checks whether the current stream is being captured into a graph. That would initialise
+    CUDA, whose context needs memory on a device that may be training another run.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pass_for(backend: Backend) -> None:
-    """Let groups of the fake world pass for a backend's, where what ranks send depends on that."""
-    of_torch = Backend.of_torch
+def pretend_backend(backend: Backend) -> None:
+    """Report ``backend`` for groups of the fake world, because messages depend on the backend."""
+    real_of_torch = Backend.of_torch
 
-    def of_fake(name: str) -> Backend:
-        return backend if name == "fake" else of_torch(name)
+    def of_torch_or_fake(name: str) -> Backend:
+        return backend if name == "fake" else real_of_torch(name)
 
-    Backend.of_torch = of_fake  # type: ignore[method-assign]
+    Backend.of_torch = of_torch_or_fake  # type: ignore[method-assign]
 
 
-_VALUE = 0.5
-"""Of every fraction: true, and neither 0 nor 1, by whose difference from it NAdam divides."""
+_SCALAR = 0.5
+"""Value of floating-point scalars: true, and not 1, because NAdam divides by ``1 - value``."""
 
 
 class BranchTrueMode(UncompiledDispatchMode):
-    """Answers True, or a number that is, wherever code asks a fake tensor, which has none.
+    """Returns True, or a true number, when code reads the value of a fake tensor.
 
-    The code that asks is fp16's, "are all gradients finite?", and optimizers' that compute with
-    their count of steps.
+    Two places read one: fp16 checks whether all gradients are finite, and some optimizers compute
+    with their step count.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _VALUE if args[0].is_floating_point() else True
+            return _SCALAR if args[0].is_floating_point() else True
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def assume_true() -> Iterator[None]:
-    """Let a decision on a tensor that has no value be the usual one: fp16 did not overflow."""
+    """Let decisions on fake tensors take the usual branch: fp16 did not overflow."""
     with BranchTrueMode():  # type: ignore[no-untyped-call]
         yield
 
@@ -108,14 +108,14 @@ def assume_true() -> Iterator[None]:
 def patch_ddp_reducer() -> None:
     """Patch torch's DDP so that its steps need no values.
 
-    Its reducer looks into gradients to lay its buckets out again, which moves no byte of their sum,
-    and all-reduces from C++; a hook that is done at once takes the place of that.
+    The reducer reads gradients to rebuild its buckets, which is skipped: it does not change their
+    total size. Its all-reduce in C++ is replaced by a communication hook that finishes at once.
     """
-    wrap: Any = nn.parallel.DistributedDataParallel.__init__
+    original_init: Any = nn.parallel.DistributedDataParallel.__init__
 
     def wrap_and_hook(self: Any, *args: Any, **kwargs: Any) -> None:
-        wrap(self, *args, **kwargs)
-        # torch compares annotations, which are strings here; a lambda has none.
+        original_init(self, *args, **kwargs)
+        # torch checks the annotations of the hook, which are strings here; a lambda has none.
         self.register_comm_hook(None, lambda state, bucket: _already_reduced(bucket))
 
     nn.parallel.DistributedDataParallel.__init__ = wrap_and_hook  # type: ignore[method-assign]
@@ -129,22 +129,22 @@ def _already_reduced(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 
 
 def let_pipelines_run_alone() -> None:
-    """Let torch's schedules use the shapes that they are given, as they do up to torch 2.11."""
+    """Let torch's pipeline schedules use the given shapes, as in torch 2.11 and earlier."""
     schedule: Any = pipelining.schedules._PipelineSchedule
     if not hasattr(schedule, "_warmup_p2p"):
         return
     static = pipelining.schedules.InferenceMode.STATIC
 
-    def be_static(self: Any, stages: Any, *_: Any) -> None:
+    def use_static_shapes(self: Any, stages: Any, *_: Any) -> None:
         del self
         for stage in stages:
             stage._inference_mode = static
 
-    schedule._warmup_p2p = be_static
+    schedule._warmup_p2p = use_static_shapes
 
 
 class _InFlight:
-    """Messages on their way: like a backend's work, it holds their tensors while it lives."""
+    """Messages in flight. Like the work object of a real backend, it keeps their tensors alive."""
 
     def __init__(self, works: Sequence[Any], tensors: list[torch.Tensor]) -> None:
         self._works = works
@@ -156,24 +156,24 @@ class _InFlight:
 
 
 def let_messages_hold_tensors() -> None:
-    """Keep tensors that a pipeline sends alive until it has waited for them."""
+    """Keep the tensors that a pipeline sends alive until it has waited for them."""
     schedules: Any = pipelining.schedules
-    begin = schedules._batch_p2p
+    original_batch = schedules._batch_p2p
 
     def begin_and_hold(messages: Any, *args: Any, **kwargs: Any) -> list[_InFlight]:
-        works = begin(messages, *args, **kwargs)
+        works = original_batch(messages, *args, **kwargs)
         return [_InFlight(works, [message.tensor for message in messages])]
 
     schedules._batch_p2p = begin_and_hold
 
 
 def hide_sharding_propagation() -> None:
-    """Let DTensor plan an operation, on tensors of global shape, where no mode follows it."""
+    """Hide DTensor's planning, which runs operations on tensors of global shape, from modes."""
     propagator: Any = ShardingPropagator
-    plan = propagator._propagate_tensor_meta_non_cached
+    original_propagate = propagator._propagate_tensor_meta_non_cached
 
-    def plan_unseen(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def propagate_untraced(self: Any, *args: Any, **kwargs: Any) -> Any:
         with with_tensor_values():
-            return plan(self, *args, **kwargs)
+            return original_propagate(self, *args, **kwargs)
 
-    propagator._propagate_tensor_meta_non_cached = plan_unseen
+    propagator._propagate_tensor_meta_non_cached = propagate_untraced

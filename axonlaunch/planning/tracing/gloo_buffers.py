@@ -1,14 +1,14 @@
-"""What gloo holds beside a collective's own buffers, where a run on CPUs is traced.
+"""Temporary buffers of gloo's collectives, for tracing a run on CPUs.
 
-It reduces a copy of the whole input for all ranks, and each keeps its part of it: of the fp32
-gradients of a block whose parameters are 50 MB in bf16, 100 MB more, while they are reduced. It
-gathers into a flat copy, from which the result is filled. A group has two threads, so that of many
-gathers on their way two have theirs.
+Reduce-scatter: gloo all-reduces a copy of the whole input, and each rank keeps its shard. A block
+with 50 MB of bf16 parameters has 100 MB of fp32 gradients, so reducing them needs 100 MB more.
+All-gather: gloo gathers into a flat copy, from which the result is filled. A process group has two
+threads, so at most two gathers hold their copy at the same time.
 
 Source: PyTorch, ``torch/csrc/distributed/c10d/ProcessGroupGloo.cpp``,
-``reduce_scatter_tensor_coalesced`` and ``AsyncAllgatherWork``. Of four ranks that scatter 64 MiB
-each held 64 MiB more; of two ranks that gather 64 MiB each held 64 MiB more, and 128 MiB of four
-gathers at once.
+``reduce_scatter_tensor_coalesced`` and ``AsyncAllgatherWork``. Measured: with four ranks that
+reduce-scatter 64 MiB, each held 64 MiB more. With two ranks that gather 64 MiB, each held 64 MiB
+more, and 128 MiB more with four gathers at once.
 """
 
 from __future__ import annotations
@@ -23,36 +23,40 @@ _GATHER = torch.ops.c10d._allgather_base_.default
 _FUNCTIONAL_REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 _FUNCTIONAL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 THREADS = 2
-"""Of a group: as many of its collectives are under way, whoever waits for them."""
+"""Threads of a process group, which is also how many of its collectives run at a time."""
 
 
-def of_collective(func: Any, arguments: Sequence[Any]) -> list[int]:
-    """Return the bytes of each buffer that an operation holds besides."""
+def collective_buffers(func: Any, arguments: Sequence[Any]) -> list[int]:
+    """Return the bytes of each temporary buffer of an operation."""
     if func is not _REDUCE_SCATTER:
-        return unseen(func, arguments)
-    _, whole, *_ = arguments
-    return [whole.nbytes]
+        return untraced_buffers(func, arguments)
+    _, full_input, *_ = arguments
+    return [full_input.nbytes]
 
 
-def unseen(func: Any, arguments: Sequence[Any]) -> list[int]:
-    """Return those of them that a trace of ranks which really exchange does not see made."""
+def untraced_buffers(func: Any, arguments: Sequence[Any]) -> list[int]:
+    """Return the bytes of each temporary buffer that a trace of real collectives cannot see."""
     if func is _GATHER or func is _FUNCTIONAL_REDUCE_SCATTER:
         return [arguments[0].nbytes]
     if func is _FUNCTIONAL_GATHER:
-        part, ranks, *_ = arguments
-        return [ranks * part.nbytes]
+        shard, ranks, *_ = arguments
+        return [ranks * shard.nbytes]
     return []
 
 
-def returns_before(func: Any, arguments: Sequence[Any]) -> bool:
-    """Say whether a gather's copy is there when it has returned; nothing says until when."""
+def outlives_call(func: Any, arguments: Sequence[Any]) -> bool:
+    """Return whether an operation is a gather whose copy still exists when it returns.
+
+    The copy is freed at an unknown time after that.
+    """
     return func is _GATHER and (len(arguments) < 4 or bool(arguments[3]))  # True by default
 
 
-def are_awaited(func: Any) -> bool:
-    """Say whether an operation's buffers are held until somebody waits for its result.
+def held_until_wait(func: Any) -> bool:
+    """Return whether an operation's buffers are held until its result is waited for.
 
-    A functional gather's are not counted so long: on fake tensors torch waits for it at once, in a
-    run only when its result is read, as after the first part of a ring's attention.
+    The buffers of a functional gather are freed earlier. On fake tensors torch waits for the gather
+    at once; in a run it waits when the result is first read, for example after the first part of
+    ring attention.
     """
     return func is _FUNCTIONAL_REDUCE_SCATTER

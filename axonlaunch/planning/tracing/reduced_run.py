@@ -1,6 +1,6 @@
-"""What the dry runs of one configuration have in common, and smaller runs that represent it.
+"""Computes the inputs of a configuration's dry runs, and smaller runs that represent it.
 
-It is arithmetic on a model without storage; ``dry_run`` builds engines from it.
+The model is on the meta device and has no storage. ``dry_run`` builds engines from it.
 """
 
 from __future__ import annotations
@@ -32,30 +32,33 @@ from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.tracing import extrapolate_depth
 from axonlaunch.preflight.own_data import first_batch
 
-_FEW = 3
-"""Micro-batches without a pipeline: the first finds no gradients, the last agrees on them."""
-_SHORT = 4
-"""Ranks of a short pipeline: the least that has a rank in its midst with three forwards ahead."""
-_SETTLED = _SHORT + 2
-"""Micro-batches after which those of a short pipeline are all alike."""
+_MICROBATCHES = 3
+"""Micro-batches without a pipeline.
+
+The first one finds no gradients, the last one reduces them, and one is in between.
+"""
+_SHORT_DEGREE = 4
+"""Ranks of a short pipeline: the smallest in which an inner rank runs three forwards ahead."""
+_STEADY_MICROBATCHES = _SHORT_DEGREE + 2
+"""Micro-batches of a short pipeline; further ones would behave like earlier ones."""
 
 
 @dataclass(frozen=True)
 class ReducedRun:
-    """What the dry runs of one configuration have in common.
+    """Inputs of the dry runs of one configuration.
 
     Attributes:
-        config: The run's, with the blocks of each pipeline stage written out.
-        layout: Its layout.
-        world_size: Ranks.
-        model: Whole and undivided, on the meta device.
-        sample: Inputs of one sample [...]; values don't matter.
+        config: Configuration of the run, with explicit numbers of blocks for each pipeline stage.
+        layout: Parallel layout of the run.
+        world_size: Number of ranks.
+        model: The full, undivided model on the meta device.
+        sample: Inputs of one sample [...]; their values are not used.
         target: Targets of one sample.
         is_packed: Whether each input has a position in a document.
-        structured: A micro-batch of samples of any structure, without bytes; None: they are inputs
-            and targets.
-        num_blocks: Blocks that are run, the first ones of ``model``.
-        repeats: Whether the model can be extrapolated from fewer of its blocks.
+        structured: One micro-batch on the meta device, for datasets with structured samples. None
+            for samples that consist of inputs and targets.
+        num_blocks: Number of blocks to run, starting with the first one of ``model``.
+        repeats: Whether all blocks are equal, so that fewer blocks can represent the model.
     """
 
     config: RunConfig
@@ -71,7 +74,7 @@ class ReducedRun:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Build the model of a checked configuration and read what a sample is."""
+        """Build the model of a checked configuration and read the shape of its samples."""
         ranks = num_ranks(config)
         layout = Layout.of(config, world_size=ranks)
         dataset = data.build_dataset(config.data, config.tokenizer)
@@ -91,18 +94,21 @@ class ReducedRun:
             structured=_read_structure(dataset, layout),
             num_blocks=len(spec.blocks(model)),
             repeats=spec.repeats(model)
-            and _are_divided_alike(config, spec.blocks(model), model)
-            and _are_updated_alike(config, spec, model),
+            and _divides_blocks_equally(config, spec.blocks(model), model)
+            and _updates_blocks_equally(config, spec, model),
         )
 
     @property
     def counts(self) -> list[int]:
-        """Blocks of each pipeline stage."""
+        """Number of blocks of each pipeline stage."""
         split = self.config.strategy.pipeline.split
         return [self.num_blocks] if self.layout.pipeline == 1 or split == "auto" else split
 
     def build(self, num_blocks: int | None = None) -> nn.Module:
-        """Return a model of as many of the first blocks, or ``num_blocks``, on the meta device."""
+        """Return a model on the meta device with the first ``num_blocks`` blocks.
+
+        None builds the number of blocks of this run.
+        """
         spec, count = spec_for(self.config), num_blocks or self.num_blocks
         if count == len(spec.blocks(self.model)):
             return copy.deepcopy(self.model)
@@ -119,66 +125,79 @@ class ReducedRun:
             stages_per_rank=self.layout.stages_per_rank,
         )
 
-    def stages_of(self, place: int) -> list[int]:
-        """Return the stages of a rank, by its place on the pp axis."""
-        return [0] if self.layout.pipeline == 1 else list(self.schedule.stages_of(place))
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """Return the stages of a rank, given its position on the pp axis."""
+        return [0] if self.layout.pipeline == 1 else list(self.schedule.stages_of(pp_rank))
 
     def spare_blocks(self, stages: list[int], *, needed: int = extrapolate_depth.SHALLOW) -> int:
-        """Return how many blocks can be left out of each of these stages."""
+        """Return the number of blocks that can be left out of each of these stages.
+
+        Args:
+            stages: Stages of one rank.
+            needed: Number of blocks that each stage must keep.
+        """
         if not self.repeats:
             return 0
         return max(0, min(self.counts[stage] for stage in stages) - needed)
 
     def without(self, blocks: int, stages: list[int]) -> Self:
-        """Return the same run with fewer blocks in each of these stages, and one in the others."""
-        return self._of_blocks(
+        """Return this run with ``blocks`` fewer in each of these stages and one block in others."""
+        return self._with_blocks(
             [count - blocks if stage in stages else 1 for stage, count in enumerate(self.counts)]
         )
 
-    def reduce(self, place: int) -> tuple[Self, int]:
-        """Return the run with the shortest step that shows what a rank of this one does, and where.
+    def reduce(self, pp_rank: int) -> tuple[Self, int]:
+        """Return a run with the shortest step that represents one rank of this run.
 
-        The rank does fewer micro-batches and, if blocks repeat, holds its stages in a shorter
-        pipeline. An example: a pipeline of 8 ranks under 1f1b, 32 micro-batches, 2 blocks a stage.
-        It is reduced to 4 ranks and 6 micro-batches, where these ranks stand for those of 8:
+        The short run has fewer micro-batches and, if the blocks are equal, fewer pipeline ranks. An
+        example: a 1f1b pipeline of 8 ranks with 32 micro-batches and 2 blocks per stage is reduced
+        to 4 ranks and 6 micro-batches. Its ranks represent these ranks of the long pipeline:
 
-            rank of 8    0    1 2 3 4 5    6    7
-            rank of 4    0    1            2    3
+            long pipeline     0    1 2 3 4 5    6    7
+            short pipeline    0    1            2    3
 
-        The rank in question holds its 2 blocks there, all others one. Ranks near the end differ,
-        for how many forwards go ahead of the first backward is counted from the last rank.
+        The represented rank keeps its 2 blocks, all other ranks have one block. Ranks near the end
+        are represented separately, because the number of forwards before a rank's first backward
+        depends on its distance from the last rank.
 
         Args:
-            place: The rank's, on the pp axis.
+            pp_rank: Position of the rank on the pp axis.
 
         Returns:
-            The run and the place of a rank like this one on its pp axis.
+            The short run, and the position of the representing rank on its pp axis.
         """
         layout = self.layout
         if layout.pipeline == 1:
-            microbatches = min(_FEW, layout.micro_batches)
-            return self._with(degree=1, microbatches=microbatches, rounds=1), 0
+            microbatches = min(_MICROBATCHES, layout.micro_batches)
+            return self._with_pipeline(degree=1, microbatches=microbatches, rounds=1), 0
         if not self.repeats:
-            return self, place
-        degree = min(_SHORT, layout.pipeline)
+            return self, pp_rank
+        degree = min(_SHORT_DEGREE, layout.pipeline)
         fits = SCHEDULES[layout.schedule].fits
-        # The first rank's forwards may all go ahead of its backwards, or all but one.
-        rest = 2 if place else min(2, layout.microbatches_per_round - layout.pipeline)
+        # The first rank may run all of its forwards, or all except one, before any backward.
+        extra = 2 if pp_rank else min(2, layout.microbatches_per_round - layout.pipeline)
         microbatches = next(
             n
-            for n in itertools.count(degree + rest if rest < 2 else _SETTLED)
+            for n in itertools.count(degree + extra if extra < 2 else _STEADY_MICROBATCHES)
             if fits(n, degree=degree, stages_per_rank=layout.stages_per_rank)
         )
         microbatches = min(microbatches, layout.microbatches_per_round)
-        short = self._with(degree=degree, microbatches=microbatches, rounds=min(2, layout.rounds))
-        short_place = min(place, max(1, degree - layout.pipeline + place))
+        short = self._with_pipeline(
+            degree=degree, microbatches=microbatches, rounds=min(2, layout.rounds)
+        )
+        short_pp_rank = min(pp_rank, max(1, degree - layout.pipeline + pp_rank))
         counts = [1] * short.layout.num_stages
-        for stage, other in zip(self.stages_of(place), short.stages_of(short_place), strict=True):
-            counts[other] = self.counts[stage]
-        return short._of_blocks(counts), short_place
+        for stage, short_stage in zip(
+            self.stages_of(pp_rank), short.stages_of(short_pp_rank), strict=True
+        ):
+            counts[short_stage] = self.counts[stage]
+        return short._with_blocks(counts), short_pp_rank
 
-    def _with(self, *, degree: int, microbatches: int, rounds: int) -> Self:
-        """Return the same over a shorter pipeline, in a world to fit, with fewer micro-batches."""
+    def _with_pipeline(self, *, degree: int, microbatches: int, rounds: int) -> Self:
+        """Return this run with other numbers of pipeline ranks, micro-batches and rounds.
+
+        The world size is adapted to the pipeline.
+        """
         layout = self.layout
         world_size = self.world_size // layout.pipeline * degree
         samples = layout.micro_batch_size * microbatches * rounds * layout.data_ranks
@@ -196,25 +215,28 @@ class ReducedRun:
         layout = Layout.of(config, world_size=world_size)
         return dataclasses.replace(self, config=config, layout=layout, world_size=world_size)
 
-    def _of_blocks(self, counts: list[int]) -> Self:
-        """Return the same with the model's first blocks alone, so many in each stage."""
+    def _with_blocks(self, counts: list[int]) -> Self:
+        """Return this run with only the first ``sum(counts)`` blocks, ``counts[i]`` in stage i."""
         split = {} if self.layout.pipeline == 1 else {"strategy.pipeline.split": counts}
         config = with_values(self.config, split)
         return dataclasses.replace(self, config=config, num_blocks=sum(counts))
 
 
 def _read_structure(dataset: Dataset, layout: Layout) -> CollatedSamples | None:
-    """Read a micro-batch of samples whose shapes nobody else knows."""
+    """Return one micro-batch of a dataset with structured samples, on the meta device.
+
+    The samples are read because nothing else knows their shapes. None for other datasets.
+    """
     if dataset.kind != "structured":
         return None
     batch = first_batch(dataset, size=layout.micro_batch_size)
     return batch.map(lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
-def _are_divided_alike(
+def _divides_blocks_equally(
     config: RunConfig, blocks: Mapping[str, nn.Module], model: nn.Module
 ) -> bool:
-    """Say whether a user's plan of tensor parallelism, if there is one, takes all blocks alike."""
+    """Return whether the user's tensor-parallel plan, if any, divides all blocks equally."""
     tensor = config.strategy.tensor
     if tensor.degree == 1 or not tensor.plan:
         return True
@@ -228,8 +250,8 @@ def _are_divided_alike(
     return all(other == first for other in others)
 
 
-def _are_updated_alike(config: RunConfig, spec: ModelSpec, model: nn.Module) -> bool:
-    """Say whether groups of parameters, if there are any, leave all blocks the same states."""
+def _updates_blocks_equally(config: RunConfig, spec: ModelSpec, model: nn.Module) -> bool:
+    """Return whether all blocks get the same optimizer states, given any parameter groups."""
     if not getattr(config.optimizer, "groups", None):
         return True
     blocks = spec.blocks(model)
@@ -244,10 +266,10 @@ def _are_updated_alike(config: RunConfig, spec: ModelSpec, model: nn.Module) -> 
 
 
 def _split(config: RunConfig, layout: Layout, model: nn.Module, sample: Tensor) -> list[int]:
-    """Return the blocks of each pipeline stage.
+    """Return the number of blocks of each pipeline stage.
 
     Raises:
-        ConfigError: The model computes with values, which there are none of.
+        ConfigError: The model depends on tensor values, so it cannot run on the meta device.
     """
     try:
         return stage_blocks(config, layout, model, sample=sample)

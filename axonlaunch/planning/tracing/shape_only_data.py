@@ -1,6 +1,6 @@
-"""Data that is only a shape: what an estimate takes in the place of files.
+"""Replaces a run's dataset by synthetic data of the same shape, so estimates need no files.
 
-It asks the registry for the shape of a sample; a dataset that does not say is left as it is.
+The registry knows the shape of a dataset's samples. Datasets without a registered shape are kept.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ import typing
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.data import DATASETS, SyntheticImagesConfig, SyntheticTokensConfig
+from axonlaunch.config.data import (
+    DATASETS,
+    ShapeOnlyTokensConfig,
+    SyntheticImagesConfig,
+    SyntheticTokensConfig,
+)
 from axonlaunch.config.registry import EntryPointError
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.config.tokenizer import TokenizerConfig
@@ -19,7 +24,7 @@ _MISSING = "???"
 
 
 def naming_files(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a composed tree in which data that was given no files names some."""
+    """Return a composed tree with placeholders for the data files that the user did not set."""
     data = tree.get("data")
     name = str(data.get("name")) if isinstance(data, dict) else ""
     if not isinstance(data, dict) or name not in DATASETS:
@@ -39,8 +44,8 @@ def naming_files(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def replace_with_synthetic(config: RunConfig) -> RunConfig:
-    """Return a configuration whose samples have the same shape and come from no file."""
-    if config.train.steps == "auto":  # an epoch of no file has any number of steps
+    """Return a configuration with synthetic samples of the same shape."""
+    if config.train.steps == "auto":  # synthetic data has no epochs
         train = dataclasses.replace(config.train, steps=TrainConfig.steps, epochs=None)
         config = dataclasses.replace(config, train=train)
     if isinstance(config.data, SyntheticTokensConfig | SyntheticImagesConfig):
@@ -49,19 +54,22 @@ def replace_with_synthetic(config: RunConfig) -> RunConfig:
     if facts is None or facts.sample is None:
         return config
     sample = facts.sample(config.data)
-    # Where only the data knows the number, any: the model's own decides what is allocated.
+    # If only the files determine it, any number does: allocations depend on the model's.
     num_classes = max(2, sample.num_classes or 2)
     if sample.kind == "tokens":
         (length,) = sample.shape
-        data: Any = SyntheticTokensConfig(
-            vocab_size=num_classes,
-            sequence_length=length,
-            document_length=length if sample.is_packed else None,
-        )
+        data: Any = SyntheticTokensConfig(vocab_size=num_classes, sequence_length=length)
+        if sample.is_packed:
+            data = ShapeOnlyTokensConfig(
+                vocab_size=num_classes,
+                sequence_length=length,
+                document_length=length,
+                packing=getattr(config.data, "packing", "none"),
+            )
     else:
         channels, height, width = sample.shape
         if height != width:
-            return config  # made-up images are square
+            return config  # synthetic images are square
         data = SyntheticImagesConfig(
             num_channels=channels, image_size=height, num_classes=num_classes
         )

@@ -1,7 +1,7 @@
-"""What passes between the stages of a pipeline, found by one process from the whole model.
+"""Finds the tensors that pass between pipeline stages, in one process with the whole model.
 
-It runs the model once, without values; a model whose blocks pass on more than one tensor is
-refused, but for a tuple of which the first is known to be all that the next block takes.
+The model runs once, without values. Each block must pass on exactly one tensor. A tuple is allowed
+if the next block is known to take only its first element.
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ def find(
     inputs: Tensor,
     takes_first: bool = False,
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return what each stage takes and gives, as tensors of the shape and type.
+    """Return the input and output of each stage, as tensors of the right shape and type.
 
     Args:
-        model: Whole, or with fewer of blocks that are all alike; it computes in the types that its
-            stages would.
-        blocks: Full names of what it has of what stages are made of, in order.
-        stages: All of them.
-        inputs: One micro-batch.
-        takes_first: Whether of a tuple the next block takes the first element alone.
+        model: The full model, or one with fewer blocks if all blocks are equal. It must compute
+            in the types of its stages.
+        blocks: Full names of the model's blocks, in order.
+        stages: All stages of the pipeline.
+        inputs: Inputs of one micro-batch.
+        takes_first: Whether a block takes only the first element of a tuple.
+
+    Returns:
+        ``{stage: (input, output)}``.
 
     Raises:
-        ConfigError: A block gives something other than one tensor.
+        ConfigError: A block returns something other than one tensor.
     """
-    after: dict[int, Tensor] = {}
+    block_outputs: dict[int, Tensor] = {}
 
-    def note(index: int, output: object) -> None:
+    def record_output(index: int, output: object) -> None:
         if takes_first and isinstance(output, tuple):
             output = output[0]
         if not isinstance(output, Tensor):
-            message = f"{blocks[index]} gives {type(output).__name__}; stages pass on one tensor"
+            message = f"{blocks[index]} returns {type(output).__name__}; stages pass one tensor on"
             raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, len(stages))])
-        after[index] = output
+        block_outputs[index] = output
 
     hooks = [
         model.get_submodule(name).register_forward_hook(
-            lambda module, _, output, index=index: note(index, output)
+            lambda module, _, output, index=index: record_output(index, output)
         )
         for index, name in enumerate(blocks)
     ]
@@ -60,13 +63,13 @@ def find(
     for hook in hooks:
         hook.remove()
 
-    def passed_by(block: int) -> Tensor:
-        return after[min(block, len(blocks) - 1)]
+    def output_of(block: int) -> Tensor:
+        return block_outputs[min(block, len(blocks) - 1)]
 
     return {
         stage.index: (
-            inputs if stage.is_first else passed_by(stage.first - 1),
-            outputs if stage.is_last else passed_by(stage.last - 1),
+            inputs if stage.is_first else output_of(stage.first - 1),
+            outputs if stage.is_last else output_of(stage.last - 1),
         )
         for stage in stages
     }

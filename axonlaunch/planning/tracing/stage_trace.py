@@ -1,7 +1,7 @@
-"""A place of a run on the pipeline's axis, and the shorter and shallower runs that represent it.
+"""Traces one steady step of a pipeline rank, using shorter and shallower runs that represent it.
 
-A process that is forked for it builds a rank's real engine on nothing and traces one steady step.
-What can't be traced so is refused.
+A forked process builds the rank's real engine on fake tensors and traces a step. A model that
+cannot be traced this way is an error.
 """
 
 from __future__ import annotations
@@ -46,143 +46,148 @@ _ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
     CPUOffload.FULL: ("parameters", "gradients", "optimizer"),
 }
 TraceKey: TypeAlias = tuple[int, tuple[int, ...]]
-"""What distinguishes one trace of a run from another: the place, and blocks of each stage."""
+"""Identifies a trace of a run: position on the pp axis, and number of blocks of each stage."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A step, and the bytes that a micro-batch brings before anything is computed.
+    """Result of tracing one step.
 
     Attributes:
-        events: The step's.
-        fed: Samples and targets of a micro-batch; without a pipeline, where no action shows it,
-            also its loss, which is kept.
-        received: Buffers for what other stages give of one, by category.
-        sharded: What the rank holds of parameters that are sharded; None where none are.
-        read: Most bytes of host memory that reading initial weights takes at once.
-        rounding: Bytes of host memory beside those of what is offloaded, as torch locks it.
+        events: Events of the step.
+        input_bytes: Bytes of the samples and targets of one micro-batch. Without a pipeline, also
+            of its loss, which is kept and which no traced action shows.
+        received: Bytes of the receive buffers of one micro-batch, by category.
+        sharded_parameters: Memory of the rank's sharded parameters; None if none are sharded.
+        read_bytes: Peak of host memory for reading initial weights, in bytes.
+        page_locking_overhead: Host memory in addition to the offloaded tensors, in bytes, because
+            torch rounds up the size of page-locked memory.
     """
 
     events: list[TraceEvent]
-    fed: int
+    input_bytes: int
     received: Mapping[Category, int]
-    sharded: FSDPMemoryStats | None
-    read: int = 0
-    rounding: int = 0
+    sharded_parameters: FSDPMemoryStats | None
+    read_bytes: int = 0
+    page_locking_overhead: int = 0
 
 
 @dataclass(frozen=True)
 class StageTrace:
-    """A place on the pp axis, and the shorter and shallower runs that represent it.
+    """A position on the pp axis, and the shorter and shallower runs that represent it.
 
     Attributes:
-        whole: The run.
-        place: Its place there.
-        short: A run of fewer micro-batches in a shorter pipeline.
-        short_place: Of a rank like its own, there.
-        spare: Blocks of each of its stages that need not be traced.
+        run: The run to estimate.
+        pp_rank: Position of the estimated ranks on its pp axis.
+        short: Run with fewer micro-batches and a shorter pipeline.
+        short_pp_rank: Position of the representing rank on the pp axis of ``short``.
+        spare_blocks: Number of blocks of each stage that need not be traced.
     """
 
-    whole: ReducedRun
-    place: int
+    run: ReducedRun
+    pp_rank: int
     short: ReducedRun
-    short_place: int
-    spare: int
+    short_pp_rank: int
+    spare_blocks: int
 
     @classmethod
-    def of(cls, reduced: ReducedRun, place: int, *, exact: bool) -> Self:
-        """Choose the runs that represent a place; with ``exact`` it is the whole run itself."""
-        short, short_place = (reduced, place) if exact else reduced.reduce(place)
-        spare = 0 if exact else short.spare_blocks(short.stages_of(short_place))
-        return cls(reduced, place, short, short_place, spare if spare > 1 else 0)
+    def of(cls, reduced: ReducedRun, pp_rank: int, *, exact: bool) -> Self:
+        """Choose the runs that represent a position; ``exact`` chooses the full run."""
+        short, short_pp_rank = (reduced, pp_rank) if exact else reduced.reduce(pp_rank)
+        spare_blocks = 0 if exact else short.spare_blocks(short.stages_of(short_pp_rank))
+        return cls(reduced, pp_rank, short, short_pp_rank, spare_blocks if spare_blocks > 1 else 0)
 
     @property
     def short_rank(self) -> int:
-        """The first rank of the place in the short run."""
-        return self.short_place * self.short.world_size // self.short.layout.pipeline
+        """First rank at the representing position in the short run."""
+        return self.short_pp_rank * self.short.world_size // self.short.layout.pipeline
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for places that the same short runs of the same depth represent."""
-        return self.spare, *self._keys()
+        """A key that is equal for positions represented by the same short runs."""
+        return self.spare_blocks, *self._removed_blocks()
 
     def traces(self) -> dict[TraceKey, Callable[[], Traced]]:
-        """Return the functions that trace, by trace key."""
+        """Return the tracing functions by trace key."""
         return {
             key: partial(trace_rank, self._without(fewer), self.short_rank)
-            for key, fewer in self._keys().items()
+            for key, fewer in self._removed_blocks().items()
         }
 
     def short_step(self, done: Mapping[TraceKey, Traced]) -> list[TraceEvent]:
-        """Return the step of the short run, as deep as the place is."""
-        traces = [done[key].events for key in self._keys()]
+        """Return the events of the short run with the full number of blocks."""
+        traces = [done[key].events for key in self._removed_blocks()]
         return (
-            extrapolate_depth.extrapolate(*traces, blocks=self.spare) if self.spare else traces[0]
+            extrapolate_depth.extrapolate(*traces, blocks=self.spare_blocks)
+            if self.spare_blocks
+            else traces[0]
         )
 
     def events(
         self, short_step: list[TraceEvent], done: Mapping[TraceKey, Traced]
     ) -> list[TraceEvent]:
-        """Return the place's step."""
-        trace = done[next(iter(self._keys()))]
-        short, whole = self.short.layout, self.whole.layout
-        micro_batches = whole.micro_batches - short.micro_batches
-        in_a_round = whole.microbatches_per_round - short.microbatches_per_round
-        more = dict.fromkeys(CATEGORIES, 0)
-        more["activations"] = micro_batches * trace.fed
+        """Return the events of the full step at this position."""
+        trace = done[next(iter(self._removed_blocks()))]
+        short_layout, layout = self.short.layout, self.run.layout
+        missing_in_step = layout.micro_batches - short_layout.micro_batches
+        missing_per_round = layout.microbatches_per_round - short_layout.microbatches_per_round
+        extra = dict.fromkeys(CATEGORIES, 0)
+        extra["activations"] = missing_in_step * trace.input_bytes
         for category, num_bytes in trace.received.items():
-            more[category] += in_a_round * num_bytes
-        events = [extrapolate_schedule.shifted(event, (*more.values(), 0)) for event in short_step]
-        if whole.pipeline == 1 or short == whole:
+            extra[category] += missing_per_round * num_bytes
+        events = [extrapolate_schedule.shifted(event, (*extra.values(), 0)) for event in short_step]
+        if layout.pipeline == 1 or short_layout == layout:
             return events
-        step = self.whole.schedule.actions[self.place]
-        return extrapolate_schedule.extend_schedule(events, rounds=[step] * min(2, whole.rounds))
+        step = self.run.schedule.actions[self.pp_rank]
+        return extrapolate_schedule.extend_schedule(events, rounds=[step] * min(2, layout.rounds))
 
     def sharded_bytes(self, done: Mapping[TraceKey, Traced]) -> dict[str, int] | None:
-        """Return bytes of the rank's sharded parameters, by name; None where there are none."""
-        shallow, *deeper = (_of_parameters(done[key].sharded) for key in self._keys())
+        """Return memory statistics of the rank's sharded parameters; None if none are sharded."""
+        shallow, *deeper = (
+            _sharded_bytes(done[key].sharded_parameters) for key in self._removed_blocks()
+        )
         if not deeper or not shallow:
             return shallow or None
-        # They grow by as much with every block, as a moment of a step does.
+        # They are linear in the number of blocks.
         grown = extrapolate_depth.linear_extrapolate(
-            shallow.values(), deeper[0].values(), self.spare
+            shallow.values(), deeper[0].values(), self.spare_blocks
         )
         return dict(zip(shallow, grown, strict=True))
 
-    def read(self, done: Mapping[TraceKey, Traced]) -> int:
-        """Return the most bytes of host memory that reading initial weights takes at once."""
-        return max(done[key].read for key in self._keys())
+    def read_bytes(self, done: Mapping[TraceKey, Traced]) -> int:
+        """Return the peak of host memory for reading initial weights, in bytes."""
+        return max(done[key].read_bytes for key in self._removed_blocks())
 
-    def rounding(self, done: Mapping[TraceKey, Traced]) -> int:
-        """Return what torch locks of host memory beside the bytes of what is offloaded."""
-        shallow, *deeper = (done[key].rounding for key in self._keys())
-        return shallow + self.spare * (deeper[0] - shallow) if deeper else shallow
+    def page_locking_overhead(self, done: Mapping[TraceKey, Traced]) -> int:
+        """Return the host memory that page-locking needs in addition to offloaded tensors."""
+        shallow, *deeper = (done[key].page_locking_overhead for key in self._removed_blocks())
+        return shallow + self.spare_blocks * (deeper[0] - shallow) if deeper else shallow
 
     def left_by_forward(self, short_step: list[TraceEvent]) -> list[int]:
-        """Return what a micro-batch leaves for its backward on each of the rank's stages."""
-        if self.whole.layout.pipeline == 1:
+        """Return the bytes that a micro-batch keeps for backward on each of the rank's stages."""
+        if self.run.layout.pipeline == 1:
             return []
         return [*extrapolate_schedule.left_by_forward(short_step).values()]
 
-    def _keys(self) -> dict[TraceKey, int]:
-        """Return the traces by how many blocks are left out of each stage of the rank.
+    def _removed_blocks(self) -> dict[TraceKey, int]:
+        """Return the number of blocks to leave out of each stage of the rank, by trace key.
 
-        Of a rank with 10 blocks, 6 of them spare: one trace of 4 blocks and one of 5.
+        An example: a rank with 10 blocks, 6 of them spare, has a trace of 4 blocks and one of 5.
         """
-        depths = (self.spare, self.spare - 1) if self.spare else (0,)
-        return {(self.short_place, tuple(self._without(fewer).counts)): fewer for fewer in depths}
+        depths = (self.spare_blocks, self.spare_blocks - 1) if self.spare_blocks else (0,)
+        return {(self.short_pp_rank, tuple(self._without(fewer).counts)): fewer for fewer in depths}
 
     def _without(self, blocks: int) -> ReducedRun:
         if not blocks:
             return self.short
-        return self.short.without(blocks, self.short.stages_of(self.short_place))
+        return self.short.without(blocks, self.short.stages_of(self.short_pp_rank))
 
 
 def trace_rank(reduced: ReducedRun, rank: int) -> Traced:
-    """Trace one rank's step; this process must be forked for it.
+    """Trace one rank's step. Call this in a process that is forked for it.
 
     Raises:
-        ConfigError: It can't be traced.
+        ConfigError: The model cannot be traced.
     """
     trace = StorageTrace(
         on_host=host_categories(reduced.config),
@@ -191,7 +196,7 @@ def trace_rank(reduced: ReducedRun, rank: int) -> Traced:
     extrapolate_schedule.watch_actions(trace)
     world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
     if _is_on_gloo(reduced.config):
-        fake_world.pass_for(Backend.GLOO)
+        fake_world.pretend_backend(Backend.GLOO)
     with refusing_untraceable(reduced.config):
         dry = FakeRank(reduced, world, trace=trace)
         batch, spec = dry.batch(), spec_for(reduced.config)
@@ -200,16 +205,27 @@ def trace_rank(reduced: ReducedRun, rank: int) -> Traced:
             measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
     layout = reduced.layout
     micro_batches: Iterator[MicroBatch] = batch.micro_batches(layout.micro_batch_size)
-    fed = next(micro_batches).nbytes // layout.context
+    input_bytes = next(micro_batches).nbytes // layout.context
     if layout.pipeline == 1:
-        fed += torch.float32.itemsize
-    read = _most_read_at_once(dry.engine) if initial_weights(reduced.config.model) else 0
-    rounding = _locked_besides(dry.engine, reduced.config)
-    return Traced(trace.events, fed, dry.received, dry.engine.memory_stats(), read, rounding)
+        input_bytes += torch.float32.itemsize
+    read_bytes = _most_read_at_once(dry.engine) if initial_weights(reduced.config.model) else 0
+    page_locking_overhead = _page_locking_overhead(dry.engine, reduced.config)
+    return Traced(
+        trace.events,
+        input_bytes,
+        dry.received,
+        dry.engine.memory_stats(),
+        read_bytes,
+        page_locking_overhead,
+    )
 
 
 def _workspaces(config: RunConfig) -> cuda_attention.Workspaces:
-    return gloo_buffers.of_collective if _is_on_gloo(config) else cuda_attention.workspaces(config)
+    return (
+        gloo_buffers.collective_buffers
+        if _is_on_gloo(config)
+        else cuda_attention.workspaces(config)
+    )
 
 
 def _is_on_gloo(config: RunConfig) -> bool:
@@ -217,10 +233,10 @@ def _is_on_gloo(config: RunConfig) -> bool:
 
 
 def _most_read_at_once(engine: Engine) -> int:
-    """Return the bytes of the largest box of a parameter that a rank reads, of fp32 at most.
+    """Return the size in fp32 of the largest region of a parameter that a rank reads.
 
-    What is read goes into the parameter, and only then is the next read. The few parameters that a
-    model's authors compute from several tensors are read whole.
+    Regions are read one after the other into their parameters. A few parameters are computed from
+    several tensors of the checkpoint; these tensors are read in full.
     """
     tensors = (tensor for _, tensor in engine.named_parameters() if tensor.ndim)
     boxes = (box for tensor in tensors for box in local_boxes(tensor))
@@ -228,10 +244,11 @@ def _most_read_at_once(engine: Engine) -> int:
     return torch.float32.itemsize * max(sizes, default=0)
 
 
-def _locked_besides(engine: Engine, config: RunConfig) -> int:
-    """Return what torch's allocator of page-locked memory adds to what is offloaded.
+def _page_locking_overhead(engine: Engine, config: RunConfig) -> int:
+    """Return the bytes that torch's allocator of page-locked memory adds to offloaded tensors.
 
-    fully_shard locks each parameter and each gradient by it; states have memory of their own size.
+    ``fully_shard`` allocates each parameter and gradient with it, which rounds sizes up. Optimizer
+    states are page-locked at their exact size.
     """
     if estimated_on(config) != "gpu" or "parameters" not in host_categories(config):
         return 0
@@ -243,7 +260,7 @@ def _locked_besides(engine: Engine, config: RunConfig) -> int:
     return sum(blocks * (locked(size) - size) for size, blocks in sizes)
 
 
-def _of_parameters(stats: FSDPMemoryStats | None) -> dict[str, int]:
+def _sharded_bytes(stats: FSDPMemoryStats | None) -> dict[str, int]:
     if stats is None:
         return {}
     return {
@@ -261,14 +278,14 @@ def measure_stage(
     spec: ModelSpec,
     updating: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Do a step in an entered trace and leave it with the step's events.
+    """Run one step and leave its events in ``trace``.
 
     Args:
-        engine: A rank's, whose optimizer has its states.
-        batch: The rank's samples of a step.
-        trace: What follows storages.
-        spec: The model's.
-        updating: What surrounds the update.
+        engine: Engine of a rank, with existing optimizer states.
+        batch: Samples of the rank for one step.
+        trace: Trace to record into; the caller has entered it.
+        spec: Specification of the model.
+        updating: Returns a context manager for the optimizer update.
     """
     follow(engine, trace)
     blocks = {n: [*spec.blocks(module).values()] for n, module in enumerate(engine.modules)}
@@ -277,7 +294,10 @@ def measure_stage(
 
 
 def follow(engine: Engine, trace: StorageTrace) -> None:
-    """Set the categories of an engine's tensors in an entered trace; may make optimizer states."""
+    """Set the categories of an engine's tensors in an entered trace.
+
+    This creates the optimizer states if they do not exist yet.
+    """
     for module in engine.modules:
         trace.tag([*module.parameters(), *module.buffers()], "parameters")
     trace.tag(engine.optimizer_states(), "optimizer")
@@ -285,9 +305,9 @@ def follow(engine: Engine, trace: StorageTrace) -> None:
 
 
 def follow_gradients(engine: Engine, trace: StorageTrace) -> None:
-    """Count an engine's gradients as such: those that add up, and those that are updated by."""
-    own, updated = engine.named_parameters(), engine.named_updated()
-    trace.follow(tensor for _, tensor in (*own, *updated))
+    """Count accumulated gradients and those used by the optimizer as gradients from now on."""
+    accumulated, updated = engine.named_parameters(), engine.named_updated()
+    trace.follow(tensor for _, tensor in (*accumulated, *updated))
 
 
 def step(
@@ -297,7 +317,7 @@ def step(
     *,
     updating: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Do a step once more in the trace of one that was measured, and leave it with its events."""
+    """Run one more step in a trace with categories, and leave only its events in the trace."""
     trace.forget()
     engine.backward(batch)
     trace.begin("update")
@@ -307,7 +327,7 @@ def step(
 
 
 def host_categories(config: RunConfig) -> tuple[Category, ...]:
-    """Return what a run keeps in host memory."""
+    """Return the categories that a run keeps in host memory."""
     if not data_parallel_facts(config.strategy).shards_parameters:
         return ()
     return _ON_HOST[CPUOffload(config.strategy.fsdp.cpu_offload)]

@@ -1,13 +1,14 @@
-"""Follows every storage that tensors of one thread hold, by what it is for: bytes now and at most.
+"""Traces all live storages of one thread by category, with current bytes and peaks.
 
-It watches tensors with values and fake ones alike. It counts what torch's operations return, and
-what their kernels are said to hold besides; not what an allocator rounds up to.
+Real and fake tensors are both supported. The trace counts the results of torch's operations and the
+known temporary buffers of their kernels. It does not count rounding by an allocator.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,16 +31,16 @@ Category = Literal[
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 Point: TypeAlias = tuple[int, ...]
-"""Bytes at one moment: of each of ``CATEGORIES`` on the device, then those kept on the host."""
+"""Bytes at one moment: one number per category on the device, then the total on the host."""
 
 
 @dataclass
 class TraceEvent:
-    """A part of a step.
+    """Memory during one part of a step.
 
     Attributes:
-        name: What runs, and where in the model.
-        points: Bytes after each of its operations that allocated, and before the first.
+        name: Running operation and its position in the model.
+        points: Bytes before the first operation and after each operation that allocated.
     """
 
     name: tuple[str | int, ...]
@@ -47,13 +48,13 @@ class TraceEvent:
 
 
 def on_device(point: Point) -> int:
-    """Return a moment's bytes on the device."""
+    """Return the bytes on the device at one moment."""
     return sum(point[:-1])
 
 
-_PASSING: frozenset[Category] = frozenset({"activations", "temporary"})
-# What they are given to send stays what it is; the other operations between ranks are given
-# buffers that exist for them.
+_TRANSIENT: frozenset[Category] = frozenset({"activations", "temporary"})
+# These operations send existing tensors, which keep their category. All other operations between
+# ranks use buffers that exist only for communication.
 _SENDS = frozenset({"c10d::send", "c10d::broadcast_", "c10d::allreduce_"})
 _DEVICE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -63,24 +64,26 @@ _resize: Any = torch.UntypedStorage.resize_
 _running = threading.local()
 
 
-class _Held:
+class _LiveStorage:
     """One live storage."""
 
-    __slots__ = ("alive", "category", "num_bytes")
+    __slots__ = ("category", "num_bytes", "reference")
 
-    def __init__(self, alive: Any, num_bytes: int, category: Category) -> None:
-        self.alive = alive
+    def __init__(self, reference: Any, num_bytes: int, category: Category) -> None:
+        self.reference = reference
         self.num_bytes = num_bytes
         self.category = category
 
 
 class StorageTrace(UncompiledDispatchMode):
-    """Counts live storages while it is entered; it may be entered again and continues counting.
+    """Counts live storages while it is entered. Entering it again continues the count.
+
+    A freed storage is only queued by its weak reference and counted later, before anything else is:
+    torch frees a gradient in the middle of ``parameter.grad = None``, and a callback that reads
+    ``parameter.grad`` then reads freed memory, which ends the process with signal 11.
 
     Attributes:
-        now: Bytes of each category on the device.
-        host: Bytes of each category that an offloading run keeps in host memory.
-        events: What was held in each part of what is measured.
+        events: Memory during each part of the measured step.
     """
 
     def __init__(
@@ -92,29 +95,43 @@ class StorageTrace(UncompiledDispatchMode):
         """Begin to count.
 
         Args:
-            on_host: Categories that live in host memory; on a CPU, where host and device are one,
-                this alone distinguishes them.
-            workspaces: As ``cuda_attention.workspaces`` and ``gloo_buffers.of_collective`` give
-                them; where kernels run here, ``gloo_buffers.unseen``.
+            on_host: Categories kept in host memory. They must be given, because tensors on a CPU do
+                not show whether they represent host or device memory.
+            workspaces: Maps an operation and its arguments to the bytes of each temporary buffer of
+                its kernel: ``cuda_attention.workspaces`` or ``gloo_buffers.collective_buffers``.
+                Use ``gloo_buffers.untraced_buffers`` if the kernels really run.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        self.host: dict[Category, int] = dict.fromkeys(on_host, 0)
+        self._now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        self._host: dict[Category, int] = dict.fromkeys(on_host, 0)
         self.events = [TraceEvent(("start",), [self._point()])]
-        self._live: dict[int, _Held] = {}
+        self._live: dict[int, _LiveStorage] = {}
+        self._freed: deque[int] = deque()
         self._parameters: list[Tensor] = []
         self._in_flight: dict[int, list[Tensor]] = {}
         self._queued: list[list[Tensor]] = []
-        self._grown = False
-        self._top: int | None = 0
-        self._highest = 0
+        self._has_grown = False
+        self._peak_index: int | None = 0
+        self._peak_bytes = 0
         self._phase: Category | None = None
         self._workspaces = workspaces
+
+    @property
+    def now(self) -> dict[Category, int]:
+        """Bytes of each category on the device."""
+        self._remove_freed()
+        return self._now
+
+    @property
+    def host(self) -> dict[Category, int]:
+        """Bytes of each category that an offloading run keeps in host memory."""
+        self._remove_freed()
+        return self._host
 
     def __enter__(self) -> Self:
         self._outer = getattr(_running, "trace", None)
         _running.trace = self
-        torch.UntypedStorage.resize_ = _resize_and_note  # type: ignore[assignment, method-assign]
+        torch.UntypedStorage.resize_ = _resize_and_report  # type: ignore[assignment, method-assign]
         entered: Self = super().__enter__()  # type: ignore[no-untyped-call]
         return entered
 
@@ -123,210 +140,219 @@ class StorageTrace(UncompiledDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # more than half of all that comes
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # more than half of all operations
             return args[0].fake_device
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
-            return NotImplemented  # they come again as the plain tensors that they hold
+            return NotImplemented  # the tensors they contain are dispatched again
+        self._remove_freed()
         namespace = func.namespace
         if namespace == "_c10d_functional" and isinstance(args[0], FakeTensor):
-            return self._without_values(func, args, kwargs)
+            return self._run_fake_collective(func, args, kwargs)
         out = func(*args, **(kwargs or {}))
-        category = self._phase or _category()
+        self._remove_freed()
+        category = self._phase or _result_category()
         if namespace in ("c10d", "fsdp"):
             if func._schema.name not in _SENDS:
-                self._between_ranks(args, kwargs or {})
+                self._mark_communication(args, kwargs or {})
             category = "communication"
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                # A tensor that waits for a message holds another one, and no storage of its own.
-                self._add(_plain(tensor), category)
-        if namespace == "c10d" and self.host:
-            self._tag_gradients()
-        if (is_queued := gloo_buffers.returns_before(func, args)) and self._queued:
+                # A tensor that waits for a message wraps another one and has no storage itself.
+                self._add(_unwrap(tensor), category)
+        if namespace == "c10d" and self._host:
+            self._categorize_gradients()
+        if (is_queued := gloo_buffers.outlives_call(func, args)) and self._queued:
             del self._queued[: 1 - gloo_buffers.THREADS]
-        held = self._held_besides(func, args)
+        buffers = self._hold_workspaces(func, args)
         if func is _WAIT:
             self._in_flight.pop(id(args[0].untyped_storage()), None)
-        elif held and gloo_buffers.are_awaited(func):
-            self._in_flight[id(out.untyped_storage())] = held
+        elif buffers and gloo_buffers.held_until_wait(func):
+            self._in_flight[id(out.untyped_storage())] = buffers
         elif is_queued:
-            self._queued.append(held)
-        self._note()
+            self._queued.append(buffers)
+        self._record_point()
         return out
 
     @contextmanager
     def during(self, category: Category) -> Iterator[None]:
-        """Count whatever is allocated inside under one category."""
-        before, self._phase = self._phase, category
+        """Count all storages allocated inside the context in one category."""
+        outer, self._phase = self._phase, category
         try:
             yield
         finally:
-            self._phase = before
+            self._phase = outer
 
     def tag(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Set the category of tensors; those not seen yet are counted from now on."""
+        """Set the category of tensors. Unknown tensors are counted from now on."""
+        self._remove_freed()
         for tensor in tensors:
-            plain = _plain(tensor)
+            plain = _unwrap(tensor)
             storage = self._live.get(id(plain.untyped_storage()))
             if storage is None:
                 self._add(plain, category)
             else:
-                self._move(storage, category)
+                self._recategorize(storage, category)
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Count the ``.grad`` of these parameters as gradients from now on."""
         self._parameters = list(parameters)
 
     def forget(self) -> None:
-        """Forget all events, and measure from now on."""
+        """Discard all events and begin a new measurement."""
         self.begin("start")
         del self.events[:-1]
 
     def begin(self, *name: str | int) -> None:
-        """Begin an event, which ends the one before."""
+        """End the current event and begin a new one."""
         self.finish()
         self._queued.clear()
+        self._remove_freed()
         self.events.append(TraceEvent(name, [self._point()]))
-        self._top, self._highest = 0, on_device(self.events[-1].points[0])
+        self._peak_index, self._peak_bytes = 0, on_device(self.events[-1].points[0])
 
     def finish(self) -> None:
-        """Complete what the last event says."""
-        self._note()
-        self._settle()
-        self._tag_gradients()
+        """Complete the last event."""
+        self._remove_freed()
+        self._record_point()
+        self._update_peak()
+        self._categorize_gradients()
 
     def note_size(self, storage: Any) -> None:
-        """Note that a storage has another size, as those of gathered parameters get."""
+        """Record the new size of a storage, for example of gathered parameters."""
+        self._remove_freed()
         live = self._live.get(id(storage))
         if live is None:
             return
-        if live.category in _PASSING:
-            self._move(live, "communication")
+        if live.category in _TRANSIENT:
+            self._recategorize(live, "communication")
         size = storage.nbytes()
         self._count(live.category, size - live.num_bytes)
         live.num_bytes = size
-        self._note()
+        self._record_point()
 
-    def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation between ranks on fake tensors, with a real one's memory.
+    def _run_fake_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a collective on fake tensors, with the memory of a real one.
 
-        Its input is held until somebody waits for its result, except where the result begins as a
-        copy of it. A fake kernel of waiting would allocate, a real one doesn't.
+        Its input is held until its result is waited for, except in an all-reduce, whose result
+        begins as a copy of the input. Waiting allocates nothing, in contrast to its fake kernel.
         """
         if func is _WAIT:
             self._in_flight.pop(id(args[0].untyped_storage()), None)
             return args[0]
         out = func(*args, **(kwargs or {}))
-        self._add(out, self._phase or _category())
-        held = self._held_besides(func, args)
+        self._add(out, self._phase or _result_category())
+        buffers = self._hold_workspaces(func, args)
         if func is not _ALL_REDUCE:
-            awaited = held if gloo_buffers.are_awaited(func) else []
+            awaited = buffers if gloo_buffers.held_until_wait(func) else []
             self._in_flight[id(out.untyped_storage())] = [args[0], *awaited]
-        self._note()
+        self._record_point()
         return out
 
-    def _held_besides(self, func: Any, args: Any) -> list[Tensor]:
-        """Count what an operation holds beside its tensors, for as long as the result lives."""
-        held = [torch.empty(size, dtype=torch.uint8) for size in self._workspaces(func, args)]
-        for buffer in held:
-            self._add(buffer, self._phase or _category())
-        return held
+    def _hold_workspaces(self, func: Any, args: Any) -> list[Tensor]:
+        """Return counted storages for the temporary buffers of an operation."""
+        buffers = [torch.empty(size, dtype=torch.uint8) for size in self._workspaces(func, args)]
+        for buffer in buffers:
+            self._add(buffer, self._phase or _result_category())
+        return buffers
 
     def _add(self, tensor: Tensor, category: Category) -> None:
+        self._remove_freed()  # the new storage may have the id of a freed one
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._live or tensor.device.type == "meta":
             return
         size = storage.nbytes()
-        alive = weakref.ref(storage, self._remover(key))
-        self._live[key] = _Held(alive, size, category)
+        reference = weakref.ref(storage, lambda _: self._freed.append(key))
+        self._live[key] = _LiveStorage(reference, size, category)
         self._count(category, size)
 
-    def _remover(self, key: int) -> Callable[[Any], None]:
-        def remove(_: Any) -> None:
-            live = self._live.pop(key)
-            self._count(live.category, -live.num_bytes)
+    def _remove_freed(self) -> None:
+        """Count what was freed since the last call, in order."""
+        while self._freed:
+            self._remove(self._freed.popleft())
 
-        return remove
+    def _remove(self, key: int) -> None:
+        live = self._live.pop(key)
+        self._count(live.category, -live.num_bytes)
 
-    def _between_ranks(self, args: Any, kwargs: Any) -> None:
-        """Take an operation's buffers, given to be written or read, for what they are."""
+    def _mark_communication(self, args: Any, kwargs: Any) -> None:
+        """Categorize the buffers of an operation between ranks as communication."""
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 live = self._live.get(id(tensor.untyped_storage()))
-                if live is not None and live.category in _PASSING:
-                    self._move(live, "communication")
+                if live is not None and live.category in _TRANSIENT:
+                    self._recategorize(live, "communication")
 
-    def _move(self, live: _Held, category: Category) -> None:
+    def _recategorize(self, live: _LiveStorage, category: Category) -> None:
         if live.category == category:
             return
-        crosses = (live.category in self.host) != (category in self.host)
-        if crosses:
+        changes_device = (live.category in self._host) != (category in self._host)
+        if changes_device:
             self._count(live.category, -live.num_bytes)
             live.category = category
             self._count(category, live.num_bytes)
             return
-        place = self.host if category in self.host else self.now
-        place[live.category] -= live.num_bytes
-        place[category] += live.num_bytes
+        counts = self._host if category in self._host else self._now
+        counts[live.category] -= live.num_bytes
+        counts[category] += live.num_bytes
         live.category = category
 
     def _count(self, category: Category, change: int) -> None:
         if change < 0:
-            self._note()
-            self._settle()
-        place = self.host if category in self.host else self.now
-        place[category] += change
-        self._grown = self._grown or change > 0
+            self._record_point()
+            self._update_peak()
+        counts = self._host if category in self._host else self._now
+        counts[category] += change
+        self._has_grown = self._has_grown or change > 0
 
-    def _note(self) -> None:
-        """Write down a moment at which more is held than before."""
-        if not self._grown:
+    def _record_point(self) -> None:
+        """Record the current bytes if a storage was added or has grown since the last point."""
+        if not self._has_grown:
             return
-        self._grown = False
+        self._has_grown = False
         points = self.events[-1].points
         points.append(self._point())
-        if (num_bytes := on_device(points[-1])) > self._highest:
-            self._highest, self._top = num_bytes, len(points) - 1
+        if (num_bytes := on_device(points[-1])) > self._peak_bytes:
+            self._peak_bytes, self._peak_index = num_bytes, len(points) - 1
 
-    def _settle(self) -> None:
-        """Write down what an event's peak is made of, before it is left.
+    def _update_peak(self) -> None:
+        """Update the categories of the peak of an event, before memory is freed.
 
-        Gradients are recognised only here: nothing says when a parameter gets one.
+        Gradients are recognised only here, because no operation shows when a parameter gets one.
         """
-        if self._top is not None:
-            top, self._top = self._top, None
-            self._tag_gradients()
-            self.events[-1].points[top] = self._point()
+        if self._peak_index is not None:
+            index, self._peak_index = self._peak_index, None
+            self._categorize_gradients()
+            self.events[-1].points[index] = self._point()
 
     def _point(self) -> Point:
-        return (*self.now.values(), sum(self.host.values()))
+        return (*self._now.values(), sum(self._host.values()))
 
-    def _tag_gradients(self) -> None:
+    def _categorize_gradients(self) -> None:
         for parameter in self._parameters:
             if parameter.grad is not None:
-                plain = _plain(parameter.grad)
+                plain = _unwrap(parameter.grad)
                 live = self._live.get(id(plain.untyped_storage()))
                 if live is not None:
-                    self._move(live, "gradients")
+                    self._recategorize(live, "gradients")
 
 
-def _category() -> Category:
-    """Say what an operation's result is for: for backward, unless backward makes it.
+def _result_category() -> Category:
+    """Return the category of a new result: temporary in backward, activations otherwise.
 
-    Recomputation is a forward inside of backward, with gradients enabled.
+    Recomputation is a forward inside backward, with gradients enabled; its results are activations.
     """
     return "temporary" if in_backward() and not torch.is_grad_enabled() else "activations"
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _unwrap(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
-        return _plain(local_tensor(tensor))
+        return _unwrap(local_tensor(tensor))
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def _resize_and_note(storage: Any, size: int) -> Any:
-    """Resize a storage and report it to this thread's trace: no operation does."""
+def _resize_and_report(storage: Any, size: int) -> Any:
+    """Resize a storage and report it to this thread's trace, because no operation shows it."""
     result = _resize(storage, size)
     trace: StorageTrace | None = getattr(_running, "trace", None)
     if trace is not None:

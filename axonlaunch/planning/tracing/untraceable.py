@@ -1,4 +1,4 @@
-"""What of a model can't be traced, in words: what fails, and the module that it is in."""
+"""Explains why a model cannot be traced: the failing operation and the module that contains it."""
 
 from __future__ import annotations
 
@@ -20,53 +20,53 @@ from axonlaunch.system.frame_origin import frame_owner
 
 @contextmanager
 def refusing_untraceable(config: RunConfig) -> Iterator[None]:
-    """Refuse a run of which an operation needs values or has no fake kernel, or a module fails.
+    """Turn an error of tracing into a ``ConfigError`` that names the cause.
 
     Raises:
-        ConfigError: What fails, and the module it is in.
+        ConfigError: An operation depends on values or has no fake kernel, or a module fails. The
+            message names the operation or the error, and the module.
     """
     silence_fake_tensors()
-    if why := spec_for(config).untraceable:
-        raise ConfigError([ConfigIssue("model.name", why, config.model.name)])
+    if reason := spec_for(config).untraceable:
+        raise ConfigError([ConfigIssue("model.name", reason, config.model.name)])
     try:
         yield
     except UNTRACEABLE as error:
-        raise ConfigError([_untraceable(config, error)]) from error
+        raise ConfigError([_untraceable_issue(config, error)]) from error
     except ConfigError:
         raise
     except Exception as error:
-        line = _users_line(error)
+        line = _user_line(error)
         if line is None and not config.strategy.tensor.plan:
             raise
-        raise ConfigError([_failing(config, error, line)]) from error
+        raise ConfigError([_failure_issue(config, error, line)]) from error
 
 
-def _untraceable(config: RunConfig, error: BaseException) -> ConfigIssue:
-    """Say which operation of which module needs values."""
+def _untraceable_issue(config: RunConfig, error: BaseException) -> ConfigIssue:
     module = _module(error)
-    where = "" if module is None else f" in {module}"
+    location = "" if module is None else f" in {module}"
     message = (
-        f"{_operation(error)}{where} depends on values or has no fake kernel, so memory "
+        f"{_operation(error)}{location} depends on values or has no fake kernel, so memory "
         "can't be estimated without running it; axonlaunch estimate --analytic estimates "
         "parameters, gradients and optimizer states only"
     )
     return ConfigIssue("model.name", message, config.model.name)
 
 
-def _failing(config: RunConfig, error: BaseException, line: str | None) -> ConfigIssue:
-    """Say which module of a user's failed, or of a model that a user's plan divides."""
-    where = "" if (module := _module(error)) is None else f" in {module}"
+def _failure_issue(config: RunConfig, error: BaseException, line: str | None) -> ConfigIssue:
+    """Describe the failure of a user's module, or of a model divided by a user's plan."""
+    location = "" if (module := _module(error)) is None else f" in {module}"
     reason = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
     if line is None:
-        message = f"the model, divided so, fails{where} with {reason}"
+        message = f"divided by this plan, the model fails{location} with {reason}"
         return ConfigIssue("strategy.tensor.plan", message)
     samples = Layout.of(config, world_size=num_ranks(config)).micro_batch_size
-    message = f"a micro-batch of {samples} fails{where} with {reason} ({line})"
+    message = f"a micro-batch of {samples} fails{location} with {reason} ({line})"
     return ConfigIssue("model.name", message, config.model.name)
 
 
-def _users_line(error: BaseException) -> str | None:
-    """Return the last line of a model of others that an error passed; None: it passed none."""
+def _user_line(error: BaseException) -> str | None:
+    """Return the innermost line of user code in an error's traceback, if any."""
     line = None
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -76,7 +76,7 @@ def _users_line(error: BaseException) -> str | None:
 
 
 def _module(error: BaseException) -> str | None:
-    """Return the innermost module that an error passed."""
+    """Return the innermost module in an error's traceback."""
     module = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         receiver = frame.f_locals.get("self")
@@ -86,9 +86,9 @@ def _module(error: BaseException) -> str | None:
 
 
 def _name(module: nn.Module) -> str:
-    """Return the name of a module's class, as its user has written it."""
-    kinds = (kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-    return next(kinds).__name__
+    """Return the name of a module's class, without the class that FSDP inserts."""
+    classes = (cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    return next(classes).__name__
 
 
 def _operation(error: BaseException) -> str:

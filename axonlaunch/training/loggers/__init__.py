@@ -1,29 +1,35 @@
-"""Loggers, a file each, and what calls them on the main rank.
+"""Loggers, one per file, and ``RunLoggers``, which calls them on the main rank.
 
-``metrics.jsonl`` is always written. What another logger raises is reported once, and ends nothing.
+``metrics.jsonl`` and ``events.jsonl`` are written at once. Every other logger runs in a thread of
+its own (``background``); its first problem is reported, and training continues.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import RunConfig, to_tree
+from axonlaunch.config import RunConfig, as_written, to_tree
 from axonlaunch.config.errors import failure_text
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.events import (
+    Counted,
     Evaluated,
     Event,
     Listener,
     Noted,
     StepLogged,
+    named_by_unit,
     perplexity_of,
 )
 from axonlaunch.system.files import read_text, replace_text
 from axonlaunch.system.run_files import EVENTS, METRICS
+from axonlaunch.training.loggers.background import BackgroundLogger
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 from axonlaunch.training.loggers.event_log import EventLog
 from axonlaunch.training.loggers.jsonl import JSONLLogger
@@ -32,6 +38,8 @@ __all__ = ["Logger", "RunInfo", "RunLoggers"]
 
 _STATE = "loggers.json"
 _LARGEST = 1 << 20
+_DRAIN_S = 30.0
+"""Seconds at the end of a run for all that its loggers still have to send."""
 
 
 class RunLoggers:
@@ -44,7 +52,13 @@ class RunLoggers:
     """
 
     def __init__(
-        self, config: RunConfig, *, world_size: int, resumed_at: int | None, report: Listener
+        self,
+        config: RunConfig,
+        *,
+        world_size: int,
+        resumed_at: int | None,
+        report: Listener,
+        counted: Counted = "tokens",
     ) -> None:
         """Open ``metrics.jsonl``.
 
@@ -53,13 +67,14 @@ class RunLoggers:
             world_size: Its ranks.
             resumed_at: Steps done in the checkpoint that was loaded; None: none was.
             report: Takes every event, and a note of each logger that fails.
+            counted: What targets are, for the names of their numbers.
 
         Raises:
             OSError: The run folder can't be read or written.
         """
         folder = Path(config.run_dir)
-        self._jsonl = JSONLLogger(folder / METRICS, resumed_at=resumed_at)
-        self._events = EventLog(folder, world_size=world_size)
+        self._jsonl = JSONLLogger(folder / METRICS, resumed_at=resumed_at, counted=counted)
+        self._events = EventLog(folder, world_size=world_size, counted=counted)
         self._report = report
         self._state = folder / _STATE
         last, ids, unreadable = _earlier(self._state) if resumed_at is not None else (0, {}, ())
@@ -70,64 +85,81 @@ class RunLoggers:
         self._run = RunInfo(
             name=config.name,
             run_dir=folder,
-            config=to_tree(config),
+            config=as_written(to_tree(config)),
             resumed_at=resumed_at,
             ids=ids,
+            counted=counted,
         )
-        self._loggers: list[tuple[str, Any]] = []
-        self._failed: set[str] = set()
+        self._drain_s = min(_DRAIN_S, config.launch.timeout_s / 2)
+        self._writing_state = threading.Lock()
+        self._loggers: list[BackgroundLogger] = []
+        self._has_events = True
 
     def __call__(self, event: Event) -> None:
-        """Write an event and its numbers, and hand it on."""
+        """Write an event and its numbers, and pass it on."""
         self._jsonl(event)
-        self._attempt(EVENTS, "to be written", self._events, event)
+        if self._has_events:
+            self._log_event(event)
         self._report(event)
+        self._report_problems()
         if not isinstance(event, StepLogged | Evaluated):
             return
-        metrics, step = _numbers(event), event.step
-        for name, logger in self._loggers:
-            if step >= self._last or getattr(logger, "rewinds", False):
-                self._attempt(name, f"at step {step}", logger.log, metrics, step=step)
+        numbers = named_by_unit(_numbers(event), self._run.counted)
+        for logger in self._loggers:
+            logger.log(dict(numbers), step=event.step)
 
     def __enter__(self) -> RunLoggers:
-        """Begin every logger."""
+        """Start the thread of every logger."""
         for config in self._configs:
             name = str(getattr(config, "target", config.name))
-            self._attempt(name, "when it was started", self._start, name, config)
-        if self._loggers:
-            content = {"last_step": self._last, "ids": self._run.ids}
-            replace_text(self._state, json.dumps(content) + "\n")
+            make = partial(_make, config)
+            self._loggers.append(
+                BackgroundLogger(
+                    name, make, run=self._run, last_step=self._last, started=self._save_state
+                )
+            )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """End every logger that began."""
-        for name, logger in self._loggers:
-            if hasattr(logger, "close"):
-                self._attempt(name, "when it was closed", logger.close, failed=kind is not None)
+        """Wait for the loggers to send what they have, no longer than a limit for all of them."""
+        failed = kind is not None
+        deadline = time.monotonic() + self._drain_s
+        for logger in self._loggers:
+            logger.begin_close(failed=failed)
+        for logger in self._loggers:
+            logger.close(deadline=deadline)
+        self._report_problems()
 
-    def _start(self, name: str, config: Any) -> None:
-        logger = LOGGERS.get(config.name)(config)
-        if hasattr(logger, "start"):
-            logger.start(self._run)
-        self._loggers.append((name, logger))
-
-    def _attempt(
-        self, name: str, when: str, call: Callable[..., None], *args: Any, **kw: Any
-    ) -> None:
-        """Call a logger; the first failure of each is reported."""
+    def _log_event(self, event: Event) -> None:
         try:
-            call(*args, **kw)
-        except Exception as error:  # a logger, or the service that it sends to, may fail in any way
-            if name not in self._failed:
-                self._failed.add(name)
-                reason = failure_text(error)
-                self._report(
-                    Noted(f"loggers: {name} failed {when}, and training continues: {reason}")
+            self._events(event)
+        except OSError as error:
+            self._has_events = False
+            self._report(
+                Noted(
+                    f"loggers: {EVENTS} can't be written, and training continues without it: "
+                    f"{failure_text(error)}"
                 )
+            )
+
+    def _report_problems(self) -> None:
+        for logger in self._loggers:
+            if (problem := logger.take_problem()) is not None:
+                self._report(Noted(problem))
+
+    def _save_state(self) -> None:
+        """Write the last step and the ids that services gave, for a resumed run."""
+        with self._writing_state:
+            content = {"last_step": self._last, "ids": dict(self._run.ids)}
+            replace_text(self._state, json.dumps(content) + "\n")
+
+
+def _make(config: Any) -> Any:
+    return LOGGERS.get(config.name)(config)
 
 
 def _numbers(event: StepLogged | Evaluated) -> dict[str, Number]:
-    """Return what of an event is a number, under the names of ``metrics.jsonl``."""
+    """Return the numbers of an event by the names of its fields."""
     fields = asdict(event).items()
     numbers = {k: v for k, v in fields if k != "step" and isinstance(v, int | float)}
     for name, loss in event.sources.items() if isinstance(event, Evaluated) else ():

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from axonlaunch.config.loggers import CSVConfig
-from axonlaunch.events import Evaluated, StepLogged
+from axonlaunch.events import Evaluated, StepLogged, named_by_unit
 from axonlaunch.system.files import append_text, read_text, replace_text
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
-COLUMNS = [field.name for field in fields(StepLogged) if field.name != "slowest"]
-COLUMNS += [field.name for field in fields(Evaluated) if field.name != "step"]
+_FIELDS = [field.name for field in fields(StepLogged) if field.name != "slowest"]
+_FIELDS += [field.name for field in fields(Evaluated) if field.name != "step"]
 _LARGEST = 1 << 30
 """Bytes of a table that is read again."""
 
@@ -32,12 +32,13 @@ class CSVLogger(Logger):
     def start(self, run: RunInfo) -> None:
         """Write the header and the rows that are kept."""
         self._path = run.run_dir / "metrics.csv"
+        self._columns = [*named_by_unit(dict.fromkeys(_FIELDS), run.counted)]
         earlier: list[dict[str, str]] = []
         if run.resumed_at is not None and self._path.exists():
             rows = csv.DictReader(io.StringIO(read_text(self._path, at_most=_LARGEST)))
             earlier = [row for row in rows if int(row["step"]) <= run.resumed_at]
         text = io.StringIO()
-        table = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
+        table = csv.DictWriter(text, self._columns, extrasaction="ignore")
         table.writeheader()
         table.writerows(earlier)
         replace_text(self._path, text.getvalue())
@@ -45,6 +46,6 @@ class CSVLogger(Logger):
     def log(self, metrics: Mapping[str, Number], *, step: int) -> None:
         """Append a row; what has no number in it is empty."""
         text = io.StringIO()
-        table = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
+        table = csv.DictWriter(text, self._columns, extrasaction="ignore")
         table.writerow({**metrics, "step": step})
         append_text(self._path, text.getvalue())

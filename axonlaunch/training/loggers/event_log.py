@@ -15,20 +15,31 @@ from typing import Any
 
 import torch
 
-from axonlaunch.events import Event, Finished, Started, StepDone, StepLogged
+from axonlaunch.events import (
+    Counted,
+    Evaluated,
+    Event,
+    Finished,
+    Started,
+    StepDone,
+    StepLogged,
+    named_by_unit,
+)
 from axonlaunch.system.run_files import append_event
 
 
 class EventLog:
     """Adds a run's events to a file of its folder; the main rank alone has one."""
 
-    def __init__(self, folder: Path, *, world_size: int) -> None:
+    def __init__(self, folder: Path, *, world_size: int, counted: Counted = "tokens") -> None:
         """Prepare to write; nothing is written yet.
 
         Args:
             folder: The run's.
             world_size: Ranks of this attempt.
+            counted: What targets are, for the names of their numbers.
         """
+        self._counted = counted
         self._folder = folder
         self._world_size = world_size
 
@@ -41,6 +52,8 @@ class EventLog:
         if isinstance(event, StepDone | StepLogged | Finished):  # how it ended its launcher writes
             return
         fields: dict[str, Any] = asdict(event)
+        if isinstance(event, Evaluated):
+            fields = named_by_unit(fields, self._counted)
         if isinstance(event, Started):
             fields |= {"world_size": self._world_size, **_about_this_process()}
         append_event(self._folder, name_of(event), fields)

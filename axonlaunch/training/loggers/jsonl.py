@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.events import Evaluated, Event, StepLogged, perplexity_of
+from axonlaunch.events import Counted, Evaluated, Event, StepLogged, named_by_unit, perplexity_of
 from axonlaunch.system.files import append_text, is_there, open_regular, replace
 from axonlaunch.system.strict_json import finite
 
@@ -29,7 +29,7 @@ class JSONLLogger:
 
     notes: tuple[str, ...]
 
-    def __init__(self, path: Path, *, resumed_at: int | None) -> None:
+    def __init__(self, path: Path, *, resumed_at: int | None, counted: Counted = "tokens") -> None:
         """Open the file; what a run that was not resumed finds in it is kept beside it.
 
         Lines after the step that a run resumes from are dropped: they are written again. Lines that
@@ -38,10 +38,12 @@ class JSONLLogger:
         Args:
             path: The file.
             resumed_at: Steps done in the checkpoint that was loaded; None: none was.
+            counted: What targets are, for the names of their numbers.
 
         Raises:
             OSError: It can't be read or written.
         """
+        self._counted = counted
         content = _content(path)
         lines, unreadable = _lines(content)
         lines_before = [] if resumed_at is None else [t for t, step in lines if step <= resumed_at]
@@ -80,6 +82,7 @@ class JSONLLogger:
                 }
         else:
             return
+        line = named_by_unit(line, self._counted)
         text = json.dumps(finite(line), allow_nan=False) + "\n"
         if text.encode() != self._last:  # an evaluation that a run was killed after is done again
             append_text(self._path, text)

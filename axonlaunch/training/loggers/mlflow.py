@@ -43,9 +43,11 @@ class MLflowLogger(Logger):
         if "mlflow" in run.ids:
             self._id = run.ids["mlflow"]
             self._client.update_run(self._id, status="RUNNING")
-            return
-        made = self._client.create_run(self._experiment(), run_name=run.name)
-        self._id = run.ids["mlflow"] = made.info.run_id
+            if run.resumed_at is not None:
+                return
+        else:
+            made = self._client.create_run(self._experiment(), run_name=run.name)
+            self._id = run.ids["mlflow"] = made.info.run_id
         params = [*_params(run.config)]
         for first in range(0, len(params), _MOST):
             self._client.log_batch(self._id, params=params[first : first + _MOST])

@@ -24,7 +24,7 @@ class TrackioLogger(Logger):
         """Begin a run, or continue the one that this run was before it was resumed."""
         resume = "must" if "trackio" in run.ids else "never"
         # It finds runs by their names, which runs of other folders may have too.
-        name = run.ids.setdefault("trackio", f"{run.name}-{secrets.token_hex(3)}")
+        name = run.ids.get("trackio", f"{run.name}-{secrets.token_hex(3)}")
         self._run = trackio.init(
             project=self._config.project,
             name=name,
@@ -35,6 +35,7 @@ class TrackioLogger(Logger):
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
+        run.ids["trackio"] = name  # not earlier: a start that fails is tried again
 
     def log(self, metrics: Mapping[str, Number], *, step: int) -> None:
         """Send the numbers of a step."""

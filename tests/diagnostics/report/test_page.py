@@ -39,7 +39,7 @@ def test_the_page_of_a_long_run_of_64_ranks_is_small_and_keeps_the_peak(
 def test_hostile_text_stays_text_wherever_it_stands(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "demo", name=HOSTILE, extra_config=f"seed: {HOSTILE!r}\n")
     with (folder / "events.jsonl").open("a") as stream:
-        event = {"time": 2000, "event": "sample_generated", "prompt": HOSTILE, "text": HOSTILE}
+        event = {"time": 2000, "event": "noted", "text": HOSTILE}
         stream.write(json.dumps(event) + "\n")
     page = page_of(page_data([read_run(folder)]), title=HOSTILE)
     assert HOSTILE not in page
@@ -99,3 +99,44 @@ def test_two_runs_of_one_name_are_called_by_their_folders(tmp_path: Path) -> Non
 )
 def test_the_head_says(name: str, text: str, tmp_path: Path) -> None:
     assert dict(facts(read_run(run_folder(tmp_path / "demo"))))[name] == text
+
+
+def test_a_run_on_images_has_images_on_its_page_and_beside_others(tmp_path: Path) -> None:
+    runs = [
+        read_run(run_folder(tmp_path / "a", counted="images")),
+        read_run(run_folder(tmp_path / "b", counted="tokens")),
+    ]
+    head = dict(facts(runs[0]))
+    assert (head["images"], head["images/s"]) == ("3,000", "1,000")
+    assert "tokens" not in head
+    data = page_data(runs[:1])
+    assert data["counted"] == "images"
+    assert "images_per_s" in data["runs"][0]["series"]
+    assert data["runs"][0]["progress"][1][-1] == 3000
+    both = page_data(runs)
+    assert both["counted"] == "images or tokens"
+    rows = dict(both["results"])
+    assert (rows["images/s"], rows["tokens/s"]) == ([1000.0, None], [None, 1000.0])
+
+
+GLOO = "RuntimeError: [/pytorch/third_party/gloo/tcp/pair.cc:5] Connection closed by peer [::1]:7"
+
+
+def test_a_failed_runs_page_shows_no_text_of_gloo(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", status="failed")
+    failure = {"rank": 1, "kind": "connection", "reason": GLOO}
+    crash = {**failure, "world_size": 4, "step": 2, "followers": [{"rank": 0, "reason": GLOO}]}
+    (folder / "crash.json").write_text(json.dumps(crash))
+    with (folder / "events.jsonl").open("a") as stream:
+        stream.write(json.dumps({"time": 2000, "event": "failed", **failure}) + "\n")
+    page = page_of(page_data([read_run(folder)]), title="demo")
+    assert "gloo" not in page
+    assert page.count("lost the connection to a rank that had ended") == 3
+
+
+def test_a_first_failure_that_is_about_another_connection_keeps_its_reason(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", status="failed")
+    reason = "ConnectionError: the hub: Connection refused"
+    crash = {"rank": 1, "kind": "error", "reason": reason, "step": None}
+    (folder / "crash.json").write_text(json.dumps(crash))
+    assert page_data([read_run(folder)])["runs"][0]["crash"]["reason"] == reason

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from run_folders import run_folder
 
+from axonlaunch.diagnostics.report import server as server_module
 from axonlaunch.diagnostics.report.newest import NewestData
 from axonlaunch.diagnostics.report.server import RunServer
 
@@ -86,3 +88,61 @@ def test_tokens_are_long_and_of_each_server_its_own(folder: Path) -> None:
         server._server.server_close()
     assert len(tokens) == 2
     assert min(map(len, tokens)) >= 32
+
+
+def silent_connections(server: RunServer, number: int, stack: ExitStack) -> list[socket.socket]:
+    address = ("127.0.0.1", urlsplit(server.url).port)
+    return [stack.enter_context(socket.create_connection(address)) for _ in range(number)]
+
+
+def test_silent_connections_do_not_keep_the_owner_out(server: RunServer) -> None:
+    limit = server_module._MAX_UNPROVEN
+    with ExitStack() as stack:
+        silent = silent_connections(server, 3 * limit, stack)
+        with answer(server, urlsplit(server.url).path) as got:
+            assert got.status == 200
+        for connection in silent[:limit]:  # the oldest are closed
+            connection.settimeout(20)
+            assert connection.recv(1) == b""
+        silent[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nX: "])
+def test_a_connection_that_sends_no_request_is_closed_in_time_however_slowly_it_writes(
+    sent: bytes, server: RunServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        [connection] = silent_connections(server, 1, stack)
+        monkeypatch.setattr(server_module, "_REQUEST_S", 0.5)
+        connection.sendall(sent)
+        connection.settimeout(0.1)
+        for _ in range(200):
+            with suppress(TimeoutError):
+                if connection.recv(1) == b"":
+                    return
+            if sent:
+                with suppress(OSError):
+                    connection.send(b"x")
+    raise AssertionError("it is still open")
+
+
+def test_open_pages_are_not_closed_for_silent_connections(server: RunServer, folder: Path) -> None:
+    with ExitStack() as stack:
+        got = stack.enter_context(answer(server, urlsplit(server.url).path + "events"))
+        assert got.readline().startswith(b"data: ")
+        got.readline()
+        silent_connections(server, 2 * server_module._MAX_UNPROVEN, stack)
+        with (folder / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps({"step": 4, "loss": 7.5}) + "\n")
+        assert b"7.5" in got.readline()
+
+
+def test_a_page_stays_as_it_was_when_its_run_can_not_be_read_any_more(folder: Path) -> None:
+    newest = NewestData([folder])
+    before = newest()
+    newest._resting_until = 0.0
+    for name in ("config.yaml", "metrics.jsonl"):
+        (folder / name).write_text("")
+    assert newest() == before

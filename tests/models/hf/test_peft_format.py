@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from covers import every
 from hf_families import save
 from hf_loops import SETTINGS
 from rank_engine import rank_engine
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import Retention, diff, reader
+from axonlaunch.checkpoint.adapters import load_peft, read_peft
 from axonlaunch.checkpoint.base import record_base
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import export_weights, load_initial_weights
@@ -175,6 +178,84 @@ def test_a_folder_that_is_another_kind_or_another_models_is_refused(
     chosen = [f"adapter.path={folder}", f"model.path={base}", "model.init=random", *overrides]
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         run_config([*SETTINGS, "adapter=lora", "strategy=single", *chosen])
+
+
+DAMAGED_SETTINGS: dict[str, tuple[str, str]] = {
+    "a list": ("[1]", "it holds list where keys belong"),
+    "deep JSON": ('{"r": ' + "[" * 100_000 + "]" * 100_000 + "}", "RecursionError"),
+    "target_parameters": ('"target_parameters": 5', "target_parameters=5, not a list of names"),
+    "parameters' names": ('"target_parameters": [5]', "target_parameters=[5], not a list of names"),
+    "a large alpha": ('"lora_alpha": 1' + "0" * 400, "not a number above 0 and at most 1e9"),
+    "an infinite alpha": ('"lora_alpha": 1e999', "lora_alpha=inf, not a number above 0"),
+    "alpha NaN": ('"lora_alpha": NaN', "lora_alpha=nan, not a number above 0"),
+    "a text for alpha": ('"lora_alpha": "5"', "lora_alpha=5, not a number above 0"),
+    "true for alpha": ('"lora_alpha": true', "lora_alpha=True, not a number above 0"),
+    "rank 0": ('"r": 0', "r=0, not a whole number above 0"),
+    "a fraction for rank": ('"r": 2.5', "r=2.5, not a whole number above 0"),
+    "a large rank": ('"r": 1' + "0" * 400, "does not fit its r=1"),
+    "a text for a flag": ('"use_dora": "no"', "use_dora=no, not true or false"),
+    "a long text": (f'"bias": "{"x" * 9_000}"', "it has bias='x"),
+}
+"""Settings of ``adapter_config.json``, or all of its text, and what is said of them."""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("case", DAMAGED_SETTINGS)
+def test_a_hostile_adapter_config_is_one_short_error(case: str, tmp_path: Path) -> None:
+    text, message = DAMAGED_SETTINGS[case]
+    settings = {"peft_type": "LORA", "r": 3, "lora_alpha": 5}
+    if text.startswith('"'):
+        text = json.dumps(settings)[:-1] + f", {text}}}"
+    (tmp_path / "adapter_config.json").write_text(text)
+    save_file(LORA_TENSORS, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError) as raised:
+        read_peft(tmp_path)
+    [problem] = raised.value.problems
+    assert problem.key == "adapter.path"
+    assert message in problem.message
+    assert len(problem.message) < 500
+
+
+LORA_TENSORS = {
+    "base_model.model.layer.lora_A.weight": torch.ones(3, 8),
+    "base_model.model.layer.lora_B.weight": torch.ones(8, 3),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("swap", ["link", "fifo", "device", "folder"])
+def test_an_adapter_file_that_is_no_regular_file_is_refused(
+    swap: str, name: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": 3, "lora_alpha": 5}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(LORA_TENSORS, folder / "adapter_model.safetensors")
+    assert read_peft(folder).targets == ("layer",)
+    file = folder / name
+    outside = file.rename(tmp_path / name)
+    if swap == "fifo":
+        os.mkfifo(file)
+    elif swap == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to(outside if swap == "link" else "/dev/zero")
+    with pytest.raises(ConfigError, match=rf"adapter\.path=.*{name}: can't be read: is not a reg"):
+        read_peft(folder)
+    if name == "adapter_model.safetensors":
+        with pytest.raises(ConfigError, match="is not a regular file"):
+            load_peft({}, folder)
+
+
+def test_adapter_tensors_that_are_not_of_floating_point_are_refused(tmp_path: Path) -> None:
+    settings = {"peft_type": "LORA", "r": 3, "lora_alpha": 5}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    tensors = {name: tensor.long() for name, tensor in LORA_TENSORS.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="is of type I64; an adapter has F64, F32, F16 or BF16"):
+        read_peft(tmp_path)
 
 
 def test_what_peft_has_no_place_for_is_refused_and_merges(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The table of what is proved: its page is that of its data, and some rows are run again."""
+"""Tests of the table of proved layouts: its page, its file, and some rows that are run again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from served import Server
 from axonlaunch.models.hf import library
 from axonlaunch.verification.proved import proved_table
 
-BENCHES = Path(__file__).parents[3] / "scripts" / "benches"
+ROOT = Path(__file__).parents[3]
+BENCHES = ROOT / "scripts" / "benches"
+PAGE = ROOT / "axonlaunch" / "docs" / "huggingface.md"
 AGAIN = [
     ("llama", "tensor 4"),
     ("gpt2", "zero bubble 2"),
@@ -32,24 +34,25 @@ def benches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHES))
 
 
-@pytest.mark.usefixtures("benches")
-def test_the_page_is_what_the_data_make_of_it() -> None:
-    page: Any = importlib.import_module("hf_page")
-    assert page.PAGE.read_text() == page.page(proved_table()), "run scripts/bench hf"
+def test_the_page_has_the_settings_of_every_proved_layout() -> None:
+    rows = re.findall(r"^\| ([^|`]+) \| [^|]+ \| `([^`]+)` \|$", PAGE.read_text(), re.MULTILINE)
+    layouts = proved_table().layouts.items()
+    assert dict(rows) == {
+        name: " ".join(word for word in overrides if not word.startswith("launch."))
+        for name, overrides in layouts
+    }
 
 
 @pytest.mark.usefixtures("benches")
-def test_the_table_is_written_again_from_its_own_rows(
+def test_the_table_is_unchanged_when_its_own_rows_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page: Any = importlib.import_module("hf_page")
-    table, rows = proved_table(), list(page.shipped())
-    data, text = page.proved.FILE.read_text(), page.PAGE.read_text()
-    monkeypatch.setattr(page.proved, "FILE", tmp_path / "proved.json")
-    monkeypatch.setattr(page, "PAGE", tmp_path / "huggingface.md")
-    page.write(rows, versions=table.versions, classes=table.classes, layouts=table.layouts)
+    hf_table: Any = importlib.import_module("hf_table")
+    table, rows, data = proved_table(), list(hf_table.shipped()), hf_table.proved.FILE.read_text()
+    monkeypatch.setattr(hf_table.proved, "FILE", tmp_path / "proved.json")
+    hf_table.write(rows, versions=table.versions, classes=table.classes, layouts=table.layouts)
     proved_table.cache_clear()
-    assert (page.proved.FILE.read_text(), page.PAGE.read_text()) == (data, text)
+    assert hf_table.proved.FILE.read_text() == data
 
 
 @pytest.mark.usefixtures("benches")
@@ -109,6 +112,9 @@ def test_ls_shows_what_is_proved(tmp_path: Path, server: Server) -> None:
     refused = axonlaunch("ls", "hf", "--like", "xlnet").stdout
     assert refused.count("xlnet, every layout: refused: ") == 1
     listed = json.loads(axonlaunch("ls", "hf", "--json").stdout)
+    named = proved_table().named
+    counted = axonlaunch("ls", "hf").stdout.partition(f"yes, of {len(named)}")[2].split()
+    assert int(counted[0]) == sum("fsdp 2" not in family.refused for family in named.values())
     assert listed["versions"] == proved_table().versions
     assert "fsdp 2" in listed["model_types"]["llama"]["proved"]
     assert "did you mean llama" in axonlaunch("ls", "hf", "--like", "llamma", status=2).stderr

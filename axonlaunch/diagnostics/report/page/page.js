@@ -1,5 +1,5 @@
 // Lays the data of the page out; what is drawn as a chart uPlot draws. Every text of a run is put in
-// as text, never as markup: a run's name or a sample may hold anything.
+// as text, never as markup: a run's name may hold anything.
 (() => {
   let data = JSON.parse(document.getElementById("data").textContent);
   const page = document.getElementById("page");
@@ -16,12 +16,12 @@
     return made;
   }
 
-  // The values of the horizontal axis for steps: the steps themselves, or the tokens or seconds that
+  // The values of the horizontal axis for steps: the steps themselves, or the targets or seconds that
   // had gone by, which lie on a line between the points that the page holds.
   function along(run, steps) {
     if (view.axis === "step") return steps;
-    const [known, tokens, seconds] = run.progress;
-    const values = view.axis === "tokens" ? tokens : seconds;
+    const [known, targets, seconds] = run.progress;
+    const values = view.axis === "tokens" ? targets : seconds;
     let at = 0;
     return steps.map((step) => {
       while (at < known.length - 2 && known[at + 1] < step) at++;
@@ -141,7 +141,7 @@
     const holder = element("div", { class: "charts" });
     const redraw = () => drawCharts(holder);
     const axis = element("select", { id: "axis", onchange: (event) => { view.axis = event.target.value; range = null; redraw(); } },
-      ...[["step", "step"], ["tokens", "tokens"], ["seconds", "time in steps"]].map(([value, text]) => element("option", { value }, text)));
+      ...[["step", "step"], ["tokens", data.counted], ["seconds", "time in steps"]].map(([value, text]) => element("option", { value }, text)));
     axis.value = view.axis;
     const log = element("input", { type: "checkbox", id: "log", onchange: (event) => { view.log = event.target.checked; redraw(); } });
     log.checked = view.log;
@@ -317,12 +317,6 @@
       ...found.followers.map((text) => element("p", { class: "faint" }, text))));
   }
 
-  function samples(run) {
-    if (!run.samples.length) return;
-    section(titled(run, "Samples"), ...run.samples.map((sample) => element("pre", {},
-      element("strong", {}, sample.prompt), sample.text)));
-  }
-
   function notes(run) {
     if (run.notes.length) section(titled(run, "Notes"), ...run.notes.map((text) => element("p", {}, text)));
   }
@@ -350,7 +344,7 @@
         : element("p", {}, "nothing"));
     }
     curves();
-    for (const show of [memory, steps, ranks, life, samples, notes, configuration]) data.runs.forEach(show);
+    for (const show of [memory, steps, ranks, life, notes, configuration]) data.runs.forEach(show);
     window.scrollTo(0, top);
   }
 

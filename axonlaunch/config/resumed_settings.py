@@ -1,0 +1,87 @@
+"""Compares the settings of a run with those of the run that it resumes.
+
+Compares the settings that the result depends on, and the number of threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config.environment_values import as_written
+from axonlaunch.config.errors import plain
+from axonlaunch.config.plain import LARGEST_YAML, flatten, read_yaml, to_tree
+from axonlaunch.config.schema import RunConfig
+from axonlaunch.system.files import read_text
+
+_LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
+_LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
+"""Settings that the result depends on; a layout and a number of steps are not among them."""
+
+
+def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[str]:
+    """Return the settings that differ and change the result, each as ``key=new (was old)``.
+
+    A key that an earlier version of the program did not write is taken to have had its default.
+
+    Args:
+        config: The run's.
+        before: The frozen configuration, by dotted key.
+    """
+    now = _without_empty(flatten(as_written(to_tree(config))))
+    before = _without_empty({**before, **_defaults(config, before), **before})
+    keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
+    keys += [f"train.{name}" for name in _LEARNED_OF_TRAIN]
+    return [
+        f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
+        for key in keys
+        if now.get(key) != before.get(key)
+    ]
+
+
+def _defaults(config: RunConfig, before: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults of sections in which the run has the same option as before.
+
+    An option that is another one (``model.name``) is reported with all of its keys.
+    """
+    defaults: dict[str, Any] = {}
+    for name in (*_LEARNED, "train"):
+        section = getattr(config, name)
+        if not dataclasses.is_dataclass(section):
+            continue
+        if getattr(section, "name", None) != before.get(f"{name}.name"):
+            continue
+        for field in dataclasses.fields(section):
+            if field.default is not dataclasses.MISSING:
+                defaults |= flatten({field.name: field.default}, name)
+            elif field.default_factory is not dataclasses.MISSING:
+                defaults |= flatten({field.name: field.default_factory()}, name)
+    return defaults
+
+
+def _without_empty(settings: dict[str, Any]) -> dict[str, Any]:
+    """Drop empty mappings: one with content is written as its keys, ``optimizer.groups.a.lr``."""
+    return {key: value for key, value in settings.items() if value != {}}
+
+
+def other_threads(config: RunConfig, before: dict[str, Any]) -> list[str]:
+    """Say that a run which resumes on another number of threads is not the same to the bit."""
+    was, now = before.get("launch.threads"), config.launch.threads
+    if was in (None, "auto", now):
+        return []
+    return [
+        f"resuming with launch.threads={now} (was {was}): sums round otherwise, so losses may "
+        "differ in their last bits from those of a run that was not stopped; "
+        f"launch.threads={was} keeps them"
+    ]
+
+
+def frozen_settings(file: Path) -> dict[str, Any]:
+    """Return the frozen configuration of a run, by dotted key.
+
+    Raises:
+        OSError: It can't be read.
+        ValueError: It is not a configuration.
+    """
+    return flatten(read_yaml(read_text(file, at_most=LARGEST_YAML)))

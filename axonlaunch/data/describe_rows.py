@@ -1,0 +1,81 @@
+"""Describes the training rows of a dataset, for a checkpoint and for the run that resumes from it.
+
+Datasets of the user's own are not described.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from axonlaunch.config.data import DATASETS, CustomDataConfig
+from axonlaunch.config.schema import RunConfig
+from axonlaunch.data.dataset import Dataset, file_sums
+from axonlaunch.data.origin import Origin, printable
+
+_NOT_OF_ROWS = ("files", "path", "cache_dir", "on_bad_row", "eval_path")
+"""Options of data that name files, which are described by their content, or change no row."""
+_LISTED = 10_000
+"""Files that are described one by one; more are described in groups."""
+
+
+def describe_rows(
+    config: RunConfig, dataset: Dataset, *, like: Origin | None = None
+) -> Origin | None:
+    """Describe what a run's training rows are made of; None for a dataset of the user's own.
+
+    Args:
+        config: The run's.
+        dataset: What ``config.data`` describes.
+        like: An earlier description, whose shards are described, of data whose shards are tokenised
+            one by one; None: those that are tokenised by now are.
+    """
+    if not DATASETS.is_included(config.data.name) or isinstance(config.data, CustomDataConfig):
+        return None
+    tokenizer = getattr(dataset, "tokenizer", None)
+    is_chat = config.data.name == "chat" or any(
+        source.name == "chat" for source in getattr(config.data, "sources", dict)().values()
+    )
+    shards = None if like is None else like.shards or sys.maxsize
+    sums, covered = file_sums(dataset, shards=shards)
+    return Origin(
+        files=tuple(_grouped([(printable(name), digest) for name, digest in sums])),
+        options=_options(config.data),
+        tokenizer="" if tokenizer is None else tokenizer.fingerprint,
+        template=getattr(tokenizer, "template_fingerprint", "") if is_chat else "",
+        shards=covered,
+    )
+
+
+def _options(data: Any) -> dict[str, Any]:
+    """Return the options that decide which rows there are, as JSON has them."""
+    options = {
+        field.name: getattr(data, field.name)
+        for field in dataclasses.fields(data)
+        if field.name not in _NOT_OF_ROWS
+    }
+    if isinstance(options.get("held_out"), list):
+        options["held_out"] = "files"
+    if "mix" in options:
+        options["mix"] = {
+            name: {key: value for key, value in source.items() if key not in _NOT_OF_ROWS}
+            for name, source in options["mix"].items()
+        }
+    plain: dict[str, Any] = json.loads(json.dumps(options))
+    return plain
+
+
+def _grouped(files: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield entries for at most ``_LISTED`` files, or groups of files that follow each other."""
+    together = -(-len(files) // _LISTED)
+    if together <= 1:
+        yield from files
+        return
+    for start in range(0, len(files), together):
+        group = files[start : start + together]
+        names = f"{group[0][0]} to {group[-1][0]}"
+        yield names, hashlib.sha256("".join(digest for _, digest in group).encode()).hexdigest()

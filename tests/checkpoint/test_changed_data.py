@@ -1,0 +1,258 @@
+"""A run that resumes after its data changed is refused, or goes on from the data's first row."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import corpus
+import numpy as np
+import pytest
+
+from axonlaunch import checkpoint, config
+from axonlaunch.comm import World
+from axonlaunch.comm.errors import RankFailedError
+from axonlaunch.config import ConfigError
+from axonlaunch.data import loader, shard_maker
+from axonlaunch.data.file_sum import sum_of_file
+from axonlaunch.data.origin import Origin
+from axonlaunch.preflight import checks
+from axonlaunch.training import worker
+
+SMALL = [
+    *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
+    *("train.global_batch_size=4", "train.eval_batches=0", "launch.nproc=2", "strategy=ddp"),
+    *("launch.backend=mock", "checkpoint.every=2", "checkpoint.keep_last=9"),
+    *("sample.max_new_tokens=0", "model.max_position_embeddings=64", "model.vocab_size=512"),
+]
+
+
+def write_rows(file: Path, word: str, count: int = 60) -> None:
+    rows = [json.dumps({"text": f"{word} number {number} of all"}) for number in range(count)]
+    file.write_text("\n".join(rows))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., list[int]]:
+    """Trains to a step in the run's folder, checked as a command does.
+
+    Returns the positions, among the data's rows, that rank 0 read at first.
+    """
+
+    def train(*overrides: str, steps: int = 2) -> list[int]:
+        keys = [*SMALL, *overrides, f"run_dir={tmp_path / 'run'}", f"train.steps={steps}"]
+        chosen = checks.resolve(config.load(keys), devices=0)
+        positions: list[int] = []
+        with pytest.MonkeyPatch.context() as patched:
+            of_rows = loader.order_of
+
+            def note(dataset: Any, places: Any, *, seed: int) -> Any:
+                positions.extend(places.tolist())
+                return of_rows(dataset, places, seed=seed)
+
+            patched.setattr(loader, "order_of", note)
+            (tmp_path / "run").mkdir(exist_ok=True)
+            World.mock(2).run(lambda world: worker.run(chosen, world))
+        return sorted(positions)
+
+    return train
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> list[str]:
+    write_rows(tmp_path / "a.jsonl", "apple")
+    write_rows(tmp_path / "b.jsonl", "berry")
+    files = f"data.files=[{tmp_path}/a.jsonl,{tmp_path}/b.jsonl]"
+    return ["data=documents", files, "data.sequence_length=16", f"data.cache_dir={tmp_path}/cache"]
+
+
+def newest(tmp_path: Path) -> checkpoint.Checkpoint:
+    found = checkpoint.latest(tmp_path / "run")
+    assert found is not None
+    return found
+
+
+def test_a_changed_file_is_an_error_that_names_it(
+    run: Callable[..., list[int]], documents: list[str], tmp_path: Path
+) -> None:
+    run(*documents)
+    write_rows(tmp_path / "b.jsonl", "bread")
+    with pytest.raises(ConfigError) as refused:
+        run(*documents, steps=4)
+    assert "data.files" in str(refused.value)
+    assert f"changed: {tmp_path}/b.jsonl (in {tmp_path}/run/checkpoints/step_2" in str(
+        refused.value
+    )
+    assert "a.jsonl (" not in str(refused.value)
+    assert "checkpoint.changed_data=restart" in str(refused.value)
+
+
+def test_new_and_missing_files_are_named(
+    run: Callable[..., list[int]], documents: list[str], tmp_path: Path
+) -> None:
+    run(*documents)
+    write_rows(tmp_path / "c.jsonl", "cherry")
+    files = f"data.files=[{tmp_path}/a.jsonl,{tmp_path}/c.jsonl]"
+    with pytest.raises(ConfigError, match=rf"missing: {tmp_path}/b.jsonl; new: {tmp_path}/c.jsonl"):
+        run(*documents, files, steps=4)
+    files = f"data.files=[{tmp_path}/b.jsonl,{tmp_path}/a.jsonl]"
+    with pytest.raises(ConfigError, match="the same files in another order"):
+        run(*documents, files, steps=4)
+
+
+def test_restart_goes_on_from_the_first_row_and_so_does_every_later_resume(
+    run: Callable[..., list[int]], documents: list[str], tmp_path: Path
+) -> None:
+    run(*documents)
+    write_rows(tmp_path / "b.jsonl", "bread")
+    positions = run(*documents, "checkpoint.changed_data=restart", steps=4)
+    assert positions[:8] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert newest(tmp_path).step == 4
+    assert newest(tmp_path).first_row_at == 8
+    positions = run(*documents, "checkpoint.changed_data=restart", steps=6)
+    assert positions[:8] == [8, 9, 10, 11, 12, 13, 14, 15]
+    assert newest(tmp_path).first_row_at == 8
+
+
+def test_epochs_count_the_new_data_after_a_restart(
+    run: Callable[..., list[int]], documents: list[str], tmp_path: Path
+) -> None:
+    run(*documents)
+    write_rows(tmp_path / "b.jsonl", "bread")
+    keys = [*SMALL, *documents, f"run_dir={tmp_path / 'run'}", "train.epochs=1"]
+    fresh = checks.resolve(config.load([*keys, "checkpoint.resume=never"]), devices=0)
+    again = checks.resolve(config.load([*keys, "checkpoint.changed_data=restart"]), devices=0)
+    assert again.train.num_steps == 2 + fresh.train.num_steps
+
+
+def test_the_same_rows_from_moved_and_touched_files_are_no_change(
+    run: Callable[..., list[int]], documents: list[str], tmp_path: Path
+) -> None:
+    run(*documents)
+    (tmp_path / "moved").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).rename(tmp_path / "moved" / name)
+        os.utime(tmp_path / "moved" / name, (1, 1))
+    positions = run(*documents, f"data.files=[{tmp_path}/moved/*.jsonl]", steps=4)
+    assert positions[:4] == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.sequence_length=8", r"data.sequence_length=8: was 16 "),
+        ("data.packing=best_fit", r'data.packing=best_fit: was "concat"'),
+        ("data.held_out=7", r"data.held_out=7: was 0.01"),
+    ],
+)
+def test_changed_options_of_data_are_an_error(
+    override: str, message: str, run: Callable[..., list[int]], documents: list[str]
+) -> None:
+    run(*documents)
+    with pytest.raises(ConfigError, match=message):
+        run(*documents, override, steps=4)
+
+
+def test_a_changed_chat_template_is_an_error_or_begins_at_the_first_row(
+    run: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    folder = corpus.save_tokenizer(tmp_path / "tokenizer")
+    template = folder / "chat_template.jinja"
+    template.write_text("{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}")
+    chats = [
+        {"prompt": f"What is {number}?", "completion": f"It is {number}."} for number in range(40)
+    ]
+    keys = [
+        *("data=chat", f"data.files=[{corpus.write_jsonl(tmp_path / 'a.jsonl', chats)}]"),
+        *("data.train_on=all", f"tokenizer.path={folder}", f"data.cache_dir={tmp_path}/cache"),
+        "data.sequence_length=32",
+    ]
+    run(*keys)
+    template.write_text("{% for m in messages %}{{ m['role'] + '> ' + m['content'] }}{% endfor %}")
+    with pytest.raises(ConfigError, match=r"tokenizer.path: has another chat template"):
+        run(*keys, steps=4)
+    run(*keys, "checkpoint.changed_data=restart", steps=4)
+    assert newest(tmp_path).first_row_at == 8
+
+
+def test_a_changed_file_of_bytes_or_of_tokens_is_an_error(
+    run: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 500)
+    tokens = np.arange(5000, dtype=np.uint16) % 256
+    tokens.tofile(tmp_path / "a.bin")
+    text = ["data=text", f"data.files=[{tmp_path}/a.txt]", "data.sequence_length=16"]
+    flat = ["data=tokens", f"data.path={tmp_path}/a.bin", "data.sequence_length=16"]
+    run(*text)
+    (tmp_path / "a.txt").write_text("some test " * 500)
+    with pytest.raises(ConfigError, match=r"changed: .*a.txt"):
+        run(*text, steps=4)
+    with pytest.raises(ConfigError, match=r'data.name=tokens: was "text"'):
+        run(*flat, steps=4)
+    run(*flat, "checkpoint.changed_data=restart", steps=4)
+    (tokens + 1).tofile(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=r"changed: .*a.bin"):
+        run(*flat, steps=6)
+
+
+def test_of_data_shuffled_by_shards_only_those_that_were_read_must_be_the_same(
+    run: Callable[..., list[int]],
+    documents: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shard_maker, "SHARD_SIZE", 1000)
+    monkeypatch.setattr(shard_maker, "_CHUNK_ROWS", 5)
+    write_rows(tmp_path / "a.jsonl", "apple", 200)
+    write_rows(tmp_path / "b.jsonl", "berry", 200)
+    run(*documents, "data.shuffle=shards")
+    saved = newest(tmp_path).origin
+    assert saved is not None
+    assert 0 < saved["shards"] < 6
+    write_rows(tmp_path / "b.jsonl", "bread", 200)
+    assert run(*documents, "data.shuffle=shards", steps=4)[:4] == [8, 9, 10, 11]
+    write_rows(tmp_path / "a.jsonl", "acorn", 200)
+    with pytest.raises(ConfigError, match=r"changed: .*a.jsonl"):
+        run(*documents, "data.shuffle=shards", steps=6)
+
+
+def test_a_rank_that_finds_other_data_than_was_checked_ends_the_run(
+    documents: list[str], run: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    run(*documents)
+    keys = [*SMALL, *documents, f"run_dir={tmp_path / 'run'}", "train.steps=4"]
+    chosen = checks.resolve(config.load(keys), devices=0)
+    write_rows(tmp_path / "b.jsonl", "bread")
+    with pytest.raises(RankFailedError, match=r"data is not that of|changed: .*b.jsonl"):
+        World.mock(2).run(lambda world: worker.run(chosen, world))
+
+
+def test_a_manifest_s_description_of_data_can_not_write_to_the_terminal() -> None:
+    content = Origin((("a\x1b[2J", "1-0"),), {}).to_dict()
+    with pytest.raises(TypeError):
+        Origin.from_dict(content)
+
+
+def test_of_a_large_file_the_size_and_evenly_spaced_parts_are_compared(tmp_path: Path) -> None:
+    file = tmp_path / "a.bin"
+    with file.open("wb") as stream:
+        stream.truncate((1 << 30) + 5)
+    before = sum_of_file(file)
+    with file.open("r+b") as stream:
+        stream.seek((1 << 30) + 4)
+        stream.write(b"x")
+    assert sum_of_file(file) != before
+
+
+def test_a_checkpoint_without_a_description_of_its_data_resumes(
+    run: Callable[..., list[int]], documents: list[str], tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(worker, "describe_rows", lambda *args, **keys: None)
+        run(*documents)
+    assert newest(tmp_path).origin is None
+    assert run(*documents, "data.sequence_length=8", steps=4)[:4] == [8, 9, 10, 11]

@@ -1,0 +1,52 @@
+"""A run that resumes says which settings are others, and not which keys its program has gained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from axonlaunch import config
+from axonlaunch.config import flatten, to_tree
+from axonlaunch.config.resumed_settings import settings_unlike_resumed
+
+MODEL = ["model=gpt", "strategy=single"]
+GROUPS = "optimizer.groups={'*.bias':{lr:0.5}}"
+
+
+def frozen(*overrides: str) -> dict[str, Any]:
+    return flatten(to_tree(config.load([*MODEL, *overrides])))
+
+
+def without(settings: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """Return settings as a version without these keys wrote them."""
+    return {key: value for key, value in settings.items() if not key.startswith(keys)}
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["optimizer.groups", "optimizer.state_dtype", "model.tie_word_embeddings", "train.grad_clip"],
+)
+def test_a_key_added_by_an_upgrade_is_no_changed_setting(key: str) -> None:
+    now = config.load(MODEL)
+    assert key in frozen()
+    assert settings_unlike_resumed(now, without(frozen(), key)) == []
+
+
+def test_a_key_added_by_an_upgrade_is_reported_where_it_is_set() -> None:
+    now = config.load([*MODEL, "train.grad_clip=0.25"])
+    before = without(frozen(), "train.grad_clip", "optimizer.groups")
+    assert settings_unlike_resumed(now, before) == ["train.grad_clip=0.25 (was 1.0)"]
+
+
+def test_groups_that_are_added_or_removed_are_reported_by_their_keys_alone() -> None:
+    plain, grouped = config.load(MODEL), config.load([*MODEL, GROUPS])
+    key = "optimizer.groups.*.bias.lr"
+    assert settings_unlike_resumed(grouped, frozen()) == [f"{key}=0.5 (was null)"]
+    assert settings_unlike_resumed(plain, frozen(GROUPS)) == [f"{key}=null (was 0.5)"]
+
+
+def test_another_optimizer_is_reported_with_its_keys() -> None:
+    changed = settings_unlike_resumed(config.load([*MODEL, "optimizer=sgd"]), frozen())
+    assert "optimizer.name=sgd (was adamw)" in changed
+    assert any(line.startswith("optimizer.betas=null (was [") for line in changed)

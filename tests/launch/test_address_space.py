@@ -1,0 +1,75 @@
+"""``ulimit -v`` counts where memory runs out: what a rank had is what it was allowed to map."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from axonlaunch import config
+from axonlaunch.diagnostics.out_of_memory import is_out_of_memory
+from axonlaunch.launch.failures import hints
+from axonlaunch.launch.failures.report import Report
+from axonlaunch.preflight.devices import memory_of_a_rank
+from axonlaunch.system import host, limits
+from axonlaunch.training.peak_memory import available_bytes
+
+MIB = 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks the device there")
+def test_what_a_rank_had_ends_at_ulimit_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [int(number) for number in Path("/proc/self/statm").read_text().split()[:2]]
+    mapped, own = (number * os.sysconf("SC_PAGE_SIZE") for number in pages)
+    monkeypatch.setattr(limits, "address_space", lambda: mapped + 100 * MIB)
+    assert abs(available_bytes(1) - (own + 100 * MIB)) < 50 * MIB
+    monkeypatch.setattr(limits, "address_space", lambda: mapped // 2)
+    assert abs(available_bytes(1) - own) < 50 * MIB
+
+
+def test_ulimit_v_is_read_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (6000 * 1024, resource.RLIM_INFINITY))
+    assert limits.address_space() == 6000 * 1024
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+    assert limits.address_space() is None
+
+
+def test_the_hint_of_an_out_of_memory_error_names_ulimit_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = config.with_values(config.load([]), {"launch.device": "cpu"})
+    report = Report(rank=0, kind="error", reason="", cause="memory", memory_bytes=700 * MIB)
+    monkeypatch.setattr(limits, "address_space", lambda: 6000 * MIB)
+    assert hints.hint(report, loaded) == (
+        "axonlaunch estimate shows what each rank needs; there were 700 MiB for it (ulimit -v lets "
+        "a process map 5.86 GiB, which its libraries and threads take part of; ulimit -v unlimited "
+        "removes that limit)"
+    )
+    monkeypatch.setattr(limits, "address_space", lambda: None)
+    assert "ulimit" not in hints.hint(report, loaded)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("mmap failed: Cannot allocate memory"),
+    ],
+)
+def test_a_refused_mapping_is_out_of_memory(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+def test_what_a_rank_may_take_on_a_cpu_ends_at_ulimit_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = config.load(["launch.device=cpu", "launch.nproc=1"])
+    monkeypatch.setattr(limits, "address_space", lambda: 6000 * MIB)
+    monkeypatch.setattr(host, "memory_bytes", lambda: 8000 * MIB)
+    limited = memory_of_a_rank(loaded)
+    assert limited == (6000 * MIB, "the address space of a process (ulimit -v)")
+    monkeypatch.setattr(limits, "address_space", lambda: 9000 * MIB)
+    assert memory_of_a_rank(loaded) == (8000 * MIB, "a rank's share of this node's memory")

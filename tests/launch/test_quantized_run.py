@@ -1,0 +1,33 @@
+"""A run whose custom optimizer keeps 8-bit states is saved and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import quantized_optimizer
+from command import Command
+
+RUN = [
+    *("model.hidden_size=64", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
+    *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"),
+    *("optimizer=custom", "optimizer.target=quantized_optimizer:Adam8bit"),
+    *("strategy=ddp", "launch.nproc=2", "launch.backend=mock", "estimate.background=false"),
+    *("train.steps=4", "train.log_every=1", "checkpoint.every=2", "checkpoint.keep_last=3"),
+]
+
+
+def test_a_run_with_an_8_bit_optimizer_resumes_to_the_same_losses(served: Command) -> None:
+    shutil.copy(quantized_optimizer.__file__, served.folder)
+    served("train", *RUN, "name=whole")
+    served("train", *RUN, "name=resumed", "checkpoint.resume=runs/whole/checkpoints/step_2")
+
+    def losses(name: str) -> dict[int, float]:
+        lines = Path(served.folder, "runs", name, "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+    whole, resumed = losses("whole"), losses("resumed")
+    assert [*resumed] == [3, 4]
+    assert resumed == {step: whole[step] for step in (3, 4)}
