@@ -1,6 +1,6 @@
-"""Imported once by the fork server: whatever a rank would otherwise import by itself.
+"""Imports the modules that ranks need; the fork server imports this module once.
 
-Torch imports some of it only when first used, which would cost every rank a second.
+Torch imports some of these modules on first use, which would cost every rank a second.
 """
 
 import gc
@@ -27,25 +27,28 @@ MODULES = (
 )
 
 
-def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Say in a line why the server ends; whoever asks it next reports the rest."""
+def _print_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print in one line why the server ended. Its next client reports the consequences."""
     del trace
-    if issubclass(kind, EOFError):  # who asked has gone in the middle of it, and says why itself
+    if issubclass(kind, EOFError):  # the client ended during a request and reports why itself
         return
     print(f"the fork server ended: {kind.__name__}: {error}", file=sys.stderr)
 
 
-sys.excepthook = _say
-# It was for this process alone; what a rank starts shall find what its user expects.
+sys.excepthook = _print_error
+# The variable was set only for this process; processes that a rank starts must not inherit it.
 os.environ.pop("PYTHONSAFEPATH", None)
-# Imports make next to no garbage; looking for it would take a fifth of their time.
+# Imports create almost no garbage, and collecting it would take a fifth of their time.
 gc.disable()
-# torch may read it when it is imported.
+# Set allocator options before torch is imported, because torch may read them then.
 allocator_settings.grow_segments()
 for module in MODULES:
     importlib.import_module(module)
-with sys.modules["torch"].profiler.record_function("imported"):  # by the first one, where torch has
-    pass  # a monitor of CUPTI
-# Ranks share these objects' pages for as long as no garbage collection touches them.
+# The first use of record_function imports more modules in builds of torch with a CUPTI monitor.
+with sys.modules["torch"].profiler.record_function("imported"):
+    pass
+# Ranks share the memory pages of these objects until a garbage collection writes to them.
 gc.freeze()
 gc.enable()

@@ -1,4 +1,4 @@
-"""Shows a temporary line on a terminal that says what the user is waiting for.
+"""Shows a temporary status line on a terminal while the user waits.
 
 Nothing is written if standard error is not a terminal.
 """
