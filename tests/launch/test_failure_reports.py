@@ -208,6 +208,6 @@ def test_a_rank_whose_mapped_files_were_shortened_gets_a_hint(tmp_path: Path) ->
     keys = ["data=documents", f"data.files=[{tmp_path}/a.txt]", "data.cache_dir=/cache"]
     said = hint(killed, config.load(keys))
     assert "was shortened while it was read (tokens in /cache)" in said
-    assert "makes tokens again that were changed" in said
+    assert "tokenizes changed files again" in said
     said = hint(killed, config.load(["data=tokens", "data.path=/tokens.bin"]))
     assert "(data.path=/tokens.bin)" in said
