@@ -79,9 +79,7 @@ def available_bytes(sharing: int) -> int:
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved()
-    table = Path("/proc/meminfo")
-    if not table.exists():
+    if not Path("/proc/meminfo").exists():
         return host.memory_bytes() // sharing
-    free_kib = table.read_text().split("MemAvailable:")[1].split()[0]
     own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return int(free_kib) * 1024 // sharing + own
+    return host.free_memory_bytes() // sharing + own
