@@ -11,7 +11,7 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def available_bytes() -> int:
+def free_memory_bytes() -> int:
     """Return the memory that can be used without swapping, in bytes, as far as the system says."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
