@@ -46,7 +46,7 @@ def call(context: Starter, target: str, *args: Any, task: str = "") -> Any:
         error = failed.errors[0]
     else:
         return result
-    raise error  # outside of the except block, so that CallsFailedError is not its context
+    raise error  # outside of the except block, so that the exception has no context
 
 
 def stream(
