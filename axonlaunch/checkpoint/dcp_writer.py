@@ -179,7 +179,7 @@ class _Local(FileSystem):
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         folder = Path(path)
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(exist_ok=True)  # a run folder that was deleted is not made again
         folder.mkdir()  # a link that leads elsewhere is an error
 
 

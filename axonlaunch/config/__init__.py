@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.compose import OVERRIDE_ORIGIN, Composed, Composer
-from axonlaunch.config.environment_values import as_written, resolved
+from axonlaunch.config.environment_values import resolve_variables, to_interpolations
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.plain import LARGEST_YAML, flatten, read_yaml, to_tree, to_yaml, with_values
 from axonlaunch.config.plugins import import_plugins
@@ -31,7 +31,7 @@ __all__ = [
     "ConfigError",
     "ConfigIssue",
     "RunConfig",
-    "as_written",
+    "to_interpolations",
     "compose",
     "composer_of",
     "flatten",
@@ -279,7 +279,7 @@ def _with_environment(
     issues = []
     for key, value in tree.items():
         try:
-            values[key] = resolved(value, environment)
+            values[key] = resolve_variables(value, environment)
         except KeyError as error:
             message = f"{name} names the environment variable {error.args[0]}, which is not set on"
             issues.append(ConfigIssue(key, f"{message} {socket.gethostname()}; set it there too"))

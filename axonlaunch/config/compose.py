@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch.config.composition_errors import as_config_errors
 from axonlaunch.config.did_you_mean import nearest, unknown
-from axonlaunch.config.environment_values import marked
+from axonlaunch.config.environment_values import mark_environment
 from axonlaunch.config.errors import ConfigError, ConfigIssue, in_one_line
 from axonlaunch.config.hydra_files import HydraFiles
 from axonlaunch.config.other_names import FOREIGN_OPTIONS, UNSUPPORTED
@@ -135,7 +135,7 @@ class Composer:
             absent = [f"{group}/{name}" for group, name in unregistered.items()]
             files = self._files.without_optional(config_name, asked.groups, absent)
             unregistered = self._unregistered_options(files, config_name, asked.groups)
-        composed = self._composed(files, config_name, asked, problems)
+        composed = self._merge(files, config_name, asked, problems)
         for group, name in unregistered.items():
             composed.tree.pop(group, None)
             problems.append(self._unknown_option(group, name))
@@ -157,13 +157,13 @@ class Composer:
         asked, problems = self.sort_overrides(overrides, config_name, with_unregistered=True)
         with as_config_errors():
             unregistered = self._unregistered_options(self._files, config_name, asked.groups)
-        return self._composed(self._files, config_name, asked, problems), unregistered
+        return self._merge(self._files, config_name, asked, problems), unregistered
 
     def are_registered(self, options: Mapping[str, str]) -> bool:
         """Whether options that ``compose_before_plugins`` returned are registered by now."""
         return all(name in self._registries[group] for group, name in options.items())
 
-    def _composed(
+    def _merge(
         self, files: HydraFiles, config_name: str, asked: Asked, problems: list[ConfigIssue]
     ) -> Composed:
         """Merge the chosen files and the values; add to ``problems`` what is wrong with a preset.
@@ -176,7 +176,7 @@ class Composer:
         with as_config_errors():
             merged = files.compose(config_name, asked.groups, asked.values)
             tree = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
-            tree, unclear = marked(tree, merged)
+            tree, unclear = mark_environment(tree, merged)
         assert isinstance(tree, dict)
         problems += [ConfigIssue(key, _CHANGED) for key in unclear]
         problems += _taken_preset(tree)

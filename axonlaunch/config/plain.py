@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from axonlaunch.config.environment_values import as_written
+from axonlaunch.config.environment_values import to_interpolations
 
 _T = TypeVar("_T")
 
@@ -39,7 +39,7 @@ def to_yaml(config: Any) -> str:
     """
     import yaml
 
-    text: str = yaml.safe_dump(as_written(to_tree(config)), sort_keys=False)
+    text: str = yaml.safe_dump(to_interpolations(to_tree(config)), sort_keys=False)
     return text
 
 

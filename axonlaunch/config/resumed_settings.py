@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.environment_values import as_written
+from axonlaunch.config.environment_values import to_interpolations
 from axonlaunch.config.errors import plain
 from axonlaunch.config.plain import LARGEST_YAML, flatten, read_yaml, to_tree
 from axonlaunch.config.schema import RunConfig
@@ -29,7 +29,7 @@ def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[s
         config: The run's.
         before: The frozen configuration, by dotted key.
     """
-    now = _without_empty(flatten(as_written(to_tree(config))))
+    now = _without_empty(flatten(to_interpolations(to_tree(config))))
     before = _without_empty({**before, **_defaults(config, before), **before})
     keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
     keys += [f"train.{name}" for name in _LEARNED_OF_TRAIN]

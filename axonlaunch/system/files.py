@@ -175,20 +175,24 @@ def new_descriptor(path: str | os.PathLike[str], *, mode: int = 0o666) -> int:
     return os.open(path, flags, mode)
 
 
-def appending_descriptor(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor that appends to a regular file. The file is created if necessary.
+def appending_descriptor(path: str | os.PathLike[str], *, creates: bool = True) -> int:
+    """Return a descriptor that appends to a regular file.
+
+    Args:
+        path: Path of the file.
+        creates: Whether a missing file is created; otherwise it is an error.
 
     Raises:
         NotRegularError: The path is not a regular file.
         OSError: The file can't be opened.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return _regular(path, flags)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return _regular(path, flags | (os.O_CREAT if creates else 0))
 
 
-def append_text(path: str | os.PathLike[str], text: str) -> None:
+def append_text(path: str | os.PathLike[str], text: str, *, creates: bool = True) -> None:
     """Append text to a regular file; see ``appending_descriptor``."""
-    with os.fdopen(appending_descriptor(path), "a") as stream:
+    with os.fdopen(appending_descriptor(path, creates=creates), "a") as stream:
         stream.write(text)
 
 

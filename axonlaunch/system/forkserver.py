@@ -6,12 +6,14 @@ torch.
 
 from __future__ import annotations
 
+import errno
 import functools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
@@ -34,6 +36,8 @@ _ANSWER_S = 30.0
 """Timeout of later answers in seconds, for which the server only forks."""
 _STOPPED_S = 3.0
 """Timeout of an answer in seconds while the server is stopped (SIGSTOP)."""
+_ENDING_S = 1.0
+"""Maximum seconds to wait for the end of a server that has closed a connection."""
 _TURN_S = 0.1
 _answered: set[int] = set()
 """Process ids of servers that have answered."""
@@ -179,6 +183,7 @@ def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
 
     Raises:
         ForkServerError: The server does not answer.
+        OSError: The system refused what the server needs, such as another open file.
     """
     # In the other process the unpickled object is a function.
     function = cast("Callable[..., object]", _ByName(target))
@@ -193,6 +198,8 @@ def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
         with _deadline(pid):
             process.start()
     except (EOFError, ConnectionError) as error:
+        if _exit_status(pid) == errno.EMFILE:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
         message = (
             "the fork server, which starts ranks, does not answer: it was stopped or killed, or "
             "had no memory or too few open files (ulimit -n) left; run the command again"
@@ -200,6 +207,23 @@ def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
         raise ForkServerError(message) from error
     _answered.add(pid)
     return ForkedProcess(process, server=pid)
+
+
+def _exit_status(pid: int | None) -> int | None:
+    """Return the exit status of a server that is about to end; None for a signal, or if it runs.
+
+    The preloaded module ends a server that may have no more open files with ``errno.EMFILE``.
+    """
+    deadline = time.monotonic() + _ENDING_S
+    while pid is not None and time.monotonic() < deadline:
+        try:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:  # another process started it
+            return None
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else None
+        time.sleep(0.01)
+    return None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ _SUSPECT = re.compile(rb"NaN|Infinity|\d{300}|[eE]\+?\d{3}")
 """Matches every number that a float can't represent, and few others."""
 
 
-def read_json(text: bytes) -> Any:
+def parse_json(text: bytes) -> Any:
     """Read JSON; numbers that a float can't represent (NaN, Infinity, 1e999, 10**400) become None.
 
     Raises:

@@ -34,7 +34,10 @@ def configure_arithmetic(config: TrainConfig) -> None:
     Source: pytorch/torchtitan, ``torchtitan/distributed/utils.py``, ``set_determinism``.
     """
     deterministic = config.deterministic
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic or config.compile:
+        torch.use_deterministic_algorithms(deterministic)
+    else:
+        torch.set_deterministic_debug_mode("default")  # the same, without an import of the compiler
     torch.backends.cudnn.deterministic = deterministic
     options: Any = torch.utils.deterministic  # the property has no type annotation
     options.fill_uninitialized_memory = not deterministic

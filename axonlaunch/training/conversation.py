@@ -64,7 +64,10 @@ class Conversation:
         if not text:
             raise ConfigError([ConfigIssue("", "--prompt: it is empty; give at least one word")])
         self.messages.append({"role": "user", "content": text})
-        prompt = self._template.prompt(self.messages)
+        try:
+            prompt = self._template.prompt(self.messages)
+        except ValueError as error:
+            raise ConfigError([ConfigIssue("", f"--chat: {error}")]) from None
         tokens = self._trained.generate(prompt, is_over=self._is_over, **self._options)
         if tokens[-1] == self._trained.tokenizer.end:
             del tokens[-1]

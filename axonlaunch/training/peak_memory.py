@@ -70,7 +70,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def available_bytes(sharing: int) -> int:
+def available_to_rank(sharing: int) -> int:
     """Return the bytes of device memory available to one rank, including those it already uses.
 
     Args:

@@ -33,9 +33,17 @@ from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
-from axonlaunch.events import NOBODY, Counted, Finished, Listener, Monitor, Noted, Started
+from axonlaunch.events import (
+    NOBODY,
+    Finished,
+    Listener,
+    Monitor,
+    Noted,
+    Started,
+)
 from axonlaunch.models.build import spec_for
 from axonlaunch.system import gpus
+from axonlaunch.system.units import Counted
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
@@ -79,7 +87,7 @@ def run(
     resumed = load_run_state(config, engine, world)
     row_notes = place_rows(loader, config, dataset, resumed.checkpoint, world=world)
     report, notes, loggers = _main_rank_outputs(
-        monitor.report, resumed.checkpoint, config, world, counted=_counted(dataset)
+        monitor.report, resumed.checkpoint, config, world, counted=_unit_of(dataset)
     )
     monitor = dataclasses.replace(monitor, report=report)
     if world.is_main:
@@ -169,7 +177,7 @@ def _started_event(
         device=str(world.device),
         parameters=engine.num_parameters,
         samples=dataset.num_samples or None,
-        counted=_counted(dataset),
+        counted=_unit_of(dataset),
         step=engine.step,
         steps=config.train.num_steps,
         resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
@@ -178,7 +186,7 @@ def _started_event(
     )
 
 
-def _counted(dataset: Dataset) -> Counted:
+def _unit_of(dataset: Dataset) -> Counted:
     """Return the unit that has a target in the loss."""
     return "samples" if dataset.kind == "structured" else dataset.kind
 

@@ -6,6 +6,7 @@ its targets is not known here.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from axonlaunch.data.dataset import AnyBatch, Batch, Dataset, Split
 from axonlaunch.data.loader import Loader, StreamLoader, order_of
 from axonlaunch.data.mix import AnyText, TextMix
 from axonlaunch.data.own import PairsDataset
+from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.verification.inputs import evaluated_samples
 
 _COMPARED = 1024
@@ -35,6 +37,10 @@ _STEPS = 16
 """Steps at each end of an epoch whose samples are looked at as a loader gives them: 0.1 ms each."""
 _PLACES = 2**14
 """Samples of an epoch that are looked at together: 2 ms."""
+_SHARDS_BYTES = 2**26
+"""Bytes of files that are tokenised to look at the order of their shards."""
+_PASSES = 3
+"""Passes over shards that are compared; in the first one shards are in the order of the files."""
 _FEW = 16
 """Samples that two epochs may have in the same order by chance, and that are read twice."""
 
@@ -83,6 +89,8 @@ def _row_problem(dataset: AnyText, indices: npt.NDArray[np.int64], batch: Batch)
     """Say what of rows of text is not what their documents say; empty if nothing."""
     for row, index in enumerate(indices.tolist()):
         pieces = [piece for _, piece in dataset.sources(index)]
+        if any(piece.left is not None and len(piece.tokens) > piece.left for piece in pieces):
+            return "the data: a row goes on past the end of a document as if it were the same one"
         tokens = np.concatenate([piece.tokens[:-1] for piece in pieces])
         targets = np.concatenate([np.where(p.counted, p.tokens, IGNORE_INDEX)[1:] for p in pieces])
         end = len(tokens)
@@ -112,6 +120,8 @@ def order_problem(loader: Loader, *, seed: int) -> str:
         seed: The run's.
     """
     dataset = loader.dataset
+    if isinstance(dataset, ShardedRows):
+        return _shards_problem(dataset, seed=seed)
     is_mix = isinstance(dataset, TextMix)  # which counts on from one pass to the next
     if isinstance(loader, StreamLoader) or (hasattr(dataset, "order") and not is_mix):
         return ""  # which sample comes when is somebody else's to say
@@ -129,6 +139,30 @@ def order_problem(loader: Loader, *, seed: int) -> str:
     for first, second in (by_place, by_step):
         if len(first) > _FEW and np.array_equal(first, second):
             return "the data: every epoch has its samples in the same order"
+    return ""
+
+
+def _shards_problem(dataset: ShardedRows, *, seed: int) -> str:
+    """Say what is wrong with the order of rows in shards, if there are few; empty if nothing is."""
+    if dataset.num_bytes > _SHARDS_BYTES:
+        return ""
+    shards = dataset.shard_rows()
+    for number, (counted, filled) in enumerate(shards):
+        if counted != filled:
+            return f"the data: shard {number} is counted as {counted} rows and has {filled}"
+    ends = np.cumsum([counted for counted, _ in shards])
+    rows = int(ends[-1])
+    if rows > _PLACES:
+        return ""
+    passes = [order_of(dataset, np.arange(rows) + n * rows, seed=seed) for n in range(_PASSES)]
+    for part in passes:
+        if not np.array_equal(np.sort(part), np.arange(rows)):
+            return "the data: an epoch does not read each sample once"
+    for end, (count, _) in zip(ends.tolist(), shards, strict=True):
+        orders = [part[(part >= end - count) & (part < end)] for part in passes]
+        same = (np.array_equal(*two) for two in itertools.pairwise(orders))
+        if count > _FEW and any(same):
+            return "the data: every epoch has the samples of a shard in the same order"
     return ""
 
 

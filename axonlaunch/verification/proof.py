@@ -19,7 +19,7 @@ from axonlaunch.config import (
     ConfigError,
     ConfigIssue,
     RunConfig,
-    as_written,
+    to_interpolations,
     to_tree,
     with_values,
 )
@@ -73,7 +73,7 @@ def prove(config: RunConfig) -> Proof:
     if not result.passed:
         raise ConfigError([_difference(config, small, result)])
     if file is not None:
-        cache.keep(file, json.dumps(as_written(to_tree(small))))
+        cache.keep(file, json.dumps(to_interpolations(to_tree(small))))
     seconds = time.monotonic() - began
     return replace(proof, outcome="proved", seconds=seconds, parameters=parameters)
 

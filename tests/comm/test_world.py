@@ -274,7 +274,7 @@ def test_a_failure_to_join_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_time_limit_is_positive() -> None:
-    with pytest.raises(ValueError, match="timeout_s=-1: a time limit is more than 0 seconds"):
+    with pytest.raises(ValueError, match="timeout_s=-1: must be more than 0 seconds"):
         World.init(timeout_s=-1)
 
 

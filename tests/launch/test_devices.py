@@ -184,7 +184,7 @@ def test_ranks_on_gloo_are_dealt_out_to_the_devices(monkeypatch: pytest.MonkeyPa
     devices_of_ranks = [world._device(Backend.GLOO, rank, asked="cuda") for rank in range(3)]
     assert devices_of_ranks == [torch.device("cuda", index) for index in (0, 1, 0)]
     assert done == [0, "init", 1, "init", 0, "init"]
-    with pytest.raises(ValueError, match="backend=nccl, device=cpu: NCCL works on GPUs alone"):
+    with pytest.raises(ValueError, match="backend=nccl, device=cpu: NCCL works only on GPUs"):
         world._device(Backend.NCCL, 0, asked="cpu")
 
 

@@ -71,9 +71,9 @@ def test_logits_over_all_tokens_are_no_problem(capfd: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("returns", "message"),
     [
-        ("object", "Outputs, not a tensor; return the logits alone, as in return outputs.logits"),
-        ("tuple", "tuple, not a tensor; return the logits alone, as in return outputs[0]"),
-        ("dict", "dict, not a tensor; return the logits alone"),
+        ("object", "Outputs, not a tensor; return only the logits, as in return outputs.logits"),
+        ("tuple", "tuple, not a tensor; return only the logits, as in return outputs[0]"),
+        ("dict", "dict, not a tensor; return only the logits"),
     ],
 )
 def test_what_is_no_tensor_is_named_with_what_to_return(returns: str, message: str) -> None:

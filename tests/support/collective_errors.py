@@ -73,7 +73,7 @@ def a_problem_of_one_rank_is_raised_on_all(world: World) -> None:
     with pytest.raises(kind, match=r"dim 0 of the shape \[4\] can't be divided among 3 ranks"):
         comm.scatter_tensor(torch.zeros(4) if world.rank == 0 else None)
     kind = ValueError if world.rank == 2 else MismatchError
-    with pytest.raises(kind, match="only rank 0 brings a tensor, rank 2 passes None"):
+    with pytest.raises(kind, match="only rank 0 passes a tensor, rank 2 must pass None"):
         comm.scatter_tensor(torch.zeros(3) if world.rank != 1 else None)
     with pytest.raises((TypeError, MismatchError), match="expected a tensor, got NoneType"):
         comm.scatter_tensor(None)

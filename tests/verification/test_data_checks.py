@@ -17,10 +17,15 @@ from corpus import functions, write_jsonl
 from axonlaunch import data
 from axonlaunch.config import RunConfig
 from axonlaunch.config.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
+from axonlaunch.config.documents import DocumentsConfig
 from axonlaunch.config.optimizer import ConstantConfig
+from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.data import packing, shard_maker
 from axonlaunch.data.dataset import Batch
 from axonlaunch.data.loader import Loader, order_of, whole_loader
 from axonlaunch.data.own import IndexedSamples, PairsDataset
+from axonlaunch.data.sharded_rows import ShardedRows
+from axonlaunch.data.shuffle import Indices
 from axonlaunch.models import initialization
 from axonlaunch.verification import data_checks, inputs
 from axonlaunch.verification.plan import ComparisonPlan
@@ -156,6 +161,78 @@ def test_rows_of_text_are_those_of_their_documents(
     assert isinstance(batch, Batch)
     found = data_checks.data_problem(config.data, reading, fault(batch), step=0)
     assert found == problem
+
+
+def test_rows_that_cross_documents_are_noticed(tmp_path: Path, monkeypatch: Patch) -> None:
+    def crossing(starts: Indices, places: Indices, *, length: int) -> packing.RowTable:
+        total = int(places.sum())
+        rows = np.arange(0, total, length)
+        sizes = np.diff(rows, append=total)
+        return packing.RowTable(rows, sizes, np.arange(len(rows) + 1), length)
+
+    config, reading = text(tmp_path, "data.packing=concat")
+    assert data_checks.data_problem(config.data, reading, reading.batch(0), step=0) == ""
+    monkeypatch.setitem(packing.PACKERS, "concat", crossing)
+    config, reading = text(tmp_path, "data.packing=concat")
+    problem = data_checks.data_problem(config.data, reading, reading.batch(0), step=0)
+    assert problem == (
+        "the data: a row goes on past the end of a document as if it were the same one"
+    )
+
+
+def of_shards(folder: Path, packing: str) -> Loader:
+    """Return a loader of two shards of 40 short documents each."""
+    files = [folder / f"{name}.jsonl" for name in "ab"]
+    for file in files:
+        if not file.exists():  # tokens are kept by the file's time
+            write_jsonl(file, [{"text": f"{file.stem}{n} " * 5} for n in range(40)])
+    config = DocumentsConfig(
+        files=[str(file) for file in files],
+        sequence_length=24,
+        held_out=2,
+        packing=packing,  # type: ignore[arg-type]
+        shuffle="shards",
+        cache_dir=str(folder / "cache"),
+    )
+    dataset = data.build_dataset(config, TokenizerConfig(name="bytes"))
+    return Loader(dataset, seed=0, global_batch_size=4)
+
+
+@pytest.fixture
+def shard_of_each_file(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(shard_maker, "SHARD_SIZE", 900)
+
+
+@pytest.mark.usefixtures("shard_of_each_file")
+def test_rows_of_a_shard_in_the_same_order_in_later_passes_are_noticed(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    reading = of_shards(tmp_path, "none")
+    assert data_checks.order_problem(reading, seed=0) == ""
+    right = ShardedRows._shuffled_place
+
+    def same_in_later_passes(
+        rows: ShardedRows, shard: int, place: int, epoch: int, seed: int
+    ) -> int:
+        return right(rows, shard, place, min(epoch, 1), seed)
+
+    monkeypatch.setattr(ShardedRows, "_shuffled_place", same_in_later_passes)
+    problem = data_checks.order_problem(reading, seed=0)
+    assert problem == "the data: every epoch has the samples of a shard in the same order"
+
+
+@pytest.mark.usefixtures("shard_of_each_file")
+def test_a_row_count_cached_for_another_packing_is_noticed(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    assert data_checks.order_problem(of_shards(tmp_path, "none"), seed=0) == ""
+    assert data_checks.order_problem(of_shards(tmp_path, "concat"), seed=0) == ""
+    [*notes] = (tmp_path / "cache").glob("*/rows-*.json")
+    assert len(notes) == 2, "of the second shard, one for each packing"
+    for note in notes:
+        note.write_text('{"rows": 3}')
+    problem = data_checks.order_problem(of_shards(tmp_path, "concat"), seed=0)
+    assert problem.startswith("the data: shard 1 is counted as 3 rows and has ")
 
 
 def test_an_evaluation_of_a_source_reads_its_own_samples(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from axonlaunch.system import files, forkserver, streams
 from axonlaunch.system.authentication import ForgedMessageError
 from axonlaunch.training import worker
 from axonlaunch.training.nonfinite import NotFiniteError
-from axonlaunch.training.peak_memory import available_bytes
+from axonlaunch.training.peak_memory import available_to_rank
 
 _GRACE_S = 60.0
 """Seconds that torch waits longer than ``launch.timeout_s``. The supervisor should find a hang
@@ -228,8 +228,8 @@ def report_of(error: BaseException, spec: RankSpec) -> Report:
         text = None
     reason = f"{type(error).__name__}: {str(error).strip() or type(error).__name__}"
     cause = _cause(error)
-    if isinstance(error, OSError) and not spec.log.parent.is_dir():
-        reason, cause = f"the run folder {spec.log.parents[1]} is gone", "folder"
+    if gone := _deleted(error, spec.log.parents[1]):
+        reason, cause = f"{gone} is gone", "folder"
     elif isinstance(error, OSError) and cause:
         reason = plain_error(error)
     if cause in ("disk", "files", "folder"):
@@ -248,8 +248,19 @@ def report_of(error: BaseException, spec: RankSpec) -> Report:
         traceback=text,
         log="" if cause == "folder" else report.log,
         cause=cause,
-        memory_bytes=available_bytes(spec.local_world_size) if is_out_of_memory(error) else None,
+        memory_bytes=available_to_rank(spec.local_world_size) if is_out_of_memory(error) else None,
     )
+
+
+def _deleted(error: BaseException, run_folder: Path) -> str:
+    """Name what was deleted under the run and so caused an error; empty for another error."""
+    if not isinstance(error, OSError | SaveError):
+        return ""
+    if not (run_folder / "logs").is_dir():
+        return f"the run folder {run_folder}"
+    file = Path(str(getattr(error, "filename", "")))
+    is_missing = isinstance(error, FileNotFoundError) and run_folder in file.parents
+    return str(file) if is_missing else ""
 
 
 def _cause(error: BaseException) -> str:

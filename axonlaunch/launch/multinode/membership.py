@@ -247,7 +247,7 @@ class NodeMembership:
         return {
             "host": socket.gethostname(),
             "config": configuration.flatten(
-                configuration.as_written(configuration.to_tree(self._given))
+                configuration.to_interpolations(configuration.to_tree(self._given))
             ),
             "problems": [str(problem) for problem in self._problems],
         }

@@ -15,7 +15,12 @@ from axonlaunch.checkpoint.start import resume_of
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.url import is_url
-from axonlaunch.events import Counted, Event, Listener, Started, StepLogged
+from axonlaunch.events import (
+    Event,
+    Listener,
+    Started,
+    StepLogged,
+)
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, plain_error
@@ -30,6 +35,7 @@ from axonlaunch.system.files import append_text
 from axonlaunch.system.formatting import quantity, size
 from axonlaunch.system.run_files import CRASH, EVENTS, SUMMARY, append_event
 from axonlaunch.system.strict_json import finite
+from axonlaunch.system.units import Counted
 from axonlaunch.verification.result import Proof
 
 

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from axonlaunch.config import RunConfig
-from axonlaunch.events import rate_in
 from axonlaunch.launch.output.console import shortened
 from axonlaunch.system.formatting import quantity
 from axonlaunch.system.terminal import console_on
+from axonlaunch.system.units import rate_in
 
 _ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 

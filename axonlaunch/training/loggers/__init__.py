@@ -14,21 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import RunConfig, as_written, to_tree
+from axonlaunch.config import RunConfig, to_interpolations, to_tree
 from axonlaunch.config.errors import failure_text
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.events import (
-    Counted,
     Evaluated,
     Event,
     Listener,
     Noted,
     StepLogged,
-    named_by_unit,
     perplexity_of,
 )
 from axonlaunch.system.files import read_text, replace_text
 from axonlaunch.system.run_files import EVENTS, METRICS
+from axonlaunch.system.units import Counted, named_by_unit
 from axonlaunch.training.loggers.background import BackgroundLogger
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 from axonlaunch.training.loggers.event_log import EventLog
@@ -85,7 +84,7 @@ class RunLoggers:
         self._run = RunInfo(
             name=config.name,
             run_dir=folder,
-            config=as_written(to_tree(config)),
+            config=to_interpolations(to_tree(config)),
             resumed_at=resumed_at,
             ids=ids,
             counted=counted,
@@ -93,13 +92,12 @@ class RunLoggers:
         self._drain_s = min(_DRAIN_S, config.launch.timeout_s / 2)
         self._writing_state = threading.Lock()
         self._loggers: list[BackgroundLogger] = []
-        self._has_events = True
+        self._is_events_reported = False
 
     def __call__(self, event: Event) -> None:
         """Write an event and pass it on."""
         self._jsonl(event)
-        if self._has_events:
-            self._log_event(event)
+        self._log_event(event)
         self._report(event)
         self._report_problems()
         if not isinstance(event, StepLogged | Evaluated):
@@ -133,19 +131,20 @@ class RunLoggers:
     def _log_event(self, event: Event) -> None:
         try:
             self._events(event)
-        except OSError as error:
-            self._has_events = False
-            self._report(
-                Noted(
-                    f"loggers: {EVENTS} can't be written, and training continues without it: "
-                    f"{failure_text(error)}"
+        except Exception as error:  # a full disk, or a number that JSON does not have
+            if not self._is_events_reported:
+                self._is_events_reported = True
+                reason = failure_text(error)
+                self._report(
+                    Noted(f"loggers: {EVENTS} can't be written, and training continues: {reason}")
                 )
-            )
 
     def _report_problems(self) -> None:
         for logger in self._loggers:
             if (problem := logger.take_problem()) is not None:
-                self._report(Noted(problem))
+                note = Noted(problem)
+                self._log_event(note)
+                self._report(note)
 
     def _save_state(self) -> None:
         """Write the last logged step and the ids assigned by services; a resumed run reads them."""

@@ -48,7 +48,7 @@ class BackgroundLogger:
         Args:
             name: Name of the logger in messages.
             make: Builds the logger; called in the thread, again if it fails.
-            run: Argument of the logger's ``start``.
+            run: The run that is logged; the argument of the logger's ``start``.
             last_step: Last step that was logged before the run was resumed. A logger that can't
                 rewind is not called with earlier steps.
             started: Called in the thread once the logger has started.

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from axonlaunch.config.loggers import CSVConfig
-from axonlaunch.events import Evaluated, StepLogged, named_by_unit
+from axonlaunch.events import Evaluated, StepLogged
 from axonlaunch.system.files import append_text, read_text, replace_text
+from axonlaunch.system.units import named_by_unit
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
 _FIELDS = [field.name for field in fields(StepLogged) if field.name != "slowest"]

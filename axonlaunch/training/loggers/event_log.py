@@ -16,16 +16,15 @@ from typing import Any
 import torch
 
 from axonlaunch.events import (
-    Counted,
     Evaluated,
     Event,
     Finished,
     Started,
     StepDone,
     StepLogged,
-    named_by_unit,
 )
 from axonlaunch.system.run_files import append_event
+from axonlaunch.system.units import Counted, named_by_unit
 
 
 class EventLog:

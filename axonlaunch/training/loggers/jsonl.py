@@ -8,9 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.events import Counted, Evaluated, Event, StepLogged, named_by_unit, perplexity_of
+from axonlaunch.events import (
+    Evaluated,
+    Event,
+    StepLogged,
+    perplexity_of,
+)
 from axonlaunch.system.files import append_text, is_there, open_regular, replace
 from axonlaunch.system.strict_json import finite
+from axonlaunch.system.units import Counted, named_by_unit
 
 
 class JSONLLogger:
@@ -82,7 +88,8 @@ class JSONLLogger:
         text = json.dumps(finite(line), allow_nan=False) + "\n"
         # If a run was killed after an evaluation, the resumed run repeats it.
         if text.encode() != self._last:
-            append_text(self._path, text)
+            # Do not create a deleted file again: it would begin in the middle of the run.
+            append_text(self._path, text, creates=False)
         self._last = b""
 
 
