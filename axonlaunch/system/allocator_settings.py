@@ -91,17 +91,17 @@ _AFFECTS_SIZE = {"backend", "garbage_collection_threshold", "per_process_memory_
 
 def grow_segments() -> None:
     """Enable expandable segments for this process and its children; call before importing torch."""
-    if _configured() is None:
+    if _user_settings() is None:
         os.environ[_VARIABLES[-1]] = _DEFAULT
 
 
 def settings_of_ranks() -> AllocatorSettings:
     """Return the settings of ranks that this process would start."""
-    configured = _configured()
-    return AllocatorSettings.of(_DEFAULT if configured is None else configured)
+    settings = _user_settings()
+    return AllocatorSettings.of(_DEFAULT if settings is None else settings)
 
 
-def _configured() -> str | None:
+def _user_settings() -> str | None:
     return next((os.environ[name] for name in _VARIABLES if name in os.environ), None)
 
 
