@@ -25,6 +25,7 @@ from axonlaunch.checkpoint.planners import WritesBoxes
 from axonlaunch.checkpoint.save_progress import SharedProgress
 from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.checkpoint.step_folders import Retention
+from axonlaunch.checkpoint.storage import is_remote
 from axonlaunch.comm import Backend, World
 
 _LONGEST_SAVE = timedelta(days=1)
@@ -94,6 +95,8 @@ class Saver:
                 while other ranks write and this one has written its part.
             warn: Takes a line on the main rank for each checkpoint that can't be deleted.
         """
+        if not is_remote(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)  # a save does not do so after its deletion
         self._run_dir = run_dir
         self._world = world
         self._retention = retention
@@ -200,6 +203,7 @@ class Saver:
             wrote=wrote,
             background=self._background,
             copies=self._copies,
+            creates_parents=False,
         )
 
     @contextmanager
