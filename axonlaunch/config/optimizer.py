@@ -294,7 +294,7 @@ class LinearConfig(CosineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class WSDConfig(ConstantConfig):
-    """Warmup-stable-decay: linear warm-up, constant rate, linear decay (Hu et al., MiniCPM, 2024)."""
+    """Linear warm-up, constant rate, linear decay (warmup-stable-decay, Hu et al., 2024)."""
 
     name: str = "wsd"
     """name of the schedule"""

@@ -1,4 +1,4 @@
-"""Each default of a key is in one place, the dataclass; the YAML of an option does not repeat it."""
+"""Each default of a key is in one place, its dataclass: the YAML of an option repeats none."""
 
 from __future__ import annotations
 
