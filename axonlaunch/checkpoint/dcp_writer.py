@@ -241,4 +241,4 @@ class _SummedStream(io.RawIOBase):
 
 
 def _add_to_sum(known: Sum, view: memoryview) -> Sum:
-    return Sum(known.bytes + len(view), crc32(view, known.crc32 or 0))
+    return Sum(known.bytes + len(view), crc32(view, known.crc32))
