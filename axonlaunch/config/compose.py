@@ -135,7 +135,7 @@ class Composer:
             absent = [f"{group}/{name}" for group, name in unregistered.items()]
             files = self._files.without_optional(config_name, asked.groups, absent)
             unregistered = self._unregistered_options(files, config_name, asked.groups)
-        composed = self._compose_files(files, config_name, asked, problems)
+        composed = self._merge(files, config_name, asked, problems)
         for group, name in unregistered.items():
             composed.tree.pop(group, None)
             problems.append(self._unknown_option(group, name))
@@ -157,13 +157,13 @@ class Composer:
         asked, problems = self.sort_overrides(overrides, config_name, with_unregistered=True)
         with as_config_errors():
             unregistered = self._unregistered_options(self._files, config_name, asked.groups)
-        return self._compose_files(self._files, config_name, asked, problems), unregistered
+        return self._merge(self._files, config_name, asked, problems), unregistered
 
     def are_registered(self, options: Mapping[str, str]) -> bool:
         """Whether options that ``compose_before_plugins`` returned are registered by now."""
         return all(name in self._registries[group] for group, name in options.items())
 
-    def _compose_files(
+    def _merge(
         self, files: HydraFiles, config_name: str, asked: Asked, problems: list[ConfigIssue]
     ) -> Composed:
         """Merge the chosen files and the values; add to ``problems`` what is wrong with a preset.

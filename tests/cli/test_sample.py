@@ -58,10 +58,10 @@ def test_weights_of_elsewhere_with_a_vocabulary_of_bytes_are_taken_for_text(
 @pytest.mark.parametrize(
     ("folder", "message"),
     [
-        ("runs/tokens", "runs/tokens: the run is of data=synthetic_tokens with 256 tokens; only "),
-        ("exported/tokens", "exported/tokens: its model is of data=synthetic_tokens with 256 "),
-        ("imported/tokens", "imported/tokens: the run is of data=synthetic_tokens with 256 "),
-        ("runs/images", "runs/images: the run is of data=synthetic_images; only a model of text"),
+        ("runs/tokens", "runs/tokens: the run was trained on data=synthetic_tokens with "),
+        ("exported/tokens", "exported/tokens: its model was trained on data=synthetic_tokens "),
+        ("imported/tokens", "imported/tokens: the run was trained on data=synthetic_tokens "),
+        ("runs/images", "runs/images: the run was trained on data=synthetic_images; only "),
         ("exported/images", "exported/images/config.json: model=mlp is not in Hugging Face's "),
         ("exported", "exported: no run folder (it has no config.yaml)"),
     ],

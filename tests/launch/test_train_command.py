@@ -187,7 +187,7 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     ran = served.train(*overrides, "seed=4", status=2)
     assert (
-        "has already trained as many steps, with other settings than seed=4 (was 0); use more"
+        "has already trained this number of steps with other settings than seed=4 (was 0); use more"
         in ran.stderr
     )
     ran = served.train(*overrides, "train.steps=5", status=2)
@@ -204,7 +204,7 @@ def test_a_run_that_began_from_another_s_checkpoint_resumes_from_its_own(served:
     assert "resumed from runs/a/checkpoints/step_2" in served.train(*begun).stdout
     assert served.train(*begun).stdout.startswith("b is finished: ")
     longer = served.train(*begun, "train.steps=8")
-    assert "b has checkpoints of its own: resuming from them, not runs/a" in longer.stdout
+    assert "b already has checkpoints: resuming from them, not from runs/a" in longer.stdout
     assert "resumed from runs/b/checkpoints/step_6" in longer.stdout
     back = "checkpoint.resume=runs/b/checkpoints/step_6"  # on purpose
     again = served.train(*begun, "train.steps=8", back)

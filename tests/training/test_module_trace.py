@@ -295,7 +295,7 @@ def test_a_loop_traces_alike_in_micro_batches_and_in_a_wrapper(tmp_path: Path) -
 
 def test_a_loop_on_several_processes_is_refused() -> None:
     def refused(world: World) -> None:
-        with pytest.raises(ValueError, match="there are 2 processes, of which each sees a part"):
+        with pytest.raises(ValueError, match="there are 2 processes, and each sees only a part"):
             ax.trace(Plain(), "nowhere")
 
     World.mock(2).run(refused)

@@ -61,6 +61,9 @@ def be_rank(
     allocator_settings.grow_segments()
     with forkserver.private_files():
         launch = _of_token(request)
+        from axonlaunch.launch.local.torch_internals import defer_compiler
+
+        defer_compiler()
         from axonlaunch.launch.external import rank
 
         return rank.main(
