@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from axonlaunch.config.did_you_mean import nearest
-from axonlaunch.diagnostics.module_trace.elements import DifferentElements, ElementsOfStep
+from axonlaunch.diagnostics.module_trace.element_comparison import DifferentElements, ElementsOfStep
 from axonlaunch.diagnostics.module_trace.files import Arithmetic, StepTrace, TracedTensor
 
 _OF_LARGEST = 4.0

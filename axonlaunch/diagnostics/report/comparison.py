@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from axonlaunch.config.errors import plain
-from axonlaunch.diagnostics.report.life import cost
+from axonlaunch.diagnostics.report.run_timeline import cost
 from axonlaunch.diagnostics.report.run_record import RunRecord
 from axonlaunch.system.formatting import size
 from axonlaunch.system.units import rate_in

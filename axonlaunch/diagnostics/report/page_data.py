@@ -14,7 +14,7 @@ from axonlaunch.config.errors import plain
 from axonlaunch.diagnostics.lost_peer import failure_reason, plain_reason
 from axonlaunch.diagnostics.report.comparison import changed_settings, rate_of, results, with_units
 from axonlaunch.diagnostics.report.downsampling import indices_to_keep
-from axonlaunch.diagnostics.report.life import (
+from axonlaunch.diagnostics.report.run_timeline import (
     cost,
     device_seconds,
     goodput,

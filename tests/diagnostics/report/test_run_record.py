@@ -15,7 +15,7 @@ from run_folders import run_folder, write_lines
 
 from axonlaunch.cli.run_folders import read_runs
 from axonlaunch.diagnostics.report.comparison import changed_settings, results
-from axonlaunch.diagnostics.report.life import (
+from axonlaunch.diagnostics.report.run_timeline import (
     cost,
     device_seconds,
     goodput,

@@ -19,7 +19,7 @@ _REST = 20.0
 """Seconds of rest for a second of work: a page of 100,000 steps takes a core's twentieth."""
 
 
-class NewestData:
+class LivePageData:
     """Returns what a page of some runs shows now; it may be called from several threads."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
