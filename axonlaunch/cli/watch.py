@@ -75,7 +75,7 @@ def _newest(folder: Path) -> Path:
     runs = list(find_runs(folder))
     readable = [run.path for run in runs if run.status != "unreadable"]
     if not readable:
-        reason = f"none of its {len(runs)} runs can be read" if runs else "contains no run"
+        reason = "contains no readable run" if runs else "contains no run"
         refuse(f"{folder}: {reason}; give the folder of a run")
     return max(readable, key=lambda path: modified_at(path / CONFIG))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import chat_templates
 import corpus
@@ -50,8 +51,8 @@ def test_what_counts_is_shown_between_brackets_where_there_is_no_colour(command:
         "Tokens that count in the loss are ⟦in brackets⟧.",
     ]
     assert 0 <= number < 49
-    assert lines[6].startswith("data: 50 documents, ")
-    assert "49 rows of 96 are " in lines[6]
+    assert lines[6].startswith("data: 50 chats, ")
+    assert re.search(r"49 rows of 96 \(\d+\.\d% full\); 1 chat held out", lines[6])
 
 
 def test_rows_are_shown_to_programs_token_by_token(command: Served) -> None:

@@ -48,7 +48,8 @@ def test_runs_that_part_end_with_1_and_the_module_step_and_factor(served: Comman
     assert "a: tensor 2, fp32, steps 0\nb: single, fp32, steps 0\n" in said
     assert "strategy.tensor.degree" in said
     assert (
-        "first difference at step 0: head: its output is 2.00 times as large in a as in b, as if" in said
+        "first difference at step 0: head: its output is 2.00 times as large in a as in b, as if"
+        in said
     )
     diff = json.loads(served("diff", "a", "b", "--json", status=1).stdout)
     first = diff["first_difference"]
@@ -78,7 +79,7 @@ def test_the_first_element_that_differs_is_named_where_both_runs_wrote_all(
     }
     (served.folder / "b/module_trace/step_0.safetensors").write_bytes(b"corrupt")
     assert served("diff", "a", "b", status=2).stderr.startswith(
-        "error: b/module_trace/step_0.safetensors: holds no elements ("
+        "error: b/module_trace/step_0.safetensors: can't be read as safetensors ("
     )
     write(served.folder / "b", TRACE)  # traced again, without them
     assert "3 tensors compared; tolerance" in served("diff", "a", "b").stdout

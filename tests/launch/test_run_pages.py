@@ -179,7 +179,7 @@ def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> N
     run_folder(served.folder / "runs/demo")
     overrides = ["empty", *(["demo"] if command == "compare" else [])]
     errors = served(command, *overrides, status=2).stderr.splitlines()
-    assert errors[0] == "error: empty: holds neither config.yaml nor metrics.jsonl of a run"
+    assert errors[0] == "error: empty: contains neither config.yaml nor metrics.jsonl of a run"
     if command == "compare":
         assert errors[1].endswith("; did you mean runs/demo?")
 
