@@ -57,7 +57,7 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
         (["sample", "nowhere"], "error: nowhere: no run folder"),
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
         (["doctor", "--ranks", "0"], "error: --ranks=0: must be at least 1"),
-        (["doctor", "--ranks", "99999"], "error: --ranks=99999: are more than this node's cores"),
+        (["doctor", "--ranks", "99999"], "error: --ranks=99999: is too many for this node's cores"),
         (["doctor", "--run-dir", __file__], "error: Invalid value for '--run-dir': "),
         (["verify", "--dump", "/proc/x"], "error: --dump=/proc/x: can't be written: "),
         (["verify", "--dump", f"{__file__}/x"], f"error: --dump={__file__}/x: can't be written: "),
@@ -234,7 +234,7 @@ def test_doctor_tries_every_backend_by_a_real_all_reduce(tmp_path: Path, server:
     assert report["cores"] >= 1
     assert report["disk_free_gib"] > 0
     assert list(tmp_path.iterdir()) == []
-    assert "all-reduced" in doctor("doctor").stdout
+    assert "all-reduce over 2 ranks" in doctor("doctor").stdout
 
 
 def test_doctor_says_what_ranks_were_measured_to_reach() -> None:

@@ -189,7 +189,7 @@ def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> N
     [
         (["runs", "nowhere"], "nowhere: there is no such folder"),
         (["runs", __file__], f"{__file__}: is a file, not a folder"),
-        (["runs", ".", "--where", "loss"], "--where loss: write KEY=VALUE, model.name=llama"),
+        (["runs", ".", "--where", "loss"], "--where loss: write KEY=VALUE, for example status=failed"),
         (["watch"], "runs: contains no run; give the folder of a run"),
         (["compare", "a"], "give two or more runs"),
     ],
@@ -216,8 +216,8 @@ def test_a_condition_that_no_run_can_meet_is_refused(
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("pages", "is a folder; give a file in it"),
-        ("nowhere/a.html", "there is no folder nowhere; make it, or write elsewhere"),
+        ("pages", "is a folder; write to a file in it"),
+        ("nowhere/a.html", "there is no folder nowhere; create it, or write elsewhere"),
         ("file/a.html", "file is a file; write elsewhere"),
         ("/proc/a.html", "can't be written"),
     ],

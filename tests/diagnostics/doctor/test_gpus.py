@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from axonlaunch.cli import doctor as command
-from axonlaunch.diagnostics.doctor import doctor, gpus
+from axonlaunch.diagnostics.doctor import diagnose, gpus
 
 
 class NVMLError(Exception):
@@ -147,8 +147,8 @@ def test_where_nvml_does_not_say_who_reaches_whom_cuda_does(
             return {"links": [], "problems": [], "topology": cuda, "unreachable": ["0 and 1"]}
         return {"topology": known, "problems": [], "unknown": ""}
 
-    monkeypatch.setattr(doctor.forked_call, "call", call)
-    gpu_report = doctor._gpus(cast("Any", None))
+    monkeypatch.setattr(diagnose.forked_call, "call", call)
+    gpu_report = diagnose._gpus(cast("Any", None))
     assert gpu_report["topology"] == (known or cuda)
     assert gpu_report["problems"] == ([] if known else ["0 and 1"])
 
@@ -167,8 +167,8 @@ def test_copies_that_fail_are_a_problem_and_no_traceback(monkeypatch: pytest.Mon
             raise RuntimeError("CUDA error: unspecified launch failure\nmore")
         return {"topology": [], "problems": ["GPU 0 is hot"], "unknown": ""}
 
-    monkeypatch.setattr(doctor.forked_call, "call", call)
-    assert doctor._gpus(cast("Any", None))["problems"] == [
+    monkeypatch.setattr(diagnose.forked_call, "call", call)
+    assert diagnose._gpus(cast("Any", None))["problems"] == [
         "GPU 0 is hot",
         "copying between GPUs failed: CUDA error: unspecified launch failure",
     ]
