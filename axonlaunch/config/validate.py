@@ -20,7 +20,8 @@ from axonlaunch.config.registry import EntryPointError, Registry
 
 _ELSEWHERE = 0.75
 """How like a key of another group a name must be: ``stepz`` is meant for ``train.steps`` (0.8), and
-``epochs`` for ``optimizer.eps`` (0.67) is not."""
+``epochs`` for ``optimizer.eps`` (0.67) is not.
+"""
 
 
 @dataclass
