@@ -43,8 +43,8 @@ class LoraConfig:
     parameters that pack experts, [experts.*]; all-linear: all linear layers except the output head
     """
     path: str | None = None
-    """PEFT adapter folder that training starts from; it also sets rank, alpha, rslora, dora
-    and targets. null: A is random, from the seed, and B is zero
+    """PEFT adapter folder that training starts from; it also sets rank, alpha, rslora, dora and
+    targets. null: A is random, from the seed, and B is zero
     """
 
     @property
