@@ -17,14 +17,14 @@ from axonlaunch.config.errors import one_of
 
 
 class Rejected(Exception):  # noqa: N818 - caught by callers that know the key
-    """Invalid value; the text says what was expected."""
+    """Invalid value; the text names the expected values."""
 
 
 def convert(value: Any, hint: Any) -> Any:
     """Convert a value to the type of a hint.
 
     Raises:
-        Rejected: The value can't be converted; the text says what was expected.
+        Rejected: The value can't be converted; the text names the expected values.
     """
     origin = get_origin(hint)
     if hint is Any:

@@ -2,7 +2,7 @@
 
 A registered option without a file is read as a file that contains only its name.
 
-Hydra's ``load_configuration`` would read all files, and Hydra's settings, for each configuration.
+Hydra's ``load_configuration`` would read all files, and Hydra's settings, every time.
 All uses of Hydra's private API are in this module.
 """
 
@@ -190,7 +190,7 @@ class HydraFiles:
             open_groups, absent = self._open_groups, self._absent
 
             class CopyingRepository(CachingConfigRepository):  # type: ignore[misc]
-                """Repository that returns copies, because Hydra merges into what it has read."""
+                """Repository that returns copies, because Hydra merges into the trees it reads."""
 
                 def load_config(self, config_path: str) -> Any:
                     if (result := super().load_config(config_path)) is not None:

@@ -47,8 +47,8 @@ class LaunchConfig:
     env: from the environment, an error if it describes no world; slurm: submit a job
     """
     nproc: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """number of ranks per node; auto: one per accelerator; without accelerators 2, or as many as
-    the degrees of the strategy need
+    """number of ranks per node; auto: one per accelerator; without accelerators 2, or the number
+    that the degrees of the strategy need
     """
     nnodes: int | str = field(default=1, metadata={"min": 1})
     """number of nodes, each with nproc ranks; 2:4: between 2 and 4, depending on how many join"""

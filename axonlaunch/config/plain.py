@@ -109,7 +109,7 @@ def line_of(text: str, key: str) -> int:
 def _refuse_bombs(text: str) -> None:
     """Check the events of a YAML text, which need little memory, before values are built.
 
-    An alias counts as many values as it expands to: nine lists, each with nine aliases of the
+    An alias counts with all its values: nine lists, each with nine aliases of the
     previous list, are 9^9 values in 200 characters.
 
     Raises:

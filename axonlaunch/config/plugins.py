@@ -103,7 +103,7 @@ def _check_arguments(
     passed: int,
     beside: Collection[str],
 ) -> None:
-    """Check that a callable accepts the arguments and that none is missing.
+    """Check that a callable accepts the arguments, and that all required ones are there.
 
     Raises:
         ConfigError: An argument is unknown or missing; the message lists the accepted ones.

@@ -61,7 +61,7 @@ def _defaults(config: RunConfig, before: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_empty(settings: dict[str, Any]) -> dict[str, Any]:
-    """Remove empty mappings; other mappings are flattened to keys like ``optimizer.groups.a.lr``."""
+    """Remove empty mappings; others are flattened to keys like ``optimizer.groups.a.lr``."""
     return {key: value for key, value in settings.items() if value != {}}
 
 

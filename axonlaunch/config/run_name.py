@@ -47,7 +47,7 @@ def run_name_issues(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _unreadable_part(path: str) -> str | None:
-    """Return the problem of a path with unreadable characters; None if there is none."""
+    """Return the problem of a path with unreadable characters; None for a valid path."""
     for character in path:
         kind = _UNREADABLE.get(unicodedata.category(character))
         if character in "\n\r":

@@ -60,7 +60,7 @@ def _groups(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _chosen(tree: dict[str, Any], key: str) -> Iterator[tuple[str, str]]:
-    """Yield the registered names that a key selects: its value, its ``name``, or those of its items."""
+    """Yield the names that a key selects: its value, its ``name``, or those of its items."""
     value: Any = tree
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
