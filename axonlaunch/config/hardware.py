@@ -90,8 +90,8 @@ class HardwareConfig:
     host_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """fraction of host_gb_s that copies of pinned memory reach"""
     price_per_hour: float | None = field(default=None, metadata={"min": 0})
-    """price of one device per hour, in any currency, for the cost of a run in reports; null: no
-    cost is reported
+    """price of one device per hour, in any currency, from which reports compute the cost of a run;
+    null: no cost is reported
     """
 
     @property
