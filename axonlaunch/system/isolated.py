@@ -1,8 +1,8 @@
-"""Calls functions in a forked copy of this process, with a deadline and a bound on its memory.
+"""Calls functions in a forked copy of this process, with a deadline and a memory limit.
 
-It is for code and patterns of strangers that may loop, or take all memory, without returning to
-Python: the copy is killed then, and this process reports an error. What a call changes in the copy
-stays there for later calls. The copy ends with this process.
+It is for untrusted code and patterns that may loop forever or use all memory in native code. The
+copy is then killed, and this process reports an error. Changes that a call makes in the copy are
+visible to later calls. The copy ends with this process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
 _TURN_S = 0.5
 _LATE_S = 5
-"""Seconds after the deadline at which the copy ends by itself, if nobody has ended it."""
+"""Seconds after the deadline at which the copy ends by itself if it was not killed."""
 
 
 class IsolatedCallError(ValueError):
@@ -40,18 +40,18 @@ class IsolatedCallError(ValueError):
 
 
 class Isolated:
-    """An object whose functions are called in a copy of this process.
+    """Calls functions on an object in a copy of this process.
 
-    The copy is made at the first call, by a thread that lives as long as it: the kernel ends the
-    copy when that thread ends.
+    The copy is created at the first call by a thread that exists as long as the copy. The kernel
+    kills the copy when that thread ends.
     """
 
     def __init__(self, target: Any, *, is_bounded: bool = True) -> None:
-        """Choose what is handed to the functions.
+        """Prepare calls; no copy is created yet.
 
         Args:
-            target: The first argument of each function, as it is when the copy is made.
-            is_bounded: Whether the copy may take at most half of the memory that is available.
+            target: First argument of each function, in its state when the copy is created.
+            is_bounded: Whether to limit the copy to half of the available memory.
         """
         self._target, self._is_bounded = target, is_bounded
         self._lock = threading.Lock()
@@ -61,13 +61,13 @@ class Isolated:
         """Return ``function(target, *args)``.
 
         Args:
-            function: One of a module; it and its arguments and result can be pickled.
-            args: Its further arguments.
-            seconds: Until the copy is killed.
+            function: Function of a module; its arguments and its result must be picklable.
+            args: Further arguments of the function.
+            seconds: Time limit after which the copy is killed.
 
         Raises:
-            Exception: What the function raised.
-            IsolatedCallError: It did not return in time, or the process ended.
+            Exception: The exception of the function.
+            IsolatedCallError: The function did not return in time, or the process ended.
         """
         with self._lock:
             copy = self._copy
@@ -76,7 +76,7 @@ class Isolated:
             done = copy.submit((function, args, seconds))
             try:
                 raised, result = done.result()
-            except BaseException:  # it may be Ctrl-C
+            except BaseException:  # including Ctrl-C
                 copy.kill()
                 raise
         if raised is not None:
@@ -85,7 +85,7 @@ class Isolated:
         return answer
 
     def end(self) -> None:
-        """Kill the copy, and so whatever call it is in; a later call makes a new one."""
+        """Kill the copy and any running call. A later call creates a new copy."""
         if self._copy is not None:
             self._copy.kill()
 
@@ -99,7 +99,7 @@ _Request = tuple[Callable[..., Any], tuple[Any, ...], float]
 
 
 class _Copy:
-    """A forked copy, and the thread that speaks to it."""
+    """A forked copy and the thread that communicates with it."""
 
     def __init__(self, target: Any, *, is_bounded: bool) -> None:
         self._target = target
@@ -127,18 +127,18 @@ class _Copy:
                 os.kill(self._pid, signal.SIGKILL)
 
     def _serve(self) -> None:
-        """Make the copy and hand it requests, one after another, until it is killed or fails."""
-        there, ours = os.pipe(), os.pipe()
+        """Create the copy and send it requests, one after another, until it is killed or fails."""
+        requests, answers = os.pipe(), os.pipe()
         try:
-            pid = self._pid = self._fork(there, ours)
+            pid = self._pid = self._fork(requests, answers)
         finally:
-            os.close(there[0])
-            os.close(ours[1])
+            os.close(requests[0])
+            os.close(answers[1])
         try:
             while not self._is_killed and (item := self._requests.get()) is not None:
                 request, done = item
                 try:
-                    done.set_result(self._ask(request, there[1], ours[0]))
+                    done.set_result(self._ask(request, requests[1], answers[0]))
                 except BaseException as error:
                     self._is_killed = True
                     done.set_exception(error)
@@ -147,8 +147,8 @@ class _Copy:
                 self._pid = None
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-            os.close(there[1])
-            os.close(ours[0])
+            os.close(requests[1])
+            os.close(answers[0])
 
     def _ask(self, request: _Request, requests: int, answers: int) -> _Answer:
         seconds = request[2]
@@ -161,11 +161,11 @@ class _Copy:
             raise IsolatedCallError(message) from None
         except (BrokenPipeError, EOFError):
             raise IsolatedCallError(self._why_ended()) from None
-        answer: _Answer = pickle.loads(content)  # of our own copy, over a pipe that is ours
+        answer: _Answer = pickle.loads(content)  # written by the copy to a private pipe
         return answer
 
     def _why_ended(self) -> str:
-        """Say how the copy ended by itself."""
+        """Return the reason why the copy ended by itself."""
         assert self._pid is not None
         with suppress(ChildProcessError):
             status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
@@ -177,13 +177,13 @@ class _Copy:
             return f"ended its process with status {status}"
         return "ended its process"
 
-    def _fork(self, there: tuple[int, int], ours: tuple[int, int]) -> int:
+    def _fork(self, requests: tuple[int, int], answers: tuple[int, int]) -> int:
         end_with_parent = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # From Python 3.12: other threads' locks stay as they are in the copy.
+            # Python 3.12 warns that locks of other threads stay locked in the copy.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid:
@@ -192,15 +192,15 @@ class _Copy:
             if end_with_parent is not None:
                 end_with_parent(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == parent:
-                os.close(there[1])
-                os.close(ours[0])
-                _answer_requests(self._target, there[0], ours[1], memory=self._memory)
-        finally:  # whatever happens, the copy must not continue as its parent
+                os.close(requests[1])
+                os.close(answers[0])
+                _answer_requests(self._target, requests[0], answers[1], memory=self._memory)
+        finally:  # the copy must never continue with the code of its parent
             os._exit(1)
 
 
 def _answer_requests(target: Any, requests: int, answers: int, *, memory: int | None) -> None:
-    """Answer requests in the copy, until there are no more."""
+    """Answer requests in the copy until the pipe is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -216,7 +216,7 @@ def _answer_requests(target: Any, requests: int, answers: int, *, memory: int | 
         except EOFError:
             os._exit(0)
         function, args, seconds = pickle.loads(content)
-        # The kernel ends the copy where the process that would do it was killed.
+        # If the parent process was killed, the kernel ends the copy with this timer.
         signal.setitimer(signal.ITIMER_REAL, seconds + _LATE_S)
         answer = _outcome(function, target, args)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -228,7 +228,7 @@ def _outcome(function: Callable[..., Any], target: Any, args: tuple[Any, ...]) -
         return pickle.dumps((None, function(target, *args)))
     except MemoryError:
         return pickle.dumps((IsolatedCallError("needs more memory than there is"), None))
-    except BaseException as error:  # a panic of Rust is no Exception
+    except BaseException as error:  # a panic in Rust code is not an Exception
         text = " ".join(str(error).split())[:300]
         try:
             if not isinstance(error, Exception):
@@ -257,8 +257,8 @@ def _receive(descriptor: int, *, until: float | None) -> bytes:
     """Read a message.
 
     Raises:
-        EOFError: The other end is closed.
-        TimeoutError: It is late.
+        EOFError: The other end was closed.
+        TimeoutError: The deadline has passed.
     """
     length = _LENGTH.unpack(_read(descriptor, _LENGTH.size, until=until))[0]
     return bytes(_read(descriptor, length, until=until))
@@ -266,14 +266,14 @@ def _receive(descriptor: int, *, until: float | None) -> bytes:
 
 def _read(descriptor: int, length: int, *, until: float | None) -> bytearray:
     content = bytearray()
-    waiting = poll()  # unlike select it takes any descriptor
-    waiting.register(descriptor, POLLIN)
+    poller = poll()  # unlike select, it accepts descriptors above 1023
+    poller.register(descriptor, POLLIN)
     while len(content) < length:
         if until is not None:
             left = until - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            if not waiting.poll(1000 * min(left, _TURN_S)):
+            if not poller.poll(1000 * min(left, _TURN_S)):
                 continue
         if not (part := os.read(descriptor, min(1 << 20, length - len(content)))):
             raise EOFError
