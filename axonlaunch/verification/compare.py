@@ -23,17 +23,17 @@ from axonlaunch.config.plugins import import_plugins
 from axonlaunch.system import host
 from axonlaunch.system.temporary_folders import temporary_folder
 from axonlaunch.verification import layout_run
-from axonlaunch.verification.demands import lowered_thresholds, with_smooth_updates
+from axonlaunch.verification.comparison_config import lowered_thresholds, with_smooth_updates
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.differences import Difference
-from axonlaunch.verification.draws import Draw
-from axonlaunch.verification.judge import judge
 from axonlaunch.verification.layout_run import RankReport
 from axonlaunch.verification.plain_model import threads_for
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.random_draws import Draw
 from axonlaunch.verification.reference import NoReferenceError
 from axonlaunch.verification.reference_runs import run_references
 from axonlaunch.verification.reference_values import Reference, ReferenceStep
 from axonlaunch.verification.result import ParityResult, failed_result
+from axonlaunch.verification.verdict import judge
 
 _SAVED = "reference.pt"
 

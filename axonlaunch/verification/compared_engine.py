@@ -18,10 +18,10 @@ from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.own_loss import own_loss
-from axonlaunch.verification import inputs
+from axonlaunch.verification import comparison_inputs
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.differences import Difference, of_number, of_tensor
-from axonlaunch.verification.draws import Draw, DrawProbe
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.random_draws import Draw, DrawProbe
 from axonlaunch.verification.reference_values import Reference, ReferenceStep
 from axonlaunch.verification.tolerances import floors
 
@@ -64,7 +64,7 @@ class ComparedEngine:
         self._own = own_loss(config.train)
         self._is_fp16 = config.train.precision == "fp16"
         self._shard = Layout.of(config, world_size=world_size).data_shard(rank)
-        self._dropout = inputs.Dropout(engine.modules)
+        self._dropout = comparison_inputs.Dropout(engine.modules)
         self._probe: DrawProbe | None = None
         # What is compiled draws otherwise; a model with dropout draws by itself, with it on.
         if not config.train.compile and not reference.dropout:
@@ -84,7 +84,7 @@ class ComparedEngine:
 
     def uneven(self, batch: AnyBatch, *, step: int) -> AnyBatch:
         """Return this rank's rows of a global batch with targets left out."""
-        return inputs.uneven(batch, step=step, shard=self._shard, own=self._own)
+        return comparison_inputs.uneven(batch, step=step, shard=self._shard, own=self._own)
 
     def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Compare loss and gradients; targets are left out first."""
@@ -144,7 +144,7 @@ class ComparedEngine:
     def _overflow(self, name: str) -> None:
         for known, updated in self._engine.named_updated():
             if known == name and updated.grad is not None:
-                inputs.overflow(updated)
+                comparison_inputs.overflow(updated)
 
     def _gradients(self, expected: ReferenceStep) -> Iterator[Difference]:
         floor = floors(self._reference, self.done)

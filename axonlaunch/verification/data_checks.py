@@ -25,7 +25,7 @@ from axonlaunch.data.loader import Loader, StreamLoader, order_of
 from axonlaunch.data.mix import AnyText, TextMix
 from axonlaunch.data.own import PairsDataset
 from axonlaunch.data.sharded_rows import ShardedRows
-from axonlaunch.verification.inputs import evaluated_samples
+from axonlaunch.verification.comparison_inputs import evaluated_samples
 
 _COMPARED = 1024
 """Samples of training that held-out ones are looked for among."""

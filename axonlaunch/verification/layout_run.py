@@ -29,12 +29,12 @@ from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
 from axonlaunch.training.bare_fit import bare_fit
 from axonlaunch.training.worker import load_run_state
-from axonlaunch.verification import inputs
+from axonlaunch.verification import comparison_inputs
 from axonlaunch.verification.compared_engine import ComparedEngine
+from axonlaunch.verification.comparison_plan import EVALUATED_BATCHES, ComparisonPlan
 from axonlaunch.verification.data_checks import other_ranks_samples
 from axonlaunch.verification.differences import Difference, of_number, of_tensor
-from axonlaunch.verification.draws import Draw, MaskRecorder
-from axonlaunch.verification.plan import EVALUATED_BATCHES, ComparisonPlan
+from axonlaunch.verification.random_draws import Draw, MaskRecorder
 from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.saved_state import read_by_one_process, read_in_parts
 from axonlaunch.verification.tolerances import PARAMETER_FLOOR, state_floors
@@ -55,9 +55,9 @@ def prepared_engine(
     """
     engine, loader = _build(config, world)
     load_initial_weights(engine, config, world=world)
-    inputs.move_vectors(engine.named_parameters())
+    comparison_inputs.move_vectors(engine.named_parameters())
     if not drops:
-        inputs.Dropout(engine.modules)
+        comparison_inputs.Dropout(engine.modules)
     return engine, loader
 
 
@@ -162,7 +162,7 @@ class _LayoutRun:
         self._resumed = load_run_state(config, engine, self._world).checkpoint
         if not config.saves_frozen:
             named = engine.named_parameters()
-            inputs.move_vectors((name, p) for name, p in named if not p.requires_grad)
+            comparison_inputs.move_vectors((name, p) for name, p in named if not p.requires_grad)
         self._engine = self._compare_engine(engine, done=self._plan.saved)
 
     def differences(self, folder: Path) -> Iterator[Difference]:
@@ -292,7 +292,7 @@ class _LayoutRun:
         """Compare the loss of some held-out samples, and outputs for a few of them."""
         if self._reference.evaluation is None:
             return
-        part = inputs.evaluated_samples(self._loader)
+        part = comparison_inputs.evaluated_samples(self._loader)
         sums = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         for number, held_out in enumerate(self._loader.eval_batches(part=part)):
             sums += self._engine.evaluate(self._engine.uneven(held_out, step=number))
@@ -306,7 +306,9 @@ class _LayoutRun:
             whole = whole_loader(self._config, self._loader.dataset)
             whole_batch = next(whole.eval_batches(1, part=part))
             assert isinstance(whole_batch, Batch)
-            outputs = self._engine.predict(inputs.predicted_samples(self._config, whole_batch))
+            outputs = self._engine.predict(
+                comparison_inputs.predicted_samples(self._config, whole_batch)
+            )
             where, expected = (half, "prediction", ""), self._reference.prediction
             yield of_tensor(where, outputs, expected, floor=0.0)
             yield from self._of_type(half, "outputs", outputs, expected)

@@ -18,10 +18,10 @@ from torch import Tensor
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.plugins import import_plugins
-from axonlaunch.verification import dump
-from axonlaunch.verification.both_sides import BothSides, Pair, Quantity
+from axonlaunch.verification import tensor_dump
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.differences import Difference, of_tensor, simple_ratio
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.recorded_steps import BothSides, Pair, Quantity
 from axonlaunch.verification.result import tolerance_of
 from axonlaunch.verification.tolerances import GRADIENT_FLOOR, root_mean_square
 
@@ -70,7 +70,7 @@ def locate_difference(
     import_plugins(config.plugins)
     sides = BothSides(config, fp64=plan.fp64)
     if folder is not None:
-        dump.write_sides(sides, folder)
+        tensor_dump.write_sides(sides, folder)
     return first_difference(sides, config)
 
 

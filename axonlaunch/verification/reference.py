@@ -29,9 +29,9 @@ from axonlaunch.models.lora import start_magnitudes
 from axonlaunch.models.module_state import evaluating
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
-from axonlaunch.verification import data_checks, inputs, plain_model
-from axonlaunch.verification.draws import MaskRecorder
-from axonlaunch.verification.foresight import foresight
+from axonlaunch.verification import comparison_inputs, data_checks, plain_model
+from axonlaunch.verification.comparison_plan import EVALUATED_BATCHES, FIRST_SCALE, ComparisonPlan
+from axonlaunch.verification.lookahead import foresight
 from axonlaunch.verification.plain_model import (
     LoadableWeights,
     clone_buffers,
@@ -43,7 +43,7 @@ from axonlaunch.verification.plain_model import (
     saved_buffers,
 )
 from axonlaunch.verification.plain_optimizer import PEAK, clip, plain_optimizers, plain_rate
-from axonlaunch.verification.plan import EVALUATED_BATCHES, FIRST_SCALE, ComparisonPlan
+from axonlaunch.verification.random_draws import MaskRecorder
 from axonlaunch.verification.reference_values import Reference, ReferenceStep
 
 REFERENCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,8 +79,8 @@ class PlainRun:
         self._dtype = torch.float64 if plan.fp64 else REFERENCE_DTYPES[config.train.precision]
         self._device = reference_device(config)
         self.model = self._build_model().to(self._device)
-        inputs.move_vectors(self.model.named_parameters())
-        self._dropout = inputs.Dropout([self.model])
+        comparison_inputs.move_vectors(self.model.named_parameters())
+        self._dropout = comparison_inputs.Dropout([self.model])
         self._masks, self._reads_again = 0, False
         self._parameters = dict(self.model.named_parameters())
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
@@ -88,7 +88,7 @@ class PlainRun:
         saved, buffers = saved_buffers(self.model), dict(self.model.named_buffers())
         self._tables = _copies({n: b for n, b in buffers.items() if n not in saved})
         if roughness:
-            inputs.roughen(self._parameters, relative=roughness, draw=draw)
+            comparison_inputs.roughen(self._parameters, relative=roughness, draw=draw)
         self._held = self._masters()
         self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._held)
         is_fp16 = config.train.precision == "fp16"
@@ -209,7 +209,7 @@ class PlainRun:
             )
         gradients = _copies({n: p.grad for n, p in self._trained.items() if p.grad is not None})
         if self._scaler.is_enabled() and number == self._plan.overflow:
-            inputs.overflow(self._trained[next(iter(gradients))])
+            comparison_inputs.overflow(self._trained[next(iter(gradients))])
         rate = plain_rate(
             config.scheduler, number, peak=config.optimizer.lr, steps=config.train.num_steps
         )
@@ -227,7 +227,7 @@ class PlainRun:
         if self._checks_data:
             _refuse(data_checks.data_problem(self._config.data, self._loader, batch, step=number))
             _refuse("" if number else self._foresight(batch))
-        return inputs.uneven(batch, step=number, own=self._own)
+        return comparison_inputs.uneven(batch, step=number, own=self._own)
 
     def _num_masks(self, batch: AnyBatch) -> int:
         """Return how many masks a forward in training draws with dropout on."""
@@ -337,18 +337,20 @@ class PlainRun:
     @torch.no_grad()
     def _evaluate(self) -> tuple[tuple[float, float] | None, Tensor | None]:
         """Return mean loss and counted targets of held-out samples, and outputs for some."""
-        batches = [*self._loader.eval_batches(part=inputs.evaluated_samples(self._loader))]
+        batches = [
+            *self._loader.eval_batches(part=comparison_inputs.evaluated_samples(self._loader))
+        ]
         if not batches:
             return None, None
         if self._checks_data:
             _refuse(data_checks.held_out_problem(self._config.data, self._loader, batches))
-        uneven = [inputs.uneven(b, step=n, own=self._own) for n, b in enumerate(batches)]
+        uneven = [comparison_inputs.uneven(b, step=n, own=self._own) for n, b in enumerate(batches)]
         with evaluating([self.model]):
             evaluation, logits = self._mean_loss(uneven), None
             if self._own is None:
                 first = batches[0]
                 assert isinstance(first, Batch)
-                samples = inputs.predicted_samples(self._config, first)
+                samples = comparison_inputs.predicted_samples(self._config, first)
                 outputs = self._outputs(Batch(samples, first.targets[: len(samples)]))
                 logits = _copy(outputs if isinstance(outputs, Tensor) else outputs.logits)
         return evaluation, logits

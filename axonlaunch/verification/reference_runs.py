@@ -15,8 +15,8 @@ from torch import Tensor
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.optimizer import MuonConfig
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.plain_model import leaving_no_trace
-from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import REFERENCE_DTYPES, NoReferenceError, PlainRun
 from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.tolerances import FEW_STEPS

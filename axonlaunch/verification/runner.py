@@ -17,7 +17,7 @@ from axonlaunch.system import forked_call
 from axonlaunch.system.forked_process import ProcessDiedError, reason_of
 from axonlaunch.system.forkserver import Starter
 from axonlaunch.system.temporary_folders import temporary_folder
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult, Proof, failed_result, layout_of
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def verify(
     plan = ComparisonPlan(steps=steps, beyond=True, fp64=fp64, asked=config)
     config = forked_call.call(
         context,
-        "axonlaunch.verification.demands:demanding",
+        "axonlaunch.verification.comparison_config:demanding",
         config,
         plan,
         task="preparing the comparison",
@@ -119,7 +119,7 @@ def prove_layout(context: Starter, config: RunConfig) -> Proof | None:
     if not is_to_be_proved(config):
         return None
     call = forked_call.ForkedCall(
-        context, "axonlaunch.verification.proof:prove", (config,), task=_COMPARING
+        context, "axonlaunch.verification.layout_proof:prove", (config,), task=_COMPARING
     )
     try:
         if not call.is_ready(within_s=_PROOF_S):
@@ -143,7 +143,7 @@ def foresee_proof(context: Starter, config: RunConfig) -> Proof | None:
         return None
     proof = forked_call.call(
         context,
-        "axonlaunch.verification.proof:foresee",
+        "axonlaunch.verification.layout_proof:foresee",
         config,
         task="looking at what the proof would compare",
     )

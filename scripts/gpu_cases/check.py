@@ -32,8 +32,8 @@ from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import RankEnvironment
 from axonlaunch.preflight.checks import resolve
 from axonlaunch.verification.compare import on_mock
-from axonlaunch.verification.demands import demanding
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_config import demanding
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 STEPS = 20
 SMALL = [

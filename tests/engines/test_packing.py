@@ -13,7 +13,7 @@ from parity import assert_trains_as_one_process, verified
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.documents import ChatConfig
-from axonlaunch.verification.proof import foresee
+from axonlaunch.verification.layout_proof import foresee
 
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "data.document_length=5"]
 MODELS = {

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from axonlaunch.config import ConfigError
 from axonlaunch.verification import compare
-from axonlaunch.verification.demands import demanding
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_config import demanding
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 STEPS = 6
 """As many as ``axonlaunch verify`` does."""

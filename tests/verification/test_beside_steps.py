@@ -24,9 +24,9 @@ from axonlaunch.engines.precision import policy as precision
 from axonlaunch.models import module_state
 from axonlaunch.models.attention import Attention, Packing
 from axonlaunch.training import trainer, worker
-from axonlaunch.verification import compare, inputs
-from axonlaunch.verification.foresight import foresight
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification import compare, comparison_inputs
+from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.lookahead import foresight
 
 Patch = pytest.MonkeyPatch
 FSDP = [*MODELS["mlp"], "strategy=fsdp", "launch.nproc=2", "train.global_batch_size=8"]
@@ -242,7 +242,7 @@ def test_a_model_that_sees_other_documents_is_found(monkeypatch: Patch) -> None:
 
 def test_dropout_is_on_where_an_evaluation_must_not_draw() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    dropout, x = inputs.Dropout([model]), torch.ones(64, 4)
+    dropout, x = comparison_inputs.Dropout([model]), torch.ones(64, 4)
     off = model(x)
     assert dropout.largest == 0.5
     with dropout.on():

@@ -27,8 +27,8 @@ from axonlaunch.data.own import IndexedSamples, PairsDataset
 from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.shuffle import Indices
 from axonlaunch.models import initialization
-from axonlaunch.verification import data_checks, inputs
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification import comparison_inputs, data_checks
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.reference import NoReferenceError, PlainRun
 from axonlaunch.verification.schedule_check import schedule_problems
 
@@ -74,7 +74,7 @@ def test_pairs_of_anothers_dataset_mean_what_they_like() -> None:
 
 def test_an_evaluation_that_drops_or_repeats_held_out_samples_is_none() -> None:
     reading, config = loader(), run_config(["data=synthetic_tokens"]).data
-    batches = [*reading.eval_batches(part=inputs.evaluated_samples(reading))]
+    batches = [*reading.eval_batches(part=comparison_inputs.evaluated_samples(reading))]
     assert len(batches) == 2, "the second one is not full"
     assert data_checks.held_out_problem(config, reading, batches) == ""
     problem = "the data: an evaluation does not read each held-out sample once"
@@ -258,11 +258,11 @@ class Pairs:
 def test_pairs_that_are_held_out_are_not_those_of_training(monkeypatch: Patch) -> None:
     pairs = PairsDataset(Pairs(), 4, 0.25, lambda reason: ValueError(reason))
     reading, own = Loader(pairs, seed=0, global_batch_size=8), object()
-    batches = [*reading.eval_batches(part=inputs.evaluated_samples(reading))]
+    batches = [*reading.eval_batches(part=comparison_inputs.evaluated_samples(reading))]
     assert data_checks.held_out_problem(own, reading, batches) == ""
     right = pairs.samples
     monkeypatch.setattr(pairs, "samples", lambda indices, split: right(indices, split="train"))
-    batches = [*reading.eval_batches(part=inputs.evaluated_samples(reading))]
+    batches = [*reading.eval_batches(part=comparison_inputs.evaluated_samples(reading))]
     problem = "the data: every held-out sample that was looked at is one of training"
     assert data_checks.held_out_problem(own, reading, batches) == problem
 
@@ -310,7 +310,7 @@ def test_what_is_held_out_is_compared_with_training_a_few_samples_at_a_time() ->
         return right(indices, split=split)
 
     pairs.samples = counting  # type: ignore[method-assign]
-    batches = [*reading.eval_batches(part=inputs.evaluated_samples(reading))]
+    batches = [*reading.eval_batches(part=comparison_inputs.evaluated_samples(reading))]
     assert data_checks.held_out_problem(object(), reading, batches) == ""
     assert max(most) <= 16
     assert sum(most) > 1024

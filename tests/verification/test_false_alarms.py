@@ -10,9 +10,9 @@ from parity_table import MODELS
 from torch import Tensor, nn
 
 from axonlaunch.verification import compare
-from axonlaunch.verification.demands import demanding
+from axonlaunch.verification.comparison_config import demanding
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.differences import of_tensor
-from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference_runs import run_references
 from axonlaunch.verification.result import ParityResult
 from axonlaunch.verification.tolerances import Tolerances, floors

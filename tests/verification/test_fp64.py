@@ -10,8 +10,8 @@ from parity_table import MODELS
 from axonlaunch.comm import gradient_bucket
 from axonlaunch.config import RunConfig
 from axonlaunch.verification import compare, locate
-from axonlaunch.verification.demands import demanding
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_config import demanding
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.reference_runs import run_references
 
 PLAN = ComparisonPlan(steps=4, beyond=True, fp64=True)

@@ -13,7 +13,7 @@ from axonlaunch.config.errors import plain
 from axonlaunch.engines import build
 from axonlaunch.engines.precision.policy import keep_parameters_in
 from axonlaunch.verification import compare, reference
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from axonlaunch.config import with_values
 from axonlaunch.verification import compare
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
 
 LAYERS: dict[str, type[nn.Module]] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.verification import plain_model, reference, runner
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.reference import PlainRun
 from axonlaunch.verification.reference_values import Reference
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-FILE = Path(__file__).parent / "proved.json"
+FILE = Path(__file__).parent / "proved_layouts.json"
 
 
 @dataclass(frozen=True)

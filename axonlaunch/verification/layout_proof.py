@@ -34,9 +34,9 @@ from axonlaunch.preflight.checks import find_issues
 from axonlaunch.preflight.dataset import with_packing
 from axonlaunch.system import cache
 from axonlaunch.verification import locate
-from axonlaunch.verification.both_sides import BothSides
 from axonlaunch.verification.compare import on_mock
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.recorded_steps import BothSides
 from axonlaunch.verification.result import ParityResult, Proof, layout_of
 
 MOST_RANKS = 8

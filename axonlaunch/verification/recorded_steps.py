@@ -20,12 +20,12 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import held_boxes
 from axonlaunch.models.output_regions import MicroBatchPlace, join_outputs, region
 from axonlaunch.models.own_loss import own_loss
-from axonlaunch.verification import inputs
-from axonlaunch.verification.demands import lowered_thresholds, with_smooth_updates
+from axonlaunch.verification import comparison_inputs
+from axonlaunch.verification.comparison_config import lowered_thresholds, with_smooth_updates
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.layout_run import prepared_engine
 from axonlaunch.verification.module_recorder import ModuleRecord, ModuleRecorder
 from axonlaunch.verification.plain_model import leaving_no_trace, threads_for
-from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import PlainRun
 
 _STEPS = 2
@@ -236,7 +236,9 @@ def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
         read = [next(batches) for _ in range(_STEPS)]
     for number, batch in enumerate(read):
         recorder.begin()
-        engine.backward(inputs.uneven(batch, step=number, shard=shard, own=own_loss(config.train)))
+        engine.backward(
+            comparison_inputs.uneven(batch, step=number, shard=shard, own=own_loss(config.train))
+        )
         step = _Step(recorder.record)
         for name, updated in engine.named_updated():
             if updated.grad is not None:

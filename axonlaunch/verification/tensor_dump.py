@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from axonlaunch.verification.both_sides import BothSides, Quantity
+from axonlaunch.verification.recorded_steps import BothSides, Quantity
 
 ONE_PROCESS = "one_process.safetensors"
 LAYOUT = "layout.safetensors"

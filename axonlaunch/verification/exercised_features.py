@@ -9,7 +9,7 @@ import math
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.reference_values import Reference
 
 NOT = "not exercised"

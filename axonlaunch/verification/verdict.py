@@ -11,11 +11,11 @@ import torch
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import num_ranks
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.differences import ORDER, Difference
-from axonlaunch.verification.draws import draw_problems
-from axonlaunch.verification.features import features
+from axonlaunch.verification.exercised_features import features
 from axonlaunch.verification.layout_run import STEPS_OF_MASKS, RankReport
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.random_draws import draw_problems
 from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.result import ParityResult, layout_of
 from axonlaunch.verification.schedule_check import schedule_problems

@@ -21,9 +21,9 @@ from axonlaunch.engines.data_parallel import fsdp, zero1
 from axonlaunch.engines.precision import policy as precision
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.preflight.checks import find_issues
+from axonlaunch.verification.comparison_plan import FIRST_SCALE, ComparisonPlan
 from axonlaunch.verification.plain_model import has_batch_norm
 from axonlaunch.verification.plain_optimizer import class_of
-from axonlaunch.verification.plan import FIRST_SCALE, ComparisonPlan
 from axonlaunch.verification.reference import NoReferenceError
 from axonlaunch.verification.reference_runs import gradient_norms
 
