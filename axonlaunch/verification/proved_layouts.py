@@ -1,6 +1,6 @@
-"""Which layouts were proved equal to one process for which models of transformers.
+"""Table of layouts that were proved equal to one process, for each model of transformers.
 
-It reads what ``scripts/bench hf`` wrote, and imports neither torch nor transformers.
+The table is written by ``scripts/bench hf``. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ FILE = Path(__file__).parent / "proved_layouts.json"
 
 @dataclass(frozen=True)
 class Family:
-    """A class of models.
+    """A model class of transformers.
 
     Attributes:
-        class_name: Transformers' name of it.
-        also: Other ``model_type`` of the same class.
-        refused: By layout that was not proved: why.
-        notes: By layout that was: with what settings, or to what rounding.
+        class_name: Name of the class in transformers.
+        also: Other values of ``model_type`` with the same class.
+        refused: Maps each layout that was not proved to the reason.
+        notes: Maps proved layouts to the settings or the tolerance that they needed.
     """
 
     class_name: str
@@ -32,14 +32,14 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Proved:
-    """What was proved of every causal language model of a version of transformers.
+class ProvedTable:
+    """Results for the causal language models of one version of transformers.
 
     Attributes:
-        versions: Of transformers and torch, with which it was.
-        classes: Causal language models that this version of transformers has.
-        layouts: By name: the overrides.
-        families: By ``model_type``, those that were run under every layout.
+        versions: Versions of transformers and torch that were tested.
+        classes: Number of causal language models in this version of transformers.
+        layouts: Maps the name of each layout to its overrides.
+        families: Maps ``model_type`` to the model class, for classes run under every layout.
     """
 
     versions: Mapping[str, str]
@@ -49,17 +49,17 @@ class Proved:
 
     @property
     def named(self) -> dict[str, Family]:
-        """Families by every ``model_type``, also those that share a class."""
-        also = {other: family for family in self.families.values() for other in family.also}
-        return dict(sorted((also | dict(self.families)).items()))
+        """Model classes by ``model_type``, including types that share a class."""
+        shared = {other: family for family in self.families.values() for other in family.also}
+        return dict(sorted((shared | dict(self.families)).items()))
 
 
 @functools.cache
-def proved_table() -> Proved:
-    """Return the table that comes with the package."""
+def proved_table() -> ProvedTable:
+    """Read the table that is part of the package."""
     content = json.loads(FILE.read_text())
     families = {
         kind: Family(entry["class"], tuple(entry["also"]), entry["refused"], entry["notes"])
         for kind, entry in content["families"].items()
     }
-    return Proved(content["versions"], content["classes"], content["layouts"], families)
+    return ProvedTable(content["versions"], content["classes"], content["layouts"], families)

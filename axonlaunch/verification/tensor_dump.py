@@ -1,4 +1,7 @@
-"""Keeps what both sides computed as two files of safetensors: whole tensors, the same names."""
+"""Writes the tensors of the reference and of the layout to two safetensors files.
+
+Both files contain full tensors under the same names.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,27 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from axonlaunch.verification.recorded_steps import BothSides, Quantity
+from axonlaunch.verification.recorded_steps import Quantity, RecordedSteps
 
 ONE_PROCESS = "one_process.safetensors"
 LAYOUT = "layout.safetensors"
 
 
-def write_sides(sides: BothSides, folder: Path) -> None:
-    """Write both sides of every step; a file that is there is replaced.
+def write_tensors(recorded: RecordedSteps, folder: Path) -> None:
+    """Write the tensors of every recorded step; existing files are replaced.
 
-    Names are ``step<N>/<kind>/<name>``, with the kinds ``output`` and ``output_gradient`` of
-    modules, ``gradient`` and ``parameter`` (after the update) of parameters. What no rank has
-    that could be compared is not in the layout's file; elements that none has are NaN. Of ranks
-    that hold the same the first one's are written.
+    Names are ``step<N>/<kind>/<name>``. Modules have the kinds ``output`` and ``output_gradient``,
+    parameters have ``gradient`` and ``parameter`` (after the update). Tensors that no rank has in a
+    comparable form are missing from the layout's file, and elements that no rank holds are NaN.
+    Elements held by several ranks are taken from the first of them.
 
     Args:
-        sides: What they computed.
-        folder: Made if not there.
+        recorded: Recorded steps.
+        folder: Folder for the files; created if missing.
     """
     plain: dict[str, Tensor] = {}
     layout: dict[str, Tensor] = {}
-    for quantity in sides.quantities():
+    for quantity in recorded.quantities():
         if not quantity.plain.numel():
             continue
         name = f"step{quantity.step}/{quantity.kind.replace(' ', '_')}/{quantity.name}"
@@ -37,14 +40,14 @@ def write_sides(sides: BothSides, folder: Path) -> None:
         if quantity.pairs:
             layout[name] = _assemble(quantity)
     folder.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": "pt", "layout": str(sides.layout)}
+    metadata = {"format": "pt", "layout": str(recorded.layout)}
     save_file(plain, folder / ONE_PROCESS, metadata=metadata)
     save_file(layout, folder / LAYOUT, metadata=metadata)
 
 
 def _assemble(quantity: Quantity) -> Tensor:
-    dtype = quantity.pairs[0].seen.dtype
+    dtype = quantity.pairs[0].actual.dtype
     assembled = torch.full(quantity.plain.shape, math.nan, dtype=dtype)
     for pair in reversed(quantity.pairs):
-        assembled[pair.index] = pair.seen.cpu()
+        assembled[pair.index] = pair.actual.cpu()
     return assembled

@@ -10,7 +10,7 @@ from parity_table import MODELS
 from axonlaunch.comm import gradient_bucket
 from axonlaunch.config import RunConfig
 from axonlaunch.verification import compare, locate
-from axonlaunch.verification.comparison_config import demanding
+from axonlaunch.verification.comparison_config import harder_config
 from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.reference_runs import run_references
 
@@ -22,7 +22,7 @@ FSDP = ["strategy=fsdp", "launch.nproc=2"]
 def configured(overrides: list[str]) -> RunConfig:
     """Return a run as the command makes it."""
     chosen = [*MODELS["mlp"], "launch.backend=mock", *overrides]
-    return demanding(run_config(chosen), PLAN)
+    return harder_config(run_config(chosen), PLAN)
 
 
 def test_the_reference_computes_in_float64() -> None:

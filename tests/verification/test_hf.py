@@ -98,4 +98,4 @@ def test_an_adapter_kept_in_bf16_is_noticed(strategy: str, monkeypatch: pytest.M
     verdict = verify(
         "qwen3", *BF16_LORA, f"strategy={strategy}", num_hidden_layers=layers, **changes
     )
-    assert any("torch.bfloat16, which one process's are not" in d for d in verdict.differences)
+    assert any("torch.bfloat16, unlike in one process" in d for d in verdict.differences)

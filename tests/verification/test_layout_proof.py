@@ -41,13 +41,13 @@ def run(kind: str, *overrides: str, **changes: Any) -> RunConfig:
 
 @pytest.mark.deferred
 def test_a_layout_is_proved_once_for_all_models_that_differ_in_size_alone() -> None:
-    assert layout_proof.foresee(run("qwen3", *FSDP)).outcome == "to be proved"
+    assert layout_proof.preview(run("qwen3", *FSDP)).outcome == "to be proved"
     assert layout_proof.prove(run("qwen3", *FSDP)).outcome == "proved"
     assert layout_proof.prove(run("qwen3", *FSDP, num_hidden_layers=3)).outcome == "proved before"
-    assert layout_proof.foresee(run("qwen3", *FSDP, **WIDE)).outcome == "proved before"
+    assert layout_proof.preview(run("qwen3", *FSDP, **WIDE)).outcome == "proved before"
     assert layout_proof.prove(run("qwen3", *FSDP, "train.prove=always")).outcome == "proved"
     others = run("qwen3", "strategy=zero1", "launch.nproc=2"), run("qwen2", *FSDP)
-    assert [layout_proof.foresee(other).outcome for other in others] == ["to be proved"] * 2
+    assert [layout_proof.preview(other).outcome for other in others] == ["to be proved"] * 2
 
 
 @pytest.mark.deferred
@@ -66,13 +66,13 @@ def test_rows_of_several_documents_are_proved_with_such_rows(tmp_path: Path) -> 
     alone = run(
         "qwen3", *FSDP, *overrides, "data.packing=none", "train.global_batch_size=2", vocab_size=256
     )
-    assert layout_proof.foresee(alone).outcome == "to be proved"
+    assert layout_proof.preview(alone).outcome == "to be proved"
 
 
 def test_a_proof_is_of_one_version_of_the_code(monkeypatch: Patch) -> None:
     assert layout_proof.prove(run("qwen3", *FSDP)).outcome == "proved"
     monkeypatch.setattr(layout_proof, "version", lambda package: f"another {package}")
-    assert layout_proof.foresee(run("qwen3", *FSDP)).outcome == "to be proved"
+    assert layout_proof.preview(run("qwen3", *FSDP)).outcome == "to be proved"
 
 
 def test_many_ranks_are_proved_by_two_on_each_axis() -> None:
@@ -111,7 +111,9 @@ def test_what_differs_is_refused_and_the_first_module_is_named(
 ) -> None:
     large = run("llama", *TENSOR)
     fault(monkeypatch)
-    with pytest.raises(ConfigError, match="tensor 2 does not compute what one process does") as no:
+    with pytest.raises(
+        ConfigError, match="tensor 2 and one process compute different results"
+    ) as no:
         layout_proof.prove(large)
     assert f"the first module that differs is {module};" in str(no.value)
     with pytest.raises(ConfigError):  # and nothing of it is kept

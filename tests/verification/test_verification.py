@@ -29,7 +29,7 @@ from axonlaunch.models import attention
 from axonlaunch.models import build as models_build
 from axonlaunch.verification import compare, comparison_config
 from axonlaunch.verification.comparison_plan import ComparisonPlan
-from axonlaunch.verification.differences import of_number
+from axonlaunch.verification.differences import compare_numbers
 from axonlaunch.verification.result import ParityResult
 
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
@@ -347,6 +347,6 @@ def test_batch_norm_sees_the_same_micro_batches(overrides: list[str], monkeypatc
 
 
 def test_a_number_that_is_none_is_a_difference() -> None:
-    difference = of_number(0, "loss", float("nan"), 1.0)
+    difference = compare_numbers(0, "loss", float("nan"), 1.0)
     assert difference.relative == float("inf")
-    assert str(dataclasses.replace(difference, seen=None)) == "step 1: no rank has the loss"
+    assert str(dataclasses.replace(difference, actual=None)) == "step 1: no rank has the loss"
