@@ -1,8 +1,7 @@
 """What torch reads a checkpoint with, here or by fsspec URL; its files may be anybody's.
 
-Files that the manifest does not list, or that are no regular files, are not opened. Values that are
-not tensors, which torch would unpickle without a look, are refused. Of a tensor those rows are read
-that a rank wants, and no others.
+Files that the manifest does not list, or that are no regular files, are not opened. Nothing is
+unpickled. Of a tensor only the rows that a rank needs are read.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 from zlib_ng.zlib_ng import crc32
 
@@ -41,9 +39,6 @@ from axonlaunch.checkpoint.manifest import CorruptCheckpointError
 from axonlaunch.checkpoint.storage import is_remote
 from axonlaunch.checkpoint.torch_internals import FsspecReader
 from axonlaunch.system import files
-
-_BYTES = 4
-"""The first format whose files are the bytes of tensors; those before hold an archive of each."""
 
 
 def bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
@@ -67,41 +62,37 @@ def read_dcp_index(folder: Path) -> Metadata:
 
 
 def _read_index(folder: Path, about: manifest.Manifest) -> Metadata:
-    with files.open_regular(folder / about.index) as stream:
-        # A byte more than there should be, so that a file that has grown is found.
-        content = stream.read(about.files[about.index].bytes + 1)
-    expected = about.files[about.index].crc32
-    if expected is not None and crc32(content) != expected:
+    expected = about.files[manifest.INDEX]
+    with files.open_regular(folder / manifest.INDEX) as stream:
+        content = stream.read(expected.bytes + 1)  # one byte more shows a file that has grown
+    if crc32(content) != expected.crc32:
         raise CorruptCheckpointError(
-            f"has an {about.index} that is not what was written (its CRC-32 differs)"
+            f"has an {manifest.INDEX} that is not what was written (its CRC-32 differs)"
         )
-    return index.read_index(content, about.files, pickled=about.format < 3)
+    return index.read_index(content, about.files)
 
 
 class _Guarded(FileSystemReader):
     """Reads the index with a look at what it names, and each file from its beginning to its end."""
 
     folder: Path
-    _saved: dict[MetadataIndex, tuple[torch.Size, torch.dtype]] | None = None
+    _saved: dict[MetadataIndex, tuple[torch.Size, torch.dtype]]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         about = manifest.read_manifest(self.folder)
         metadata = _read_index(self.folder, about)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        if about.format >= _BYTES:
-            tensors = cast("dict[str, TensorStorageMetadata]", metadata.state_dict_metadata)
-            self._saved = {
-                MetadataIndex(name, chunk.offsets): (chunk.sizes, entry.properties.dtype)
-                for name, entry in tensors.items()
-                for chunk in entry.chunks
-            }
+        tensors = cast("dict[str, TensorStorageMetadata]", metadata.state_dict_metadata)
+        self._saved = {
+            MetadataIndex(name, chunk.offsets): (chunk.sizes, entry.properties.dtype)
+            for name, entry in tensors.items()
+            for chunk in entry.chunks
+        }
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         where = self.storage_data
         ordered = sorted(plan.items, key=lambda item: where[item.storage_index].offset)
-        if self._saved is None:
-            return super().read_data(replace(plan, items=ordered), planner)
         by_file: dict[str, list[ReadItem]] = {}
         for item in ordered:
             by_file.setdefault(where[item.storage_index].relative_path, []).append(item)
@@ -122,9 +113,6 @@ class _Guarded(FileSystemReader):
         dtype: torch.dtype,
     ) -> None:
         """Read the rows that an item is in: into its tensor where that is all of them."""
-        if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO())
-            return
         wanted = planner.resolve_tensor(item).detach()
         assert wanted.shape == item.lengths, f"{item.dest_index} has another shape"
         first, count = (item.storage_offsets[0], item.lengths[0]) if sizes else (0, 1)

@@ -56,6 +56,7 @@ class Writer(FileSystemWriter):
         wrote: Callable[[], object] = lambda: None,
         background: bool = False,
         copies: HostCopies | None = None,
+        creates_parents: bool = True,
     ) -> None:
         """Remember what is to be written.
 
@@ -65,12 +66,14 @@ class Writer(FileSystemWriter):
             wrote: Called after each tensor that is written.
             background: A thread writes that has nothing else to do, while others train.
             copies: Of the state, from which it writes; None: of its own.
+            creates_parents: Whether a missing run folder is created, or an error.
         """
         folder = partial_of(about.path)
         where = str(folder)
         super().__init__(where, sync_files=False)  # ours are on disk once closed
         self._summing = _SummingRemote() if is_remote(folder) else _SummingLocal()
         self._summing.sums, self._summing.wrote = {}, wrote
+        self._summing.creates_parents = creates_parents
         self.fs = cast("FileSystem", self._summing)
         self.path = self.fs.init_path(where)
         self._about = about
@@ -166,6 +169,8 @@ class _Written(list[WriteResult]):
 class _Local(FileSystem):
     """Files of this node."""
 
+    creates_parents: bool
+
     @contextmanager
     def create_stream(
         self, path: str | os.PathLike[str], mode: str
@@ -179,7 +184,7 @@ class _Local(FileSystem):
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         folder = Path(path)
-        folder.parent.mkdir(exist_ok=True)  # a run folder that was deleted is not made again
+        folder.parent.mkdir(parents=self.creates_parents, exist_ok=True)
         folder.mkdir()  # a link that leads elsewhere is an error
 
 
@@ -210,6 +215,8 @@ class _SummingLocal(_Sums, _Local):
 class _SummingRemote(_Sums, RemoteFileSystem):
     """Files of a remote place, summed."""
 
+    creates_parents: bool
+
 
 class _SummedStream(io.RawIOBase):
     """A stream that counts and sums what goes through it."""
@@ -234,4 +241,4 @@ class _SummedStream(io.RawIOBase):
 
 
 def _add_to_sum(known: Sum, view: memoryview) -> Sum:
-    return Sum(known.bytes + len(view), crc32(view, known.crc32 or 0))
+    return Sum(known.bytes + len(view), crc32(view, known.crc32))

@@ -18,12 +18,9 @@ from axonlaunch.data.origin import Origin
 from axonlaunch.system.files import read_text
 
 FORMAT = 4
-"""1: sizes alone, 2: checksums beside torch's pickled index, 3: an index that is no pickle, and a
-checksum of the manifest itself, 4: the bytes of tensors, in place of an archive of each."""
+"""Number of the checkpoint format; checkpoints with another number are refused."""
 MANIFEST = "manifest.json"
 INDEX = "index.json"
-PICKLED_INDEX = ".metadata"
-"""Torch's own index, of formats before 3."""
 
 _LARGEST = 256 << 20
 _OWN_SUM = "sha256"
@@ -31,7 +28,6 @@ _NOT_UNDERSTOOD = (
     *(ValueError, KeyError, TypeError, AttributeError),
     *(RecursionError, OverflowError),
 )
-_SINCE_SECOND = {"eval_loss", "layout", "saved_at"}
 
 
 class CorruptCheckpointError(Exception):
@@ -48,10 +44,10 @@ class CorruptCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Sum:
-    """A file's size in bytes and, but for those of format 1, its CRC-32."""
+    """Size and CRC-32 of a file."""
 
     bytes: int
-    crc32: int | None
+    crc32: int
 
 
 @dataclass(frozen=True)
@@ -97,23 +93,11 @@ class Manifest:
 
     Attributes:
         checkpoint: That it describes.
-        format: Of the folder.
         files: Name -> size and checksum; all are names of files in the folder itself.
     """
 
     checkpoint: Checkpoint
-    format: int
     files: dict[str, Sum]
-
-    @property
-    def index(self) -> str:
-        """The file that says which tensor lies where."""
-        return INDEX if self.format > 2 else PICKLED_INDEX
-
-    @property
-    def foreign_index(self) -> str:
-        """What such a file is called in other formats: there must be none."""
-        return PICKLED_INDEX if self.format > 2 else INDEX
 
 
 def manifest_to_json(checkpoint: Checkpoint, files: Mapping[str, Sum]) -> str:
@@ -128,16 +112,16 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a folder.
 
     Raises:
-        CorruptCheckpointError: It is none, was edited, or is of a format that is not known; the
-            text says so of the folder: "has a manifest.json that ...".
+        CorruptCheckpointError: It is invalid, was edited, or has another format number. The
+            message is a predicate of the folder: "has a manifest.json that ...".
         OSError: It can't be read.
     """
     try:
         about = json.loads(read_text(folder / MANIFEST, at_most=_LARGEST))
-        if _number(about["format"], above=0) > FORMAT:
-            known = f"and this version knows up to {FORMAT}"
-            raise CorruptCheckpointError(f"is of format {about['format']}, {known}")
-        manifest = Manifest(_checkpoint_of(folder, about), about["format"], _sums(about))
+        if _number(about["format"]) != FORMAT:
+            message = f"has format {about['format']}; this version reads only format {FORMAT}"
+            raise CorruptCheckpointError(message)
+        manifest = Manifest(_checkpoint_of(folder, about), _sums(about))
     except _NOT_UNDERSTOOD:
         raise CorruptCheckpointError(f"has a {MANIFEST} that can't be understood") from None
     _refuse_edited(manifest, about)
@@ -162,20 +146,12 @@ def _refuse_edited(manifest: Manifest, about: Mapping[str, Any]) -> None:
             raise CorruptCheckpointError(
                 f"has a {MANIFEST} that names {name!r}, which is not a file name"
             )
-    has_sums = [known.crc32 is not None for known in manifest.files.values()]
-    own_sum = about.get(_OWN_SUM)
-    consistent = {
-        1: not any(has_sums) and not _SINCE_SECOND & about.keys() and own_sum is None,
-        2: all(has_sums) and own_sum is None,
-    }.get(manifest.format, all(has_sums) and own_sum is not None)
-    if not consistent or manifest.foreign_index in manifest.files:
-        raise CorruptCheckpointError(f"has a {MANIFEST} that mixes formats")
-    if manifest.format > 2 and own_sum != _own_sum(about):
+    if about.get(_OWN_SUM) != _own_sum(about):
         raise CorruptCheckpointError(
             f"has a {MANIFEST} that is not what was written (its SHA-256 differs)"
         )
-    if manifest.index not in manifest.files:
-        raise CorruptCheckpointError(f"has a {MANIFEST} that does not list {manifest.index}")
+    if INDEX not in manifest.files:
+        raise CorruptCheckpointError(f"has a {MANIFEST} that does not list {INDEX}")
 
 
 def _own_sum(about: Mapping[str, Any]) -> str:
@@ -239,18 +215,16 @@ def _origin(value: Any) -> dict[str, Any] | None:
 
 
 def _sums(about: Mapping[str, Any]) -> dict[str, Sum]:
-    """Type the files of a manifest; those of format 1 have a size alone.
+    """Return the files of a manifest.
 
     Raises:
-        TypeError: A value is of another type.
+        TypeError: A value has the wrong type.
+        KeyError: A value is missing.
     """
-    sums = {}
-    for name, known in about["files"].items():
-        if isinstance(known, int):
-            sums[name] = Sum(_number(known), None)
-        else:
-            sums[name] = Sum(_number(known["bytes"]), _number(known["crc32"]))
-    return sums
+    return {
+        name: Sum(_number(entry["bytes"]), _number(entry["crc32"]))
+        for name, entry in about["files"].items()
+    }
 
 
 def _number(value: Any, *, above: int = -1) -> int:

@@ -2,14 +2,12 @@
 
 Torch takes a rank's part of a tensor to be one box of the whole, and all parts to be equal. What is
 packed, as gate and up projections are in one weight, is cut piece by piece; a vocabulary may be cut
-unevenly. Only tensors are read: nothing is unpickled.
+unevenly.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
-import pickle
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
-    ReadItem,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -55,7 +52,7 @@ class WritesBoxes(DefaultSavePlanner):
 
 
 class ReadsBoxes(DefaultLoadPlanner):
-    """Reads each box that a rank holds by itself, and tensors alone."""
+    """Reads each box that a rank holds by itself."""
 
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank reads."""
@@ -72,12 +69,6 @@ class ReadsBoxes(DefaultLoadPlanner):
         """Return what an item of the plan fills."""
         box = _box_of(self.state_dict.get(index.fqn), index)
         return super().lookup_tensor(index) if box is None else box
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002
-        """Refuse what is not a tensor, which torch unpickles with ``weights_only``."""
-        raise pickle.UnpicklingError(
-            f"{read_item.dest_index.fqn} is not a tensor, and is not unpickled"
-        )
 
 
 def _boxes_of(state: dict[str, Any]) -> dict[str, DTensor]:

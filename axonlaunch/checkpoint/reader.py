@@ -5,7 +5,6 @@ Files whose checksum is not what was written are refused.
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -154,7 +153,7 @@ def _damage_in(checkpoint: Checkpoint, error: BaseException) -> CorruptCheckpoin
     """Return what an error of torch's says of damage; None where it is about something else."""
     failures = getattr(error, "failures", {})
     causes = [cause for cause, _ in failures.values()]
-    known = (CorruptCheckpointError, NotRegularError, FileNotFoundError, pickle.UnpicklingError)
+    known = (CorruptCheckpointError, NotRegularError, FileNotFoundError)
     return next((_corrupt(checkpoint, c) for c in causes if isinstance(c, known)), None)
 
 
@@ -256,11 +255,7 @@ def model_differences(
         model: Whole.
         without: Parameters that are not wanted.
     """
-    saved = {
-        name: tuple(entry.size)
-        for name, entry in parameters(checkpoint).items()
-        if hasattr(entry, "size")
-    }
+    saved = {name: tuple(entry.size) for name, entry in parameters(checkpoint).items()}
     buffers = {name for name, _ in model.named_buffers()}
     return mismatches(saved, model, beside=buffers, without=without)
 

@@ -1,14 +1,14 @@
 """Weights in safetensors: read by every rank in part, written by one process file by file.
 
-A folder of weights holds ``*.safetensors``, in the names of Hugging Face where they have the model
-and in ours where not. Nothing here is unpickled.
+A folder of weights holds ``*.safetensors``: a ``model=hf`` in Hugging Face's names, any other model
+in its own. Nothing here is unpickled.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,8 @@ from axonlaunch.checkpoint.manifest import is_name
 from axonlaunch.checkpoint.reader import MODEL
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models import hugging_face
 from axonlaunch.models.hf.conversion import Computed, as_saved, conversion
 from axonlaunch.models.hf.structure import structure
-from axonlaunch.models.hugging_face import ParameterMapping
 from axonlaunch.models.pieces import Laid
 from axonlaunch.system.files import inside_folder, open_regular, read_text
 
@@ -67,6 +65,8 @@ class Reader(StorageReader):
         """
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._files: dict[str, Path] = {}
+        self._parameters: dict[str, Laid | Computed]
+        self._unused: tuple[str, ...]
         for file in _files(folder):
             with open_safetensors(file) as content:
                 for name in content.offset_keys():
@@ -79,13 +79,11 @@ class Reader(StorageReader):
             converted = conversion(structure(model).model, sizes)
             self._parameters, self._unused = dict(converted.parameters), converted.unexpected
         else:
-            self._parameters, self._unused = _of_ours(model, sizes)
+            self._parameters = {name: Laid.whole(name, shape) for name, shape in sizes.items()}
+            self._unused = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what is there, by our names, and by theirs what we have no name for.
-
-        A part of a tensor is as large as its equal parts are.
-        """
+        """Return shapes by parameter name; tensors that the model lacks keep their names."""
         by_name = {ours: tuple(laid.shape) for ours, laid in self._parameters.items()}
         return by_name | {name: self._shapes[name][0] for name in sorted(self._unused)}
 
@@ -148,24 +146,6 @@ class Reader(StorageReader):
         return False
 
 
-def _of_ours(
-    model: Any, sizes: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, Laid | Computed], tuple[str, ...]]:
-    """Return where the parameters of a model of ours are, and which tensors it has no use for."""
-    known = hugging_face.places(model)
-    if known is None or not any(place.name in sizes for place in known.values()):
-        return {name: Laid.whole(name, shape) for name, shape in sizes.items()}, ()
-    sources: dict[str, Laid | Computed] = {}
-    for ours, place in known.items():
-        if place.name not in sizes:
-            continue
-        laid = Laid.whole(place.name, sizes[place.name])
-        laid = laid.T if place.transposed else laid
-        sources[ours] = laid.chunk(place.parts)[place.part] if place.parts > 1 else laid
-    used = {place.name for place in known.values()} | {"lm_head.weight"}  # also where it is tied
-    return sources, tuple(sizes.keys() - used)
-
-
 def write_safetensors(
     folder: Path,
     model: Any,
@@ -179,7 +159,7 @@ def write_safetensors(
     Args:
         folder: New, or empty.
         model: Typed configuration.
-        tensors: Our names and whole tensors, parts of one of theirs after another.
+        tensors: Parameter names and full tensors, in the order of the model.
         dtype: Floating-point numbers become this; None: they stay.
         file_bytes: Size from which another file is begun.
 
@@ -199,7 +179,7 @@ def write_safetensors(
         structure_of_model = structure(model)
         named = as_saved(structure_of_model.model, tensors, blocks=structure_of_model.layers)
     else:
-        named = _join_parts(tensors, hugging_face.places(model))
+        named = tensors
     for name, tensor in named:
         cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         if shard_bytes and shard_bytes + cast.nbytes > file_bytes:
@@ -215,25 +195,6 @@ def write_safetensors(
         content = {"metadata": {"total_size": total}, "weight_map": index}
         (folder / INDEX_FILE).write_text(json.dumps(content, indent=1) + "\n")
     return files
-
-
-def _join_parts(
-    tensors: Iterator[tuple[str, Tensor]], places: Mapping[str, ParameterMapping] | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors under their names, parts put together and turned."""
-    pieces: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in tensors:
-        place = places[name] if places else ParameterMapping(name)
-        of_parameter = pieces.setdefault(place.name, {})
-        of_parameter[place.part] = tensor
-        if len(of_parameter) < place.parts:
-            continue
-        whole = (
-            torch.cat([of_parameter[n] for n in range(place.parts)]) if place.parts > 1 else tensor
-        )
-        del pieces[place.name]
-        yield place.name, whole.T if place.transposed else whole
-    assert not pieces, "parts of a tensor are missing"
 
 
 def _rename_files(folder: Path, written: Sequence[Path]) -> list[str]:

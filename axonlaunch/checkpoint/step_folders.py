@@ -160,8 +160,6 @@ def _looked_at(folder: Path) -> Checkpoint | str:
         return str(error)
     if _step(folder) not in (-1, about.checkpoint.step):
         return f"has a {MANIFEST} of step {about.checkpoint.step}"
-    if about.foreign_index in present:
-        return f"mixes formats: it has {about.foreign_index} beside {about.index}"
     for name, expected in about.files.items():
         if name not in present:
             return f"lacks {name}"
@@ -200,11 +198,8 @@ def damage(checkpoint: Checkpoint, *, part: int = 0, parts: int = 1) -> list[str
             their own.
     """
     expected = sorted(files(checkpoint).items(), key=lambda item: _order(item[0]))
-    return [
-        name
-        for name, known in expected[part::parts]
-        if known.crc32 is not None and _crc32(checkpoint.path / name) != known.crc32
-    ]
+    share = expected[part::parts]
+    return [name for name, known in share if _crc32(checkpoint.path / name) != known.crc32]
 
 
 def files(checkpoint: Checkpoint) -> dict[str, Sum]:
@@ -357,7 +352,7 @@ def _step(folder: Path) -> int:
 
 def _order(name: str) -> tuple[bool, int, str]:
     """Put ranks' files by number, and the index, which a load has read by then, last."""
-    return name in (manifest.INDEX, manifest.PICKLED_INDEX), len(name), name
+    return name == manifest.INDEX, len(name), name
 
 
 def _crc32(file: Path) -> int:

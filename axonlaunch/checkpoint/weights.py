@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,9 +19,10 @@ from axonlaunch.checkpoint.storage import storage_path
 from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
 from axonlaunch.config.adapter import is_of_adapter
-from axonlaunch.config.data import DATASETS, NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
+from axonlaunch.config.data import DATASETS, PythonSourceConfig, SyntheticTokensConfig
 from axonlaunch.config.environment_values import without_environment
-from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.model import GPTConfig, HuggingFaceConfig, LlamaConfig
+from axonlaunch.config.validate import validate
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.data.tokenizer import (
     PretrainedTokenizer,
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from axonlaunch.comm import World
-    from axonlaunch.config.model import GPTConfig, LlamaConfig
 
 TRAINED_ON = "axonlaunch"
 """Key of an exported ``config.json``: the data that the run was on, by which its text is read."""
@@ -115,7 +117,8 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
         A line for each parameter that is missing, unknown, or of another shape; [] if equal.
 
     Raises:
-        ConfigError: The path holds no weights.
+        ConfigError: The path holds no weights, or those of a model of transformers for ``gpt`` or
+            ``llama``.
     """
     from axonlaunch.models.lora import adapter_names
 
@@ -123,8 +126,13 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     checkpoint = step_folders.find_checkpoint(path)
     if checkpoint is not None:
         return reader.model_differences(checkpoint, model, without=added)
-    from axonlaunch.checkpoint.safetensors import Reader
+    from axonlaunch.checkpoint.safetensors import CONFIG_FILE, Reader, read_json
+    from axonlaunch.models.build import model_of
 
+    is_ours, file = isinstance(model_of(config), GPTConfig | LlamaConfig), path / CONFIG_FILE
+    if is_ours and file.exists() and "model_type" in read_json(file):
+        message = f"{file}: is of a model of transformers; {hf_instead(path)}"
+        raise ConfigError([ConfigIssue("", message)])
     buffers = {name for name, _ in model.named_buffers()}
     saved = Reader(path, config).shapes()
     return reader.mismatches(saved, model, beside=buffers, without=added)
@@ -178,16 +186,12 @@ def _write_whole(
 ) -> list[str]:
     """Write the whole model; return the names of the files."""
     from axonlaunch.checkpoint import safetensors
-    from axonlaunch.models import hugging_face
 
-    known = hugging_face.places(config.model)
     entries = reader.parameters(checkpoint)
     if config.adapter is not None:
         entries = {name: entry for name, entry in entries.items() if not is_of_adapter(name)}
     left_out = base.left_out(config)
-    names = list(known) if known else sorted({*entries, *left_out}, key=_naturally)
-    if missing := [f"{n} is missing" for n in names if n not in entries and n not in left_out]:
-        raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {first(missing)}")])
+    names = sorted({*entries, *left_out}, key=_naturally)
     reader.refuse_damage(checkpoint)
     contents = {f"{reader.MODEL}{name}": entry for name, entry in entries.items()}
     saved = [name for name in names if name not in left_out]
@@ -205,7 +209,7 @@ def _write_whole(
         content = exported.config_json(config.model)
         copied = exported.copy_besides(config.model, folder)
     else:
-        content = hugging_face.config_content(config.model) if known else to_tree(config.model)
+        content = to_tree(config.model)
     content[TRAINED_ON] = {"data": config.data.name}
     if length := getattr(config.data, "sequence_length", None):
         content[TRAINED_ON]["sequence_length"] = length
@@ -250,10 +254,10 @@ def _naturally(name: str) -> list[tuple[bool, int, str]]:
 
 
 def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
-    """Make a run, at step 0, of a folder of Hugging Face's safetensors.
+    """Create a run at step 0 from exported weights of a model of text.
 
     Args:
-        folder: Of the weights and their ``config.json``.
+        folder: Folder with the weights and their ``config.json``.
         run_dir: The new run's.
         config: What the run is to be, but for its model.
 
@@ -261,13 +265,14 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
         The checkpoint's folder.
 
     Raises:
-        ConfigError: It can't be read, is no model of ours, or the run is there already or can't be
-            written.
+        ConfigError: The folder can't be read or was not exported from a run on text or tokens, a
+            parameter is missing or has another shape, or the run exists or can't be written.
     """
     import torch.distributed.checkpoint as dcp
 
     from axonlaunch.checkpoint.dcp_writer import Writer
     from axonlaunch.config import to_yaml
+    from axonlaunch.models.build import on_meta
 
     model, data = describe_folder(folder)
     config = with_values(config, {"model": model, "data": data, "name": run_dir.name})
@@ -282,6 +287,8 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
         saved_at=time.time(),
     )
     with new_folder(run_dir), reader.in_one_process():
+        if wrong := differences(folder, model, on_meta(config, seed=config.seed)):
+            raise ConfigError([ConfigIssue("", f"{folder}: {first(wrong)}")])
         state = read_folder(folder, model)
         dcp.save({"model": state}, storage_writer=Writer(about), no_dist=True)
         (run_dir / RUN_CONFIG).write_text(to_yaml(config))
@@ -291,44 +298,60 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
 def describe_folder(
     folder: Path,
 ) -> tuple[GPTConfig | LlamaConfig | HuggingFaceConfig, PythonSourceConfig | SyntheticTokensConfig]:
-    """Return the model of a folder of safetensors, and data such as it was trained on.
+    """Return the model of an exported folder, and data like the data of its run.
 
-    What was exported from here says what that was, and may be any model of transformers; another
-    one with a vocabulary of 256 is taken to be one of bytes of text.
+    A ``gpt`` or ``llama`` describes itself. A model of transformers is accepted if it was exported
+    from a run on text; any other folder is left to ``model=hf``.
 
     Raises:
-        ConfigError: Its ``config.json`` can't be read, or is not of a model of ours.
+        ConfigError: Its ``config.json`` can't be read, or is of another model.
     """
     from axonlaunch.checkpoint.safetensors import CONFIG_FILE, read_json
-    from axonlaunch.models import hugging_face
 
     file = folder / CONFIG_FILE
     content = read_json(file)
+    trained_on = content.get(TRAINED_ON)
+    trained_on = trained_on if isinstance(trained_on, dict) else {}
+    is_text = _is_text(str(trained_on.get("data")))
+    length = trained_on.get("sequence_length")
+    length = length if isinstance(length, int) else 0
     if "model_type" not in content and "name" in content:
-        message = (
-            f"{file}: model={content['name']} is not in Hugging Face's format, as gpt and llama "
-            "are; only model.weights reads it"
-        )
+        model = _typed_model(content, file=file)
+        length = length or model.max_position_embeddings
+        if is_text and "tokenizer" not in trained_on:
+            return model, PythonSourceConfig(sequence_length=length)
+        return model, SyntheticTokensConfig(vocab_size=model.vocab_size, sequence_length=length)
+    if not is_text or not length:
+        message = f"{file}: is of a model of transformers; {hf_instead(folder)}"
         raise ConfigError([ConfigIssue("", message)])
-    model: GPTConfig | LlamaConfig | HuggingFaceConfig
-    try:
-        model = hugging_face.typed_model(content, where=str(file))
-    except ConfigError:
-        trained_on = content.get(TRAINED_ON, {})
-        if not _is_text(str(trained_on.get("data"))):
-            raise
-        model = HuggingFaceConfig(path=str(folder.absolute()), init="random")
-        length = trained_on["sequence_length"]
-        if "tokenizer" in trained_on:
-            return model, SyntheticTokensConfig(sequence_length=length)
-        return model, PythonSourceConfig(sequence_length=length)
-    assumed = {"data": "text" if model.vocab_size == NUM_BYTES else "tokens"}
-    trained_on = content.get(TRAINED_ON, assumed)
-    length = trained_on.get("sequence_length", model.max_position_embeddings)
-    name = str(trained_on["data"])
-    if _is_text(name) and "tokenizer" not in trained_on:
-        return model, PythonSourceConfig(sequence_length=length)
-    return model, SyntheticTokensConfig(vocab_size=model.vocab_size, sequence_length=length)
+    described = HuggingFaceConfig(path=str(folder.absolute()), init="random")
+    if "tokenizer" in trained_on:
+        return described, SyntheticTokensConfig(sequence_length=length)
+    return described, PythonSourceConfig(sequence_length=length)
+
+
+def _typed_model(content: Mapping[str, Any], *, file: Path) -> GPTConfig | LlamaConfig:
+    """Return the model of the ``config.json`` of an exported ``gpt`` or ``llama``.
+
+    Raises:
+        ConfigError: It is another model, or a setting is invalid.
+    """
+    schema = {"gpt": GPTConfig, "llama": LlamaConfig}.get(str(content["name"]))
+    if schema is None:
+        message = f"{file}: is of model={content['name']}; only gpt, llama and hf can be read here"
+        raise ConfigError([ConfigIssue("", f"{message}; train with model.weights={file.parent}")])
+    names = {field.name for field in fields(schema)} - {"weights"}
+    settings = {key: value for key, value in content.items() if key in names}
+    checked = validate(settings, schema)
+    if checked.problems:
+        raise ConfigError([ConfigIssue("", f"{file}: {checked.problems[0]}")])
+    typed: GPTConfig | LlamaConfig = checked.config
+    return typed
+
+
+def hf_instead(folder: Path) -> str:
+    """Return the words that say which options take a folder of transformers."""
+    return f"use model=hf model.path={folder}"
 
 
 def was_trained_on_text(folder: Path) -> bool:
@@ -348,23 +371,18 @@ def _is_text(name: str) -> bool:
 def read_folder(
     folder: Path, model: GPTConfig | LlamaConfig | HuggingFaceConfig
 ) -> dict[str, Tensor]:
-    """Read all weights of a folder of safetensors, by our names.
+    """Read all weights of a folder of safetensors; the caller compares them with the model.
 
     Raises:
-        ConfigError: A parameter is missing, or a file can't be read.
+        ConfigError: A file can't be read.
     """
     import torch
     import torch.distributed.checkpoint as dcp
 
     from axonlaunch.checkpoint.safetensors import Reader
-    from axonlaunch.models import hugging_face
 
     source = Reader(folder, model)
-    shapes = source.shapes()
-    known = hugging_face.places(model) or shapes  # others' are held against the model by who reads
-    if wrong := [f"{name} is missing" for name in known if name not in shapes]:
-        raise ConfigError([ConfigIssue("", f"{folder}: {first(wrong)}")])
-    state = {name: torch.empty(shapes[name]) for name in known}
+    state = {name: torch.empty(shape) for name, shape in source.shapes().items()}
     with reader.in_one_process():
         dcp.load({"model": state}, storage_reader=source, no_dist=True)
     return state

@@ -142,11 +142,9 @@ def is_written(partial: Path, progress: Progress, encoder: Encoder) -> bool:
     Raises:
         OSError: One is a link or can't be read.
     """
-    sizes = file_sizes(progress, encoder)
-    return all(
-        cached_folder.matches(partial / name, size=size, crc32=progress.sums.get(name, 0))
-        for name, size in sizes.items()
-    )
+    files = file_sizes(progress, encoder).items()
+    sums = progress.sums
+    return all(cached_folder.matches(partial / n, size=s, crc32=sums.get(n, 0)) for n, s in files)
 
 
 def written_sums(partial: Path) -> Mapping[str, int]:
@@ -378,10 +376,7 @@ class _Files:
         for name, content in written.items():
             self._streams[name].write(content)
             self._streams[name].flush()
-        sums = {
-            name: zlib.crc32(content, progress.sums.get(name, 0))
-            for name, content in written.items()
-        }
+        sums = {n: zlib.crc32(part, progress.sums.get(n, 0)) for n, part in written.items()}
         *before, here = progress.documents
         *sums_before, sum_here = progress.source_sums
         for content in written.values():

@@ -14,7 +14,7 @@ import json
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -156,7 +156,7 @@ class PretrainedTokenizer:
             fast.no_padding()
         self._copy = Isolated(self)
 
-    def isolated(
+    def call_isolated(
         self, function: Callable[..., _Result], *args: Any, characters: int, what: str
     ) -> _Result:
         """Return ``function(self, *args)``, called in a copy of this process with a deadline.
@@ -183,17 +183,17 @@ class PretrainedTokenizer:
     def documents(self, texts: Sequence[str]) -> list[_Tokens]:
         """Turn each text into what the tokenizer makes of it, and its end where that is missing."""
         size = sum(map(len, texts))
-        return self.isolated(_documents, list(texts), characters=size, what=_BLAMED)
+        return self.call_isolated(_documents, list(texts), characters=size, what=_BLAMED)
 
     def encode(self, text: str) -> list[int]:
         """Turn text into tokens, without the end that some tokenizers add."""
-        tokens = self.isolated(_encode, text, characters=len(text), what=_BLAMED)
+        tokens = self.call_isolated(_encode, text, characters=len(text), what=_BLAMED)
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == self.end else tokens
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Turn tokens into text, without those that a padded head made up."""
         known = [token for token in tokens if token < self.vocab_size]
-        return self.isolated(_decode, known, special, characters=len(known), what=_BLAMED)
+        return self.call_isolated(_decode, known, special, characters=len(known), what=_BLAMED)
 
     def keep(self, folder: Path) -> list[str]:
         """Copy the files into a folder, and what its class was chosen by."""
@@ -226,15 +226,10 @@ def _decode(tokenizer: PretrainedTokenizer, tokens: list[int], special: bool) ->
 
 def _without_template(name: str, content: bytes) -> bytes:
     """Return a tokenizer's file without the chat template that it may hold."""
-    if name != _CONFIG_FILE:
-        return content
-    try:
-        about = json.loads(content)
+    with suppress(ValueError, RecursionError):
+        about = json.loads(content) if name == _CONFIG_FILE else None
         if isinstance(about, dict):
-            about.pop(_TEMPLATE, None)
-            return json.dumps(about, sort_keys=True).encode()
-    except (ValueError, RecursionError):
-        pass
+            return json.dumps({**about, _TEMPLATE: None}, sort_keys=True).encode()
     return content
 
 

@@ -28,7 +28,7 @@ def are_alike(module: nn.Module, layers: str, *, index_names: tuple[str, ...] = 
     if not isinstance(blocks, nn.ModuleList):
         return False
     present = [block for block in blocks if not getattr(block, "is_stand_in", False)]
-    return len({looks(block, index_names) for block in present}) == 1
+    return len({block_key(block, index_names) for block in present}) == 1
 
 
 def with_first_blocks(module: nn.Module, layers: str, count: int) -> nn.Module:
@@ -47,8 +47,8 @@ def representative(
     return with_first_blocks(module, layers, FEW) if alike else module
 
 
-def looks(block: nn.Module, index_names: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return a key that is the same for equal blocks: their modules, shapes and settings."""
+def block_key(block: nn.Module, index_names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return a key of modules, shapes and settings that is the same for equal blocks."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     settings = [
         (name, key, value)

@@ -201,7 +201,7 @@ class ModelSpec:
 
 
 def takes_positions() -> str:
-    """Return no reason against packed rows; the ``unpackable`` of models that support them."""
+    """Return an empty reason; the ``unpackable`` of models that support packed rows."""
     return ""
 
 

@@ -24,15 +24,15 @@ from queue import SimpleQueue
 from select import POLLIN, poll
 from typing import Any, TypeVar
 
-from axonlaunch.system.host import available_bytes
+from axonlaunch.system.host import free_memory_bytes
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 _LEAST_MEMORY = 1 << 30
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
 _TURN_S = 0.5
 _LATE_S = 5
-"""Seconds after the deadline at which the copy ends by itself, if nobody has ended it."""
+"""Seconds after the deadline at which the copy ends by itself, if it still runs."""
 
 
 class IsolatedCallError(ValueError):
@@ -47,22 +47,22 @@ class Isolated:
     """
 
     def __init__(self, target: Any, *, is_bounded: bool = True) -> None:
-        """Choose what is handed to the functions.
+        """Store the target.
 
         Args:
-            target: The first argument of each function, as it is when the copy is made.
+            target: First argument of each function, in its state at the first call.
             is_bounded: Whether the copy may take at most half of the memory that is available.
         """
         self._target, self._is_bounded = target, is_bounded
         self._lock = threading.Lock()
         self._copy: _Copy | None = None
 
-    def call(self, function: Callable[..., Result], *args: Any, seconds: float) -> Result:
+    def call(self, function: Callable[..., _Result], *args: Any, seconds: float) -> _Result:
         """Return ``function(target, *args)``.
 
         Args:
             function: One of a module; it and its arguments and result can be pickled.
-            args: Its further arguments.
+            args: Further arguments of the function.
             seconds: Until the copy is killed.
 
         Raises:
@@ -81,7 +81,7 @@ class Isolated:
                 raise
         if raised is not None:
             raise raised
-        answer: Result = result
+        answer: _Result = result
         return answer
 
     def end(self) -> None:
@@ -106,7 +106,7 @@ class _Copy:
         self._requests: SimpleQueue[tuple[_Request, Future[_Answer]] | None] = SimpleQueue()
         self._pid: int | None = None
         self._is_killed = False
-        self._memory = max(_LEAST_MEMORY, available_bytes() // 2) if is_bounded else None
+        self._memory = max(_LEAST_MEMORY, free_memory_bytes() // 2) if is_bounded else None
         self._thread = threading.Thread(target=self._serve, name="isolated calls", daemon=True)
         self._thread.start()
 
@@ -183,7 +183,7 @@ class _Copy:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # From Python 3.12: other threads' locks stay as they are in the copy.
+            # From Python 3.12: locks that other threads hold stay locked in the copy.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid:

@@ -79,13 +79,11 @@ def available_to_rank(sharing: int) -> int:
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved()
-    table = Path("/proc/meminfo")
-    if not table.exists():
+    if not Path("/proc/meminfo").exists():
         return host.memory_bytes() // sharing
-    free_kib = table.read_text().split("MemAvailable:")[1].split()[0]
     pages = Path("/proc/self/statm").read_text().split()[:2]
     mapped, resident = (int(number) * os.sysconf("SC_PAGE_SIZE") for number in pages)
-    free = int(free_kib) * 1024 // sharing
+    free = host.free_memory_bytes() // sharing
     if (limit := limits.address_space()) is not None:
         free = min(free, max(0, limit - mapped))
     return free + resident

@@ -39,7 +39,7 @@ STEPS = 20
 SMALL = [
     *("data=synthetic_tokens", "data.sequence_length=64", "train.global_batch_size=8"),
     *(f"train.steps={STEPS}", "train.log_every=1", "train.eval_batches=2"),
-    *("launch.nproc=1"),
+    "launch.nproc=1",
 ]
 GPT, LLAMA = ["model=gpt"], ["model=llama_debug"]
 BF16, ESTIMATE = "train.precision=bf16", ["model=llama_debug", "launch.nproc=8"]

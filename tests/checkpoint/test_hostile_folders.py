@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import old_checkpoint
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -69,10 +67,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a sum is left out": lambda about: about[FILES][DATA].pop("crc32"),
     "a size alone": lambda about: about[FILES].update({DATA: about[FILES][DATA]["bytes"]}),
     "another step": lambda about: about.update(step=7),
-    "the first format": lambda about: about.update(
-        format=1, files={name: known["bytes"] for name, known in about[FILES].items()}
-    ),
-    "the second format": lambda about: about.update(format=2),
+    "another format": lambda about: about.update(format=3),
     "no files": lambda about: about.update(files={}),
     "no checksum of itself": lambda about: about.pop("sha256", None),
 }
@@ -88,17 +83,6 @@ def test_an_edited_manifest_beside_changed_bytes_is_refused(name: str, tmp_path:
     assert list(checkpoint.corrupt_checkpoints(tmp_path)) == [target.path]
 
 
-def test_a_whole_one_is_loaded_and_an_old_one_too(tmp_path: Path) -> None:
-    assert is_loaded(saved(tmp_path / "new").path)
-    before = old_checkpoint.save(tmp_path / "old", STATE)
-    assert is_loaded(before.path)
-    state = {"w": torch.zeros(64), "b": torch.zeros(3, dtype=torch.bfloat16)}
-    checkpoint.load_model(before, state)
-    assert torch.equal(state["w"], STATE["model"]["w"])
-    assert torch.equal(state["b"], STATE["model"]["b"])
-    assert reader.saved_states(before) == {"w.exp_avg"}
-
-
 def test_what_is_saved_holds_no_pickled_index(tmp_path: Path) -> None:
     target = saved(tmp_path)
     assert sorted(file.name for file in target.path.iterdir()) == [
@@ -109,25 +93,6 @@ def test_what_is_saved_holds_no_pickled_index(tmp_path: Path) -> None:
     assert sorted(step_folders.files(target)) == [DATA, "index.json"]
     tensors = json.loads((target.path / "index.json").read_text())["tensors"]
     assert sorted(tensors) == ["model.b", "model.w", "optimizer.w.exp_avg"]
-
-
-@pytest.mark.parametrize("manifest", ["new", "old"])
-def test_formats_do_not_mix(manifest: str, tmp_path: Path) -> None:
-    new, before = saved(tmp_path / "new"), old_checkpoint.save(tmp_path / "old", STATE)
-    target, other, index = (
-        (new, before, ".metadata") if manifest == "new" else (before, new, "index.json")
-    )
-    shutil.copy(other.path / index, target.path / index)
-    assert not is_loaded(target.path)
-    [reason] = checkpoint.corrupt_checkpoints(target.path).values()
-    assert "mixes formats" in reason
-
-
-def test_an_old_manifest_may_not_say_that_it_is_older(tmp_path: Path) -> None:
-    target = old_checkpoint.save(tmp_path, STATE)
-    edit(target.path / "manifest.json", EDITS["the first format"])
-    flip(target.path / DATA)
-    assert not is_loaded(target.path)
 
 
 class Malicious:
@@ -147,22 +112,12 @@ def resum(folder: Path) -> None:
             if (folder / name).is_file():
                 size = (folder / name).stat().st_size
                 about[FILES][name] = {"bytes": size, "crc32": step_folders._crc32(folder / name)}
-        if about["format"] > 2:
-            about["sha256"] = manifest._own_sum(about)
+        about["sha256"] = manifest._own_sum(about)
 
     edit(folder / "manifest.json", change)
 
 
-def test_an_old_index_that_names_a_function_does_not_call_it(tmp_path: Path) -> None:
-    target, victim = old_checkpoint.save(tmp_path, STATE), tmp_path / "victim"
-    (target.path / ".metadata").write_bytes(pickle.dumps(Malicious(victim)))
-    resum(target.path)
-    with pytest.raises(CorruptCheckpointError, match=r"names posix.system, which no index needs"):
-        reader.contents(target)
-    assert not victim.exists()
-
-
-def test_a_new_checkpoint_with_a_pickle_for_an_index_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_pickle_for_an_index_is_refused(tmp_path: Path) -> None:
     target, victim = saved(tmp_path), tmp_path / "victim"
     (target.path / "index.json").write_bytes(pickle.dumps(Malicious(victim)))
     resum(target.path)

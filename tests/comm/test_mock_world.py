@@ -298,4 +298,4 @@ def test_a_rank_may_close_its_world() -> None:
 
 def test_world_init_inside_a_mock_rank_is_refused() -> None:
     failure = failure_of(lambda _: World.init(), size=1)
-    assert "this process has a world (or a torch default group) already" in str(failure)
+    assert "this process already has a world (or a torch default group)" in str(failure)

@@ -248,7 +248,7 @@ def test_a_world_of_one_needs_no_port_and_leaves_nothing() -> None:
             assert (world.rank, world.world_size, world.is_main) == (0, 1, True)
             assert world.device == torch.device("cpu")
             assert world.new_group([0]).ranks == (0,)
-            with pytest.raises(ValueError, match=r"has a world .* already"):
+            with pytest.raises(ValueError, match=r"already has a world"):
                 World.init()
         world.close()
         assert not dist.is_initialized()

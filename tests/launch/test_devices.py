@@ -181,11 +181,11 @@ def test_ranks_on_gloo_are_dealt_out_to_the_devices(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)
     monkeypatch.setattr(torch.cuda, "init", lambda: done.append("init"))
-    devices_of_ranks = [world._device(Backend.GLOO, rank, asked="cuda") for rank in range(3)]
+    devices_of_ranks = [world._device(Backend.GLOO, rank, requested="cuda") for rank in range(3)]
     assert devices_of_ranks == [torch.device("cuda", index) for index in (0, 1, 0)]
     assert done == [0, "init", 1, "init", 0, "init"]
     with pytest.raises(ValueError, match="backend=nccl, device=cpu: NCCL works only on GPUs"):
-        world._device(Backend.NCCL, 0, asked="cpu")
+        world._device(Backend.NCCL, 0, requested="cpu")
 
 
 def _world(device: str, backend: str) -> World:

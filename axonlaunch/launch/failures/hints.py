@@ -13,11 +13,11 @@ from axonlaunch.config.data import TokensConfig
 from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
-from axonlaunch.data import token_cache
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.planning.estimate import cached_estimate, forecast, prepared, suggest_changes
 from axonlaunch.system import limits
+from axonlaunch.system.cache import cache_folder
 from axonlaunch.system.disk import free_bytes, shortage
 from axonlaunch.system.formatting import size
 
@@ -89,7 +89,7 @@ def _bus_error(config: RunConfig) -> str:
         "the same command goes on from the last checkpoint",
     )
     if isinstance(config.data, TextRowsConfig):
-        files = f"tokens in {token_cache.folder_of(config.data.cache_dir)}"
+        files = f"tokens in {config.data.cache_dir or cache_folder() / 'tokens'}"
         again += " and tokenizes changed files again"
     elif isinstance(config.data, TokensConfig):
         files = f"data.path={config.data.path}"

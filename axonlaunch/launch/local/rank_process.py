@@ -228,7 +228,7 @@ def report_of(error: BaseException, spec: RankSpec) -> Report:
         text = None
     reason = f"{type(error).__name__}: {str(error).strip() or type(error).__name__}"
     cause = _cause(error)
-    if gone := _deleted(error, spec.log.parents[1]):
+    if gone := _find_deleted(error, spec.log.parents[1]):
         reason, cause = f"{gone} is gone", "folder"
     elif isinstance(error, OSError) and cause:
         reason = plain_error(error)
@@ -252,7 +252,7 @@ def report_of(error: BaseException, spec: RankSpec) -> Report:
     )
 
 
-def _deleted(error: BaseException, run_folder: Path) -> str:
+def _find_deleted(error: BaseException, run_folder: Path) -> str:
     """Name what was deleted under the run and so caused an error; empty for another error."""
     if not isinstance(error, OSError | SaveError):
         return ""

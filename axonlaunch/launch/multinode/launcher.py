@@ -16,7 +16,9 @@ from axonlaunch.launch.failures.outcome import was_interrupted
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local.launcher import run_ranks
 from axonlaunch.launch.multinode import token
-from axonlaunch.launch.multinode.membership import NodeMembership, unsaid
+from axonlaunch.launch.multinode.membership import NodeMembership
+from axonlaunch.launch.multinode.node_settings import unsaid
+from axonlaunch.launch.multinode.run_end import finished_without_node_0
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, report_crash
 from axonlaunch.planning.background_estimate import BackgroundEstimate
@@ -78,6 +80,9 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     if missing := unsaid(config):
         raise ConfigError([*problems, *missing])
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
+    if not problems and (finished := finished_without_node_0(config)) is not None:
+        console.log(finished)
+        return 0, None
     proof = None
     if not problems and config.launch.node_rank == 0:
         try:
@@ -100,7 +105,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
                 attempt = me.rendezvous(folder)
                 if attempt is None:
                     me.leave()
-                    return 0, me.summary
+                    return me.status, me.summary
                 config, rendezvous = attempt
                 prediction = BackgroundEstimate(context, config)
                 record.prediction = folder.enter_context(closing(prediction))
@@ -120,7 +125,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
                 )
         finally:
             console.stop()
-        me.leave()
+        me.leave(outcome)
         if rendezvous.node_rank == 0:
             return finish_run(config, outcome, record, console, context=context)
     if outcome.crash is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,17 +17,24 @@ import torch.distributed as dist
 
 from axonlaunch import config as configuration
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.rendezvous import is_own, meet_at
+from axonlaunch.comm.rendezvous import meet_at
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import nodes, num_ranks
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.local.launcher import Rendezvous
-from axonlaunch.launch.multinode import run_identity, token
+from axonlaunch.launch.multinode import run_end, run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.multinode.handshake import handshake, member_name
-from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
+from axonlaunch.launch.multinode.node_settings import (
+    is_elastic,
+    is_first,
+    meeting_port,
+    node_order,
+    ranks_of_node,
+)
+from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous, RunEndedError
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import log_event
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
@@ -50,6 +57,7 @@ class NodeMembership:
         attempts: How many there were before this one.
         restarts: Those of them that failed; the others made room for a node.
         summary: Of a run that was finished before, on node 0.
+        status: The exit status where this node takes part in no attempt.
     """
 
     def __init__(
@@ -78,17 +86,17 @@ class NodeMembership:
         self._problems = problems
         self._console = console
         self._composed, self._launched_by = composed, launched_by
-        self._hosts = _is_first(config)
+        self._hosts = is_first(config)
         secret = token.read_token(config.launch)
         if secret is None:
-            where = f"{config.launch.master_addr}:{_port(config)}"
+            where = f"{config.launch.master_addr}:{meeting_port(config)}"
             warning = token.missing_token(config.launch, address=where)
             if self._hosts:
                 console.line(warning)
         # It listens for as long as this is held.
         if not self._hosts:
             which = "" if config.launch.node_rank == "auto" else f" {config.launch.node_rank}"
-            where = f"{config.launch.master_addr}:{_port(config)}"
+            where = f"{config.launch.master_addr}:{meeting_port(config)}"
             console.line(f"node{which}: joining {where}")
         self._held = self._open(listens=self._hosts)
         self._credentials = self._name_run(derive_key(secret or b""))
@@ -97,10 +105,11 @@ class NodeMembership:
         self._peers: Coordinator | None = None
         self.attempts = self.restarts = 0
         self.summary: dict[str, Any] | None = None
+        self.status = 0
 
     def _open(self, *, listens: bool) -> dist.Store:
         """Connect to where the nodes meet."""
-        launch, port = self._given.launch, _port(self._given)
+        launch, port = self._given.launch, meeting_port(self._given)
         timeout = timedelta(seconds=launch.timeout_s)
         try:
             return meet_at(launch.master_addr, port, listens=listens, timeout=timeout)
@@ -128,7 +137,9 @@ class NodeMembership:
         try:
             return run_identity.learn(self._held, key, timeout_s=launch.timeout_s)
         except TimeoutError:
-            message = f"what listens at port {_port(self._given)} there is not an axonlaunch run"
+            message = (
+                f"what listens at port {meeting_port(self._given)} there is not an axonlaunch run"
+            )
         except ForgedMessageError:
             message = _FORGED
         raise ConfigError([ConfigIssue("launch.master_addr", message, launch.master_addr)])
@@ -136,13 +147,22 @@ class NodeMembership:
     def rendezvous(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous] | None:
         """Meet the others for an attempt; return what all run, and where the ranks meet.
 
-        None where the run was finished before, which is said.
+        None where the run was finished before, or ended before this node could take part; that is
+        said.
 
         Raises:
             ConfigError: The nodes can't meet, or differ.
         """
         launch = self._given.launch
-        now, store = self._round(), self._open(listens=False)
+        if self._hosts and self._ends_at_once():
+            return None
+        try:
+            now, store = self._round(), self._open(listens=False)
+        except RunEndedError as ended:
+            where = f"{launch.master_addr}:{meeting_port(self._given)}"
+            self.status, said = run_end.exit_status_and_line(ended.status, where=where)
+            self._console.log(said)
+            return None
         credentials = dataclasses.replace(
             self._credentials, round=now.number, sender=member_name(now.member)
         )
@@ -168,7 +188,7 @@ class NodeMembership:
             nonces=nonces,
             member=now.member,
             members=now.members,
-            first_ranks=[node * _count(self._given) for node in range(now.members)],
+            first_ranks=[node * ranks_of_node(self._given) for node in range(now.members)],
             lost_s=NODE_LOST_S,
             are_nodes=True,
             newcomers=partial(self._newcomers, now),
@@ -184,7 +204,7 @@ class NodeMembership:
         self._say(config, now.member)
         rendezvous = Rendezvous(
             address=launch.master_addr,
-            port=_port(config),
+            port=meeting_port(config),
             credentials=credentials,
             node_rank=now.member,
             others=peers,
@@ -203,23 +223,53 @@ class NodeMembership:
         self.attempts += again
         return again
 
-    def leave(self) -> None:
-        """Take part no longer; nodes that come later learn that the run has ended."""
+    def leave(self, outcome: Outcome | None = None) -> None:
+        """Take part no longer; nodes that wait or come later learn how the run ended.
+
+        Args:
+            outcome: Of the last attempt; None: the run was finished before.
+        """
         if self._rounds is not None:
-            self._rounds.leave()
+            self._rounds.leave("done" if outcome is None else run_end.status_of(outcome))
+
+    def _ends_at_once(self) -> bool:
+        """Whether an elastic run was finished before; tell nodes that come just now, on node 0.
+
+        Those that were there before node 0, and found the run finished in the folder that they
+        share with it, are gone: node 0 would wait in vain for the fewest nodes.
+        """
+        if self._frozen is not None or not is_elastic(self._given):
+            return False
+        with suppress(ConfigError):  # which is reported to all nodes that come
+            if (summary := run_dir.finished_summary(self._given)) is not None:
+                self.summary = summary
+                self._console.log(run_dir.finished_text(self._given, summary))
+                self._rendezvous_of_rounds().leave(stay_s=NODE_LOST_S)
+                self._rounds = None
+                return True
+        return False
 
     def _round(self) -> Attempt:
         """Return the nodes of the next attempt.
 
         Raises:
             ConfigError: Too few came.
+            RunEndedError: The run ended before this node could take part.
         """
         launch = self._given.launch
         least, most = nodes(self._given)
-        order = 0 if launch.node_rank == "auto" else launch.node_rank
         if least == most and self.restarts == 0:
-            return Attempt(-1, order, most)
+            return Attempt(-1, node_order(self._given), most)
+        try:
+            return self._rendezvous_of_rounds().next()
+        except TimeoutError:
+            message = f"fewer than {least} nodes joined within launch.timeout_s="
+            problem = ConfigIssue("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
+            raise ConfigError([problem]) from None
+
+    def _rendezvous_of_rounds(self) -> ElasticRendezvous:
         if self._rounds is None:
+            least, most = nodes(self._given)
             store = self._open(listens=False)
             self._rounds = ElasticRendezvous(
                 run_identity.keys_of(store, self._credentials, "rounds"),
@@ -227,15 +277,10 @@ class NodeMembership:
                 first=self._hosts,
                 least=least,
                 most=most,
-                order=order,
-                timeout_s=launch.timeout_s,
+                order=node_order(self._given),
+                timeout_s=self._given.launch.timeout_s,
             )
-        try:
-            return self._rounds.next()
-        except TimeoutError:
-            message = f"fewer than {least} nodes joined within launch.timeout_s="
-            problem = ConfigIssue("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
-            raise ConfigError([problem]) from None
+        return self._rounds
 
     def _newcomers(self, now: Attempt) -> bool:
         """Whether a node waits that could take part, and nothing is lost by a new start."""
@@ -317,7 +362,7 @@ class NodeMembership:
     def _say(self, config: RunConfig, member: int) -> None:
         if member == 0:
             return
-        count, first = _count(config), member * _count(config)
+        count, first = ranks_of_node(config), member * ranks_of_node(config)
         which = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
         self._console.line(
             f"node {member} of {nodes(config)[1]}: {which} of {num_ranks(config)}; "
@@ -330,38 +375,6 @@ def _launch_nothing(peers: Coordinator, **why: Any) -> None:
     peers.publish("frozen", why)
     peers.watch()
     peers.leave()
-
-
-def unsaid(config: RunConfig) -> list[ConfigIssue]:
-    """Report settings that a node needs to find the others and that are missing."""
-    launch, missing = config.launch, []
-    least, most = nodes(config)
-    if launch.node_rank == "auto" and least == most:
-        message = f"which of the {launch.nnodes} nodes is this? write 0 on the first"
-        missing.append(ConfigIssue("launch.node_rank", message, "auto"))
-    elif launch.node_rank != "auto" and launch.node_rank >= most:
-        message = f"the nodes are 0 to {most - 1} with launch.nnodes={launch.nnodes}"
-        missing.append(ConfigIssue("launch.node_rank", message, launch.node_rank))
-    if launch.master_addr == "auto":
-        message = "is required for a multi-node run; write the address that reaches node 0"
-        missing.append(ConfigIssue("launch.master_addr", message, "auto"))
-    if launch.backend == "mock":
-        message = "its ranks are threads of one process; use auto, or launch.nnodes=1"
-        missing.append(ConfigIssue("launch.backend", message, "mock"))
-    return missing
-
-
-def _count(config: RunConfig) -> int:
-    return 1 if config.launch.nproc == "auto" else config.launch.nproc
-
-
-def _port(config: RunConfig) -> int:
-    return 29500 if config.launch.master_port == "auto" else config.launch.master_port
-
-
-def _is_first(config: RunConfig) -> bool:
-    launch = config.launch
-    return launch.node_rank == 0 or (launch.node_rank == "auto" and is_own(launch.master_addr))
 
 
 def _check_agreement(met: list[dict[str, Any]]) -> None:

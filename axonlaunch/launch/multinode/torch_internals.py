@@ -21,6 +21,7 @@ __all__ = [
     "name_methods_by_frame",
     "round_of",
     "stop_heartbeats",
+    "waiting_nodes",
 ]
 
 
@@ -49,3 +50,12 @@ def stop_heartbeats(handler: Any) -> None:
     Nothing public does but ``shutdown``, which closes the rendezvous for all nodes.
     """
     handler._stop_heartbeats()
+
+
+def waiting_nodes(handler: Any) -> list[str]:
+    """Return the addresses of nodes that wait for the next round of a rendezvous, as last read.
+
+    Its ``num_nodes_waiting`` counts only those for which there is room.
+    """
+    state = handler._state_holder.state
+    return [node.addr for node in (*state.wait_list, *state.redundancy_list)]

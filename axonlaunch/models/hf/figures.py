@@ -12,7 +12,7 @@ from typing import Any
 from axonlaunch.config.errors import ConfigError
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf.structure import Structure, structure
-from axonlaunch.models.repeated_blocks import looks
+from axonlaunch.models.repeated_blocks import block_key
 
 _INDEX_NAMES = ("layer_idx", "layer_id", "layer_number", "block_idx", "layer_index")
 """Attributes of a block's modules that hold its number."""
@@ -58,5 +58,6 @@ def _kinds(model: Structure) -> list[Any]:
         return []
     blocks: Any = model.model.get_submodule(model.layers)
     return [
-        (kind, looks(block, _INDEX_NAMES)) for kind, block in zip(model.kinds, blocks, strict=True)
+        (kind, block_key(block, _INDEX_NAMES))
+        for kind, block in zip(model.kinds, blocks, strict=True)
     ]

@@ -179,8 +179,8 @@ def _within_documents(mask_function: Any, positions: Tensor) -> Any:
 def hides_nothing(padding: Tensor) -> bool:
     """Return whether a padding mask shows all tokens.
 
-    Models here get tokens without a mask. A mask without values is the mask of ones that OPT
-    created up to 5.17.
+    Models here get tokens without a padding mask. A mask without values is therefore all ones; OPT
+    creates such a mask up to 5.17.
     """
     return is_fake(padding) or bool(padding.all())
 
@@ -202,7 +202,7 @@ def _repeat_unsupported_groups() -> None:
 
 
 def _build_same_rotary_tables_when_fake() -> None:
-    """Build rotary tables that depend on the longest position also on tensors without values.
+    """Make rotary tables that depend on the longest position work on tensors without values.
 
     Modules apply the decorator at import, which is later. If a module was imported before this
     call, tables of these kinds can't be traced.

@@ -177,14 +177,14 @@ class _Watch(TorchDispatchMode):
 
     def positions(self, length: int) -> Tensor:
         """Return the positions of a part, which the model must use."""
-        with self._paused():
+        with self._pause():
             return torch.arange(length) * 1
 
     @contextmanager
     def attending(self) -> Iterator[None]:
         """Context around split attention and its masks, in which operations are not checked."""
         self.attended += bool(self._block)
-        with self._paused():
+        with self._pause():
             yield
 
     def enter(self, block: str, arguments: Any) -> None:
@@ -227,7 +227,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
+    def _pause(self) -> Iterator[None]:
         previous, self._is_paused = self._is_paused, True
         try:
             yield
