@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +86,7 @@ def test_an_evaluation_that_drops_or_repeats_held_out_samples_is_none() -> None:
 
 @pytest.mark.parametrize(
     ("size", "problem"),
-    [(24, "an epoch reads a sample twice"), (8, "every epoch has its samples in the same order")],
+    [(24, "an epoch reads a sample twice"), (8, "every epoch reads samples in the same order")],
     ids=["incomplete", "whole"],
 )
 def test_an_order_that_ends_with_the_last_full_batch_is_none(
@@ -233,7 +235,9 @@ def test_a_row_count_cached_for_another_packing_is_noticed(
     [*notes] = (tmp_path / "cache").glob("*/rows-*.json")
     assert len(notes) == 2, "of the second shard, one for each packing"
     for note in notes:
-        note.write_text('{"rows": 3}')
+        digest = note.stem.removeprefix("rows-")
+        crc32 = zlib.crc32(f"{digest} 3".encode())
+        note.write_text(json.dumps({"rows": 3, "crc32": crc32}))
     problem = data_checks.order_problem(of_shards(tmp_path, "concat"), seed=0)
     assert problem.startswith("the data: shard 1 has ")
     assert problem.endswith("rows, but 3 were counted")

@@ -91,7 +91,7 @@ def test_an_adapter_kept_in_bf16_is_noticed(strategy: str, monkeypatch: pytest.M
     monkeypatch.setattr(
         build,
         "keep_parameters_in",
-        lambda model, dtype, *, frozen_alone: keep_parameters_in(model, dtype),
+        lambda model, dtype, *, frozen_only: keep_parameters_in(model, dtype),
     )
     changes = ROUGH if strategy == "tensor" else {}
     layers = 8 if changes else 2
