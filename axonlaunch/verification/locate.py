@@ -177,12 +177,12 @@ def _describe(
                 how += f", as if not summed, or averaged twice, over {axis}"
     elif quantity.previous is None:
         others = [item.pair for item in everything if item.pair.rank != worst.pair.rank]
-        how += _misplaced(worst.pair, others, partial(_is_near, within=passing))
+        how += _misplaced_part(worst.pair, others, partial(_is_near, within=passing))
     step = "" if quantity.step == 1 else f" in step {quantity.step}"
     return f"{subject} {how}{step} {_ranks_text(wrong, everything, layout)}"
 
 
-def _misplaced(
+def _misplaced_part(
     worst: Pair, others: Sequence[Pair], is_near: Callable[[Tensor, Tensor], bool]
 ) -> str:
     """Describe a tensor that is another rank's, or that is wrong in only one half of a dim."""

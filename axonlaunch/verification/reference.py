@@ -1,8 +1,7 @@
 """Trains a run in one process with plain torch, as the reference for layouts.
 
-Uses the module, its loss as defined, ``torch.optim``, torch's clipping, the schedule's formula and
-``torch.amp``. Imports nothing from ``engines``, because a comparison cannot find errors in shared
-code.
+Uses the module, its loss, ``torch.optim``, torch's clipping, the schedule's formula and
+``torch.amp``. Imports nothing from ``engines``: a comparison cannot find errors in shared code.
 """
 
 from __future__ import annotations
@@ -131,8 +130,7 @@ class PlainRun:
         """Check for faults that the reference and every layout share.
 
         Raises:
-            NoReferenceError: The order of samples is wrong, samples are random, or weights that the
-                model ties are no longer tied.
+            NoReferenceError: Samples are random or in a wrong order, or tied weights are separate.
         """
         seed, loader = self._config.seed, self._loader
         _refuse(data_checks.order_problem(loader, seed=seed) or data_checks.random_problem(loader))
@@ -141,11 +139,7 @@ class PlainRun:
             raise NoReferenceError(f"the model: {untied[0]} is no longer the weight it was tied to")
 
     def run(self) -> Reference:
-        """Run every step.
-
-        Raises:
-            NoReferenceError: A check of the data or of the model failed.
-        """
+        """Run every step; raise ``NoReferenceError`` if a check of data or model fails."""
         steps: list[ReferenceStep] = []
         evaluation, prediction, saved = None, None, self._state()
         for number in range(self._plan.steps):
