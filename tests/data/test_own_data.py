@@ -24,7 +24,7 @@ from axonlaunch.events import Monitor, StepLogged
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.training import worker
 from axonlaunch.verification.compare import on_mock
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 MODULE = '''
 import torch

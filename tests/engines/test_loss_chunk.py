@@ -21,7 +21,7 @@ from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.preflight.model_outputs import head_problems
 from axonlaunch.verification import compare
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 CHUNK = "train.loss_chunk=5"  # divides neither a sample's 16 tokens nor a micro-batch's
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=8"]
