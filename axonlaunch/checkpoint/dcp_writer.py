@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -20,9 +21,11 @@ import torch
 from torch import Tensor, futures
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
     FileSystem,
 )
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from zlib_ng.zlib_ng import crc32
@@ -30,10 +33,11 @@ from zlib_ng.zlib_ng import crc32
 from axonlaunch.checkpoint.dcp_reader import bytes_of
 from axonlaunch.checkpoint.direct_io import DirectFile
 from axonlaunch.checkpoint.index import NO_TENSOR, index_to_json
-from axonlaunch.checkpoint.manifest import INDEX, Checkpoint, Sum
+from axonlaunch.checkpoint.manifest import INDEX, TORCH_INDEX, Checkpoint, Sum
 from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.checkpoint.step_folders import complete, partial_of, prepare
 from axonlaunch.checkpoint.storage import is_remote
+from axonlaunch.checkpoint.torch_archive import archive_header
 from axonlaunch.checkpoint.torch_internals import (
     OverlappingCpuLoader,
     RemoteFileSystem,
@@ -101,7 +105,7 @@ class Writer(FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
-        """Write the bytes of tensors one after another; the main rank gets where they are.
+        """Write tensors one after another, each as a header of torch and its bytes.
 
         Raises:
             TypeError: A value to save is not a tensor.
@@ -112,9 +116,11 @@ class Writer(FileSystemWriter):
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
             for tensor, item in self._on_host(plan.items, planner):
-                place = StoragePlace(name, stream.tell(), tensor.nbytes)
+                start = stream.tell()
+                stream.write(archive_header(tensor.dtype, tensor.shape))
                 if tensor.nbytes:
                     stream.write(bytes_of(tensor.contiguous()))
+                place = StoragePlace(name, start, stream.tell() - start)
                 results.append(WriteResult(item.index, tensor.nbytes, place))
         results.sums = dict(self._summing.sums)
         future: futures.Future[list[WriteResult]] = futures.Future()
@@ -138,17 +144,30 @@ class Writer(FileSystemWriter):
         yield from cast("Iterator[tuple[Tensor, WriteItem]]", loader.values())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, on the main rank, and make a checkpoint of what is there."""
+        """Write both indices and complete the checkpoint; called on the main rank."""
         metadata.storage_data = {
             result.index: result.storage_data for rank in results for result in rank
         }
-        with self.fs.create_stream(self.fs.concat_path(self.path, INDEX), "wb") as stream:
-            stream.write(index_to_json(metadata))
+        metadata.version = CURRENT_DCP_VERSION
+        indices = {INDEX: index_to_json(metadata), TORCH_INDEX: _pickled(metadata)}
+        for name, content in indices.items():
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+                stream.write(content)
         sums = dict(self._summing.sums)
         for of_rank in results:
             sums.update(cast("_Written", of_rank).sums)
         complete(partial_of(self._about.path), self._about, sums)
         self._done()
+
+
+def _pickled(metadata: Metadata) -> bytes:
+    """Return the pickle of torch's index; equal properties become one object, pickled once."""
+    shared: dict[tuple[Any, ...], Any] = {}
+    for entry in metadata.state_dict_metadata.values():
+        properties = cast("TensorStorageMetadata", entry).properties
+        key = tuple(vars(properties).values())
+        cast("TensorStorageMetadata", entry).properties = shared.setdefault(key, properties)
+    return pickle.dumps(metadata)
 
 
 def _step_back() -> None:

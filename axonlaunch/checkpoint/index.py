@@ -32,7 +32,10 @@ NO_TENSOR = "is not a tensor; a checkpoint contains only tensors"
 
 
 def index_to_json(metadata: Metadata) -> bytes:
-    """Return the JSON of an index whose ``storage_data`` says where each part lies.
+    """Return the JSON of an index; its offsets are those of raw bytes, after the headers.
+
+    Args:
+        metadata: Index of torch; ``storage_data`` locates the header and bytes of each chunk.
 
     Raises:
         TypeError: A value to save is not a tensor.
@@ -41,23 +44,27 @@ def index_to_json(metadata: Metadata) -> bytes:
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise TypeError(f"{name} {NO_TENSOR}")
+        dtype = entry.properties.dtype
         tensors[name] = {
-            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
             "size": list(entry.size),
-            "chunks": [_chunk_to_json(name, chunk, metadata) for chunk in entry.chunks],
+            "chunks": [_chunk_to_json(name, chunk, dtype, metadata) for chunk in entry.chunks],
         }
     return json.dumps({"tensors": tensors}, separators=(",", ":")).encode()
 
 
-def _chunk_to_json(name: str, chunk: ChunkStorageMetadata, metadata: Metadata) -> dict[str, Any]:
-    where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-    assert not where.transform_descriptors, "what is written is not transformed"
+def _chunk_to_json(
+    name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype, metadata: Metadata
+) -> dict[str, Any]:
+    entry = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    assert not entry.transform_descriptors, "the bytes in the file are not transformed"
+    nbytes = math.prod(chunk.sizes) * dtype.itemsize
     return {
         "offsets": list(chunk.offsets),
         "sizes": list(chunk.sizes),
-        "file": where.relative_path,
-        "offset": where.offset,
-        "length": where.length,
+        "file": entry.relative_path,
+        "offset": entry.offset + entry.length - nbytes,  # after the header
+        "length": nbytes,
     }
 
 

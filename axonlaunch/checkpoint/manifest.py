@@ -21,6 +21,8 @@ FORMAT = 4
 """Number of the checkpoint format; checkpoints with another number are refused."""
 MANIFEST = "manifest.json"
 INDEX = "index.json"
+TORCH_INDEX = ".metadata"
+"""Index for ``torch.distributed.checkpoint.FileSystemReader``: a pickle, never read here."""
 
 _LARGEST = 256 << 20
 _OWN_SUM = "sha256"

@@ -352,7 +352,7 @@ def _step(folder: Path) -> int:
 
 def _order(name: str) -> tuple[bool, int, str]:
     """Put ranks' files by number, and the index, which a load has read by then, last."""
-    return name == manifest.INDEX, len(name), name
+    return name in (manifest.INDEX, manifest.TORCH_INDEX), len(name), name
 
 
 def _crc32(file: Path) -> int:

@@ -6,6 +6,7 @@ belongs in this file alone. ``StoragePlace`` stands in every checkpoint's index 
 
 from __future__ import annotations
 
+from torch._utils import _rebuild_tensor_v3 as rebuild_tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFileSystem
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.filesystem import _OverlappingCpuLoader as OverlappingCpuLoader
@@ -20,4 +21,5 @@ __all__ = [
     "SerialCpuLoader",
     "StoragePlace",
     "TensorLoader",
+    "rebuild_tensor",
 ]

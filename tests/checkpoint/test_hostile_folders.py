@@ -83,14 +83,11 @@ def test_an_edited_manifest_beside_changed_bytes_is_refused(name: str, tmp_path:
     assert list(checkpoint.corrupt_checkpoints(tmp_path)) == [target.path]
 
 
-def test_what_is_saved_holds_no_pickled_index(tmp_path: Path) -> None:
+def test_manifest_lists_every_file_and_index_every_tensor(tmp_path: Path) -> None:
     target = saved(tmp_path)
-    assert sorted(file.name for file in target.path.iterdir()) == [
-        DATA,
-        "index.json",
-        "manifest.json",
-    ]
-    assert sorted(step_folders.files(target)) == [DATA, "index.json"]
+    present = {file.name for file in target.path.iterdir()}
+    assert present == {DATA, ".metadata", "index.json", "manifest.json"}
+    assert step_folders.files(target).keys() == present - {"manifest.json"}
     tensors = json.loads((target.path / "index.json").read_text())["tensors"]
     assert sorted(tensors) == ["model.b", "model.w", "optimizer.w.exp_avg"]
 
@@ -125,6 +122,16 @@ def test_a_checkpoint_with_a_pickle_for_an_index_is_refused(tmp_path: Path) -> N
         CorruptCheckpointError, match=r"has an index\.json that can't be understood"
     ):
         reader.contents(target)
+    assert not victim.exists()
+
+
+def test_pickled_index_of_torch_is_never_unpickled(tmp_path: Path) -> None:
+    target, victim = saved(tmp_path), tmp_path / "victim"
+    (target.path / ".metadata").write_bytes(pickle.dumps(Malicious(victim)))
+    resum(target.path)
+    assert is_loaded(target.path)
+    assert step_folders.damage(target) == []
+    assert "model.w" in reader.contents(target)
     assert not victim.exists()
 
 
