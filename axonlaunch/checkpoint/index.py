@@ -1,7 +1,7 @@
-"""The index of a checkpoint: which tensor lies where, as JSON and as torch's own objects.
+"""Converts the index of a checkpoint, which locates each tensor, between JSON and torch's objects.
 
-One that names what its manifest does not list, or that its files can't hold, is refused, whoever
-wrote it.
+An index is refused if it names a file that the manifest does not list, or more values than its
+files hold.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ def read_index(content: bytes, files: Mapping[str, Sum]) -> Metadata:
 
 
 def _metadata_of(content: Any) -> Metadata:
-    """Turn JSON into torch's objects."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, StoragePlace] = {}
     for name, entry in content["tensors"].items():
@@ -118,13 +117,13 @@ def _numbers(values: Any) -> torch.Size:
 
 
 def _refuse_impossible(index: Metadata, files: Mapping[str, Sum]) -> None:
-    """Hold an index against the files of its checkpoint.
+    """Check an index against the files of its checkpoint.
 
-    What a tensor is said to hold is made room for before it is read, so it may not be said to hold
-    more than its files do.
+    Memory for a tensor is allocated before its values are read, so an index that claims more values
+    than the files hold must be refused.
 
     Raises:
-        CorruptCheckpointError: It says what can't be.
+        CorruptCheckpointError: The index contradicts the files.
     """
     for place in index.storage_data.values():
         if place.relative_path not in files:
