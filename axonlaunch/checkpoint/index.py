@@ -1,31 +1,26 @@
-"""The index of a checkpoint: which tensor lies where, as JSON and as torch's own objects.
+"""Converts the index of a checkpoint, which locates each tensor, between JSON and torch's objects.
 
-One that names what its manifest does not list, or that its files can't hold, is refused, whoever
-wrote it. Torch keeps its index as a pickle; checkpoints of formats before 3 have such a one, of
-which nothing is unpickled that has no place in an index.
+An index is refused if it names a file that the manifest does not list, or more values than its
+files hold.
 """
 
 from __future__ import annotations
 
-import enum
-import io
 import json
 import math
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 
-from axonlaunch.checkpoint.manifest import INDEX, PICKLED_INDEX, CorruptCheckpointError, Sum
+from axonlaunch.checkpoint.manifest import INDEX, CorruptCheckpointError, Sum
 from axonlaunch.checkpoint.torch_internals import StoragePlace
 
 _DTYPES = {
@@ -33,24 +28,14 @@ _DTYPES = {
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e5m2"),
 }
-_CHECKPOINT = "torch.distributed.checkpoint"
-_IN_PICKLE = {
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
-    "torch": {"Size", *_DTYPES},
-    "torch.serialization": {"_get_layout"},
-    f"{_CHECKPOINT}.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    f"{_CHECKPOINT}.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
-        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-}
-"""Module -> names that a pickled index may hold."""
 NO_TENSOR = "is not a tensor; a checkpoint contains only tensors"
 
 
 def index_to_json(metadata: Metadata) -> bytes:
-    """Return the JSON of an index whose ``storage_data`` says where each part lies.
+    """Return the JSON of an index; its offsets are those of raw bytes, after the headers.
+
+    Args:
+        metadata: Index of torch; ``storage_data`` locates the header and bytes of each chunk.
 
     Raises:
         TypeError: A value to save is not a tensor.
@@ -59,51 +44,53 @@ def index_to_json(metadata: Metadata) -> bytes:
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise TypeError(f"{name} {NO_TENSOR}")
+        dtype = entry.properties.dtype
         tensors[name] = {
-            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
             "size": list(entry.size),
-            "chunks": [_chunk_to_json(name, chunk, metadata) for chunk in entry.chunks],
+            "chunks": [_chunk_to_json(name, chunk, dtype, metadata) for chunk in entry.chunks],
         }
     return json.dumps({"tensors": tensors}, separators=(",", ":")).encode()
 
 
-def _chunk_to_json(name: str, chunk: ChunkStorageMetadata, metadata: Metadata) -> dict[str, Any]:
-    where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-    assert not where.transform_descriptors, "what is written is not transformed"
+def _chunk_to_json(
+    name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype, metadata: Metadata
+) -> dict[str, Any]:
+    entry = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    assert not entry.transform_descriptors, "the bytes in the file are not transformed"
+    nbytes = math.prod(chunk.sizes) * dtype.itemsize
     return {
         "offsets": list(chunk.offsets),
         "sizes": list(chunk.sizes),
-        "file": where.relative_path,
-        "offset": where.offset,
-        "length": where.length,
+        "file": entry.relative_path,
+        "offset": entry.offset + entry.length - nbytes,  # after the header
+        "length": nbytes,
     }
 
 
-def read_index(content: bytes, files: Mapping[str, Sum], *, pickled: bool) -> Metadata:
-    """Return torch's index of what a file of it holds.
+def read_index(content: bytes, files: Mapping[str, Sum]) -> Metadata:
+    """Return the content of an ``index.json`` as torch's objects.
 
     Args:
-        content: Of the file.
-        files: Of the checkpoint, as its manifest lists them.
-        pickled: Whether it is torch's own.
+        content: Bytes of the file.
+        files: Files of the checkpoint, as its manifest lists them.
 
     Raises:
-        CorruptCheckpointError: It is none, or says what can't be.
+        CorruptCheckpointError: It is not an index, or contradicts ``files``.
     """
-    name = PICKLED_INDEX if pickled else INDEX
     try:
-        index = _Index(io.BytesIO(content)).load() if pickled else _metadata_of(json.loads(content))
+        index = _metadata_of(json.loads(content))
         _refuse_impossible(index, files)
-    except (CorruptCheckpointError, pickle.UnpicklingError) as error:
-        raise CorruptCheckpointError(f"has an {name} that {error}") from None
-    except Exception as error:  # what is no index fails in any way
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"has an {INDEX} that {error}") from None
+    except Exception as error:  # invalid content fails in any way
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        raise CorruptCheckpointError(f"has an {name} that can't be understood ({reason})") from None
+        message = f"has an {INDEX} that can't be understood ({reason})"
+        raise CorruptCheckpointError(message) from None
     return index
 
 
 def _metadata_of(content: Any) -> Metadata:
-    """Turn JSON into torch's objects."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, StoragePlace] = {}
     for name, entry in content["tensors"].items():
@@ -129,24 +116,21 @@ def _numbers(values: Any) -> torch.Size:
     return torch.Size(values)
 
 
-def _refuse_impossible(index: Any, files: Mapping[str, Sum]) -> None:
-    """Hold an index against the files of its checkpoint.
+def _refuse_impossible(index: Metadata, files: Mapping[str, Sum]) -> None:
+    """Check an index against the files of its checkpoint.
 
-    What a tensor is said to hold is made room for before it is read, so it may not be said to hold
-    more than its files do.
+    Memory for a tensor is allocated before its values are read, so an index that claims more values
+    than the files hold must be refused.
 
     Raises:
-        CorruptCheckpointError: It says what can't be.
+        CorruptCheckpointError: The index contradicts the files.
     """
-    if not isinstance(index, Metadata):
-        raise CorruptCheckpointError(f"is not an index but {type(index).__name__}")
     for place in index.storage_data.values():
         if place.relative_path not in files:
             name = place.relative_path
             raise CorruptCheckpointError(f"names {name}, which the manifest does not list")
     for name, entry in index.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata):
-            continue  # whoever reads it refuses it
+        assert isinstance(entry, TensorStorageMetadata), "the index has only tensors"
         covered = 0
         for chunk in entry.chunks:
             place = index.storage_data[MetadataIndex(name, chunk.offsets)]
@@ -158,26 +142,3 @@ def _refuse_impossible(index: Any, files: Mapping[str, Sum]) -> None:
                 raise CorruptCheckpointError(f"gives {name} more values than its file holds")
         if covered != math.prod(entry.size):
             raise CorruptCheckpointError(f"lacks parts of {name}")
-
-
-class _Index(pickle.Unpickler):
-    """Unpickles an index and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if name not in _IN_PICKLE.get(module, ()):
-            raise pickle.UnpicklingError(f"names {module}.{name}, which no index needs")
-        return super().find_class(module, name)
-
-
-def _member(kind: Any, name: str) -> enum.Enum:
-    """Return a member of an enum, which Python 3.11.0 to 3.11.3 pickle as ``getattr(kind, name)``.
-
-    Raises:
-        pickle.UnpicklingError: It is no enum, of which any attribute might be asked for.
-    """
-    if not isinstance(kind, enum.EnumMeta):
-        raise pickle.UnpicklingError("names builtins.getattr, which no index needs")
-    member: enum.Enum = kind[name]
-    return member

@@ -32,6 +32,10 @@ EXAMPLES = """Examples:
 """
 MAX_SHOWN_TENSORS = 10
 GB = 10**9
+_NOT_OF_TRANSFORMERS = (
+    "note: transformers does not load these weights; it loads those of a run of model=hf "
+    "model.init=random 'model.config={model_type: llama, ...}'"
+)
 
 
 def _place(text: str) -> Path:
@@ -189,7 +193,7 @@ def _show_differences(differences: list[TensorDifference]) -> None:
 
 
 @checkpoint_app.command(
-    "export", help="Export weights as safetensors, in Hugging Face's format if any."
+    "export", help="Export weights as safetensors; of model=hf as save_pretrained does."
 )
 def export(
     run_dir: RunDir,
@@ -234,10 +238,12 @@ def export(
         return
     for name in written:
         typer.echo(f"{out / name}")
+    if config.model.name in ("gpt", "llama"):
+        typer.echo(_NOT_OF_TRANSFORMERS, err=True)
 
 
 @checkpoint_app.command(
-    "import", help="Create a run at step 0 from Hugging Face GPT-2 or Llama weights."
+    "import", help="Create a run at step 0 from exported weights of a model of text."
 )
 def import_(
     folder: Annotated[
@@ -246,7 +252,7 @@ def import_(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The new run's folder.")],
     as_json: Json = False,
 ) -> None:
-    """Make a run of weights of Hugging Face's."""
+    """Create a run from exported weights."""
     from axonlaunch import config as configuration
 
     _folder(folder)

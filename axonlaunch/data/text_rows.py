@@ -22,7 +22,7 @@ from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoders import make_encoder
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.rows import UnreadableFileError
-from axonlaunch.data.shard_maker import BadRowsError
+from axonlaunch.data.shard_maker import BadRowsError, EncodingError
 from axonlaunch.data.shuffle import permute
 from axonlaunch.data.sources import SourceFile, find_sources
 from axonlaunch.data.token_cache import Corpus, Shard
@@ -365,6 +365,8 @@ def explain_failures(config: TextRowsConfig) -> Iterator[None]:
     except BadRowsError as error:
         message = f"{error}; mend it, or data.on_bad_row=skip leaves such rows out"
         raise ConfigError([ConfigIssue("data.files", message)]) from None
+    except EncodingError as error:
+        raise ConfigError([ConfigIssue("tokenizer.path", str(error))]) from None
     except UnreadableFileError as error:
         raise ConfigError([ConfigIssue("data.files", str(error))]) from None
     except MemoryError:

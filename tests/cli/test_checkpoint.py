@@ -86,6 +86,8 @@ def test_diff_exits_0_only_where_two_checkpoints_are_equal(trained: Served) -> N
 
 @pytest.mark.slow
 def test_what_is_exported_is_imported_and_trains(trained: Served) -> None:
+    shown = trained("checkpoint", "export", "runs/a", "shown").stderr
+    assert "it loads those of a run of model=hf model.init=random" in shown
     reported = json.loads(trained("checkpoint", "export", "runs/a", "out", "--json").stdout)
     assert reported["files"] == ["model.safetensors", "config.json"]
     trained("checkpoint", "import", "out", "runs/c")
@@ -139,7 +141,7 @@ def test_a_mistake_is_one_line_and_status_2(
         ),
         (
             ["model.weights=runs/a", "checkpoint.resume=runs/b", "train.steps=9"],
-            "model.weights=runs/a: checkpoint.resume=runs/b brings weights of its own; use null",
+            "model.weights=runs/a: checkpoint.resume=runs/b contains weights already; use null",
         ),
         (
             ["checkpoint.async_save=true", "launch.backend=mock"],

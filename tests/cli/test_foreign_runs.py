@@ -161,7 +161,7 @@ def test_an_import_runs_none_of_what_config_json_names(foreign: Served) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
     (folder / "evil.py").write_text(EVIL)
     ran = foreign("checkpoint", "import", "hub", "mine", status=2)
-    assert ran.stderr.startswith("error: hub/config.json: model_type=evil can't be read")
+    assert ran.stderr.startswith("error: hub/config.json: is of a model of transformers; use")
     assert not (folder / "victim").exists()
 
 

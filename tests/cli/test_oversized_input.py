@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from served import Server
 
 from axonlaunch import config
+from axonlaunch.checkpoint.weights import describe_folder
 from axonlaunch.config import ConfigError
-from axonlaunch.models import hugging_face
 
 
 @pytest.fixture
@@ -54,25 +54,27 @@ def test_brackets_in_quotes_are_not_nested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("figures", "reported"),
+    ("settings", "reported"),
     [
-        ({"n_layer": 1_000_000_000}, "num_hidden_layers=1000000000: must be at most 10000"),
-        ({"n_layer": "2"}, "num_hidden_layers=2: expected a whole number"),
-        ({"n_layer": None}, "num_hidden_layers=null: expected"),
-        ({"n_layer": -1}, "num_hidden_layers=-1: must be at least 1"),
-        ({"n_embd": [1]}, "hidden_size=[1]: expected"),
-        ({"n_head": 0}, ""),
-        ({"n_embd": 1e400}, "hidden_size=inf: expected"),
+        ({"num_hidden_layers": 1_000_000_000}, "num_hidden_layers=1000000000: must be at most 10"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers=2: expected a whole number"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=null: expected"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1: must be at least 1"),
+        ({"hidden_size": [1]}, "hidden_size=[1]: expected"),
+        ({"num_attention_heads": 0}, ""),
+        ({"hidden_size": 1e400}, "hidden_size=inf: expected"),
+        ({"name": "custom", "target": "evil:build"}, "is of model=custom; only gpt, llama and hf"),
     ],
 )
-def test_figures_of_a_foreign_model_are_held_against_ours(
-    figures: dict[str, object], reported: str
+def test_invalid_settings_of_an_exported_model_are_refused(
+    settings: dict[str, object], reported: str, tmp_path: Path
 ) -> None:
-    content = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 8}
+    content = {"name": "gpt", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**content, **settings}))
     with pytest.raises(ConfigError) as caught:
-        hugging_face.typed_model({**content, **figures}, where="hub/config.json")
+        describe_folder(tmp_path)
     [line] = str(caught.value).splitlines()
-    assert line.startswith("hub/config.json: ")
+    assert line.startswith(f"{tmp_path}/config.json: ")
     assert reported in line
 
 
@@ -91,9 +93,9 @@ def test_a_config_json_that_is_something_else_is_refused(text: str, served: Serv
 def test_a_foreign_model_of_more_layers_than_it_has_weights_is_refused(served: Served) -> None:
     folder = served.folder / "hub"
     folder.mkdir()
-    figures = {"model_type": "gpt2", "n_layer": 10_000, "n_embd": 8, "n_head": 2, "vocab_size": 8}
-    (folder / "config.json").write_text(json.dumps(figures))
-    save_file({"transformer.wte.weight": torch.ones(8, 8)}, folder / "model.safetensors")
+    settings = {"name": "gpt", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+    (folder / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 200}))
+    save_file({"embed_tokens.weight": torch.ones(8, 8)}, folder / "model.safetensors")
     ran = served("checkpoint", "import", "hub", "mine", status=2)
     assert "is missing; " in ran.stderr
     assert len(ran.stderr.splitlines()) == 1

@@ -41,28 +41,17 @@ def test_a_run_its_export_and_that_imported_write_the_same_text(trained: Served)
     assert exported == imported == run
 
 
-def test_weights_of_elsewhere_with_a_vocabulary_of_bytes_are_taken_for_text(
-    trained: Served,
-) -> None:
-    folder = trained.folder / "exported" / "tokens"
-    file, reported = folder / "config.json", (folder / "config.json").read_text()
-    content = json.loads(reported)
-    del content["axonlaunch"]
-    try:
-        file.write_text(json.dumps(content))
-        assert trained("sample", str(folder), "--tokens", "3").stdout.startswith("def ")
-    finally:
-        file.write_text(reported)
-
-
 @pytest.mark.parametrize(
     ("folder", "message"),
     [
-        ("runs/tokens", "runs/tokens: the run is of data=synthetic_tokens with 256 tokens; only "),
-        ("exported/tokens", "exported/tokens: its model is of data=synthetic_tokens with 256 "),
-        ("imported/tokens", "imported/tokens: the run is of data=synthetic_tokens with 256 "),
-        ("runs/images", "runs/images: the run is of data=synthetic_images; only a model of text"),
-        ("exported/images", "exported/images/config.json: model=mlp is not in Hugging Face's "),
+        ("runs/tokens", "runs/tokens: the run was trained on data=synthetic_tokens with "),
+        ("exported/tokens", "exported/tokens: its model was trained on data=synthetic_tokens "),
+        ("imported/tokens", "imported/tokens: the run was trained on data=synthetic_tokens "),
+        ("runs/images", "runs/images: the run was trained on data=synthetic_images; only "),
+        (
+            "exported/images",
+            "exported/images/config.json: is of model=mlp; only gpt, llama and hf ",
+        ),
         ("exported", "exported: no run folder (it has no config.yaml)"),
     ],
 )

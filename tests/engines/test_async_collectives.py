@@ -137,8 +137,8 @@ def test_an_estimate_changes_nothing_of_the_compiler(group: ProcessGroup) -> Non
         ),
         (
             ASYNC,
-            "strategy.tensor.async_collectives=true: 2 tensor ranks are not all on GPUs of one "
-            "node, by whose memory they exchange; use false",
+            "strategy.tensor.async_collectives=true: requires that all 2 tensor ranks are on GPUs "
+            "of one node, because they exchange data through GPU memory; use false",
         ),
     ],
 )

@@ -18,7 +18,7 @@ TARGET = re.compile(r"(axonlaunch|torch)(\.\w+)+:\w+")
 CHANGED_COPIES = {
     *("changed", "completed", "copied", "enlarged", "extended", "mapped", "merged", "moved"),
     *("numbered", "orthogonalized", "placed", "prepared", "reduced", "replaced", "resolved"),
-    *("rounded", "scaled", "shifted", "shortened", "starred", "thinned", "turned", "uncounted"),
+    *("rounded", "scaled", "shifted", "shortened", "thinned", "uncounted"),
 }
 """What functions return that have such a name."""
 IRREGULAR = {"built", "found", "given", "held", "kept", "known", "made", "seen", "sent", "written"}

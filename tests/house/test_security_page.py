@@ -26,10 +26,10 @@ def test_pickles_are_read_in_these_files_alone() -> None:
         if re.search(r"pickle\.loads?\(|Unpickler\)|recv_pyobj", path.read_text())
     }
     assert reading == {
-        "checkpoint/index.py",  # of old checkpoints, by names of an index's own classes alone
         "launch/local/rank_process.py",  # from the parent
         "data/tokenise_ahead.py",  # from the pipe of the process that started it
         "launch/multinode/rendezvous_state.py",  # what this process just pickled
         "system/forked_call.py",  # what this process just pickled, and from the parent's pipe
         "system/forked_map.py",  # from a child
+        "system/isolated.py",  # from a forked copy, and in it from the process that forked it
     }

@@ -45,9 +45,9 @@ def test_the_hint_of_an_out_of_memory_error_names_ulimit_v(monkeypatch: pytest.M
     report = Report(rank=0, kind="error", reason="", cause="memory", memory_bytes=700 * MIB)
     monkeypatch.setattr(limits, "address_space", lambda: 6000 * MIB)
     assert hints.hint(report, loaded) == (
-        "axonlaunch estimate shows what each rank needs; there were 700 MiB for it (ulimit -v lets "
-        "a process map 5.86 GiB, which its libraries and threads take part of; ulimit -v unlimited "
-        "removes that limit)"
+        "axonlaunch estimate shows what each rank needs; 700 MiB were available (ulimit -v limits "
+        "the address space of a process to 5.86 GiB, including its libraries and threads; ulimit "
+        "-v unlimited removes the limit)"
     )
     monkeypatch.setattr(limits, "address_space", lambda: None)
     assert "ulimit" not in hints.hint(report, loaded)

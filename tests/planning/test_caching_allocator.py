@@ -16,8 +16,8 @@ from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
 from axonlaunch.planning.memory.cuda_process import (
     DeviceRequests,
+    communicator_bytes,
     communicator_sizes,
-    communicators,
     cublas_workspaces,
     non_allocator_bytes,
     peak_device_memory,

@@ -82,8 +82,8 @@ def test_a_logger_that_hangs_at_its_start_delays_no_step_and_is_reported_once(
     events = run(tmp_path)
     [note] = notes(events)
     assert note == (
-        "loggers: background_test did not finish a call (when it was started) in the time that a "
-        "run waits for it at its end; the 8 logged steps or evaluations in its queue are lost"
+        "loggers: background_test did not finish a call (when it was started) in the time that "
+        "the end of a run waits for it; the 8 logged steps or evaluations in its queue are lost"
     )
     assert [line["step"] for line in lines(tmp_path / "run")] == [*range(1, 9)]
 
