@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 _LARGEST_EXPONENT = 709.0
-
-Counted = Literal["tokens", "images", "samples"]
-"""Targets of the loss: one per token, per image or per sample of another structure."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Started:
     device: str
     parameters: int
     samples: int | None
-    counted: Counted
+    counted: Literal["tokens", "images", "samples"]
     step: int
     steps: int
     resumed_from: str | None
@@ -66,7 +63,7 @@ class StepLogged:
     """A step that was logged; the fields are those of a line of ``metrics.jsonl``.
 
     Where targets are images or other samples, files and loggers have ``images`` or ``samples`` in
-    place of ``tokens`` in these names (``named_by_unit``).
+    place of ``tokens`` in these names (``system.units``).
 
     Attributes:
         step: Optimizer steps done.
@@ -162,25 +159,6 @@ class Evaluated:
     unigram_entropy: float | None
     perplexity: float | None = None
     sources: dict[str, float] = field(default_factory=dict)
-
-
-def named_by_unit(fields: Mapping[str, Any], counted: Counted) -> dict[str, Any]:
-    """Return fields of an event with what is counted in their names.
-
-    ``tokens_per_s`` becomes ``images_per_s`` where a target is an image.
-    """
-    return {name.replace("tokens", counted): value for name, value in fields.items()}
-
-
-def rate_in(content: Mapping[str, Any]) -> tuple[Counted, Any]:
-    """Return what a summary or a line of metrics counts and how many a second; None: it has none.
-
-    It is the reverse of ``named_by_unit``.
-    """
-    for unit in get_args(Counted):
-        if (rate := content.get(f"{unit}_per_s")) is not None:
-            return unit, rate
-    return "tokens", None
 
 
 def perplexity_of(loss: float) -> float:

@@ -62,6 +62,7 @@ class Writer(FileSystemWriter):
         wrote: Callable[[], object] = lambda: None,
         background: bool = False,
         copies: HostCopies | None = None,
+        creates_parents: bool = True,
     ) -> None:
         """Initialize the writer without touching the disk.
 
@@ -71,11 +72,13 @@ class Writer(FileSystemWriter):
             wrote: Callback after each written piece.
             background: Whether a separate thread writes while training continues.
             copies: Host copies of the state; None creates new ones.
+            creates_parents: Whether to create a missing run folder; otherwise it is an error.
         """
         folder = partial_of(target.path)
         super().__init__(str(folder), sync_files=False)  # files are on disk once closed
         self._summing = _SummingRemote() if is_remote(folder) else _SummingLocal()
         self._summing.sums, self._summing.wrote = {}, wrote
+        self._summing.creates_parents = creates_parents
         self.fs = cast("FileSystem", self._summing)
         self.path = self.fs.init_path(str(folder))
         self._target = target
@@ -195,6 +198,8 @@ class _Written(list[WriteResult]):
 class _Local(FileSystem):
     """File system of this node."""
 
+    creates_parents: bool
+
     @contextmanager
     def create_stream(
         self, path: str | os.PathLike[str], mode: str
@@ -208,7 +213,7 @@ class _Local(FileSystem):
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         folder = Path(path)
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=self.creates_parents, exist_ok=True)
         folder.mkdir()  # a link that leads elsewhere is an error
 
 
@@ -238,6 +243,8 @@ class _SummingLocal(_Sums, _Local):
 
 class _SummingRemote(_Sums, RemoteFileSystem):
     """Remote file system, with checksums."""
+
+    creates_parents: bool
 
 
 class _SummedStream(io.RawIOBase):

@@ -25,6 +25,7 @@ from axonlaunch.checkpoint.planners import WritesBoxes
 from axonlaunch.checkpoint.save_progress import SharedProgress
 from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.checkpoint.step_folders import Retention
+from axonlaunch.checkpoint.storage import is_remote
 from axonlaunch.comm import Backend, World
 
 _LONGEST_SAVE = timedelta(days=1)
@@ -99,6 +100,8 @@ class Saver:
             first_row_at: Samples seen when the run last restarted at the first row of its data.
         """
         self._origin, self._first_row_at = origin, first_row_at
+        if not is_remote(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)  # a save does not create a deleted folder
         self._run_dir = run_dir
         self._world = world
         self._retention = retention
@@ -207,6 +210,7 @@ class Saver:
             wrote=wrote,
             background=self._background,
             copies=self._copies,
+            creates_parents=False,
         )
 
     @contextmanager

@@ -168,9 +168,12 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
     """Return a user's mistakes; None for a bug of ours."""
     from axonlaunch.checkpoint import CorruptCheckpointError
     from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.system.isolated import IsolatedCallError
 
     if isinstance(error, ConfigError):
         return error.problems
+    if isinstance(error, IsolatedCallError):
+        return [ConfigIssue("tokenizer.path", str(error))]
     if isinstance(error, CorruptCheckpointError):
         return [ConfigIssue("", str(error))]
     # Typer's usage errors: some versions raise click's classes, some a copy of them.

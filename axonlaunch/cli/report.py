@@ -10,7 +10,6 @@ import typer
 from axonlaunch.cli.options import Json, print_json
 from axonlaunch.cli.output_files import check_file, writing
 from axonlaunch.cli.run_folders import read_runs
-from axonlaunch.config.url import is_url
 from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
@@ -69,6 +68,8 @@ def command(
 
 def _default_output(records: list[RunRecord]) -> Path:
     """Return the folder of the page: a run's own has the page of that run alone."""
+    from axonlaunch.config.url import is_url
+
     folder = records[0].path
     if is_url(str(folder)):
         return Path()

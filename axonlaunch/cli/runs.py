@@ -113,8 +113,8 @@ def _check_conditions(conditions: list[_Condition], keys: set[str], folder: Path
 def _row(run: RunRecord) -> dict[str, Any]:
     from axonlaunch.config import CONFIG
     from axonlaunch.diagnostics.report.life import cost
-    from axonlaunch.events import rate_in
     from axonlaunch.system.run_files import EVENTS, METRICS
+    from axonlaunch.system.units import rate_in
 
     last = run.steps[-1] if run.steps else {}
     evaluated = run.evaluations[-1] if run.evaluations else {}
@@ -127,8 +127,8 @@ def _row(run: RunRecord) -> dict[str, Any]:
         "steps": run.config.get("train.steps"),
         "loss": last.get("loss"),
         "eval_loss": evaluated.get("eval_loss"),
-        "counted": run.counted,
-        f"{run.counted}_per_s": rate_in(last)[1],
+        "counted": run.unit,
+        f"{run.unit}_per_s": rate_in(last)[1],
         "cost": cost(run),
         "changed_at": max(modified_at(file) for file in files),
         "notes": run.notes,

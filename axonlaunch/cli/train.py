@@ -82,7 +82,7 @@ def command(
     limits.allow_open_files()
     # A run outlives its console.
     sys.stdout, sys.stderr = streams.tolerant(sys.stdout), streams.tolerant(sys.stderr)
-    with forkserver.on_demand(preload=preloads(overrides)) as server:
+    with forkserver.on_demand(preload=preloads(overrides, traces=False)) as server:
         if not may_be_rank(os.environ):
             server()
         # Imported only now, while the server imports torch on another core.

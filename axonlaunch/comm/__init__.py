@@ -1,6 +1,6 @@
-"""Ranks and how they talk: the world, its groups, collectives, and a mock of all in one process.
+"""Communication between ranks: the world, process groups, collectives and an in-process mock.
 
-It starts no process and trains nothing; it stands on ``torch.distributed`` and hides none of it.
+This package builds on ``torch.distributed`` without hiding it. It starts no processes.
 """
 
 from axonlaunch.comm import nccl

@@ -1,4 +1,4 @@
-"""What one rank can say alone about a call: why its arguments won't do.
+"""Checks of a call's arguments that need only one rank.
 
 Each check returns the problem instead of raising it, so that the other ranks can be informed.
 """
@@ -27,16 +27,16 @@ REDUCED_AS = {
     torch.uint32: torch.int64,
     torch.bool: torch.uint8,
 }
-"""The dtypes that can be reduced, and what each is reduced as on every backend."""
+"""Dtypes that can be reduced, with the dtype in which they are reduced on every backend."""
 
 
 def is_me(global_rank: int, group: ProcessGroup) -> bool:
-    """Say whether this rank, a member of the group, has that global rank."""
+    """Return whether this rank, a member of the group, has the given global rank."""
     return group.ranks[group.rank] == global_rank
 
 
 def device_of(group: ProcessGroup) -> torch.device:
-    """Return where this group's tensors live."""
+    """Return the device of this group's tensors."""
     accelerator = torch.accelerator.current_accelerator()
     if group.backend is Backend.NCCL and accelerator is not None:
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
@@ -46,42 +46,42 @@ def device_of(group: ProcessGroup) -> torch.device:
 def tensor_error(
     tensor: object, group: ProcessGroup, *, written: bool = False
 ) -> TypeError | ValueError | None:
-    """Say what keeps a tensor from this group's backend.
+    """Return the reason why a tensor can't be used with this group's backend.
 
     Args:
-        tensor: What a user passed.
-        group: Whose backend moves it.
-        written: Whether the call writes to it.
+        tensor: The user's argument.
+        group: Group that communicates the tensor.
+        written: Whether the call writes to the tensor.
 
     Returns:
-        The error to raise on every rank: a TypeError for what is no dense tensor, a ValueError
-        for a wrong device or an expanded tensor that is written; None: nothing does.
+        The error to raise on every rank, or None. It is a TypeError if the argument is not a dense
+        tensor, and a ValueError for a wrong device or if an expanded tensor would be written.
     """
     if not isinstance(tensor, Tensor):
         return TypeError(f"expected a tensor, got {type(tensor).__name__}")
     if hasattr(tensor, "to_local"):
-        return TypeError("this is a DTensor, whose ranks hold parts: pass tensor.to_local()")
+        return TypeError("this is a DTensor, which is split over ranks: pass tensor.to_local()")
     if tensor.layout is not torch.strided:
         return TypeError(f"the layout {tensor.layout} can't be sent: pass tensor.to_dense()")
     expected = device_of(group).type
     works_on = {expected} if group.backend is Backend.NCCL else {expected, "cpu"}
     if tensor.device.type not in works_on:
         return ValueError(
-            f"the tensor is on {tensor.device}, the group's backend {group.backend} works on "
+            f"the tensor is on {tensor.device}, but the group's backend {group.backend} works on "
             f"{expected}: move it with tensor.to(world.device)"
         )
     if written and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
-        return ValueError("the tensor is expanded, its elements share memory: clone it first")
+        return ValueError("the tensor is expanded, so its elements share memory: clone it first")
     return None
 
 
 def reduce_op_error(tensor: Tensor, op: ReduceOp) -> TypeError | None:
-    """Say why an operation has no meaning for a tensor's dtype.
+    """Return the reason why an operation is undefined for a tensor's dtype.
 
     Returns:
-        The TypeError to raise, with the dtype to convert to; None: it has one.
+        The TypeError to raise, which names the dtype to convert to, or None.
     """
     dtype = str(tensor.dtype)[6:]
     if tensor.dtype not in REDUCED_AS:
@@ -93,27 +93,27 @@ def reduce_op_error(tensor: Tensor, op: ReduceOp) -> TypeError | None:
         )
     if op is ReduceOp.Average and not (tensor.is_floating_point() or tensor.is_complex()):
         return TypeError(
-            f"a mean of {dtype} is no {dtype}: convert it with .to(torch.float32) first, or use "
+            f"a mean of {dtype} is not a {dtype}: convert it with .to(torch.float32) first, or use "
             "the sum"
         )
     if tensor.is_complex() and op not in (ReduceOp.Sum, ReduceOp.Average):
-        return TypeError(f"{dtype} has only a sum and a mean between ranks, no {op.value}")
+        return TypeError(f"{dtype} supports only sum and mean between ranks, not {op.value}")
     return None
 
 
 def peer_error(
     key: str, peer: int, group: ProcessGroup, *, other: bool = False
 ) -> ValueError | None:
-    """Say why a rank can't be the source or the destination.
+    """Return the reason why a rank can't be the source or the destination.
 
     Args:
-        key: The argument's name, ``src`` or ``dst``.
-        peer: Its value, a global rank.
-        group: The ranks that may be.
-        other: Whether this rank itself may not.
+        key: Name of the argument, ``src`` or ``dst``.
+        peer: Value of the argument, a global rank.
+        group: Group that must contain the rank.
+        other: Whether the rank must not be this rank.
 
     Returns:
-        The ValueError to raise; None: it can.
+        The ValueError to raise, or None.
     """
     if not group.contains(peer):
         return ValueError(f"{key}={peer} is not in the group {list(group.ranks)} (global ranks)")
@@ -123,10 +123,10 @@ def peer_error(
 
 
 def divisibility_error(tensor: Tensor | None, group: ProcessGroup) -> ValueError | None:
-    """Say why dim 0 of a tensor can't be divided evenly among the ranks of a group.
+    """Return the reason why dimension 0 can't be divided evenly among the ranks of a group.
 
     Returns:
-        The ValueError to raise; None: it can.
+        The ValueError to raise, or None.
     """
     assert tensor is not None
     if tensor.dim() == 0 or tensor.shape[0] % group.size:

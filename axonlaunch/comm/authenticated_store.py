@@ -1,7 +1,7 @@
-"""torch's store, where a member of a run writes signed messages and reads no others.
+"""A torch store through which members of a run exchange signed messages.
 
-``Channel`` carries our own messages; ``AuthenticatedStore`` is a store for torch, which exchanges
-gloo's addresses and NCCL's identifier over it. Neither hides anything from who can connect.
+``Channel`` carries this program's messages. ``AuthenticatedStore`` is a store for torch, which
+exchanges gloo's addresses and NCCL's identifier through it. Messages are signed, not encrypted.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from axonlaunch.system.authentication import Credentials, ForgedMessageError
 
 
 class Channel:
-    """Messages under the keys of a store.
+    """Signed messages under the keys of a store.
 
     Attributes:
-        store: Where they stand.
-        credentials: What this member signs with.
+        store: Store that holds the messages.
+        credentials: Credentials with which this member signs.
     """
 
     def __init__(self, store: dist.Store, credentials: Credentials) -> None:
@@ -29,41 +29,41 @@ class Channel:
         self.credentials = credentials
 
     def put(self, name: str, content: Any) -> None:
-        """Write a message; it replaces the one of that name."""
+        """Write a message; it replaces an existing one with the same name."""
         self.store.set(name, self.credentials.seal(name, content))  # type: ignore[arg-type]  # bytes
 
     def get(self, name: str, *, sender: str | None = None) -> Any:
-        """Read a message, once there is one.
+        """Wait for a message and return its content.
 
         Raises:
-            ForgedMessageError: A stranger wrote it, or another member than ``sender``.
+            ForgedMessageError: The writer is not a member of the run, or is not ``sender``.
         """
         return self.credentials.open(name, self.store.get(name), sender=sender)
 
     def get_each(self, senders: dict[str, str]) -> list[Any | None]:
-        """Read messages, once there are all; None for each that is forged.
+        """Wait for messages and return their contents; None for each forged message.
 
         Args:
-            senders: Who must have written which.
+            senders: Expected sender of each message by its name.
         """
         sealed = self.store.multi_get([*senders]) if senders else []
         contents: list[Any | None] = []
-        for (name, sender), text in zip(senders.items(), sealed, strict=True):
+        for (name, sender), message in zip(senders.items(), sealed, strict=True):
             try:
-                contents.append(self.credentials.open(name, text, sender=sender))
+                contents.append(self.credentials.open(name, message, sender=sender))
             except ForgedMessageError:
                 contents.append(None)
         return contents
 
     def check(self, names: Sequence[str]) -> bool:
-        """Say whether something stands under each name; a stranger may have written it."""
+        """Return whether all names exist; their messages may be forged."""
         return self.store.check(list(names))
 
     def wait(self, name: str, *, timeout_s: float) -> None:
-        """Wait until something stands under a name.
+        """Wait until a name exists.
 
         Raises:
-            TimeoutError: Nothing does in time.
+            TimeoutError: It does not exist in time.
         """
         try:
             self.store.wait([name], timedelta(seconds=timeout_s))
@@ -72,23 +72,23 @@ class Channel:
 
 
 class AuthenticatedStore(dist.Store):
-    """A store for torch's process groups, of whose values none comes from a stranger.
+    """A store for torch's process groups that reads only values of members of the run.
 
-    Whoever hands it to torch must hold it too: C++ keeps the store but not its Python methods.
-    Counters (``add``) are not authenticated: torch counts arrivals with them, and a wrong count
-    ends or delays a barrier. ``append``, ``compare_set`` and queues are not supported.
+    Keep a reference to it after passing it to torch, because C++ keeps the store without its Python
+    methods. Counters (``add``) are not authenticated: torch counts arrivals with them, and a wrong
+    count ends or delays a barrier. ``append``, ``compare_set`` and queues are not supported.
     """
 
     def __init__(self, store: dist.Store, credentials: Credentials) -> None:
         super().__init__()
         self._channel = Channel(store, credentials)
-        self._store: Any = store  # torch's stub leaves some of it out
+        self._store: Any = store  # torch's type stub is incomplete
         self.credentials = credentials
         self._clones: list[AuthenticatedStore] = []
 
     @property
     def underlying_store(self) -> dist.Store:
-        """What carries the messages."""
+        """The store that carries the messages."""
         store: dist.Store = self._store
         return store
 
@@ -98,18 +98,18 @@ class AuthenticatedStore(dist.Store):
         self._channel.put(key, base64.b64encode(content).decode())
 
     def get(self, key: str) -> bytes:
-        """Read a value, once there is one.
+        """Wait for a value and return it.
 
         Raises:
-            ForgedMessageError: A stranger wrote it.
+            ForgedMessageError: The writer is not a member of the run.
         """
         content = self._channel.get(key)
         if not isinstance(content, str):
-            raise ForgedMessageError(f"{key}: is no value")
+            raise ForgedMessageError(f"{key}: is not a value")
         return base64.b64decode(content)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Read several values, once there are all."""
+        """Wait for several values and return them."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
@@ -118,22 +118,22 @@ class AuthenticatedStore(dist.Store):
             self.set(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until something stands under each key; reading it says whether it is authentic."""
+        """Wait until all keys exist; whether a value is authentic is checked when it is read."""
         self._store.wait(keys, self._store.timeout if timeout is None else timeout)
 
     def check(self, keys: list[str]) -> bool:
-        """Say whether something stands under each key."""
+        """Return whether all keys exist."""
         return bool(self._store.check(keys))
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter, which is not authenticated."""
+        """Add to a counter, which is not authenticated, and return its value."""
         return int(self._store.add(key, value))
 
     def delete_key(self, key: str) -> bool:
-        """Take a value away."""
+        """Delete a value; return whether it existed."""
         return bool(self._store.delete_key(key))
 
     def clone(self) -> AuthenticatedStore:
-        """Return the same over a connection of its own, for torch's own threads."""
+        """Return a store with a separate connection; torch's threads need it."""
         self._clones.append(AuthenticatedStore(self._store.clone(), self.credentials))
         return self._clones[-1]

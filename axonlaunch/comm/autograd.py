@@ -1,8 +1,8 @@
-"""Collectives that autograd passes through, on plain tensors: a layer's exchange with its group.
+"""Differentiable collectives on plain tensors, for layers that exchange data within a group.
 
-Each is out of place, but for ``start_sum``: it never writes its input, and nothing else holds its
-result. What the size of a group does not divide is refused; agreement among ranks is not checked,
-for this is the hot path.
+All functions except ``start_sum`` work out of place: they never write their input, and nothing else
+refers to their result. Dimensions that the group's size does not divide are an error. Calls are not
+compared between ranks, because this is the hot path.
 
 Source: Shoeybi et al., "Megatron-LM", 2019 (f and g); Korthikanti et al., "Reducing Activation
 Recomputation", 2022 (their forms under sequence parallelism).
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# torch_internals imports what gives the operations below fake kernels.
+# torch_internals imports the fake kernels of the operations below.
 from axonlaunch.comm import torch_internals  # noqa: F401
 from axonlaunch.comm.process_group import ProcessGroup
 
-# The raw operations rather than torch's functional collectives: those return a tensor subclass
-# that waits lazily, whose every use costs more than a small all-reduce. Selective checkpointing
-# and torch.compile know these by name.
+# These raw operations are used instead of torch's functional collectives, which return a lazily
+# waiting tensor subclass. Each use of that subclass takes longer than a small all-reduce. Selective
+# checkpointing and torch.compile recognize these operations by name.
 _all_reduce = torch.ops._c10d_functional.all_reduce.default
 _all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 _all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -33,18 +33,18 @@ _fusible: set[str] = set()
 
 
 def make_fusible(group: ProcessGroup) -> None:
-    """Exchange parts of a group's tensors in the one form that torch's compiler knows.
+    """Use only the form of a group's exchanges that torch's compiler can fuse.
 
-    Where the ranks' parts lie one after the other already, that form copies them once more, but for
-    the compiler.
+    If the parts of the ranks are already consecutive in memory, this form makes one more copy
+    unless it is compiled.
     """
     _fusible.add(group.torch_group.group_name)
 
 
 def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Enter a region where each rank computes a part: identity forward, sum backward.
+    """Identity in forward, sum over ranks in backward. Begins a region of partial results.
 
-    Megatron's f. ``x`` is [...], the same on every rank, and so is its gradient.
+    This is Megatron's f. ``x`` is [...], the same on every rank, and its gradient too.
     """
     if group.size == 1:
         return x
@@ -53,9 +53,10 @@ def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Leave such a region: sum over ranks forward, identity backward.
+    """Sum over ranks in forward, identity in backward. Ends a region of partial results.
 
-    Megatron's g. ``x`` is [...], each rank's summand; the sum [...] is the same on every rank.
+    This is Megatron's g. ``x`` is [...], a different summand on each rank; the sum [...] is the
+    same on every rank.
     """
     if group.size == 1:
         return x
@@ -64,9 +65,10 @@ def all_reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_gather_from_group(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Enter such a region from parts along ``dim``: all-gather forward, reduce-scatter backward.
+    """All-gather along ``dim`` in forward, reduce-scatter in backward. Begins a region.
 
-    ``x`` is a rank's part [..., n, ...]; the result is the whole [..., size * n, ...], by rank.
+    ``x`` is this rank's part [..., n, ...]; the result is the full tensor [..., size * n, ...], by
+    rank.
     """
     if group.size == 1:
         return x
@@ -75,13 +77,13 @@ def all_gather_from_group(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def reduce_scatter_to(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Leave such a region to parts along ``dim``: reduce-scatter forward, all-gather backward.
+    """Reduce-scatter along ``dim`` in forward, all-gather in backward. Ends a region.
 
-    ``x`` is a rank's summand of the whole [..., size * n, ...]; the result is its part of the sum
-    [..., n, ...].
+    ``x`` is this rank's summand of the full tensor [..., size * n, ...]; the result is its part of
+    the sum [..., n, ...].
 
     Raises:
-        ValueError: The group's size does not divide the dim.
+        ValueError: The group's size does not divide the dimension.
     """
     if group.size == 1:
         return x
@@ -91,12 +93,12 @@ def reduce_scatter_to(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def scatter_to_group(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Take this rank's equal part along ``dim`` forward; all-gather backward.
+    """Take this rank's part along ``dim`` in forward, all-gather in backward.
 
     ``x`` is [..., size * n, ...], the same on every rank; the result is a part [..., n, ...].
 
     Raises:
-        ValueError: The group's size does not divide the dim.
+        ValueError: The group's size does not divide the dimension.
     """
     if group.size == 1:
         return x
@@ -106,10 +108,10 @@ def scatter_to_group(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def collect_from(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Join the ranks' parts along ``dim`` forward; this rank's part backward.
+    """All-gather along ``dim`` in forward, take this rank's part of the gradient in backward.
 
-    For a whole that every rank then uses alike: its gradient is whole on each, and is not summed.
-    ``x`` is a part [..., n, ...]; the result is [..., size * n, ...].
+    This is for a full tensor that every rank uses in the same way: each rank has its full gradient,
+    which is not summed. ``x`` is a part [..., n, ...]; the result is [..., size * n, ...].
     """
     if group.size == 1:
         return x
@@ -118,45 +120,45 @@ def collect_from(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum [...] over ranks, to new memory; a step that autograd does not follow."""
+    """Sum [...] over ranks into new memory; not differentiable."""
     return x if group.size == 1 else _sum(x, group.torch_group.group_name)
 
 
 def max_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Take the maximum of [...] over ranks, to new memory; autograd does not follow it."""
+    """Take the maximum of [...] over ranks into new memory; not differentiable."""
     if group.size == 1:
         return x
     return finish(_all_reduce(x, "max", group.torch_group.group_name))
 
 
 def start_sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Begin to sum [...] over ranks in its own memory, which nobody else may need any more.
+    """Begin to sum [...] over ranks in place; nothing else may use the tensor any more.
 
-    Out of place torch would first copy it. It may be read, or given to anything but ``finish``,
-    only once ``finish`` has returned.
+    The out-of-place operation would copy it first. The tensor must not be read or passed to any
+    function except ``finish`` until ``finish`` has returned.
     """
     if group.size == 1:
         return x
-    begun: Tensor = _all_reduce_in_place(x, "sum", group.torch_group.group_name)
-    return begun
+    pending: Tensor = _all_reduce_in_place(x, "sum", group.torch_group.group_name)
+    return pending
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Begin to sum [..., size * n, ...] over ranks to parts [..., n, ...] along ``dim``.
+    """Begin to sum [..., size * n, ...] over ranks, with parts [..., n, ...] along ``dim``.
 
     Returns:
-        The part's memory, readable after ``finish``.
+        Memory of this rank's part, which may be read after ``finish``.
     """
     return x if group.size == 1 else _start_scatter_sum(x, *_exchange(x, group, dim))
 
 
-def finish(begun: Tensor) -> Tensor:
-    """Wait for what ``start_sum`` or ``start_reduce_scatter`` began, and return it.
+def finish(pending: Tensor) -> Tensor:
+    """Wait for the result of ``start_sum`` or ``start_reduce_scatter``, and return it.
 
-    On a GPU the current stream waits, and not the host.
+    On a GPU, the current stream waits and the host does not.
     """
-    done: Tensor = _wait(begun)
-    return done
+    result: Tensor = _wait(pending)
+    return result
 
 
 class _Copy(torch.autograd.Function):
@@ -229,13 +231,13 @@ def _sum(x: Tensor, name: str) -> Tensor:
 
 
 def _gather(x: Tensor, dim: int, size: int, name: str) -> Tensor:
-    whole = finish(_all_gather(x.contiguous(), size, name))
+    gathered = finish(_all_gather(x.contiguous(), size, name))
     if dim == 0:
-        return whole
-    # The ranks' parts lie one after the other already.
+        return gathered
+    # The parts of the ranks are already consecutive.
     if x.shape[:dim].numel() == 1 and name not in _fusible:
-        return whole.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
-    return torch.cat(whole.chunk(size), dim)
+        return gathered.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return torch.cat(gathered.chunk(size), dim)
 
 
 def _scatter_sum(x: Tensor, dim: int, size: int, name: str) -> Tensor:
@@ -249,12 +251,12 @@ def _start_scatter_sum(x: Tensor, dim: int, size: int, name: str) -> Tensor:
         x = x.contiguous().view(-1, *x.shape[1:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
     else:
         x = torch.cat(x.chunk(size, dim))
-    begun: Tensor = _reduce_scatter(x, "sum", size, name)
-    return begun
+    pending: Tensor = _reduce_scatter(x, "sum", size, name)
+    return pending
 
 
 def _part(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
-    # A copy: a view would keep the whole alive until backward.
+    # Copy, because a view would keep the full tensor alive until backward.
     length = x.shape[dim] // size
     return x.narrow(dim, rank * length, length).clone(memory_format=torch.contiguous_format)
 

@@ -1,4 +1,4 @@
-"""Names for what carries the bytes and for how values of ranks are combined; no torch objects."""
+"""Names of communication backends and reduction operations, without torch objects."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from enum import Enum, StrEnum
 
 
 class Backend(StrEnum):
-    """What carries the bytes between ranks."""
+    """Communication backend between ranks."""
 
     GLOO = "gloo"
-    """Processes over TCP, on CPU tensors; of those of a GPU it reduces and broadcasts alone."""
+    """Processes over TCP, on CPU tensors; for GPU tensors only reductions and broadcasts."""
 
     NCCL = "nccl"
     """Processes over NVLink, PCIe or the network, on CUDA (or ROCm) tensors."""
 
     MOCK = "mock"
-    """Threads of one process, one at a time: on a CPU, deterministic, or on one GPU."""
+    """Threads of one process, one at a time: deterministic on a CPU, or sharing one GPU."""
 
     @property
     def torch_name(self) -> str:
-        """What torch's ``init_process_group`` is given.
+        """Backend name for torch's ``init_process_group``.
 
-        A world on NCCL carries CPU tensors by gloo beside it: counters, offloaded gradients'
-        norms and checkpoints' plans never wait for the device.
+        A world on NCCL also uses gloo for CPU tensors, so that counters, norms of offloaded
+        gradients and checkpoint plans never wait for the device.
         """
         return "cpu:gloo,cuda:nccl" if self is Backend.NCCL else self.value
 
     @classmethod
     def of_torch(cls, name: str) -> Backend:
-        """Return what carries the bytes under a torch backend's name.
+        """Return the backend for a name of a torch backend.
 
-        torch's own ``fake`` backend, one rank alone in a world of any size, passes for the mock
-        world: CPU tensors that never leave the process.
+        torch's ``fake`` backend, a single rank in a world of any size, counts as the mock world:
+        its CPU tensors never leave the process.
 
         Raises:
-            ValueError: It is not supported.
+            ValueError: The backend is not supported.
         """
         if "nccl" in name.split(",")[-1].split(":"):
             return cls.NCCL
@@ -48,7 +48,7 @@ NcclBackend = Backend.NCCL
 
 
 class ReduceOp(Enum):
-    """How the values of all ranks become one; ``Average`` is for floating-point only."""
+    """How the values of all ranks are combined; ``Average`` is only for floating-point values."""
 
     Sum = "sum"
     Product = "product"

@@ -1,6 +1,6 @@
-"""What can go wrong between ranks: one tree of exceptions, so that a caller can catch it whole.
+"""Exceptions for failures between ranks, with a common base class.
 
-A wrong argument on one rank is a plain ``ValueError`` or ``TypeError`` there, not one of these.
+A wrong argument on one rank is a plain ``ValueError`` or ``TypeError`` on that rank instead.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 
 class CommError(RuntimeError):
-    """Ranks could not do together what they were asked to do."""
+    """Ranks failed to communicate."""
 
 
 class MismatchError(CommError):
-    """Ranks of one group made different calls, or the same call on different shapes or dtypes."""
+    """Ranks of a group made different calls, or the same call on different shapes or dtypes."""
 
 
 class DeadlockError(CommError):
-    """Every rank that is left waits for another; the message says which for what."""
+    """All remaining ranks wait for each other; the message names the operation of each rank."""
 
 
 class NcclError(CommError, ValueError):
-    """NCCL can't be used here as asked; the message says why, as ``nccl.status()`` does."""
+    """NCCL can't be used here as requested; the message gives the reason from ``nccl.status()``."""
 
 
 class PeerFailedError(CommError):
-    """This rank waited for a rank that failed, which the message names."""
+    """A rank that this rank waited for has failed; the message names it."""
 
 
 class UnreachableRankError(CommError):
-    """A rank could not be connected with, or a stranger is in its place; the message says which."""
+    """The connection to a rank failed, or an unknown program took its place; names the rank."""
 
 
 class RankFailedError(CommError):
@@ -51,23 +51,28 @@ class RankFailedError(CommError):
         return RankFailedError, (self.rank, str(self))
 
 
-def say_tensor(tensor: Tensor) -> str:
-    """Write ``float32 [2, 3]``."""
+def format_tensor(tensor: Tensor) -> str:
+    """Return dtype and shape as ``float32 [2, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def say_ranks(ranks: Sequence[int]) -> str:
-    """Write ``rank 3`` or ``ranks 1, 2``."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 1, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def say_mismatch(ranks: Sequence[int], said: Mapping[int, object]) -> str:
-    """Write which ranks of a group asked for what."""
-    askers: dict[str, list[int]] = {}
+def format_mismatch(ranks: Sequence[int], calls_by_rank: Mapping[int, object]) -> str:
+    """Return a message that lists which ranks of a group made which call.
+
+    Args:
+        ranks: Global ranks of the group.
+        calls_by_rank: Call of each rank that has arrived.
+    """
+    ranks_by_call: dict[str, list[int]] = {}
     for rank in ranks:
-        if rank in said:
-            askers.setdefault(str(said[rank]), []).append(rank)
-    calls = "; ".join(f"{say_ranks(who)}: {what}" for what, who in askers.items())
+        if rank in calls_by_rank:
+            ranks_by_call.setdefault(str(calls_by_rank[rank]), []).append(rank)
+    calls = "; ".join(f"{format_ranks(callers)}: {call}" for call, callers in ranks_by_call.items())
     return (
         f"ranks of group {list(ranks)} make different calls ({calls}); every rank of a group must "
         "make the same calls in the same order, on the same shapes and dtypes"

@@ -1,6 +1,6 @@
-"""Gradients laid out flat, so that many of them travel as one message.
+"""Gradients in flat buckets, so that many of them are communicated in one message.
 
-It holds and averages values; which gradients go together, and when, is for others to say.
+The caller decides which gradients share a bucket, and when it is reduced.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch.distributed.tensor import DTensor
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients, and other tensors, travel together once they reach this size."""
+"""Size from which gradients, and other tensors, are communicated together."""
 
 
 class GradientBucket:
-    """Tensors of one dtype and device, copied one after another into a flat one.
+    """Tensors of one dtype and device, copied one after another into a flat tensor.
 
     Attributes:
-        capacity: Elements that it has room for.
-        size: Elements that are in it.
+        capacity: Maximum number of elements.
+        size: Current number of elements.
     """
 
     def __init__(self, capacity: int, *, dtype: torch.dtype | None = None) -> None:
-        """Make an empty bucket; its storage is allocated with the first tensor.
+        """Create an empty bucket; its storage is allocated with the first tensor.
 
         Args:
-            capacity: Elements that it has room for.
-            dtype: Type in which tensors are kept and summed; None: that of the first tensor.
+            capacity: Maximum number of elements.
+            dtype: Dtype of storage and sum; None uses the dtype of the first tensor.
 
         Raises:
             ValueError: The capacity is negative.
@@ -49,48 +49,48 @@ class GradientBucket:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was added."""
+        """Whether the bucket has no tensors."""
         return not self._shapes
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room for another element."""
+        """Whether no element fits in the bucket any more."""
         return self.size >= self.capacity
 
     @property
     def data(self) -> Tensor:
-        """What is in it, flat, [size]; writing to it writes to the bucket."""
+        """The contents as a flat view, [size]; writing to it changes the bucket."""
         if self._storage is None:
             return torch.empty(0, dtype=self._dtype)
         return self._storage[: self.size]
 
     def add(self, tensor: Tensor) -> bool:
-        """Copy a tensor, or a DTensor's local part, behind what is there.
+        """Append a copy of a tensor, or of a DTensor's local part.
 
         Returns:
-            Whether there was room; without it nothing changes.
+            Whether there was room; otherwise the bucket is unchanged.
 
         Raises:
-            ValueError: Its dtype or device is not that of the tensors before.
+            ValueError: Dtype or device differ from those of earlier tensors.
         """
         return self.add_all([tensor])
 
     @torch.no_grad()
     def add_all(self, tensors: Sequence[Tensor]) -> bool:
-        """Copy tensors behind what is there, all of them or, without room for all, none.
+        """Append copies of all tensors, or of none if not all of them fit.
 
         Args:
-            tensors: Of any shapes; of a DTensor this rank's part is copied.
+            tensors: Tensors of any shapes; for a DTensor, this rank's part is copied.
 
         Returns:
             Whether there was room.
 
         Raises:
-            ValueError: Their dtypes or devices are not one, or not those of the tensors before.
+            ValueError: Dtypes or devices differ between these tensors, or from earlier ones.
         """
         gradients = [_local(tensor.detach()) for tensor in tensors]
-        added = sum(part.numel() for part in gradients)
-        if self.size + added > self.capacity:
+        num_added = sum(part.numel() for part in gradients)
+        if self.size + num_added > self.capacity:
             return False
         if not gradients:
             return True
@@ -98,32 +98,32 @@ class GradientBucket:
         if self._storage is None:
             self._source = gradients[0].dtype
             self._storage = gradients[0].new_empty(self.capacity, dtype=self._dtype)
-        place = self._storage[self.size : self.size + added]
-        torch.cat([part.reshape(-1) for part in gradients], out=place)
+        target = self._storage[self.size : self.size + num_added]
+        torch.cat([part.reshape(-1) for part in gradients], out=target)
         self._shapes += [part.shape for part in gradients]
-        self.size += added
+        self.size += num_added
         return True
 
     def extract(self) -> list[Tensor]:
-        """Return what was added, in order and shape: views into ``data``."""
+        """Return the tensors in order and with their shapes, as views of ``data``."""
         flat = self.data.split([shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(flat, self._shapes, strict=True)]
 
     def clear(self) -> None:
-        """Empty it and let its storage go; views that were extracted keep theirs."""
+        """Empty the bucket and release its storage; extracted views keep theirs."""
         if self._work is not None:
             self._work.wait()
         self._storage, self._source, self._work = None, None, None
         self._shapes, self.size = [], 0
 
     def start(self, group: dist.ProcessGroup) -> None:
-        """Begin to average ``data`` over a group, all of whose ranks call this with equal sizes."""
+        """Begin to average ``data`` over a group; all its ranks must call this with equal sizes."""
         source = self._source or self.data.dtype
         operation = begin_mean(self.data, source=source, group=group)
         self._work = dist.all_reduce(self.data, operation, group=group, async_op=True)
 
     def finish(self) -> None:
-        """Wait until ``data`` is the mean over the group."""
+        """Wait until ``data`` contains the mean over the group."""
         assert self._work is not None, "nothing was started"
         self._work.wait()
         self._work = None
@@ -145,60 +145,59 @@ class GradientBucket:
 def begin_mean(
     data: Tensor, *, source: torch.dtype, group: dist.ProcessGroup
 ) -> dist.ReduceOp.RedOpType:
-    """Return the reduction that makes a mean of what ranks send, and prepare it in place.
+    """Return the reduction for a mean over ranks, and scale ``data`` in place if necessary.
 
     Args:
-        data: What this rank sends.
-        source: The type that it had. Of a smaller one the sum could overflow.
-        group: The ranks.
+        data: Values that this rank sends.
+        source: Dtype before conversion. If ``data`` has a smaller dtype, it is divided first,
+            because the sum could overflow.
+        group: Group of ranks.
     """
     if data.dtype.itemsize >= source.itemsize:
-        return dist.ReduceOp.AVG  # which saves a pass over them
+        return dist.ReduceOp.AVG  # saves a pass over the data
     data.div_(dist.get_world_size(group))
     return dist.ReduceOp.SUM
 
 
 def buckets(tensors: Iterable[AnyTensor], *, limit: int) -> Iterator[list[AnyTensor]]:
-    """Yield tensors of one type and device that reach so many bytes together, then what is left.
+    """Group tensors of one dtype and device into lists that reach ``limit`` bytes.
 
     Args:
-        tensors: In the order in which they are taken.
-        limit: Bytes from which a bucket is full; its last tensor may take it above.
+        tensors: Tensors in the order in which they are grouped.
+        limit: Size in bytes from which a bucket is full; its last tensor may exceed it.
 
     Yields:
-        A bucket of at least ``limit`` bytes as soon as it is full; at the end the others.
+        A bucket when it reaches ``limit``; at the end the remaining buckets.
     """
-    filling: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
     for tensor in tensors:
-        bucket = filling.setdefault((tensor.dtype, tensor.device), [])
+        bucket = open_buckets.setdefault((tensor.dtype, tensor.device), [])
         bucket.append(tensor)
-        if sum(gradient.numel() * gradient.element_size() for gradient in bucket) >= limit:
-            yield filling.pop((tensor.dtype, tensor.device))
-    yield from filling.values()
+        if sum(member.numel() * member.element_size() for member in bucket) >= limit:
+            yield open_buckets.pop((tensor.dtype, tensor.device))
+    yield from open_buckets.values()
 
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], *, source: int, group: dist.ProcessGroup) -> None:
-    """Give every rank of a group one rank's values, in place, many small tensors in a message.
+    """Copy one rank's values to all ranks of a group in place; small tensors share messages.
 
     Args:
-        tensors: The same on every rank, but for their values.
-        source: The global rank.
-        group: Its ranks all call this.
+        tensors: Tensors that differ between ranks only in their values.
+        source: Global rank to copy from.
+        group: Group of ranks that all call this.
     """
     works: list[tuple[dist.Work, Tensor | None, list[Tensor]]] = []
-    for together in buckets(map(_local, tensors), limit=BUCKET_BYTES):
-        flat = (
-            None if len(together) == 1 else torch.cat([tensor.reshape(-1) for tensor in together])
-        )
-        sent = together[0] if flat is None else flat
-        works.append((dist.broadcast(sent, source, group=group, async_op=True), flat, together))
-    for work, flat, together in works:
+    for members in buckets(map(_local, tensors), limit=BUCKET_BYTES):
+        flat = None if len(members) == 1 else torch.cat([tensor.reshape(-1) for tensor in members])
+        message = members[0] if flat is None else flat
+        works.append((dist.broadcast(message, source, group=group, async_op=True), flat, members))
+    for work, flat, members in works:
         work.wait()
         if flat is not None:
-            parts = flat.split([tensor.numel() for tensor in together])
-            views = [part.view(tensor.shape) for part, tensor in zip(parts, together, strict=True)]
-            torch._foreach_copy_(together, views)
+            parts = flat.split([tensor.numel() for tensor in members])
+            views = [part.view(tensor.shape) for part, tensor in zip(parts, members, strict=True)]
+            torch._foreach_copy_(members, views)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Averaging gradients over ranks, for a model that every rank holds whole.
+"""Averages gradients over ranks for a model that is replicated on every rank.
 
-For a backward pass that overlaps with it, use an engine; sharded gradients are the engine's too.
+To overlap this with the backward, or for sharded gradients, use an engine.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from axonlaunch.comm.argument_checks import device_of, reduce_op_error, tensor_error
 from axonlaunch.comm.backend import ReduceOp
 from axonlaunch.comm.collectives import group_or_default, reduce_values
-from axonlaunch.comm.errors import say_tensor
+from axonlaunch.comm.errors import format_tensor
 from axonlaunch.comm.gradient_bucket import BUCKET_BYTES, GradientBucket, buckets
 from axonlaunch.comm.mismatch_check import check_collective
 from axonlaunch.comm.process_group import ProcessGroup
 
 
 def sync_gradient(tensor: Tensor, *, group: ProcessGroup | None = None) -> None:
-    """Average ``tensor.grad`` [*tensor.shape] over ranks, in place.
+    """Average ``tensor.grad`` [*tensor.shape] over ranks in place.
 
-    A rank without a gradient counts as zeros; errors are those of ``sync_gradients``.
+    A missing gradient counts as zeros. Raises the errors of ``sync_gradients``.
     """
     sync_gradients([tensor], group=group)
 
@@ -32,21 +32,22 @@ def sync_gradient(tensor: Tensor, *, group: ProcessGroup | None = None) -> None:
 def sync_gradients(
     parameters: nn.Module | Iterable[Tensor], *, group: ProcessGroup | None = None
 ) -> None:
-    """Average the gradients of a module's or of given parameters over ranks, in place.
+    """Average the gradients of a module or of given parameters over ranks in place.
 
-    A parameter with no gradient here, but with one on another rank, counts as zeros and gets
-    the average; one with no gradient anywhere keeps none. So ranks may use different parts of a
-    model and still continue alike.
+    A parameter without a gradient on this rank, but with one on another rank, counts as zeros and
+    gets the average. A parameter without a gradient on any rank gets none. So ranks can use
+    different parts of a model and still stay equal.
 
     Raises:
-        TypeError: A gradient is sparse or a DTensor, or its dtype has no mean.
-        ValueError: This rank is not in the group, or a gradient is on a device that it lacks.
-        MismatchError: Ranks bring different parameters.
+        TypeError: A gradient is sparse or a DTensor, or the mean is undefined for its dtype.
+        ValueError: This rank is not in the group, or a gradient is on a device that the group does
+            not support.
+        MismatchError: Parameters differ between ranks.
     """
     group = group_or_default(group)
     members = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     tensors = [t for t in dict.fromkeys(members) if t.requires_grad]
-    shapes = "\n".join(map(say_tensor, tensors))
+    shapes = "\n".join(map(format_tensor, tensors))
     digest = hashlib.sha256(shapes.encode()).hexdigest()[:8]
     check_collective(
         group,
@@ -61,8 +62,8 @@ def sync_gradients(
     )
     dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=group.torch_group)
     used = [t for t, has in zip(tensors, has_grad.tolist(), strict=True) if has]
-    for together in buckets(used, limit=BUCKET_BYTES):
-        gradients = [_grad(tensor) for tensor in together]
+    for bucketed in buckets(used, limit=BUCKET_BYTES):
+        gradients = [_grad(tensor) for tensor in bucketed]
         bucket = GradientBucket(sum(gradient.numel() for gradient in gradients))
         bucket.add_all(gradients)
         bucket.data.copy_(reduce_values(bucket.data, ReduceOp.Average, group))
@@ -81,6 +82,6 @@ def _first_problem(tensors: list[Tensor], group: ProcessGroup) -> Exception | No
         problem = tensor_error(value, group) or reduce_op_error(value, ReduceOp.Average)
         if problem is not None:
             return type(problem)(
-                f"sync_gradients: parameter {index} ({say_tensor(tensor)}): {problem}"
+                f"sync_gradients: parameter {index} ({format_tensor(tensor)}): {problem}"
             )
     return None

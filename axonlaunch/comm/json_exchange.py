@@ -1,6 +1,6 @@
-"""Plain values from every rank to every rank, as JSON in tensors.
+"""Exchanges plain values between ranks as JSON in tensors.
 
-torch's object collectives unpickle what arrives; nothing here does.
+In contrast to torch's object collectives, received data is never unpickled.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 
 def all_gather_json(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the value of each rank, by its rank in the group; every rank calls this.
+    """Return the value of each rank, by rank in the group; every rank must call this.
 
     Args:
-        value: Plain values; tuples arrive as lists.
-        group: Default: all ranks.
+        value: Plain value that JSON can represent; tuples are received as lists.
+        group: Process group, by default that of all ranks.
 
     Raises:
-        ValueError: What arrived is not JSON.
+        ValueError: Received data is not JSON.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -29,19 +29,19 @@ def all_gather_json(value: Any, *, group: dist.ProcessGroup | None = None) -> li
     length = torch.tensor([content.numel()], device=device)
     lengths = [torch.zeros_like(length) for _ in range(group.size())]
     dist.all_gather(lengths, length, group=group)
-    longest = int(torch.cat(lengths).max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    max_length = int(torch.cat(lengths).max())
+    padded = torch.zeros(max_length, dtype=torch.uint8, device=device)
     padded[: content.numel()] = content
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded, group=group)
     return [
-        json.loads(bytes(text[: int(size)].tolist()))
-        for text, size in zip(gathered, lengths, strict=True)
+        json.loads(bytes(row[: int(size)].tolist()))
+        for row, size in zip(gathered, lengths, strict=True)
     ]
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Return where the group's tensors are: on this rank's device under NCCL."""
+    """Return the device of the group's tensors: this rank's GPU with NCCL."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

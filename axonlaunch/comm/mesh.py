@@ -1,7 +1,4 @@
-"""Ranks laid out on named axes, and the process group of each axis.
-
-It lays ranks out; what a group is for is the engines' business.
-"""
+"""Arranges ranks on named axes and creates the process group of each axis."""
 
 from __future__ import annotations
 
@@ -17,18 +14,19 @@ from axonlaunch.comm.process_group import (
     ProcessGroup,
     default_group,
     disjoint_group,
-    lone_group,
+    single_rank_group,
 )
 
 
 class Mesh:
-    """Where this rank stands on each axis, and with whom it shares it.
+    """Coordinates of this rank on each axis, and the groups along the axes.
 
-    Ranks count along the last axis first, so the last one stays within a node.
+    Consecutive ranks are neighbours along the last axis, so that its groups stay within a node.
 
     Attributes:
-        sizes: Ranks along each axis, outermost first; their product is the world.
-        device_mesh: torch's mesh, without the axes of one rank; all of them if every axis has one.
+        sizes: Number of ranks along each axis, outermost first; their product is the world size.
+        device_mesh: torch's mesh without axes of one rank; with all axes if every axis has one
+            rank.
     """
 
     def __init__(
@@ -42,20 +40,20 @@ class Mesh:
         with_host: tuple[str, ...] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Lay the default group's ranks out; every rank calls this.
+        """Arrange the default group's ranks; every rank must call this.
 
         Args:
-            sizes: Ranks along each axis, outermost first.
-            rank: This process's in the default group.
-            device_type: Where its tensors are, ``cpu`` or ``cuda``.
-            keep: Axes that stay in ``device_mesh`` even with one rank.
-            urgent: Axes whose collectives run on streams of high priority; NCCL alone has any.
-            with_host: Of a world on NCCL, the axes whose groups carry the host's tensors too, and
-                connect their ranks by gloo for that. None: every group carries what the world does.
-            timeout_s: How long a collective of an axis waits; None: as long as torch says.
+            sizes: Number of ranks along each axis, outermost first.
+            rank: Rank of this process in the default group.
+            device_type: Type of the ranks' devices, ``cpu`` or ``cuda``.
+            keep: Axes that stay in ``device_mesh`` even if they have one rank.
+            urgent: Axes with collectives on high-priority streams; only for NCCL.
+            with_host: Axes with groups that also communicate CPU tensors, over gloo connections, in
+                a world on NCCL. None gives every group the world's backends.
+            timeout_s: Timeout in seconds of a collective along an axis; None for torch's default.
 
         Raises:
-            ValueError: The sizes don't multiply to the world.
+            ValueError: The product of the sizes is not the world size.
         """
         world_size = dist.get_world_size()
         if math.prod(sizes.values()) != world_size:
@@ -66,8 +64,8 @@ class Mesh:
             )
         self.sizes = dict(sizes)
         self._rank = rank
-        # Axes of one rank are left out: what torch does along them are copies.
-        shown = {n: s for n, s in sizes.items() if s > 1 or n in keep} or dict(sizes)
+        # Axes of one rank are left out, because torch makes copies along them.
+        mesh_axes = {n: s for n, s in sizes.items() if s > 1 or n in keep} or dict(sizes)
         self._groups = {
             axis: self._join(
                 axis,
@@ -77,13 +75,13 @@ class Mesh:
             )
             for axis in sizes
         }
-        # torch's ``init_device_mesh`` would split gloo's part of a world on NCCL along every axis,
-        # and take no time limit.
+        # In a world on NCCL, torch's ``init_device_mesh`` would create a gloo group on every axis,
+        # and it accepts no timeout.
         self.device_mesh: DeviceMesh = DeviceMesh.from_group(
-            [self._groups[axis].torch_group for axis in shown],
+            [self._groups[axis].torch_group for axis in mesh_axes],
             device_type,
-            torch.arange(world_size, device="cpu").view(*shown.values()),
-            mesh_dim_names=tuple(shown),
+            torch.arange(world_size, device="cpu").view(*mesh_axes.values()),
+            mesh_dim_names=tuple(mesh_axes),
         )
 
     def _join(
@@ -94,13 +92,13 @@ class Mesh:
         options: Any,
         timeout_s: float | None,
     ) -> ProcessGroup:
-        """Return the group of the ranks that differ from this one on an axis alone."""
+        """Return the group of the ranks that differ from this one only on an axis."""
         size = self.sizes[axis]
         if size == dist.get_world_size():
-            return default_group()  # nothing competes with it either
+            return default_group()  # no other group competes with it
         if size == 1:
-            # A communicator of NCCL would be split off the world's, by all of its ranks.
-            return lone_group(self._rank, backend=None if with_host is None else "gloo")
+            # For an NCCL group, all ranks would have to split the world's communicator.
+            return single_rank_group(self._rank, backend=None if with_host is None else "gloo")
         names = list(self.sizes)
         step = math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
         first = self._rank - self.coordinate(axis) * step
@@ -117,23 +115,23 @@ class Mesh:
         return self.sizes[axis]
 
     def coordinate(self, axis: str) -> int:
-        """Return where this rank stands on an axis, from 0."""
+        """Return this rank's index along an axis."""
         names = list(self.sizes)
         inner = math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
         return self._rank // inner % self.sizes[axis]
 
     def along(self, *axes: str) -> int:
-        """Return this rank's place among those that differ on some axes, the last fastest."""
-        place = 0
+        """Return this rank's index along several axes combined; the last axis is fastest."""
+        index = 0
         for axis in axes:
-            place = place * self.sizes[axis] + self.coordinate(axis)
-        return place
+            index = index * self.sizes[axis] + self.coordinate(axis)
+        return index
 
     def group(self, axis: str) -> ProcessGroup:
-        """Return the ranks that differ from this one on one axis alone.
+        """Return the group of the ranks that differ from this one only on one axis.
 
         Raises:
-            KeyError: There is no such axis.
+            KeyError: The axis does not exist.
         """
         if axis not in self.sizes:
             raise KeyError(f"no axis {axis}; this mesh has {', '.join(self.sizes)}")
@@ -145,7 +143,7 @@ class Mesh:
 
 
 def _high_priority() -> Any:
-    """Return NCCL's options of a group whose kernels a GPU schedules before those of others."""
+    """Return NCCL options for a group with kernels that a GPU schedules before others."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     return options

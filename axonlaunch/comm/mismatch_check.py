@@ -1,8 +1,8 @@
-"""Before data moves: every rank says what it is about to do, and all continue or none does.
+"""Compares the calls of ranks before data moves, so that either all ranks continue or none.
 
-One small exchange a call, so that a mismatch is an error on every rank and never a hang. NCCL
-has no part in it: there a small message costs a device round trip, and
-``TORCH_DISTRIBUTED_DEBUG=DETAIL`` makes torch check its calls instead.
+There is one small exchange for each call, so a mismatch is an error on every rank and never a hang.
+There are no checks on NCCL, where a small message takes a round trip to the device. With
+``TORCH_DISTRIBUTED_DEBUG=DETAIL``, torch checks its calls instead.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from axonlaunch.comm.backend import Backend
-from axonlaunch.comm.errors import MismatchError, say_mismatch
+from axonlaunch.comm.errors import MismatchError, format_mismatch
 
 if TYPE_CHECKING:
     from axonlaunch.comm.process_group import ProcessGroup
 
 _REFUSED = "!"
 _TAG = 41_328
-"""A tag of its own, so that these lines never meet a user's messages."""
+"""Message tag for these exchanges, so that they are never matched with a user's messages."""
 
 LINE_BYTES = 512
 
@@ -29,15 +29,16 @@ LINE_BYTES = 512
 def check_collective(
     group: ProcessGroup, line: str, *, problem: Exception | None = None
 ) -> list[str]:
-    """Check that every rank of the group says the same up to a ``|``; return what each said.
+    """Check that the lines of all ranks are the same up to a ``|``; return the line of each rank.
 
     Args:
-        group: The group; this rank is a member.
-        line: What this rank is about to do.
-        problem: Why it can't: raised here, and reported to the others so that they don't wait.
+        group: Group that contains this rank.
+        line: Description of this rank's call.
+        problem: Reason why this rank can't continue. It is raised here and reported to the other
+            ranks, so that they don't wait.
 
     Raises:
-        MismatchError: Ranks say different things, or another rank has a problem.
+        MismatchError: Lines differ between ranks, or another rank has a problem.
     """
     if group.backend is Backend.NCCL or group.size == 1:
         if problem is not None:
@@ -53,59 +54,62 @@ def check_collective(
 def check_p2p(
     peer: int, group: ProcessGroup, verb: str, what: str, *, problem: Exception | None = None
 ) -> None:
-    """Check that one other rank of the group means the other end of the same message.
+    """Check that another rank of the group performs the other end of the same message.
 
     Args:
-        peer: The other rank, a global one.
-        group: The group of both.
+        peer: Global rank of the other end.
+        group: Group that contains both ranks.
         verb: ``send`` or ``recv``.
-        what: What is sent or expected.
-        problem: Why this rank can't: raised here, and reported to the other.
+        what: Description of the tensor that is sent or expected.
+        problem: Reason why this rank can't continue. It is raised here and reported to the other
+            rank.
 
     Raises:
-        MismatchError: The other rank means something else, or has a problem.
+        MismatchError: The other rank's call does not match, or it has a problem.
     """
     if group.backend is Backend.NCCL:
         if problem is not None:
             raise problem
         return
     line = f"{verb} {'to' if verb == 'send' else 'from'} rank {peer} of {what}|{verb}|{what}"
-    said = exchange_with(peer, group, line if problem is None else f"{_REFUSED}{problem}")
+    peer_line = exchange_with(peer, group, line if problem is None else f"{_REFUSED}{problem}")
     if problem is not None:
         raise problem
-    me = group.ranks[group.rank]
-    if said.startswith(_REFUSED):
-        raise MismatchError(f"rank {peer} refused its call: {said.removeprefix(_REFUSED)}")
-    _, their_verb, their_what = said.split("|")
-    if their_verb == verb:
-        raise MismatchError(f"ranks {me} and {peer} both {verb}: one must send, the other recv")
-    if their_what != what:
+    this_rank = group.ranks[group.rank]
+    if peer_line.startswith(_REFUSED):
+        raise MismatchError(f"rank {peer} refused its call: {peer_line.removeprefix(_REFUSED)}")
+    _, peer_verb, peer_what = peer_line.split("|")
+    if peer_verb == verb:
         raise MismatchError(
-            f"rank {me} calls {verb} with {what}, but rank {peer} calls {their_verb} with "
-            f"{their_what}: give both the same shape and dtype"
+            f"ranks {this_rank} and {peer} both {verb}: one must send, the other recv"
+        )
+    if peer_what != what:
+        raise MismatchError(
+            f"rank {this_rank} calls {verb} with {what}, but rank {peer} calls {peer_verb} with "
+            f"{peer_what}: give both the same shape and dtype"
         )
 
 
 def check_same(ranks: tuple[int, ...], lines: list[str]) -> None:
-    """Raise unless all ranks say the same, and no rank a problem.
+    """Check that the lines of all ranks are the same and report no problem.
 
     Args:
         ranks: Global ranks of the group.
-        lines: What each said, by its place in the group; what follows a ``|`` may differ.
+        lines: Line of each rank, by rank in the group; text after a ``|`` may differ.
 
     Raises:
-        MismatchError: It says which ranks differ, and by what, or which refused its call.
+        MismatchError: Names the ranks that differ and their calls, or the rank with a problem.
     """
-    for rank, said in zip(ranks, lines, strict=True):
-        if said.startswith(_REFUSED):
-            raise MismatchError(f"rank {rank} refused its call: {said.removeprefix(_REFUSED)}")
-    heads = [said.partition("|")[0] for said in lines]
+    for rank, rank_line in zip(ranks, lines, strict=True):
+        if rank_line.startswith(_REFUSED):
+            raise MismatchError(f"rank {rank} refused its call: {rank_line.removeprefix(_REFUSED)}")
+    heads = [rank_line.partition("|")[0] for rank_line in lines]
     if len(set(heads)) > 1:
-        raise MismatchError(say_mismatch(ranks, dict(zip(ranks, heads, strict=True))))
+        raise MismatchError(format_mismatch(ranks, dict(zip(ranks, heads, strict=True))))
 
 
 def exchange(group: ProcessGroup, line: str) -> list[str]:
-    """Give every rank of a gloo or mock group the line of each, by rank in the group."""
+    """Return the line of every rank of a gloo or mock group, by rank in the group."""
     torch_group = group.torch_group
     if group.backend is Backend.MOCK:
         lines: list[str] = torch_group.exchange(line)  # type: ignore[attr-defined]
@@ -116,11 +120,11 @@ def exchange(group: ProcessGroup, line: str) -> list[str]:
 
 
 def exchange_with(peer: int, group: ProcessGroup, line: str) -> str:
-    """Give one other rank of a gloo or mock group this rank's line, and return its line."""
+    """Exchange lines with another rank of a gloo or mock group; return its line."""
     torch_group = group.torch_group
     if group.backend is Backend.MOCK:
-        theirs: str = torch_group.exchange_with(peer, line)  # type: ignore[attr-defined]
-        return theirs
+        peer_line: str = torch_group.exchange_with(peer, line)  # type: ignore[attr-defined]
+        return peer_line
     received = torch.empty(LINE_BYTES, dtype=torch.uint8)
     works = [
         dist.isend(pack(line), peer, group=torch_group, tag=_TAG),
@@ -133,7 +137,7 @@ def exchange_with(peer: int, group: ProcessGroup, line: str) -> str:
 
 
 def pack(line: str) -> torch.Tensor:
-    """Write a line as ``LINE_BYTES`` bytes; the end of a long one becomes its digest."""
+    """Encode a line in ``LINE_BYTES`` bytes; the end of a long line is replaced with its digest."""
     data = line.encode()
     if len(data) > LINE_BYTES:
         digest = hashlib.sha256(data).hexdigest()[:16].encode()
@@ -142,5 +146,5 @@ def pack(line: str) -> torch.Tensor:
 
 
 def unpack(tensor: torch.Tensor) -> str:
-    """Read what ``pack`` wrote."""
+    """Decode a line from ``pack``."""
     return bytes(tensor.tolist()).rstrip(b"\0").decode(errors="replace")

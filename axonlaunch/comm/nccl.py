@@ -1,4 +1,4 @@
-"""What NCCL there is on this node, found without starting it, and identifiers of communicators."""
+"""Detects whether NCCL can be used on this node, and handles communicator identifiers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class NcclStatus:
     """Whether NCCL can be used here.
 
     Attributes:
-        available: Ranks of this node can use ``backend=nccl``.
-        version: NCCL's version (RCCL's on ROCm), or None where this torch has none.
-        devices: The names of the devices that this process sees, by index.
-        reason: Why it is not available; empty where it is.
+        available: Whether ranks of this node can use ``backend=nccl``.
+        version: Version of NCCL (of RCCL on ROCm), or None if this torch has none.
+        devices: Names of the devices that this process sees, by index.
+        reason: Why NCCL is not available; empty if it is.
     """
 
     available: bool
@@ -29,7 +29,7 @@ class NcclStatus:
 
 
 def status() -> NcclStatus:
-    """Find out whether NCCL can be used here, and if not, why."""
+    """Return whether NCCL can be used here, and the reason if not."""
     if not gpus.has_nccl():
         return NcclStatus(
             available=False,
@@ -53,16 +53,16 @@ def status() -> NcclStatus:
 
 
 class NcclUniqueId(bytes):
-    """Identifier by which the ranks of an NCCL communicator find each other: 128 bytes.
+    """Identifier of 128 bytes with which the ranks of an NCCL communicator find each other.
 
-    Worlds on NCCL make and exchange theirs through the store. It is needed only for a communicator
-    of one's own, made by ``torch.cuda.nccl.init_rank``.
+    Worlds on NCCL create and exchange identifiers through the store. This class is needed only for
+    custom communicators, which ``torch.cuda.nccl.init_rank`` creates.
     """
 
     SIZE = 128
 
     def __new__(cls, content: bytes) -> Self:
-        """Take over an identifier that another rank sent.
+        """Wrap an identifier that another rank sent.
 
         Raises:
             ValueError: It is not 128 bytes long.
@@ -73,12 +73,12 @@ class NcclUniqueId(bytes):
 
     @classmethod
     def create(cls) -> Self:
-        """Make a new identifier on this node, for one rank to send to the others.
+        """Create an identifier on this node; one rank sends it to the others.
 
         Raises:
-            NcclError: There is no NCCL here.
+            NcclError: NCCL is not available here.
         """
-        found = status()
-        if not found.available:
-            raise NcclError(found.reason)
+        nccl_status = status()
+        if not nccl_status.available:
+            raise NcclError(nccl_status.reason)
         return cls(torch.cuda.nccl.unique_id())

@@ -1,7 +1,7 @@
-"""Some ranks of the world that communicate with each other, over a process group of torch.
+"""Groups of ranks that communicate with each other through a torch process group.
 
-Whatever takes a torch process group (DDP, fully_shard, device meshes) runs on ``torch_group``
-unchanged; nothing here joins or leaves a world.
+APIs that accept a torch process group (DDP, fully_shard, device meshes) work with ``torch_group``.
+Worlds are created and closed elsewhere.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ _computes_on = torch.device("cpu")
 
 
 def compute_on(device: torch.device) -> None:
-    """Note where the ranks of this process compute; threads of a mock world share one device."""
-    global _computes_on  # as torch's default group is one of the process
+    """Set the device of this process's ranks; all ranks of a mock world share one device."""
+    global _computes_on  # one for the process, like torch's default group
     _computes_on = device
 
 
 def computing_device() -> torch.device:
-    """Return where the ranks of this process compute: the CPU, unless a world has said otherwise.
+    """Return the device on which this process's ranks compute; the CPU unless a world has set it.
 
-    Groups of gloo and of the mock world take tensors of both; their backend does not say.
+    Groups of gloo and of the mock world accept tensors on the CPU and on GPUs, so their backend
+    does not determine the device.
     """
     return _computes_on
 
@@ -38,9 +39,9 @@ class ProcessGroup:
     """Some ranks of the world that communicate with each other.
 
     Attributes:
-        ranks: The global ranks of the members, in the order of their rank in the group.
-        size: How many they are.
-        rank: This process's rank in the group, or -1 where it is not a member (as in torch).
+        ranks: Global ranks of the members, ordered by their rank in the group.
+        size: Number of members.
+        rank: This process's rank in the group, or -1 if it is not a member (as in torch).
     """
 
     def __init__(self, ranks: Iterable[int], torch_group: dist.ProcessGroup | None) -> None:
@@ -52,20 +53,19 @@ class ProcessGroup:
 
     @classmethod
     def from_torch(cls, group: dist.ProcessGroup) -> Self:
-        """Wrap a process group made by torch, of a device mesh for instance."""
+        """Wrap a process group that torch created, for example that of a device mesh."""
         return cls(dist.get_process_group_ranks(group), group)
 
     def contains(self, rank: int) -> bool:
-        """Say whether a global rank is a member."""
+        """Return whether a global rank is a member."""
         return rank in self.ranks
 
     @property
     def torch_group(self) -> dist.ProcessGroup:
-        """The group as torch knows it.
+        """The torch process group.
 
         Raises:
-            ValueError: This process is not a member, so it has no such group, or the world that
-                the group belongs to is closed.
+            ValueError: This process is not a member, or the world of the group is closed.
         """
         if self._is_closed:
             raise ValueError(f"the world of the group {list(self.ranks)} is closed")
@@ -78,10 +78,10 @@ class ProcessGroup:
 
     @functools.cached_property
     def backend(self) -> Backend:
-        """What carries this group's bytes.
+        """Communication backend of this group.
 
         Raises:
-            ValueError: It is a backend of torch's that is not supported, or this rank is no member.
+            ValueError: The torch backend is not supported, or this rank is not a member.
         """
         name = str(dist.get_backend(self.torch_group))
         try:
@@ -93,7 +93,7 @@ class ProcessGroup:
             ) from None
 
     def close(self) -> None:
-        """Let go of torch's group: it holds the store, and rank 0's listening port with it."""
+        """Release torch's group, which holds the store and therefore rank 0's listening port."""
         self._torch_group, self._is_closed = None, True
 
     def __repr__(self) -> str:
@@ -123,43 +123,43 @@ def disjoint_group(
     backend: str | None = None,
     options: Any = None,
 ) -> ProcessGroup:
-    """Make this rank's group where every rank of the world makes one, and no two groups share one.
+    """Create this rank's group, if every rank of the world creates one and no two groups overlap.
 
-    Only its members meet for it, so that a world of any size has its groups at once.
+    Only the members of a group synchronize, so a large world creates all its groups at once.
 
     Args:
-        ranks: The members, this one among them.
-        name: Of the axis along which they differ, for who looks at what a rank waits for.
-        timeout_s: How long a collective of the group waits; None: as long as torch says.
-        backend: torch's name of what carries the bytes; None: what the world has.
-        options: The backend's.
+        ranks: Members of the group, including this rank.
+        name: Name of the axis along which the members differ, for diagnostics.
+        timeout_s: Timeout in seconds of the group's collectives; None for torch's default.
+        backend: torch's backend name; None for the world's backend.
+        options: Options of the backend.
     """
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     if options is not None and timeout is not None:
         limit_options(options, timeout)
     members = list(ranks)
-    made = dist.new_group(
+    torch_group = dist.new_group(
         members,
         timeout=timeout,
         backend=backend,
         pg_options=options,
-        group_desc=f"mesh_{name}",  # as torch describes those of a device mesh
+        group_desc=f"mesh_{name}",  # torch's description of a device mesh's group
         use_local_synchronization=True,
     )
-    return ProcessGroup(members, made)
+    return ProcessGroup(members, torch_group)
 
 
-def lone_group(rank: int, *, backend: str | None = None) -> ProcessGroup:
-    """Return the group of this rank alone; torch's is made when somebody asks for it.
+def single_rank_group(rank: int, *, backend: str | None = None) -> ProcessGroup:
+    """Return the group that contains only this rank; torch's group is created at its first use.
 
     Args:
-        rank: This one.
-        backend: As ``disjoint_group`` takes it.
+        rank: This rank.
+        backend: See ``disjoint_group``.
     """
-    return _LoneGroup(rank, backend)
+    return _SingleRankGroup(rank, backend)
 
 
-class _LoneGroup(ProcessGroup):
+class _SingleRankGroup(ProcessGroup):
     def __init__(self, rank: int, backend: str | None) -> None:
         super().__init__((rank,), None)
         self.rank = 0
@@ -168,6 +168,6 @@ class _LoneGroup(ProcessGroup):
     @property
     def torch_group(self) -> dist.ProcessGroup:
         if self._torch_group is None and not self._is_closed:
-            made = disjoint_group(self.ranks, name="alone", backend=self._backend)
-            self._torch_group = made.torch_group
+            group = disjoint_group(self.ranks, name="alone", backend=self._backend)
+            self._torch_group = group.torch_group
         return super().torch_group

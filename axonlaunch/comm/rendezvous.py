@@ -1,6 +1,6 @@
-"""How a process finds its world: the environment it was started with, and the store they share.
+"""Finds a process's rank and world: environment variables and the store that ranks share.
 
-It reads the variables that every launcher of torch sets; it invents none of its own.
+The variables are those that every torch launcher sets; there are no additional ones.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Where this process stands in its world.
+    """Rank of this process and address of its world.
 
     Attributes:
-        local_world_size: Ranks of this node; None where nobody said.
-        master_addr: The host of rank 0, or None where nobody has to be found.
-        alone: The environment says nothing, so this is a world of one.
+        local_world_size: Number of ranks on this node, or None if unknown.
+        master_addr: Host of rank 0, or None if it is not needed.
+        alone: Whether this is a world of one rank, because the environment sets no variables.
     """
 
     rank: int = 0
@@ -48,11 +48,11 @@ class RankEnvironment:
 
     @property
     def on_loopback(self) -> bool:
-        """Whether no other node takes part, so that nothing may listen to the network."""
+        """Whether all ranks are on this node, so that nothing may listen on the network."""
         return self.alone or (self.master_addr is not None and is_loopback(self.master_addr))
 
     def variables(self) -> dict[str, str]:
-        """Return the variables by which a launcher of torch says the same."""
+        """Return the environment variables that a torch launcher would set."""
         values = {
             "RANK": self.rank,
             "LOCAL_RANK": self.local_rank,
@@ -65,7 +65,7 @@ class RankEnvironment:
 
 
 def local_place(rank: int, world_size: int) -> RankEnvironment:
-    """Return the place of a rank of a world that is all on this node and has a store."""
+    """Return the environment of a rank in a world on this node that has a store."""
     return RankEnvironment(
         rank=rank,
         world_size=world_size,
@@ -79,46 +79,47 @@ def local_place(rank: int, world_size: int) -> RankEnvironment:
 def find_place(
     environment: Mapping[str, str], *, store: dist.Store | None = None
 ) -> RankEnvironment:
-    """Read the place of this process from its environment.
+    """Read the rank and world of this process from its environment.
 
     Args:
-        environment: ``os.environ``.
-        store: Where the ranks meet, if they have a store: rank 0's address is not needed then.
+        environment: Environment variables, usually ``os.environ``.
+        store: Store through which the ranks meet, if there is one; then rank 0's address is not
+            needed.
 
     Raises:
-        ValueError: Some of the variables are missing or invalid; the message names all.
+        ValueError: Some of the variables are missing or invalid; the message names all of them.
     """
-    needed = _IDENTITY + _ADDRESS if store is None else _IDENTITY
-    if not any(environment.get(name) for name in needed):
+    required = _IDENTITY + _ADDRESS if store is None else _IDENTITY
+    if not any(environment.get(name) for name in required):
         return RankEnvironment()
-    ranks_here = environment.get("LOCAL_WORLD_SIZE", "")
-    problems = [f"{name} is not set" for name in needed if not environment.get(name)]
+    local_world_size = environment.get("LOCAL_WORLD_SIZE", "")
+    problems = [f"{name} is not set" for name in required if not environment.get(name)]
     numbers: dict[str, int] = {}
-    for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_PORT", 1)):
+    for name, minimum in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_PORT", 1)):
         text = environment.get(name, "")
-        if not text or name not in needed:
+        if not text or name not in required:
             continue
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            problems.append(f"{name}={text!r} is not a whole number from {least}")
+        if not text.isascii() or not text.isdigit() or int(text) < minimum:
+            problems.append(f"{name}={text!r} is not a whole number from {minimum}")
         else:
             numbers[name] = int(text)
-    for name, limit, said in (
+    for name, limit, prefix in (
         ("RANK", numbers.get("WORLD_SIZE"), "WORLD_SIZE="),
         ("LOCAL_RANK", numbers.get("WORLD_SIZE"), "WORLD_SIZE="),
         ("MASTER_PORT", 65536, ""),
     ):
         if name in numbers and limit is not None and numbers[name] >= limit:
-            problems.append(f"{name}={numbers[name]} is not below {said}{limit}")
+            problems.append(f"{name}={numbers[name]} is not below {prefix}{limit}")
     if problems:
         raise ValueError(
             f"the environment describes no world: {'; '.join(problems)}. A launcher sets all of "
-            f"{', '.join(needed)}; with none of them set this is a world of one"
+            f"{', '.join(required)}; with none of them set this is a world of one"
         )
     return RankEnvironment(
         rank=numbers["RANK"],
         world_size=numbers["WORLD_SIZE"],
         local_rank=numbers["LOCAL_RANK"],
-        local_world_size=int(ranks_here) if ranks_here.isdigit() else None,
+        local_world_size=int(local_world_size) if local_world_size.isdigit() else None,
         master_addr=environment.get("MASTER_ADDR") or _host_of(store),
         master_port=numbers.get("MASTER_PORT", 0),
         alone=False,
@@ -132,45 +133,47 @@ def _host_of(store: dist.Store | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether a host is this node by name or number, whoever asks."""
+    """Return whether a host name or address always refers to the local machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host in ("localhost", "localhost.localdomain")
 
 
-def open_store(place: RankEnvironment, *, timeout: timedelta) -> dist.Store:
-    """Open the store that the ranks of a world meet at.
+def open_store(environment: RankEnvironment, *, timeout: timedelta) -> dist.Store:
+    """Open the store through which the ranks of a world meet.
 
     Raises:
-        ValueError: Rank 0 can't listen there.
+        ValueError: Rank 0 can't listen at its address.
     """
-    if place.alone:
+    if environment.alone:
         return dist.HashStore()
-    assert place.master_addr is not None
+    assert environment.master_addr is not None
     agent_hosts_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    listens = place.rank == 0 and not agent_hosts_it
-    store = meet_at(place.master_addr, place.master_port, listens=listens, timeout=timeout)
+    listens = environment.rank == 0 and not agent_hosts_it
+    store = meet_at(
+        environment.master_addr, environment.master_port, listens=listens, timeout=timeout
+    )
     if not agent_hosts_it:
         return store
-    # The agent's store outlives its ranks, and those of another attempt must not be met.
+    # The agent's store outlives its ranks. The prefix separates this attempt from earlier ones.
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def meet_at(host: str, port: int, *, listens: bool, timeout: timedelta) -> dist.TCPStore:
-    """Open a store at an address, or join it there.
+    """Open a store at an address, or connect to it.
 
-    torch's own listens to the whole network; this one to the given address alone.
+    torch would listen on all interfaces; this store listens only on the given address.
 
     Args:
-        host: A name or an address of the node that listens.
-        port: Of it.
-        listens: Whether this process is the one that opens it.
-        timeout: How long joining, and each later wait for a key, may take.
+        host: Name or address of the node that listens.
+        port: Port of the store.
+        listens: Whether this process opens the store.
+        timeout: Timeout of connecting, and of each later wait for a key.
 
     Raises:
         ValueError: This process can't listen there.
-        torch.distributed.DistNetworkError: Nobody listens there for ``timeout``.
+        torch.distributed.DistNetworkError: No process listens there within ``timeout``.
     """
     listener = listen(host, port) if listens else None
     return dist.TCPStore(
@@ -184,7 +187,7 @@ def meet_at(host: str, port: int, *, listens: bool, timeout: timedelta) -> dist.
 
 
 def is_own(host: str) -> bool:
-    """Say whether a host is this node, by trying to be it."""
+    """Return whether a host is this node, by trying to bind to its address."""
     try:
         family, address = _resolve_address(host, 0)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -195,10 +198,10 @@ def is_own(host: str) -> bool:
 
 
 def _resolve_address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    """Return what a socket connects to, by IPv4 where a host has both.
+    """Return the address family and the address to connect to, preferring IPv4.
 
     Raises:
-        OSError: Nothing is known of the host.
+        OSError: The host is unknown.
     """
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
@@ -209,7 +212,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Listen on one of this node's addresses.
 
     Raises:
-        ValueError: The address is not this node's, or the port is taken.
+        ValueError: The address does not belong to this node, or the port is in use.
     """
     try:
         family, address = _resolve_address(host, port)
@@ -235,10 +238,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def gloo_towards(host: str) -> Iterator[None]:
-    """Make the gloo groups created inside listen on the interface that leads to a host only.
+    """Make gloo groups that are created in this context listen only on the interface to a host.
 
-    gloo takes the interface from the environment and nowhere else. One that the user has named
-    is left alone.
+    gloo reads the interface only from the environment. An interface that the user has set is not
+    changed.
     """
     interface = interface_towards(host)
     if interface is None or os.environ.get(_GLOO_INTERFACE):
@@ -252,10 +255,10 @@ def gloo_towards(host: str) -> Iterator[None]:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the name of the interface through which a host is reached; None where none is found.
+    """Return the name of the network interface that leads to a host, or None.
 
-    To one's own address one gets through the interface that has it, though the system would take
-    the loopback.
+    For an address of this node, it is the interface that has the address, although the system would
+    use the loopback interface.
     """
     names = [name for _, name in socket.if_nameindex()]
     if is_loopback(host):
@@ -263,15 +266,15 @@ def interface_towards(host: str) -> str | None:
     try:
         family, address = _resolve_address(host, 9)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # of datagrams: nothing is sent
-            own = probe.getsockname()[0].partition("%")[0]
+            probe.connect(address)  # a datagram socket sends nothing here
+            local_address = probe.getsockname()[0].partition("%")[0]
     except OSError:
         return None
-    return next((name for name in names if own in _addresses(name)), None)
+    return next((name for name in names if local_address in _addresses(name)), None)
 
 
 def _addresses(interface: str) -> list[str]:
-    """Return an interface's addresses: the IPv4 one and, on Linux, those of IPv6."""
+    """Return an interface's IPv4 address and, on Linux, its IPv6 addresses."""
     addresses = []
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):

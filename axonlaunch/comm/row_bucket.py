@@ -1,6 +1,6 @@
-"""Gradients laid out by rows, so that one message gives each rank the mean of its own rows alone.
+"""Gradients arranged by rows, so that one message gives each rank the mean of only its rows.
 
-Source: PyTorch, ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``, whose layout it is.
+Source: the layout is that of PyTorch, ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from axonlaunch.comm.torch_internals import chunk_cat, reduce_scatter_single
 
 
 def rows_of(count: int, *, rank: int, ranks: int) -> slice:
-    """Return which of so many rows are a rank's: torch.chunk's, which is Shard(0)'s, division.
+    """Return a rank's rows, divided as by ``torch.chunk`` and ``Shard(0)``.
 
-    Of 5 rows 2 ranks have 3 and 2; of 4 rows 3 ranks have 2, 2 and none.
+    For 2 ranks and 5 rows, the ranks get 3 and 2 rows. For 3 ranks and 4 rows, they get 2, 2 and 0.
 
     Args:
-        count: Rows of the whole.
-        rank: Which rank, from 0.
-        ranks: How many divide them.
+        count: Number of rows of the full tensor.
+        rank: Rank in the group.
+        ranks: Number of ranks in the group.
     """
     step = padded_rows(count, ranks=ranks)
     return slice(min(rank * step, count), min((rank + 1) * step, count))
 
 
 def padded_rows(count: int, *, ranks: int) -> int:
-    """Return how many of so many rows each rank has in a message, those of padding too."""
+    """Return the number of rows of each rank in a message, including padding."""
     return -(-count // ranks)
 
 
 def padded_lengths(shapes: Sequence[torch.Size], *, ranks: int) -> list[int]:
-    """Return the elements of each tensor that a rank has in a message, those of padding too.
+    """Return the number of elements of each tensor that a rank has in a message, with padding.
 
-    Of tensors [5, 2] and [3] two ranks have 6 and 2 each; a tensor without dimensions goes to all.
+    For tensors [5, 2] and [3], two ranks have 6 and 2 elements each. A tensor without dimensions is
+    sent to all ranks.
 
     Args:
-        shapes: Of whole tensors.
-        ranks: How many divide their rows.
+        shapes: Shapes of the full tensors.
+        ranks: Number of ranks that share the rows.
     """
     return [
         padded_rows(shape[0], ranks=ranks) * shape[1:].numel() if shape else 1 for shape in shapes
@@ -51,13 +52,14 @@ def padded_lengths(shapes: Sequence[torch.Size], *, ranks: int) -> list[int]:
 
 
 class RowBucket:
-    """Tensors of one dtype and device whose rows are divided among the ranks of a group.
+    """Tensors of one dtype and device with rows that are divided among the ranks of a group.
 
-    Every rank's rows of all tensors lie together, the last ranks' padded by zeros: of tensors
-    [5, 2] and [3] two ranks have 6 + 2 elements each. A tensor without dimensions goes to all.
+    The rows of each rank from all tensors are consecutive, and those of the last ranks are padded
+    with zeros. For tensors [5, 2] and [3], two ranks have 6 + 2 elements each. A tensor without
+    dimensions is sent to all ranks.
 
     Attributes:
-        capacity: Elements that are sent, those of padding too.
+        capacity: Number of sent elements, including padding.
     """
 
     def __init__(
@@ -67,20 +69,20 @@ class RowBucket:
         group: ProcessGroup,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Lay tensors out; storage is allocated when they are sent.
+        """Compute the arrangement; storage is allocated when tensors are sent.
 
         Args:
-            shapes: Of the tensors.
-            group: The ranks, in whose order rows are divided.
-            dtype: Type in which tensors are summed; None: their own.
+            shapes: Shapes of the tensors.
+            group: Group of ranks; rows are divided in rank order.
+            dtype: Dtype of the sum; None uses the dtype of the tensors.
         """
         self._dtype = dtype
         self._group = group
         rank, ranks = group.rank, group.size
-        mine = [rows_of(shape[0] if shape else 1, rank=rank, ranks=ranks) for shape in shapes]
+        row_slices = [rows_of(shape[0] if shape else 1, rank=rank, ranks=ranks) for shape in shapes]
         self._shapes = [
-            torch.Size((own.stop - own.start, *shape[1:])) if shape else shape
-            for shape, own in zip(shapes, mine, strict=True)
+            torch.Size((rows.stop - rows.start, *shape[1:])) if shape else shape
+            for shape, rows in zip(shapes, row_slices, strict=True)
         ]
         self._lengths = padded_lengths(shapes, ranks=ranks)
         self.capacity = ranks * sum(self._lengths)
@@ -90,26 +92,27 @@ class RowBucket:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is on its way."""
+        """Whether no operation is in progress."""
         return self._work is None
 
     @torch.no_grad()
     def start(self, tensors: Sequence[Tensor]) -> None:
-        """Begin to average tensors over the group; all its ranks call it.
+        """Begin to average tensors over the group; all of its ranks must call this.
 
         Args:
-            tensors: Plain, of the shapes that were said; they may be freed afterwards.
+            tensors: Plain tensors with the shapes that were passed to the constructor; they may be
+                freed afterwards.
         """
         ranks, group = self._group.size, self._group.torch_group
         rows = [part if part.ndim else part.expand(ranks) for part in tensors if part.numel()]
         length = sum(self._lengths)
         flat = tensors[0].new_empty((ranks, length), dtype=self._dtype)
         chunk_cat(rows, chunks=ranks, out=flat)
-        # Held as long as it is read, which is until it is waited for.
+        # Keep it until the operation has finished, because it is read until then.
         self._sent = flat.view(-1)
         self._received = flat.new_empty(length)
         operation = begin_mean(self._sent, source=tensors[0].dtype, group=group)
-        if self._reduces_whole:
+        if self._reduces_all_rows:
             self._work = dist.all_reduce(self._sent, operation, group=group, async_op=True)
         else:
             self._work = reduce_scatter_single(
@@ -117,12 +120,12 @@ class RowBucket:
             )
 
     def finish(self) -> list[Tensor]:
-        """Wait, and return the mean of this rank's rows of each tensor: views, of one storage."""
+        """Wait, and return the mean of this rank's rows of each tensor, as views of one storage."""
         assert self._work is not None, "nothing was started"
         assert self._sent is not None
         assert self._received is not None
         self._work.wait()
-        if self._reduces_whole:
+        if self._reduces_all_rows:
             self._received.copy_(self._sent.view(self._group.size, -1)[self._group.rank])
         pieces = self._received.split(self._lengths)
         self._sent, self._received, self._work = None, None, None
@@ -132,15 +135,15 @@ class RowBucket:
         ]
 
     @property
-    def _reduces_whole(self) -> bool:
-        """Whether all rows are reduced on every rank, as gloo does in any case.
+    def _reduces_all_rows(self) -> bool:
+        """Whether every rank reduces all rows, as gloo always does internally.
 
-        It would reduce a copy of them, which takes twice the time and the memory.
+        gloo would reduce a copy of the rows, which takes twice the time and memory.
         """
         return self._group.backend is Backend.GLOO
 
     def clear(self) -> None:
-        """Let go what was sent, once it has arrived."""
+        """Wait for the operation in progress and free its memory."""
         if self._work is not None:
             self._work.wait()
         self._sent, self._received, self._work = None, None, None

@@ -1,6 +1,6 @@
-"""The world of ranks, from where one of them stands, over ``torch.distributed``'s default group.
+"""The world of ranks from one rank's view, on ``torch.distributed``'s default group.
 
-It chooses the backend and the device; nothing here starts a process.
+This module selects the backend and the device. It starts no processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from axonlaunch.comm import nccl
 from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.errors import NcclError
-from axonlaunch.comm.gloo import proven_groups
+from axonlaunch.comm.gloo import authenticated_groups
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.comm.mismatch_check import check_collective
 from axonlaunch.comm.process_group import ProcessGroup, compute_on, default_group
@@ -32,20 +32,21 @@ if TYPE_CHECKING:
 
 
 class World:
-    """All ranks of a run, from where one of them stands.
+    """All ranks of a run, from the view of one rank.
 
-    It stands on the default process group of ``torch.distributed``, which has been made before;
-    ``init`` and ``mock`` make both. Use it in a ``with`` statement, or ``close`` it.
+    It uses the default process group of ``torch.distributed``, which must exist already; ``init``
+    and ``mock`` create both. Use it in a ``with`` statement, or call ``close``.
 
     Attributes:
-        rank: This process among all.
-        local_rank: This process among those of its node.
-        world_size: The number of processes.
-        device: Where this rank computes.
-        backend: What carries the bytes.
+        rank: Global rank of this process.
+        local_rank: Rank of this process on its node.
+        world_size: Number of processes.
+        device: Device on which this rank computes.
+        backend: Communication backend.
         is_main: Whether this is rank 0.
-        default_group: The group of all ranks.
-        store: Where the ranks met, for small messages; None where who made the world keeps it.
+        default_group: Group of all ranks.
+        store: Store through which the ranks met, for small messages; None if the creator of the
+            world keeps it.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class World:
         self.default_group = default_group()
         self.store = store
         self._groups = [self.default_group]
-        self._at_close = contextlib.ExitStack()
+        self._cleanup = contextlib.ExitStack()
 
     @classmethod
     def init(
@@ -82,32 +83,36 @@ class World:
         timeout_s: float = 600.0,
         store: dist.Store | None = None,
     ) -> Self:
-        """Join the world that the environment describes, or make a world of one.
+        """Join the world that the environment describes, or create a world of one rank.
 
-        Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun and SLURM
-        wrappers set them, and LOCAL_WORLD_SIZE where it is set. Rank 0 listens on MASTER_ADDR and
-        gloo on the interface that leads there; with one on loopback nothing listens to the network.
+        The variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are read, as set by
+        torchrun and SLURM wrappers, and LOCAL_WORLD_SIZE if it is set. Rank 0 listens on
+        MASTER_ADDR. gloo listens on the interface that leads to MASTER_ADDR. If that is a loopback
+        address, nothing listens on the network.
 
         Args:
-            backend: ``gloo``, ``nccl``, or ``auto``: nccl where torch's accelerator is CUDA and
-                every rank of this node has a device of its own, else gloo.
-            device: ``cpu``; ``cuda``: on gloo ranks share this node's GPUs, and only reductions and
-                broadcasts of their tensors work; ``auto``: what the backend works on.
-            timeout_s: How long a rank waits for the others, in seconds.
-            store: Where the ranks meet, instead of MASTER_ADDR and MASTER_PORT.
+            backend: ``gloo``, ``nccl``, or ``auto``, which uses nccl if torch's accelerator is CUDA
+                and every rank of this node has a separate device, and otherwise gloo.
+            device: ``cpu``, ``cuda`` or ``auto`` for the device of the backend. With ``cuda`` on
+                gloo, ranks share this node's GPUs, and only reductions and broadcasts of GPU
+                tensors work.
+            timeout_s: Maximum time in seconds that a rank waits for the others.
+            store: Store through which the ranks meet, instead of MASTER_ADDR and MASTER_PORT.
 
         Raises:
-            ValueError: The environment is half set or invalid, the backend can't be had here,
-                or there is a world already.
-            NcclError: It is a ValueError that is about NCCL.
+            ValueError: The environment is incomplete or invalid, the backend is not available here,
+                or this process already has a world.
+            NcclError: A ValueError about NCCL.
         """
-        place = find_place(os.environ, store=store)
-        return cls.join(place, backend=backend, device=device, timeout_s=timeout_s, store=store)
+        environment = find_place(os.environ, store=store)
+        return cls.join(
+            environment, backend=backend, device=device, timeout_s=timeout_s, store=store
+        )
 
     @classmethod
     def join(
         cls,
-        place: RankEnvironment,
+        environment: RankEnvironment,
         *,
         backend: Backend | str = "auto",
         device: str = "auto",
@@ -115,58 +120,59 @@ class World:
         store: dist.Store | None = None,
         connects_at_once: bool = True,
     ) -> Self:
-        """Join a world as a given rank, whatever the environment says; else it is ``init``.
+        """Join a world as a given rank; like ``init``, but independent of the environment.
 
         Args:
-            place: Which rank this is, and where the others are.
-            backend: As for ``init``.
-            device: As for ``init``.
-            timeout_s: As for ``init``.
-            store: Where the ranks meet; None: at the address of ``place``.
-            connects_at_once: Whether NCCL connects all ranks before the first collective, and later
-                groups are split from that. Single messages then are collectives of their group, one
-                after another; without it each pair of ranks connects apart, on its first message.
+            environment: Rank of this process and address of the world.
+            backend: See ``init``.
+            device: See ``init``.
+            timeout_s: See ``init``.
+            store: Store through which the ranks meet; None uses the address in ``environment``.
+            connects_at_once: Whether NCCL connects all ranks before the first collective and splits
+                later groups from that communicator. Point-to-point messages are then operations of
+                their group, executed in order. Otherwise each pair of ranks connects separately at
+                its first message.
 
         Raises:
-            ValueError: The backend can't be had here, or there is a world already.
-            NcclError: It is a ValueError that is about NCCL.
+            ValueError: The backend is not available here, or this process already has a world.
+            NcclError: A ValueError about NCCL.
         """
         if dist.is_initialized():
             raise ValueError(
-                "this process has a world (or a torch default group) already: close() it, or "
+                "this process already has a world (or a torch default group): close() it, or "
                 "call dist.destroy_process_group(), before World.init()"
             )
         if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s}: a time limit is more than 0 seconds")
+            raise ValueError(f"timeout_s={timeout_s}: must be more than 0 seconds")
         if device == "cpu" and backend == "auto":
             backend = Backend.GLOO
-        chosen = choose_backend(str(backend), place)
-        computes_on = _device(chosen, place.local_rank, asked=device)
+        selected = choose_backend(str(backend), environment)
+        rank_device = _device(selected, environment.local_rank, requested=device)
         timeout = timedelta(seconds=timeout_s)
-        with contextlib.ExitStack() as at_close:
-            at_close.enter_context(gloo_towards(place.master_addr or "localhost"))
-            at_close.callback(setattr, sys, "excepthook", sys.excepthook)
-            store = store or open_store(place, timeout=timeout)
-            at_close.callback(_let_go_of, store)
-            at_close.enter_context(proven_groups(store, rank=place.rank))
+        with contextlib.ExitStack() as cleanup:
+            cleanup.enter_context(gloo_towards(environment.master_addr or "localhost"))
+            cleanup.callback(setattr, sys, "excepthook", sys.excepthook)
+            store = store or open_store(environment, timeout=timeout)
+            cleanup.callback(_release, store)
+            cleanup.enter_context(authenticated_groups(store, rank=environment.rank))
             dist.init_process_group(
-                chosen.torch_name,
+                selected.torch_name,
                 store=store,
-                rank=place.rank,
-                world_size=place.world_size,
+                rank=environment.rank,
+                world_size=environment.world_size,
                 timeout=timeout,
-                device_id=computes_on if chosen is Backend.NCCL and connects_at_once else None,
+                device_id=rank_device if selected is Backend.NCCL and connects_at_once else None,
             )
             world = cls(
-                rank=place.rank,
-                local_rank=place.local_rank,
-                world_size=place.world_size,
-                device=computes_on,
-                backend=chosen,
+                rank=environment.rank,
+                local_rank=environment.local_rank,
+                world_size=environment.world_size,
+                device=rank_device,
+                backend=selected,
                 timeout_s=timeout_s,
                 store=store,
             )
-            world._at_close = at_close.pop_all()
+            world._cleanup = cleanup.pop_all()
         return world
 
     @classmethod
@@ -176,23 +182,25 @@ class World:
         """Describe a world of rank threads in this process; its ``run`` starts them.
 
         Args:
-            world_size: The number of ranks.
-            timeout_s: How long a rank may compute without communicating.
+            world_size: Number of ranks.
+            timeout_s: Maximum time in seconds that a rank may compute without communicating.
             device: ``cpu``, or ``cuda`` for one GPU that all ranks share.
 
         Raises:
-            ValueError: There is no rank, or no time, or no such device.
+            ValueError: ``world_size`` or ``timeout_s`` is not positive, or the device does not
+                exist.
         """
-        from axonlaunch.comm.mock import MockWorld  # most worlds have no use for it
+        from axonlaunch.comm.mock import MockWorld  # most worlds don't need it
 
         return MockWorld(world_size, join=cls, timeout_s=timeout_s, device=device)
 
     def new_group(self, ranks: Iterable[int]) -> ProcessGroup:
-        """Make a group of some ranks; every rank of the world calls this, members or not.
+        """Create a group of some ranks; every rank of the world must call this, members or not.
 
         Raises:
-            ValueError: No rank, a rank twice, or a rank that the world does not have.
-            MismatchError: Ranks name different members (not reported on NCCL).
+            ValueError: The list of ranks is empty, or contains a rank twice or a rank outside of
+                the world.
+            MismatchError: Ranks name different members (not detected on NCCL).
         """
         members = sorted(ranks)
         problem = None
@@ -207,18 +215,18 @@ class World:
             f"new_group of ranks {members}",
             problem=ValueError(f"new_group of ranks {members}: {problem}") if problem else None,
         )
-        made = dist.new_group(members, timeout=timedelta(seconds=self.timeout_s))
-        group = ProcessGroup(members, made if self.rank in members else None)
+        torch_group = dist.new_group(members, timeout=timedelta(seconds=self.timeout_s))
+        group = ProcessGroup(members, torch_group if self.rank in members else None)
         self._groups.append(group)
         return group
 
     def mesh(self, **sizes: int) -> Mesh:
-        """Lay the world's ranks out on named axes, ``mesh(pp=2, dp_shard=2, tp=2)``.
+        """Arrange the world's ranks on named axes, for example ``mesh(pp=2, dp_shard=2, tp=2)``.
 
-        The last axis counts fastest, so its ranks are neighbours. Every rank calls this.
+        Consecutive ranks are neighbours along the last axis. Every rank must call this.
 
         Raises:
-            ValueError: The sizes don't multiply to the world.
+            ValueError: The product of the sizes is not the world size.
         """
         return self.lay_out(sizes)
 
@@ -230,16 +238,16 @@ class World:
         urgent: tuple[str, ...] = (),
         with_host: tuple[str, ...] | None = None,
     ) -> Mesh:
-        """Do as ``mesh``, with more to say of some axes.
+        """Arrange ranks like ``mesh``, with more options.
 
         Args:
-            sizes: Ranks along each axis, outermost first.
-            keep: Axes that stay in torch's mesh even where they have one rank.
-            urgent: Axes whose collectives a GPU is to prefer to whatever else it has to do.
-            with_host: Axes whose groups are to carry the host's tensors too, on NCCL as well; None:
-                all of them.
+            sizes: Number of ranks along each axis, outermost first.
+            keep: Axes that stay in torch's mesh even if they have one rank.
+            urgent: Axes with collectives that a GPU runs at high priority.
+            with_host: Axes with groups that also communicate CPU tensors on NCCL; None for all
+                axes.
         """
-        # Threads that take turns don't wait: the mock world finds by itself that all are stuck.
+        # No timeout in a mock world, which detects deadlocks itself.
         waits_s = None if self.backend is Backend.MOCK else self.timeout_s
         on_nccl = self.backend is Backend.NCCL
         return Mesh(
@@ -253,14 +261,14 @@ class World:
         )
 
     def close(self) -> None:
-        """Leave the world: destroy its groups. A second call does nothing."""
-        with self._at_close:
+        """Leave the world and destroy its groups. A second call does nothing."""
+        with self._cleanup:
             groups, self._groups = self._groups, []
             if groups and dist.is_initialized() and groups[0].torch_group is dist.group.WORLD:
                 dist.destroy_process_group()
             for group in groups:
                 group.close()
-            self.store = None  # and rank 0's listening port with it
+            self.store = None  # closes rank 0's listening port too
 
     def __enter__(self) -> Self:
         return self
@@ -271,8 +279,8 @@ class World:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Destroying NCCL's communicators waits for the peers, who may wait for this rank: the error
-        # would be known when the time limit ends them all. Its process is about to end.
+        # Destroying NCCL's communicators waits for the peers, which may wait for this rank, so the
+        # error would be reported only after their timeout. This process is about to end anyway.
         if kind is None or self.backend is not Backend.NCCL:
             self.close()
 
@@ -284,51 +292,51 @@ class World:
         )
 
 
-def _let_go_of(store: dist.Store) -> None:
-    """Hold a store for as long as this is to be called: torch holds only its C++ part."""
+def _release(store: dist.Store) -> None:
+    """Keep a reference to the store until this is called, because torch keeps only its C++ part."""
     del store
 
 
-def choose_backend(name: str, place: RankEnvironment) -> Backend:
-    """Turn what the user said into a backend that processes can use.
+def choose_backend(name: str, environment: RankEnvironment) -> Backend:
+    """Return the backend for a user's setting.
 
     Raises:
-        ValueError: There is none of that name, or its ranks are no processes.
+        ValueError: The name is unknown, or its ranks are not processes.
     """
     if name == "auto":
-        return Backend.NCCL if _every_local_rank_has_a_device(place) else Backend.GLOO
+        return Backend.NCCL if _every_local_rank_has_a_device(environment) else Backend.GLOO
     if name == Backend.MOCK:
         raise ValueError(
             "backend=mock: its ranks are threads that only World.mock(world_size).run(fn) starts"
         )
-    if name not in [known.value for known in Backend]:
+    if name not in [backend.value for backend in Backend]:
         raise ValueError(f"backend={name}: there is no such backend; use auto, gloo or nccl")
     return Backend(name)
 
 
-def _every_local_rank_has_a_device(place: RankEnvironment) -> bool:
-    """Decide from what all ranks of a node see alike, so that they decide alike."""
+def _every_local_rank_has_a_device(environment: RankEnvironment) -> bool:
+    """Decide from facts that are the same for all ranks of a node, so that they agree."""
     devices = gpus.device_count()
-    if devices == 1 and not place.on_loopback:
-        return True  # a scheduler has given each of its tasks one
-    needed = place.local_world_size
+    if devices == 1 and not environment.on_loopback:
+        return True  # a scheduler has assigned one device to each task
+    needed = environment.local_world_size
     if needed is None:
-        needed = place.world_size if place.on_loopback else place.local_rank + 1
+        needed = environment.world_size if environment.on_loopback else environment.local_rank + 1
     return devices > 0 and devices >= needed
 
 
-def _device(backend: Backend, local_rank: int, *, asked: str = "auto") -> torch.device:
-    """Return where a rank computes, and make it the current device.
+def _device(backend: Backend, local_rank: int, *, requested: str = "auto") -> torch.device:
+    """Return this rank's device and make it the current one.
 
-    A rank that sees one device has been given it: by ``--gpus-per-task=1``, or by what sets
-    CUDA_VISIBLE_DEVICES for each rank.
+    If a rank sees only one device, that device was assigned to it, by ``--gpus-per-task=1`` or by a
+    launcher that sets CUDA_VISIBLE_DEVICES for each rank.
     """
-    if asked not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device={asked}: there is no such device; use auto, cpu or cuda")
+    if requested not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={requested}: there is no such device; use auto, cpu or cuda")
     if backend is not Backend.NCCL:
-        return _shared_device(local_rank) if asked == "cuda" else torch.device("cpu")
-    if asked == "cpu":
-        raise NcclError("backend=nccl, device=cpu: NCCL works on GPUs alone; use backend=gloo")
+        return _shared_device(local_rank) if requested == "cuda" else torch.device("cpu")
+    if requested == "cpu":
+        raise NcclError("backend=nccl, device=cpu: NCCL works only on GPUs; use backend=gloo")
     devices = gpus.device_count()
     if not devices:
         raise NcclError(f"backend=nccl: {nccl.status().reason}")
@@ -342,7 +350,7 @@ def _device(backend: Backend, local_rank: int, *, asked: str = "auto") -> torch.
 
 
 def _shared_device(local_rank: int) -> torch.device:
-    """Return the GPU of a rank on gloo: those of a node are dealt out, and shared if need be."""
+    """Return the GPU of a rank on gloo; the ranks of a node share its GPUs if necessary."""
     devices = torch.accelerator.device_count()
     if not devices:
         raise ValueError("device=cuda: torch sees no GPU here; use device=cpu")
@@ -350,9 +358,9 @@ def _shared_device(local_rank: int) -> torch.device:
 
 
 def _become_current(index: int) -> torch.device:
-    """Make a device this process's, and initialise CUDA there.
+    """Make a device the current one of this process and initialize CUDA on it.
 
-    For a process in which it is not, torch's device mesh would choose the device of its local rank,
+    Without this, torch's device mesh would select the device with the index of the local rank,
     which may not be visible.
     """
     torch.accelerator.set_device_index(index)

@@ -1,7 +1,8 @@
 """Texts that were made with environment variables, such as ``${oc.env:TOKEN}`` of a logger.
 
 Ranks get the value. Everything that is written, shown or sent to other nodes has the text with the
-variable's name instead (``as_written``), and whoever reads it resolves it again (``resolved``).
+variable's name instead (``to_interpolations``). Reading it resolves it again
+(``resolve_variables``).
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from typing import Any
 _RESOLVER = "oc.env"
 _BEGIN = "${" + _RESOLVER + ":"
 _MARK = re.compile("\0([^\0]*)\0")
-"""Matches what stands for a variable while a configuration is resolved the second time."""
+"""Matches the mark of a variable when a configuration is resolved the second time."""
 _INTERPOLATION = re.compile(
     r'(?P<escape>\\?)\$\{oc\.env:(?P<name>[^,{}"]+)(?:,(?P<default>"(?:[^"\\]|\\.)*"))?\}'
 )
-"""Matches what ``as_written`` writes."""
+"""Matches an interpolation written by ``to_interpolations``."""
 
 
 class EnvironmentText(str):
     """A text with the values of environment variables in it.
 
     Attributes:
-        written: The text as it is written, ``${oc.env:NAME}`` in place of each value.
+        written: The text to write, with ``${oc.env:NAME}`` instead of each value.
     """
 
     written: str
@@ -47,8 +48,8 @@ class EnvironmentText(str):
         return EnvironmentText(f"{folder}/{self}", f"{folder}/{self.written}")
 
 
-def as_written(tree: Any) -> Any:
-    """Return nested plain values with interpolations in place of environment variables' values.
+def to_interpolations(tree: Any) -> Any:
+    """Return nested plain values with interpolations instead of environment variables' values.
 
     Texts that only look like such interpolations are escaped with a backslash.
     """
@@ -56,7 +57,7 @@ def as_written(tree: Any) -> Any:
 
 
 def without_environment(tree: Any) -> Any:
-    """Return nested plain values as people read them: as ``as_written``, and nothing escaped."""
+    """Return nested plain values as ``to_interpolations`` does, with nothing escaped."""
     return _mapped(tree, lambda text: text)
 
 
@@ -70,20 +71,20 @@ def _mapped(tree: Any, other: Callable[[str], str]) -> Any:
     return other(tree) if isinstance(tree, str) else tree
 
 
-def resolved(tree: Any, environment: Mapping[str, str] | None) -> Any:
-    """Return nested values that ``as_written`` wrote, with the values of environment variables.
+def resolve_variables(tree: Any, environment: Mapping[str, str] | None) -> Any:
+    """Reverse ``to_interpolations`` with the values of environment variables.
 
     Args:
-        tree: As it was read.
+        tree: Plain values of a file or a message.
         environment: The variables; None leaves their names in the texts.
 
     Raises:
         KeyError: A variable is not set and has no default.
     """
     if isinstance(tree, dict):
-        return {key: resolved(value, environment) for key, value in tree.items()}
+        return {key: resolve_variables(value, environment) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [resolved(value, environment) for value in tree]
+        return [resolve_variables(value, environment) for value in tree]
     if not isinstance(tree, str) or _BEGIN not in tree:
         return tree
     value = _INTERPOLATION.sub(partial(_value, environment), tree)
@@ -91,10 +92,10 @@ def resolved(tree: Any, environment: Mapping[str, str] | None) -> Any:
     return EnvironmentText(value, tree) if has_variable else value
 
 
-def marked(tree: Any, container: Any) -> tuple[Any, list[str]]:
+def mark_environment(tree: Any, container: Any) -> tuple[Any, list[str]]:
     """Find the texts in a resolved tree that come from the environment.
 
-    Every interpolation is resolved a second time, with marks in place of the variables' values.
+    Every interpolation is resolved a second time, with marks instead of the variables' values.
 
     Args:
         tree: Plain values of the container, resolved.
@@ -102,7 +103,8 @@ def marked(tree: Any, container: Any) -> tuple[Any, list[str]]:
 
     Returns:
         The tree with ``EnvironmentText`` for each such text, and the keys of texts that
-        ``resolved`` could not make again, because another resolver has changed a variable's value.
+        ``resolve_variables`` could not make again, because another resolver has changed the value
+        of a variable.
     """
     from omegaconf import OmegaConf
 
@@ -111,49 +113,49 @@ def marked(tree: Any, container: Any) -> tuple[Any, list[str]]:
         return tree, []
     failed: list[str] = []
     with _marking():
-        return _marked(tree, raw, container, "", failed), failed
+        return _mark(tree, raw, container, "", failed), failed
 
 
-def _marked(value: Any, raw: Any, node: Any, key: str, failed: list[str]) -> Any:
+def _mark(value: Any, raw: Any, node: Any, key: str, failed: list[str]) -> Any:
     if isinstance(raw, dict | list) and isinstance(value, dict | list):
         items = raw.items() if isinstance(raw, dict) else enumerate(raw)
         for name, below in items:
             if isinstance(below, dict | list) or (isinstance(below, str) and "${" in below):
                 path = f"{key}[{name}]" if isinstance(raw, list) else f"{key}.{name}".lstrip(".")
-                value[name] = _marked_item(value[name], below, node, name, path, failed)
+                value[name] = _mark_item(value[name], below, node, name, path, failed)
     return value
 
 
-def _marked_item(value: Any, raw: Any, parent: Any, name: Any, key: str, failed: list[str]) -> Any:
+def _mark_item(value: Any, raw: Any, parent: Any, name: Any, key: str, failed: list[str]) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     if not isinstance(raw, str):
-        return _marked(value, raw, parent[name], key, failed)
+        return _mark(value, raw, parent[name], key, failed)
     try:
         again = parent[name]
         again = OmegaConf.to_container(again, resolve=True) if OmegaConf.is_config(again) else again
     except OmegaConfBaseException:  # a resolver that does not take marks
         failed += [key] if isinstance(value, str) else []
         return value
-    return _compared(value, again, key, failed)
+    return _compare(value, again, key, failed)
 
 
-def _compared(value: Any, again: Any, key: str, failed: list[str]) -> Any:
+def _compare(value: Any, again: Any, key: str, failed: list[str]) -> Any:
     """Compare both resolutions of a value."""
     if isinstance(value, dict) and isinstance(again, dict):
         pairs = value.items()
-        return {k: _compared(v, again.get(k), f"{key}.{k}", failed) for k, v in pairs}
+        return {k: _compare(v, again.get(k), f"{key}.{k}", failed) for k, v in pairs}
     if isinstance(value, list) and isinstance(again, list) and len(value) == len(again):
         return [
-            _compared(*both, f"{key}[{n}]", failed)
+            _compare(*both, f"{key}[{n}]", failed)
             for n, both in enumerate(zip(value, again, strict=True))
         ]
     if not isinstance(value, str) or value == again:
         return value
     escaped = str(again).replace(_BEGIN, "\\" + _BEGIN)
     text = EnvironmentText(value, _MARK.sub(lambda mark: f"{_BEGIN}{mark[1]}}}", escaped))
-    if resolved(text.written, os.environ) != value:
+    if resolve_variables(text.written, os.environ) != value:
         failed.append(key)
     return text
 

@@ -1,6 +1,6 @@
-"""The typed tree of a run's configuration: every key, its type, its default and what it means.
+"""Schema of a run's configuration: every key with its type, limits, default and description.
 
-It holds values and what a single value may be; rules between values are in ``rules``.
+Rules between values are in ``rules``.
 """
 
 from __future__ import annotations
@@ -30,82 +30,82 @@ from axonlaunch.config.tokenizer import TokenizerConfig
 
 
 class Named(Protocol):
-    """A configuration whose ``name`` says which variant it is."""
+    """A configuration with a ``name`` that selects one of several variants."""
 
     @property
     def name(self) -> str:
-        """The registry's name."""
+        """Name under which the variant is registered."""
 
 
 _NO_GRAPHS = (
-    "CUDA graphs overwrite what a compiled block returned when the next one runs, and gradients of "
-    "several micro-batches (pytorch/pytorch#152887 and #169545); use default or "
+    "CUDA graphs overwrite the output of a compiled block when the next block runs, and give wrong "
+    "gradients over several micro-batches (pytorch/pytorch#152887 and #169545); use default or "
     "max-autotune-no-cudagraphs"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDPConfig:
-    """How replicas agree on gradients."""
+    """Gradient reduction of replicas."""
 
     sync: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
-    """overlapped: buckets are reduced during backward (under ddp by torch's DDP); synchronous:
-    buckets are reduced at the end of every backward; no_sync: backward sends nothing, gradients are
-    reduced once, right before the update
+    """when gradients are reduced. overlapped: in buckets during backward (with ddp by torch's DDP);
+    synchronous: in buckets at the end of every backward; no_sync: once per step, right before the
+    update
     """
     bucket_size_mb: float = field(default=25.0, metadata={"above": 0})
-    """MiB of gradients that are reduced together"""
+    """size of a gradient bucket, MiB"""
     broadcast_buffers: bool = True
-    """copy rank 0's buffers (BatchNorm's running statistics) to every rank before each forward;
-    buffers that are not saved, as tables of positions, are the same without
+    """copy rank 0's buffers (running statistics of BatchNorm) to every rank before each forward;
+    non-persistent buffers (tables of positions) are equal on all ranks anyway
     """
     gradient_as_bucket_view: bool = True
-    """let gradients be views into the buckets, which saves one copy of them (overlapped ddp only:
-    zero1 frees what it has sent)
+    """let gradients be views into the buckets, which saves one copy of them (only for ddp with
+    sync=overlapped; zero1 frees sent gradients)
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPConfig:
-    """What is sharded, and where it lives between uses."""
+    """Sharding and offloading of parameters, gradients and optimizer states."""
 
     sharding: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] = "full_shard"
-    """full_shard: parameters, gradients and optimizer states (ZeRO-3); shard_grad_op: parameters
-    stay whole between forward and backward (ZeRO-2); no_shard: everything whole; hybrid_shard:
-    sharded inside a replica, replicated across
+    """tensors that are sharded. full_shard: parameters, gradients and optimizer states (ZeRO-3);
+    shard_grad_op: the same, but parameters stay gathered from forward to backward (ZeRO-2);
+    no_shard: none; hybrid_shard: full_shard inside each replica
     """
     cpu_offload: Literal["none", "params", "full", "optimizer_states"] = "none"
-    """what lives in host memory between uses. params: parameters and gradients; optimizer_states:
-    the optimizer's states; full: all of them, and the update itself runs on the host
+    """tensors kept in host memory between uses. params: parameters and gradients; optimizer_states:
+    optimizer states; full: all of these, and the update runs on the host
     """
     replicate: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """number of replicas under hybrid_shard; auto: one per node of a stage"""
+    """number of replicas with hybrid_shard; auto: one per node of a pipeline stage"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorConfig:
-    """How each layer's matrices are divided among ranks."""
+    """Tensor parallelism: the matrices of each layer are divided among ranks."""
 
     degree: int = field(default=1, metadata={"min": 1})
-    """ranks that share every layer; they see the same samples"""
+    """number of ranks that each layer is divided among; these ranks process the same samples"""
     sequence_parallel: bool = False
-    """keep norms and dropout on a part of the sequence: less activation memory, as much traffic"""
+    """divide norms and dropout by sequence positions: less activation memory, the same traffic"""
     async_collectives: bool = False
-    """multiply parts of matrices while the compiled blocks' others are gathered or scattered, by
-    torch's symmetric memory: for GPUs of one node, with sequence_parallel and train.compile
+    """overlap matrix products with the gather or scatter of their operands, with torch's symmetric
+    memory; for GPUs of one node, with sequence_parallel and train.compile
     """
     plan: dict[str, str] = field(default_factory=dict)
-    """pattern of a module's or a parameter's name to a style: column, row, vocabulary, region, ...;
-    empty: the model's own plan
+    """style for each pattern of module or parameter names: column, row, vocabulary, region, ...;
+    empty: the plan that the model defines
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How layers are divided among ranks, and in which order micro-batches pass through them."""
+    """Pipeline parallelism: the layers are divided among ranks."""
 
     degree: int = field(default=1, metadata={"min": 1})
-    """ranks that micro-batches pass through, one after another"""
+    """number of ranks that the layers are divided among"""
     schedule: Literal[
         "gpipe",
         "1f1b",
@@ -117,219 +117,225 @@ class PipelineConfig:
     ] = "1f1b"
     """order of forwards and backwards; axonlaunch schedule draws it"""
     stages_per_rank: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """stages that each rank holds; auto: 1 for gpipe and 1f1b, 2 for the others"""
+    """number of stages on each rank; auto: 1 for gpipe and 1f1b, 2 for the others"""
     split: list[int] | Literal["auto"] = "auto"
-    """repeated blocks of each stage, [8,8,9,7]; auto: balanced by parameters and activations"""
+    """number of repeated blocks in each stage, [8,8,9,7]; auto: balanced by parameters and
+    activations
+    """
     microbatches: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """micro-batches of one round of the schedule; auto: all of a step's"""
+    """number of micro-batches in one round of the schedule; auto: all micro-batches of a step"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """How each sample's sequence is divided among ranks."""
+    """Context parallelism: each sequence is divided among ranks."""
 
     degree: int = field(default=1, metadata={"min": 1})
-    """ranks that share every sequence, by ring attention; axonlaunch inspect says if they can"""
+    """number of ranks that each sequence is divided among, with ring attention; axonlaunch inspect
+    says whether the model supports it
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """Where the work happens; it never changes what is computed."""
+    """Layout of the model and the batch on ranks. A layout does not change the results."""
 
     data_parallel: str | None = field(default=None, metadata={"names": DATA_PARALLEL})
-    """what ranks that hold the same parameters do: those that tensor and pipeline leave over, those
-    of context among them. none: there is one; ddp: replicas; zero1: replicas with sharded optimizer
-    states; fsdp: sharded; null: ddp, or none for one rank
+    """how the ranks that remain after tensor and pipeline parallelism (including context ranks)
+    share the parameters. none: there is only one such rank; ddp: replicas; zero1: replicas with
+    sharded optimizer states; fsdp: sharded parameters; null: none for one rank, else ddp
     """
     options: Any = field(
         default=None,
         metadata={"typed_by": "data_parallel", "allowed": "keys of a registered variant, or null"},
     )
-    """keys of a data-parallel variant that is not included"""
+    """keys of a registered data-parallel variant"""
     ddp: DDPConfig = field(default_factory=DDPConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     tensor: TensorConfig = field(default_factory=TensorConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     auto: bool = False
-    """search the layout before anything starts, as `axonlaunch plan` does, for the hardware that is
-    given or detected; what overrides set of the layout stays
+    """search for the fastest layout on the configured or detected hardware before training starts,
+    as `axonlaunch plan` does; keys of the layout that overrides set are kept
     """
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """type in which gradients are summed over data-parallel ranks; bf16 halves the traffic"""
+    """dtype in which gradients are summed over data-parallel ranks; bf16 halves the traffic"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long, how much a step, and in which arithmetic."""
+    """Length of a run, batch sizes, numerics and evaluation."""
 
     steps: int | Literal["auto"] = field(default=1000, metadata={"min": 1})
-    """optimizer steps; auto: as many as epochs takes"""
+    """number of optimizer steps; auto: computed from epochs"""
     epochs: float | None = field(default=None, metadata={"above": 0})
-    """how often the training rows are seen, in place of steps, rounded up to whole global batches;
-    null: as steps says
+    """number of passes over the training rows, rounded up to whole global batches; replaces steps;
+    null: set by steps
     """
     global_batch_size: int = field(default=32, metadata={"min": 1, "max": 10_000_000})
-    """samples per optimizer step over the whole world, so that a layout never changes what is
-    learned
-    """
+    """samples per optimizer step over all ranks; independent of the layout"""
     micro_batch_size: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """samples per forward on one rank; what is left of the global batch is gradient accumulation;
-    auto: the rank's whole share, under a pipeline two micro-batches per stage where it allows that
+    """samples per forward on one rank; further micro-batches of the global batch are accumulated;
+    auto: the rank's whole share, or with a pipeline two micro-batches per stage if they divide it
     """
     grad_clip: float | None = field(default=1.0, metadata={"above": 0})
-    """largest norm of the whole model's gradient; null: no clipping"""
+    """largest norm of the gradient of all parameters; null: no clipping"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """arithmetic of forward and backward; parameters and optimizer states stay fp32"""
+    """dtype of forward and backward; see param_dtype for parameters"""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """of fp32 matrix products, torch.set_float32_matmul_precision. highest: in fp32; high: on a GPU
-    with TF32, several times as fast and with 10 bits of mantissa in place of 23; medium: in bf16
-    where there is a kernel for it
+    """precision of fp32 matrix products (torch.set_float32_matmul_precision). highest: fp32; high:
+    TF32 on GPUs, several times as fast, with 10 instead of 23 bits of mantissa; medium: bf16, if
+    there is a kernel
     """
     attention_kernel: Literal["auto", "cudnn", "flash", "efficient"] = "auto"
-    """which of torch's fused kernels attends on a GPU, and no other. auto: the first that takes the
-    tensors, cuDNN's before flash on Hopper and Blackwell, elsewhere in torch's order
+    """the only fused attention kernel that torch may use on a GPU. auto: the first that supports
+    the tensors; cuDNN before flash on Hopper and Blackwell, otherwise in torch's order
     """
     param_dtype: Literal["fp32", "bf16"] = "fp32"
-    """type in which weights and their gradients are kept. fp32: as the model builds them; bf16:
-    half the bytes, and updates smaller than 1/256 of a weight are lost; with precision=bf16
+    """dtype in which weights and their gradients are stored. fp32: as the model builds them; bf16:
+    half the bytes, but updates smaller than 1/256 of a weight are lost; needs precision=bf16
     """
     freeze: list[str] = field(default_factory=list)
-    """patterns of names of parameters that are not trained: they have no gradient, no optimizer
-    state and no decay; a weight of two names is frozen by either
+    """name patterns of parameters that are not trained: no gradient, no optimizer state, no decay;
+    a weight with two names is frozen if either matches
     """
     unfreeze: list[str] = field(default_factory=list)
-    """patterns of names of parameters that are trained although freeze, an adapter or the model
-    itself freezes them
+    """name patterns of parameters that are trained although freeze, an adapter or the model freezes
+    them
     """
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """recompute activations in backward. full: each block keeps its input alone; selective:
-    attention, collectives and every second matrix product are kept
+    """recomputation of activations in backward. full: only the input of each block is stored;
+    selective: attention, collectives and every second matrix product are stored too
     """
     loss: str | None = field(default=None, metadata={"names": LOSSES})
-    """a registered loss, which sees the whole batch; null: the model's own"""
+    """name of a registered loss, which receives the whole batch; null: the loss of the model"""
     loss_options: Any = field(
         default=None,
         metadata={"typed_by": "loss", "allowed": "keys of a registered loss, or null"},
     )
     """keys of the registered loss"""
     loss_chunk: int | None = field(default=None, metadata={"min": 1})
-    """tokens of a micro-batch whose logits exist at a time: the head and the loss are computed in
-    such chunks, and again in backward; null: the logits of all are kept
+    """number of tokens per chunk in which the output head and the loss are computed, and recomputed
+    in backward, so that only the logits of one chunk exist at a time; null: no chunks
     """
     compile: bool = False
-    """torch.compile each block, and the loss where ranks have whole logits"""
+    """apply torch.compile to each block, and to the loss if ranks have full logits"""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = field(
         default="default",
         metadata={"refused": dict.fromkeys(("reduce-overhead", "max-autotune"), _NO_GRAPHS)},
     )
-    """torch.compile's mode. max-autotune-no-cudagraphs: measure several kernels for each matrix
-    product and take the fastest, which makes the first step minutes longer
+    """mode of torch.compile. max-autotune-no-cudagraphs: measure several kernels for each matrix
+    product and use the fastest; the first step takes minutes longer
     """
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     prove: Literal["auto", "always", "never"] = "auto"
-    """compare the layout with one process before the first step, on a small model of the same
-    architecture. auto: models of transformers in layouts of several ranks, once; always: every
-    model, each time
+    """comparison of the layout with one process before the first step, on a small model of the same
+    architecture. auto: once for each layout of several ranks, for models of transformers; always:
+    before every run, for every model
     """
     deterministic: bool = False
-    """refuse operations that are not deterministic, and let NCCL add up in rings alone, not in a
-    switch (NVLS); NCCL_ALGO and NCCL_NVLS_ENABLE in the environment have the last word
+    """refuse nondeterministic operations, and restrict NCCL to ring reductions without NVLS (unless
+    NCCL_ALGO or NCCL_NVLS_ENABLE is set in the environment)
     """
     gc_every: int = field(default=50, metadata={"min": 0})
-    """steps between looks for cycles of Python's objects, on all ranks at once; 0: each rank looks
-    whenever Python does, and the others wait for it
+    """steps between Python garbage collections, which run on all ranks at once; 0: Python's
+    automatic collections, during which other ranks wait
     """
     log_every: int = field(default=10, metadata={"min": 1})
     """steps between lines of metrics.jsonl"""
     eval_every: int = field(default=0, metadata={"min": 0})
-    """steps between evaluations; 0: at the end alone"""
+    """steps between evaluations; 0: only at the end"""
     eval_batches: int = field(default=16, metadata={"min": 0})
-    """global batches per evaluation, at most what is held out; 0: no evaluation"""
+    """global batches per evaluation, limited by the held-out data; 0: no evaluation"""
     eval_at_start: bool = False
     """evaluate before the first step too"""
     early_stop: int | None = field(default=None, metadata={"min": 1})
-    """evaluations in a row without a lower loss after which training ends; null: it does not"""
+    """number of successive evaluations without a lower loss after which training ends; null: no
+    early stop
+    """
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps, which are known once what depends on the data is resolved."""
+        """Number of optimizer steps; may be read only after ``auto`` was resolved from the data."""
         assert self.steps != "auto"
         return self.steps
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of an element of the weights."""
+        """Bytes per element of the weights."""
         return 2 if self.param_dtype == "bf16" else 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateConfig:
-    """What an estimate of memory is worth, and whether a run is estimated beside itself."""
+    """Error margin of memory estimates, and the estimate that runs during training."""
 
     margin: float = field(default=0.1, metadata={"min": 0})
-    """share by which an estimate may be too low: a run fits where this much more would, and is
-    tight up to the device's memory. Beside published runs 9 of 10 estimates are within 0.1, half
-    of them within 0.035; 0: none
+    """fraction by which an estimate of memory may be too low. A run fits if the estimate plus this
+    margin is within the device's memory, and is tight if only the estimate is. Compared with
+    published runs, 9 of 10 estimates are within 0.1, half of them within 0.035; 0: no margin
     """
     background: bool | None = None
-    """predict peak memory and step time in a low-priority process while the run trains, for its
-    summary; null: on GPUs only, because on CPUs it takes time from the training steps
+    """predict peak memory and step time in a low-priority process during training; the summary of
+    the run reports them; null: only on GPUs, because on CPUs it slows down training
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When a run is saved, and what it starts from."""
+    """Saving and resuming."""
 
     every: int = field(default=0, metadata={"min": 0})
-    """steps between checkpoints, the last step included; 0: none"""
+    """steps between checkpoints; the last step is saved too; 0: no checkpoints"""
     keep_last: int = field(default=2, metadata={"min": 1})
-    """newest checkpoints kept"""
+    """number of newest checkpoints to keep"""
     keep_every_n_steps: int = field(default=0, metadata={"min": 0})
-    """also keep the checkpoint of every step that this divides; 0: none"""
+    """also keep checkpoints of steps that are multiples of this number; 0: none"""
     keep_best: int = field(default=0, metadata={"min": 0})
-    """also keep so many with the lowest evaluation loss, of those saved at an evaluated step"""
-    async_save: bool = False
-    """write while training continues, from a copy in host memory"""
-    path: str | None = None
-    """folder or fsspec URL (s3://bucket/run) that checkpoints are kept in and resumed from; null:
-    the run folder
+    """also keep this number of checkpoints with the lowest evaluation loss, among those saved at an
+    evaluated step
     """
+    async_save: bool = False
+    """write checkpoints during training, from a copy in host memory"""
+    path: str | None = None
+    """folder or fsspec URL (s3://bucket/run) of the checkpoints; null: the run folder"""
     fallback: bool = True
-    """where resume=auto finds that the newest checkpoint is corrupt: move it aside, report it, and
-    resume from the newest good one; false: refuse to start
+    """if the newest checkpoint is corrupt under resume=auto: move it aside, report it, and resume
+    from the newest intact one; false: refuse to start
     """
     resume: str = field(default="auto", metadata={"allowed": "auto, never or a path"})
-    """auto: resume where this run folder stopped; never: start from step 0; or the path of a run
-    folder or a checkpoint
+    """checkpoint to resume from. auto: the newest of this run folder; never: start from step 0; or
+    the path of a run folder or a checkpoint
     """
     changed_data: Literal["error", "restart"] = "error"
-    """what to do where data files, chat template or options of data are not those of the checkpoint
-    that the run resumes from. error: refuse to start; restart: keep weights, optimizer and step,
-    and read the data from its first row
+    """behaviour if data files, chat template or options of data differ from those of the resumed
+    checkpoint. error: refuse to start; restart: keep weights, optimizer states and step, and read
+    the data from its first row
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole run; ``config.load`` makes one from overrides."""
+    """Configuration of a run; ``config.load`` creates it from overrides."""
 
     name: str = "auto"
-    """name of the run; auto: model and strategy, numbered where that is taken"""
+    """name of the run; auto: model and strategy, with a number if that name is taken"""
     run_dir: str = "auto"
     """folder of the run; auto: runs/<name>"""
     seed: int = field(default=0, metadata={"min": 0, "max": 2**63 - 1})
-    """initial weights depend on it and the parameter's name, the order of samples on it and the
-    global sample index
+    """seed of the initial weights (with the parameter's name) and of the order of samples (with the
+    global sample index)
     """
     plugins: list[str] = field(default_factory=list)
-    """modules to import first: they register models, datasets, optimizers, loggers and launchers"""
+    """modules to import first, to register models, datasets, optimizers, loggers and launchers"""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
     adapter: LoraConfig | None = None
-    """what is trained beside a model whose own weights stay, adapter=lora; null: the model"""
+    """adapter that is trained while the weights of the model stay fixed, adapter=lora; null: the
+    model is trained
+    """
     data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATASETS})
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(
@@ -343,8 +349,8 @@ class RunConfig:
         default_factory=list,
         metadata={"each": LOGGERS, "allowed": "list of loggers, each a name or its keys"},
     )
-    """where numbers are logged beside metrics.jsonl: [tensorboard, {name: wandb, project: mine}];
-    your own: [{target: package.module:Class, arguments: {}}]
+    """loggers that receive the metrics in addition to metrics.jsonl: [tensorboard, {name: wandb,
+    project: mine}]; a user-defined one: [{target: package.module:Class, arguments: {}}]
     """
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig, metadata={"variants": LAUNCHERS})
@@ -353,13 +359,13 @@ class RunConfig:
 
     @property
     def saves_frozen(self) -> bool:
-        """Whether checkpoints hold what is not trained; of an adapter's pretrained model not."""
+        """Whether checkpoints include frozen weights; false for adapters of pretrained models."""
         path = getattr(self.model, "path", None)
         return self.adapter is None or not self.is_pretrained or path is None
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether the model begins with the weights that it was published with."""
+        """Whether training starts from the published weights of the model."""
         return isinstance(self.model, HuggingFaceConfig) and self.model.init == "pretrained"
 
 
@@ -375,7 +381,7 @@ GROUPS: dict[str, Registry[Any, Any] | None] = {
     "hardware": None,
     "experiment": None,
 }
-"""The groups of options, and the registry of those whose options are entries of one."""
+"""Maps each group of options to the registry of its options; None if there is only YAML."""
 
 REGISTRIES: dict[str, Registry[Any, Any]] = {
     **{group: registry for group, registry in GROUPS.items() if registry is not None},
@@ -383,4 +389,4 @@ REGISTRIES: dict[str, Registry[Any, Any]] = {
     "strategy.data_parallel": DATA_PARALLEL,
     "train.loss": LOSSES,
 }
-"""The keys whose values are entries of a registry, and the registry."""
+"""Maps each key with registered names as values to its registry."""

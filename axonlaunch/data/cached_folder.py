@@ -1,7 +1,7 @@
 """Folders of the token cache: written by one process, checksummed, and put in place whole.
 
 A folder is complete once it has its final name. Its files are on disk by then, and ``sums.json``
-has the size and the CRC-32 of each. Links in the place of a folder or a file are an error.
+has the size and the CRC-32 of each. A folder or a file that is a link is an error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def publish(partial: Path, complete: Path, *, sums: Mapping[str, int] | None = N
 
     Args:
         partial: The folder, which this process has locked.
-        complete: Its final name.
+        complete: Final path of the folder.
         sums: CRC-32 of files that were computed while they were written; others are read again.
 
     Raises:
@@ -84,7 +84,7 @@ def publish(partial: Path, complete: Path, *, sums: Mapping[str, int] | None = N
 
 
 def find_change(folder: Path, *, names: Collection[str] | None = None) -> str | None:
-    """Return what is wrong with a complete folder; None where it is as it was written.
+    """Return a description of the first change in a complete folder; None if it is unchanged.
 
     Args:
         folder: The folder.

@@ -37,7 +37,7 @@ class ChatEncoder:
             ConfigError: The tokenizer has no chat template.
         """
         self._template = ChatTemplate(tokenizer, marks_assistant=assistant_only)
-        self._field = field
+        self._tokenizer, self._field = tokenizer, field
         template = self._template.fingerprint
         text = json.dumps([_FORMAT, tokenizer.fingerprint, template, field, assistant_only])
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
@@ -47,6 +47,10 @@ class ChatEncoder:
     def columns(self, names: list[str]) -> list[str]:
         """Return which of a table's columns it reads; all where they are of no form of a chat."""
         return chat_columns(names, field=self._field)
+
+    def cancel(self) -> None:
+        """End the call that another thread waits for."""
+        self._tokenizer.cancel()
 
     def encode(self, rows: Sequence[Row | str]) -> Encoded:
         """Return a document of each row; one of which no token counts is a bad row."""

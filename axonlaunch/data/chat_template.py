@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,14 @@ import numpy.typing as npt
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data.chat_rows import Chat, Message
 from axonlaunch.data.rows import BadRow
+from axonlaunch.data.tables import LARGEST_ROW
 from axonlaunch.data.tokenizer import PretrainedTokenizer, Tokenizer
 
 _SPOKEN = ("reasoning_content", "tool_calls", "function_call")
 """What a message says beside its content."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_BLAMED = "the chat template, or the tokenizer,"
+_Result = TypeVar("_Result")
 _Span = tuple[int, int]
 Written = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8] | None]
 """A chat's tokens, and for each whether the assistant says it; None: all count."""
@@ -51,27 +55,76 @@ class ChatTemplate:
                 "one, or tokenizer=train"
             )
             raise ConfigError([ConfigIssue(where, message)])
-        self._tokenizer = tokenizer.transformers
+        self._owner, loaded = tokenizer, tokenizer.transformers
         self.fingerprint = tokenizer.template_fingerprint
         try:
-            template = self._tokenizer.get_chat_template()
+            loaded.get_chat_template()
         except ValueError:
             message = (
                 "the tokenizer has no chat template; use that of the model's instruct version, or "
                 "put a chat_template.jinja into the folder"
             )
             raise ConfigError([ConfigIssue(where, message)]) from None
-        if marks_assistant and not self._tokenizer.is_fast:
+        if marks_assistant and not loaded.is_fast:
             message = (
                 "the tokenizer has no tokenizer.json, by which the assistant's tokens are found; "
                 "use one that has, or data.train_on=all"
             )
             raise ConfigError([ConfigIssue(where, message)])
         self._marks_assistant = marks_assistant
-        self._has_marks = bool(_MARKS.search(template))
 
     def write(self, chats: Sequence[Chat]) -> list[Written | BadRow]:
-        """Return of each chat its tokens, or why the template can't write it."""
+        """Return of each chat its tokens, or why the template can't write it.
+
+        Raises:
+            IsolatedCallError: The template took too long, or too much memory.
+        """
+        size = sum(len(str(chat.messages)) for chat in chats)
+        return self._call(_write, self._marks_assistant, list(chats), characters=size)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens by which the assistant is asked to answer messages.
+
+        Raises:
+            ValueError: The template refuses them.
+        """
+        return self._call(_prompt, list(messages), characters=len(str(messages)))
+
+    def end_of_turn(self) -> str:
+        """Return what the template writes behind what the assistant says.
+
+        Raises:
+            ValueError: The template refuses a question and an answer.
+        """
+        return self._call(_end_of_turn, characters=0)
+
+    def _call(self, function: Callable[..., _Result], *args: Any, characters: int) -> _Result:
+        return self._owner.call_isolated(function, *args, characters=characters, what=_BLAMED)
+
+
+def _write(
+    tokenizer: PretrainedTokenizer, marks_assistant: bool, chats: list[Chat]
+) -> list[Written | BadRow]:
+    return _Writer(tokenizer.transformers, marks_assistant=marks_assistant).write(chats)
+
+
+def _prompt(tokenizer: PretrainedTokenizer, messages: list[Message]) -> list[int]:
+    return _Writer(tokenizer.transformers, marks_assistant=False).prompt(messages)
+
+
+def _end_of_turn(tokenizer: PretrainedTokenizer) -> str:
+    return _Writer(tokenizer.transformers, marks_assistant=False).end_of_turn()
+
+
+class _Writer:
+    """Writes chats in this process, by templates and tokenizers that may be a stranger's."""
+
+    def __init__(self, tokenizer: Any, *, marks_assistant: bool) -> None:
+        self._tokenizer = tokenizer
+        self._marks_assistant = marks_assistant
+        self._has_marks = bool(_MARKS.search(tokenizer.get_chat_template()))
+
+    def write(self, chats: Sequence[Chat]) -> list[Written | BadRow]:
         texts = [self._text(chat) for chat in chats]
         pairs = zip(chats, texts, strict=True)
         good = [(chat, text) for chat, text in pairs if not isinstance(text, BadRow)]
@@ -80,21 +133,11 @@ class ChatTemplate:
         return [text if isinstance(text, BadRow) else next(written) for text in texts]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens by which the assistant is asked to answer messages.
-
-        Raises:
-            ValueError: The template refuses them.
-        """
         text = self._render(messages, None, asks=True)
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens
 
     def end_of_turn(self) -> str:
-        """Return what the template writes behind what the assistant says.
-
-        Raises:
-            ValueError: The template refuses a question and an answer.
-        """
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "OK"}
         asked = self._render([question], None, asks=True)
         whole = self._render([question, answer], None)
@@ -234,6 +277,8 @@ class ChatTemplate:
         except Exception as error:  # templates raise what they like
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise ValueError(f"the chat template refuses it: {reason}") from None
+        if len(text) > LARGEST_ROW:
+            raise ValueError(f"the chat template writes {len(text):,} characters for it")
         return text
 
 

@@ -26,7 +26,7 @@ _LISTED = 10_000
 def describe_rows(
     config: RunConfig, dataset: Dataset, *, like: Origin | None = None
 ) -> Origin | None:
-    """Describe what a run's training rows are made of; None for a dataset of the user's own.
+    """Describe the source of a run's training rows; None for a custom dataset.
 
     Args:
         config: The run's.
@@ -43,7 +43,7 @@ def describe_rows(
     shards = None if like is None else like.shards or sys.maxsize
     sums, covered = file_sums(dataset, shards=shards)
     return Origin(
-        files=tuple(_grouped([(printable(name), digest) for name, digest in sums])),
+        files=tuple(_in_groups([(printable(name), digest) for name, digest in sums])),
         options=_options(config.data),
         tokenizer="" if tokenizer is None else tokenizer.fingerprint,
         template=getattr(tokenizer, "template_fingerprint", "") if is_chat else "",
@@ -69,7 +69,7 @@ def _options(data: Any) -> dict[str, Any]:
     return plain
 
 
-def _grouped(files: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _in_groups(files: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield entries for at most ``_LISTED`` files, or groups of files that follow each other."""
     together = -(-len(files) // _LISTED)
     if together <= 1:

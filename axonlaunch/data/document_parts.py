@@ -21,11 +21,13 @@ class DocumentPart:
         start: Where its first token stands among all.
         tokens: Its tokens, of which each but the last is an input and each but the first a target.
         counted: Whether each counts as a target.
+        left: Tokens from the first one to the end of the document; None if nobody asked.
     """
 
     start: int
     tokens: npt.NDArray[np.int64]
     counted: npt.NDArray[np.bool_]
+    left: int | None = None
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,10 @@ class DocumentEncoder:
         """Return which of a table's columns it reads; all where that of the text is missing."""
         return text_columns(names, field=self._field)
 
+    def cancel(self) -> None:
+        """End the call that another thread waits for."""
+        self._tokenizer.cancel()
+
     def encode(self, rows: Sequence[Row | str]) -> Encoded:
         """Return a document of each row, but for those that have no token to predict."""
         texts: list[str] = []

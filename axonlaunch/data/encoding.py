@@ -56,7 +56,14 @@ class Encoder(Protocol):
         """Return which of a table's columns it reads; all where what it needs is not there."""
 
     def encode(self, rows: Sequence[Row | str]) -> Encoded:
-        """Return the documents of rows, in their order; a row may have none."""
+        """Return the documents of rows, in their order; a row may have none.
+
+        Raises:
+            IsolatedCallError: The tokenizer took too long, or too much memory.
+        """
+
+    def cancel(self) -> None:
+        """End the call of ``encode`` that another thread waits for."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def elements(stream: io.BufferedReader, *, longest: int) -> Iterator[Any]:
 
 
 class _Parser:
-    """The text of an array, of which a part is in memory."""
+    """The text of an array; a part of it is in memory."""
 
     def __init__(self, stream: io.BufferedReader, longest: int) -> None:
         encoding = json.detect_encoding(stream.peek(4)[:4])

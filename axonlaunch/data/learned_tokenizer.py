@@ -26,8 +26,10 @@ from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
 from axonlaunch.data.sources import SourceFile, find_sources
 from axonlaunch.data.tokenizer import Tokenizer, load_tokenizer
+from axonlaunch.system.isolated import Isolated
 
 _FORMAT = 2
+_LONGEST_S = 30 * 86400.0
 _LEARNED_FROM = 1 << 28
 """Characters of text at most, the first ones: more of it changes few of the pairs that are most
 frequent, and takes memory."""
@@ -108,7 +110,23 @@ def _learn(
     folder: Path,
     report: OnProgress,
 ) -> None:
-    """Learn a tokenizer and save it as ``save_pretrained`` does."""
+    """Learn a tokenizer and save it as ``save_pretrained`` does, in a copy of this process.
+
+    The library uses its threads there: they would be missing in later copies of this process.
+    """
+    for config, file in files[:1]:
+        del config
+        report(Tokenising(file.name, 0.0, learns=True))
+    copy = Isolated(files, is_bounded=False)
+    try:
+        copy.call(_learn_here, vocab_size, folder, seconds=_LONGEST_S)
+    finally:
+        copy.end()
+
+
+def _learn_here(
+    files: list[tuple[TextRowsConfig, SourceFile]], vocab_size: int, folder: Path
+) -> None:
     library: Any = importlib.import_module("tokenizers")
     transformers: Any = importlib.import_module("transformers")
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -120,17 +138,16 @@ def _learn(
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(files, report), trainer)
+    tokenizer.train_from_iterator(_texts(files), trainer)
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END)
     made.chat_template = _CHAT_TEMPLATE
     made.save_pretrained(folder)
 
 
-def _texts(files: list[tuple[TextRowsConfig, SourceFile]], report: OnProgress) -> Iterator[str]:
+def _texts(files: list[tuple[TextRowsConfig, SourceFile]]) -> Iterator[str]:
     """Yield the text of rows, up to the most that a tokenizer is learned from."""
     left = _LEARNED_FROM
-    for place, (config, file) in enumerate(files):
-        report(Tokenising(file.name, place / len(files), learns=True))
+    for config, file in files:
         for _, row in RowReader(file, columns=_columns(config)):
             for text in _texts_of(row, config):
                 if left <= 0:

@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from axonlaunch.data.encoding import Encoded, Encoder, OnProgress, Tokenising
 from axonlaunch.data.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
 from axonlaunch.data.sources import SourceFile
 from axonlaunch.system.files import appending_descriptor, replace_text
+from axonlaunch.system.isolated import IsolatedCallError
 
 SHARD_SIZE = 16 << 20
 """Characters of text with which a shard is full: at a few MB a second the first one is made while
@@ -115,6 +116,10 @@ class BadRowsError(ValueError):
         super().__init__(f"{progress.listed[0]}{more}")
 
 
+class EncodingError(ValueError):
+    """A tokenizer, or its chat template, took too long or too much memory for some rows."""
+
+
 def token_dtype(encoder: Encoder) -> str:
     """Return the type that a token is written in."""
     return "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
@@ -137,11 +142,9 @@ def is_written(partial: Path, progress: Progress, encoder: Encoder) -> bool:
     Raises:
         OSError: One is a link or can't be read.
     """
-    sizes = file_sizes(progress, encoder)
-    return all(
-        cached_folder.matches(partial / name, size=size, crc32=progress.sums.get(name, 0))
-        for name, size in sizes.items()
-    )
+    files = file_sizes(progress, encoder).items()
+    sums = progress.sums
+    return all(cached_folder.matches(partial / n, size=s, crc32=sums.get(n, 0)) for n, s in files)
 
 
 def written_sums(partial: Path) -> Mapping[str, int]:
@@ -184,6 +187,7 @@ class ShardMaker:
         with ExitStack() as stack:
             written = _Files(partial, self._encoder, progress, stack)
             pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="tokenising"))
+            stack.push(self._cancel)  # before the pool waits for what it does: Ctrl-C ends it
             while True:
                 progress = self._add_file(written, pool, files, progress, report)
                 is_full = progress.characters >= SHARD_SIZE
@@ -210,20 +214,26 @@ class ShardMaker:
         opened, self._open = self._open, None
         if opened is None or not opened.can_continue(source, progress):
             opened = _OpenFile(source, progress, self._encoder.columns)
-        encoding = None
+        encoding: Future[_Encoding] | None = None
+        pending: _Chunk | None = None
         # A chunk is encoded, outside of Python's lock, while the next one is read.
         for chunk in itertools.chain(opened.chunks(progress), [None]):
             after = None if chunk is None else pool.submit(_encode_chunk, chunk, self._encoder)
             if encoding is not None:
-                done, encoded, bad = encoding.result()
+                done, encoded, bad = _result_of(encoding, pending, source.name, opened.reader.what)
                 where = f"{source.name}, {opened.reader.what}"
                 progress = written.add(progress, done, encoded, bad, where)
                 self._refuse_bad(progress)
                 fraction = (before + done.fraction * source.size) / max(1, total)
                 report(Tokenising(source.name, fraction, progress.tokens))
-            encoding = after
+            encoding, pending = after, chunk
         self._open = opened
         return progress
+
+    def _cancel(self, error: type[BaseException] | None, *_: object) -> None:
+        """End what is encoded where its result is not waited for any more."""
+        if error is not None:
+            self._encoder.cancel()
 
     def _without_rows(self, progress: Progress, source: SourceFile) -> Progress:
         """Return the same with a file counted among what is left out.
@@ -256,6 +266,9 @@ class _Chunk:
     characters: int
     offset: int
     fraction: float
+
+
+_Encoding = tuple[_Chunk, Encoded, list[tuple[int, str]]]
 
 
 class _OpenFile:
@@ -300,7 +313,23 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-def _encode_chunk(chunk: _Chunk, encoder: Encoder) -> tuple[_Chunk, Encoded, list[tuple[int, str]]]:
+def _result_of(
+    encoding: Future[_Encoding], chunk: _Chunk | None, file: str, what: str
+) -> _Encoding:
+    """Return what was encoded.
+
+    Raises:
+        EncodingError: The tokenizer took too long, or too much memory.
+    """
+    try:
+        return encoding.result()
+    except IsolatedCallError as error:
+        assert chunk is not None
+        rows = f"{what}s {chunk.rows[0][0]:,} to {chunk.rows[-1][0]:,}"
+        raise EncodingError(f"{error} ({file}, {rows})") from None
+
+
+def _encode_chunk(chunk: _Chunk, encoder: Encoder) -> _Encoding:
     """Return a chunk, its documents with their rows' numbers, and what is wrong by number."""
     good = [(number, row) for number, row in chunk.rows if not isinstance(row, BadRow)]
     bad = [(number, row.reason) for number, row in chunk.rows if isinstance(row, BadRow)]
@@ -347,10 +376,7 @@ class _Files:
         for name, content in written.items():
             self._streams[name].write(content)
             self._streams[name].flush()
-        sums = {
-            name: zlib.crc32(content, progress.sums.get(name, 0))
-            for name, content in written.items()
-        }
+        sums = {n: zlib.crc32(part, progress.sums.get(n, 0)) for n, part in written.items()}
         *before, here = progress.documents
         *sums_before, sum_here = progress.source_sums
         for content in written.values():

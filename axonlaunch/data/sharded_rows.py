@@ -52,6 +52,7 @@ class ShardedRows:
         is_packed: Whether rows hold several documents.
         is_unsized: How many rows there are is known once all are tokenised.
         folder: Where the tokens are kept.
+        num_bytes: Bytes of all files.
         notes: What a run says of the data when it starts.
     """
 
@@ -84,7 +85,8 @@ class ShardedRows:
         self._first_rows = [0, self._first.num_samples]
         self._open: OrderedDict[int, TextRows] = OrderedDict()
         self.num_eval_samples = self._first.num_eval_samples
-        total = size(sum(source.size for source in sources))
+        self.num_bytes = sum(source.size for source in sources)
+        total = size(self.num_bytes)
         later = f"data.shuffle=shards: {total} in {len(sources)} file{'s' * (len(sources) > 1)}; "
         later += "below is the first shard, the others are tokenised while it trains"
         self.notes = (later, *self._first.notes)
@@ -140,6 +142,16 @@ class ShardedRows:
             shards = range(len([*self._corpus]))
         summaries = [self._rows(shard).summaries()[""] for shard in shards]
         return {"": TextSummary.together(summaries)}
+
+    def shard_rows(self) -> list[tuple[int, int]]:
+        """Return the rows that orders count in each shard, and those that its documents fill.
+
+        All shards are tokenised for it.
+        """
+        while self._know(self._first_rows[-1]):
+            pass
+        counted = np.diff(self._first_rows).tolist()
+        return [(count, self._rows(shard).num_samples) for shard, count in enumerate(counted)]
 
     def encode(self, text: str) -> list[int]:
         """Turn text that is to be continued into tokens."""

@@ -1,7 +1,7 @@
-"""Reads rows of Parquet and Arrow files in batches that are bounded by bytes, not by rows alone.
+"""Reads rows of Parquet and Arrow files in batches that are bounded by bytes as well as by rows.
 
-A small file can name one large value many times, or claim more values than it has bytes. A row that
-is too large, and a file that claims what it can't hold, is an error.
+A small file can repeat one large value many times, or claim more values than it has bytes. Rows
+that are too large, and files with impossible claims, are errors.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _MANY_VALUES = 1 << 26
 _RATIO = 500
 """Decompressed bytes for each compressed one above which a large column is refused."""
 _OBJECT_BYTES = 64
-"""Of a Python object, beside its content."""
+"""Size of a Python object without its content."""
 
 
-class TooLargeError(ValueError):
+class TooLargeRowError(ValueError):
     """A row is larger than any that is read."""
 
 
@@ -29,11 +29,11 @@ class ParquetRows:
     """The rows of a Parquet file, in batches.
 
     Attributes:
-        num_rows: Of the file.
+        num_rows: Number of rows in the file.
     """
 
     def __init__(self, raw: BinaryIO, *, columns: Callable[[list[str]], list[str]]) -> None:
-        """Read what the file says of its columns.
+        """Read the description of the file's columns.
 
         Args:
             raw: The file.
@@ -124,21 +124,21 @@ def bounded_rows(first: int, batch: Any) -> Iterator[tuple[int, dict[str, Any]]]
         batch: A record batch.
 
     Raises:
-        TooLargeError: A row is larger than ``LARGEST_ROW``.
+        TooLargeRowError: A row is larger than ``LARGEST_ROW``.
     """
     size = sum(map(_python_bytes, batch.columns))
     if size <= _BATCH_BYTES or batch.num_rows <= 1:
         if size > LARGEST_ROW:
-            raise TooLargeError(f"row {first} holds more than {LARGEST_ROW >> 20} MiB; split it")
-        yield from enumerate(_decoded(batch).to_pylist(), start=first)
+            raise TooLargeRowError(f"row {first} holds more than {LARGEST_ROW >> 20} MiB; split it")
+        yield from enumerate(_with_values(batch).to_pylist(), start=first)
         return
     half = batch.num_rows // 2
     yield from bounded_rows(first, batch.slice(0, half))
     yield from bounded_rows(first + half, batch.slice(half))
 
 
-def _decoded(batch: Any) -> Any:
-    """Return a batch with values in place of indices of dictionaries, which convert slowly."""
+def _with_values(batch: Any) -> Any:
+    """Replace indices of dictionaries by their values, because the indices convert slowly."""
     import pyarrow as arrow
 
     plain = arrow.schema([field.with_type(_plain_type(field.type)) for field in batch.schema])

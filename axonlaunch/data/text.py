@@ -85,7 +85,7 @@ class Text(ByteWindows):
         looked_at = zip(files, map(text_files.refused_content, first), strict=True)
         _refuse(looked_at, config.files)
         needed = 2 * sum(path.stat().st_size for path in files)  # once more when they are joined
-        if needed > (available := host.available_bytes()):
+        if needed > (available := host.free_memory_bytes()):
             message = (
                 f"these files take {size(needed)} of memory, and {size(available)} is available; "
                 "data=documents maps rows of .jsonl or .parquet files, and data=tokens a token file"

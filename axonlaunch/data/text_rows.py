@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoders import make_encoder
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.rows import UnreadableFileError
-from axonlaunch.data.shard_maker import BadRowsError
+from axonlaunch.data.shard_maker import BadRowsError, EncodingError
 from axonlaunch.data.shuffle import permute
 from axonlaunch.data.sources import SourceFile, find_sources
 from axonlaunch.data.token_cache import Corpus, Shard
@@ -183,7 +183,8 @@ class TextRows:
         """Yield the file and the row that each piece of a row to train on is of, and the piece."""
         for piece in self.pieces(row, split="train"):
             document = int(np.searchsorted(self._starts, piece.start, side="right")) - 1
-            yield self._source(document), piece
+            end = int(self._starts[document] + self._places[document]) + 1
+            yield self._source(document), replace(piece, left=end - piece.start)
 
     def file_sums(self) -> list[tuple[str, str]]:
         """Return (name, checksum of tokens) of the files that are trained on, in order."""
@@ -364,6 +365,8 @@ def explain_failures(config: TextRowsConfig) -> Iterator[None]:
     except BadRowsError as error:
         message = f"{error}; mend it, or data.on_bad_row=skip leaves such rows out"
         raise ConfigError([ConfigIssue("data.files", message)]) from None
+    except EncodingError as error:
+        raise ConfigError([ConfigIssue("tokenizer.path", str(error))]) from None
     except UnreadableFileError as error:
         raise ConfigError([ConfigIssue("data.files", str(error))]) from None
     except MemoryError:

@@ -264,10 +264,10 @@ def sums_by_file(shards: Iterable[Shard]) -> list[tuple[str, str]]:
     """Return (name, checksum of tokens) of the files of shards, in order."""
     parts = [entry for shard in shards for entry in shard.source_sums()]
     grouped = itertools.groupby(parts, lambda entry: entry[0])
-    return [(name, _joined([digest for _, digest in group])) for name, group in grouped]
+    return [(name, _sum_of_parts([digest for _, digest in group])) for name, group in grouped]
 
 
-def _joined(sums: Sequence[str]) -> str:
+def _sum_of_parts(sums: Sequence[str]) -> str:
     """Return one checksum for the parts of a file in several shards."""
     return sums[0] if len(sums) == 1 else hashlib.sha256(" ".join(sums).encode()).hexdigest()[:16]
 

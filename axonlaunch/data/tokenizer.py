@@ -13,12 +13,12 @@ import importlib.util
 import json
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +41,16 @@ from axonlaunch.system.files import (
     why_not_read,
     write_copy,
 )
+from axonlaunch.system.isolated import Isolated, IsolatedCallError
 from axonlaunch.system.run_files import TOKENIZER
 
 _Tokens = npt.NDArray[np.uint32]
+_Result = TypeVar("_Result")
 
 FOLDER = TOKENIZER
+_LEAST_SECONDS, _CHARACTERS_PER_S = 60.0, 20_000
+"""Deadline of a call: tokenizers do a million characters a second, those in Python a tenth."""
+_BLAMED = "the tokenizer"
 _FILE = "tokenizer.json"
 _CONFIG_FILE, _TEMPLATE = "tokenizer_config.json", "chat_template"
 _FILES = (
@@ -87,6 +92,9 @@ class Tokenizer(Protocol):
     def keep(self, folder: Path) -> list[str]:
         """Copy the files into a folder; return their names, [] where there are none."""
 
+    def cancel(self) -> None:
+        """End the call that another thread waits for."""
+
 
 class ByteTokenizer:
     """A token a byte of UTF-8; documents have no end of their own."""
@@ -114,6 +122,9 @@ class ByteTokenizer:
         del folder
         return []
 
+    def cancel(self) -> None:
+        """Bytes take no time."""
+
 
 class PretrainedTokenizer:
     """The tokenizer of a folder, as transformers reads it.
@@ -139,29 +150,50 @@ class PretrainedTokenizer:
         self.fingerprint = digest.hexdigest()
         template = json.dumps(getattr(loaded, "chat_template", None), sort_keys=True)
         self.template_fingerprint = hashlib.sha256(template.encode()).hexdigest()
-        self._fast: Any = getattr(loaded, "backend_tokenizer", None)
-        if self._fast is not None:  # a file may say otherwise, and no document is cut unasked
-            self._fast.no_truncation()
-            self._fast.no_padding()
+        fast: Any = getattr(loaded, "backend_tokenizer", None)
+        if fast is not None:  # a file may say otherwise, and no document is cut unasked
+            fast.no_truncation()
+            fast.no_padding()
+        self._copy = Isolated(self)
+
+    def call_isolated(
+        self, function: Callable[..., _Result], *args: Any, characters: int, what: str
+    ) -> _Result:
+        """Return ``function(self, *args)``, called in a copy of this process with a deadline.
+
+        Args:
+            function: One of a module.
+            args: Its further arguments.
+            characters: Of the text that it works on.
+            what: What may be to blame, for the message.
+
+        Raises:
+            IsolatedCallError: It took too long, too much memory, or ended its process.
+        """
+        seconds = _LEAST_SECONDS + characters / _CHARACTERS_PER_S
+        try:
+            return self._copy.call(function, *args, seconds=seconds)
+        except IsolatedCallError as error:
+            raise IsolatedCallError(f"{what} {error}") from None
+
+    def cancel(self) -> None:
+        """End the call that another thread waits for."""
+        self._copy.end()
 
     def documents(self, texts: Sequence[str]) -> list[_Tokens]:
         """Turn each text into what the tokenizer makes of it, and its end where that is missing."""
-        if self._fast is not None:
-            rows = [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts))]
-        else:
-            rows = self.transformers(list(texts))["input_ids"] if texts else []
-        return [np.array(self._with_end(row), dtype=np.uint32) for row in rows]
+        size = sum(map(len, texts))
+        return self.call_isolated(_documents, list(texts), characters=size, what=_BLAMED)
 
     def encode(self, text: str) -> list[int]:
         """Turn text into tokens, without the end that some tokenizers add."""
-        tokens: list[int] = self.transformers(text)["input_ids"]
+        tokens = self.call_isolated(_encode, text, characters=len(text), what=_BLAMED)
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == self.end else tokens
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Turn tokens into text, without those that a padded head made up."""
         known = [token for token in tokens if token < self.vocab_size]
-        text: str = self.transformers.decode(known, skip_special_tokens=not special)
-        return text
+        return self.call_isolated(_decode, known, special, characters=len(known), what=_BLAMED)
 
     def keep(self, folder: Path) -> list[str]:
         """Copy the files into a folder, and what its class was chosen by."""
@@ -171,22 +203,33 @@ class PretrainedTokenizer:
             write_copy(folder / name, file)
         return [*files]
 
-    def _with_end(self, tokens: list[int]) -> list[int]:
-        missing = self.end is not None and tokens[-1:] != [self.end]
-        return [*tokens, self.end] if missing and self.end is not None else tokens
+
+def _documents(tokenizer: PretrainedTokenizer, texts: list[str]) -> list[_Tokens]:
+    fast, end = getattr(tokenizer.transformers, "backend_tokenizer", None), tokenizer.end
+    if fast is not None:
+        rows = [encoding.ids for encoding in fast.encode_batch_fast(texts)]
+    else:
+        rows = tokenizer.transformers(texts)["input_ids"] if texts else []
+    whole = [row if end is None or row[-1:] == [end] else [*row, end] for row in rows]
+    return [np.array(row, dtype=np.uint32) for row in whole]
+
+
+def _encode(tokenizer: PretrainedTokenizer, text: str) -> list[int]:
+    tokens: list[int] = tokenizer.transformers(text)["input_ids"]
+    return tokens
+
+
+def _decode(tokenizer: PretrainedTokenizer, tokens: list[int], special: bool) -> str:
+    text: str = tokenizer.transformers.decode(tokens, skip_special_tokens=not special)
+    return text
 
 
 def _without_template(name: str, content: bytes) -> bytes:
     """Return a tokenizer's file without the chat template that it may hold."""
-    if name != _CONFIG_FILE:
-        return content
-    try:
-        about = json.loads(content)
+    with suppress(ValueError, RecursionError):
+        about = json.loads(content) if name == _CONFIG_FILE else None
         if isinstance(about, dict):
-            about.pop(_TEMPLATE, None)
-            return json.dumps(about, sort_keys=True).encode()
-    except (ValueError, RecursionError):
-        pass
+            return json.dumps({**about, _TEMPLATE: None}, sort_keys=True).encode()
     return content
 
 
@@ -344,7 +387,9 @@ def _read(folder: Path, contents: Mapping[str, FileCopy], *, path: str) -> Pretr
             str(folder), local_files_only=True, trust_remote_code=False
         )
         return PretrainedTokenizer(contents, loaded, model_of_folder(folder))
-    except Exception as error:  # parsers of others, written in several languages
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # parsers of others; a panic of Rust is no Exception
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise _refusal(f"can't be read: {reason}", path) from None
 

@@ -10,7 +10,7 @@ _PEER_GONE = re.compile(r"connection (closed|reset|refused)|broken pipe|timed ou
 LOST_PEER = "lost the connection to a rank that had ended"
 
 
-def reason_of(failure: Mapping[str, Any]) -> Any:
+def failure_reason(failure: Mapping[str, Any]) -> Any:
     """Return why the first rank failed: in one sentence if it only lost its connection.
 
     Args:

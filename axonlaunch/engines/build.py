@@ -39,8 +39,6 @@ from axonlaunch.engines.forward_backward import (
 from axonlaunch.engines.mesh_engine import MeshEngine, StepRule
 from axonlaunch.engines.optimizer.offload import HOST
 from axonlaunch.engines.optimizer.optimizers import learning_rate
-from axonlaunch.engines.pipeline.pipeline import Pipeline
-from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.split import (
     Part,
     around_blocks,
@@ -254,6 +252,9 @@ def _build_pipeline(
     plan: _Plan, full_model: nn.Module, counts: list[int], ties: dict[str, str]
 ) -> tuple[PipelineForwardBackward, Replicas | None]:
     """Create this rank's stages from copies of the model."""
+    from axonlaunch.engines.pipeline.pipeline import Pipeline  # imports torch's compiler
+    from axonlaunch.engines.pipeline.schedule import PipelineSchedule
+
     layout, group = plan.layout, plan.mesh.group("pp")
     schedule = PipelineSchedule(
         layout.schedule,

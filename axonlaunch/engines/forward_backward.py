@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from axonlaunch.config import ConfigError
 from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.engines.data_parallel.ddp import DDP
-from axonlaunch.engines.pipeline.pipeline import Pipeline
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
+
+if TYPE_CHECKING:  # importing it imports torch's compiler
+    from axonlaunch.engines.pipeline.pipeline import Pipeline
 
 Outputs = Tensor | ModelOutputs
 Loss = Callable[[Any, Any], Tensor]

@@ -1,7 +1,7 @@
-"""What started this process, read from its environment: torchrun, MPI, SLURM, or a person.
+"""Detects from environment variables whether torchrun, MPI or SLURM started this process.
 
-It reads the variables that launchers set, reports a world that they describe only by half, and
-writes the rest into a composed configuration. Nothing here is torch's or starts anything.
+Incomplete or invalid variables are reported as problems; valid values are written into a composed
+configuration. This module neither imports torch nor starts processes.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from axonlaunch.launch.environment_variables import (
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterEnvironment:
-    """What a launcher said of this process; the defaults mean that none started it.
+    """A launcher's description of this process; the defaults mean that no launcher started it.
 
     Attributes:
-        launcher: Its name, for messages; empty where none started this process.
-        rank: This process's; where it is to start ranks itself, the first of theirs.
-        world_size: Ranks of the run.
-        local_rank: Among the ranks of this node; None where this process is to start them.
-        local_world_size: Ranks on this node; None where nobody said.
-        nnodes: Nodes; None where nobody said.
-        node_rank: Which of them this is; None where nobody said.
-        master_addr: Where rank 0 is; None where nobody said.
-        master_port: Where it listens; None where nobody said.
-        run_id: What distinguishes this run from others of the same launcher.
-        agent_hosts_store: The launcher itself listens there, not rank 0.
-        devices: How many ranks of each node can have a device of their own, once all have said
-            what they see.
-        problems: What is wrong with it, where it describes a world by half or an invalid one.
+        launcher: Name of the launcher, for messages; empty if no launcher started this process.
+        rank: Global rank of this process, or of the first rank that it starts.
+        world_size: Number of ranks of the run.
+        local_rank: Rank of this process on its node; None if this process starts the node's ranks.
+        local_world_size: Number of ranks on this node; None if unknown.
+        nnodes: Number of nodes; None if unknown.
+        node_rank: Number of this node; None if unknown.
+        master_addr: Address of rank 0; None if unknown.
+        master_port: Port on which rank 0 listens; None if unknown.
+        run_id: Distinguishes this run from others of the same launcher.
+        agent_hosts_store: Whether the launcher listens at that port instead of rank 0.
+        devices: Number of ranks on each node that can have a separate device. It is set after all
+            ranks have reported the devices that they see.
+        problems: Errors of an incomplete or invalid description.
     """
 
     launcher: str = ""
@@ -65,9 +65,10 @@ class ClusterEnvironment:
 
     @classmethod
     def detect(cls, environment: Mapping[str, str]) -> ClusterEnvironment:
-        """Return what the environment says of this process.
+        """Read the environment variables of this process.
 
-        A scheduler's only task is no world: the ranks are then started here.
+        If a scheduler started only one task, it counts as no launcher: this process then starts
+        the ranks.
         """
         reader = _Reader(environment)
         try:
@@ -78,15 +79,16 @@ class ClusterEnvironment:
 
     @property
     def one_per_node(self) -> bool:
-        """Whether a scheduler placed one process on each of several nodes."""
+        """Whether a scheduler started one process on each of several nodes."""
         return self.local_world_size == 1 and (self.nnodes or 1) > 1
 
     def is_rank(self, compose: Callable[[], Composed], *, accelerators: Callable[[], int]) -> bool:
-        """Whether this process is itself one rank, and does not start the ranks of its node.
+        """Return whether this process is one rank, instead of the launcher of its node's ranks.
 
         Args:
-            compose: Composes the configuration, where its ranks per node decide.
-            accelerators: Counts this node's, where they do.
+            compose: Composes the configuration. It is called only if ``launch.nproc`` decides.
+            accelerators: Counts this node's accelerators. It is called only if their number
+                decides.
         """
         if self.local_rank is None:
             return False
@@ -97,15 +99,16 @@ class ClusterEnvironment:
         return not (isinstance(count, int) and count > 1)
 
     def of_node(self) -> ClusterEnvironment:
-        """Return the same for a process that starts its node's ranks itself."""
+        """Return the environment of a process that starts its node's ranks itself."""
         return dataclasses.replace(self, local_rank=None) if self.one_per_node else self
 
     def applied_to(self, composed: Composed, *, accelerators: Callable[[], int]) -> Composed:
-        """Return a composed configuration with what is said of ``launch``, and what contradicts it.
+        """Return a composed configuration with the environment's ``launch`` values and problems.
 
         Args:
-            composed: The run's.
-            accelerators: Counts this node's, where nothing else says how many ranks it is to have.
+            composed: Composed configuration of the run.
+            accelerators: Counts this node's accelerators. It is called only if the number of ranks
+                on this node is not set elsewhere.
         """
         tree: dict[str, Any] = {**composed.tree, "launch": {**composed.tree.get("launch", {})}}
         name, problems = tree["launch"].get("name", "auto"), list(self.problems)
@@ -121,11 +124,11 @@ class ClusterEnvironment:
                 "the environment names no world; set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT"
             )
             problems.append(ConfigIssue("launch.name", message, name))
-        before = composed.tree.get("launch", {})
+        previous = composed.tree.get("launch", {})
         origin = f"environment ({self.launcher})".replace(" (the environment)", "")
-        said = {f"launch.{k}": origin for k, v in tree["launch"].items() if before.get(k) != v}
+        changed = {f"launch.{k}": origin for k, v in tree["launch"].items() if previous.get(k) != v}
         return dataclasses.replace(
-            composed, tree=tree, problems=[*composed.problems, *problems], in_environment=said
+            composed, tree=tree, problems=[*composed.problems, *problems], in_environment=changed
         )
 
 
@@ -136,7 +139,7 @@ def _read(reader: _Reader) -> ClusterEnvironment:
     if environment.get(OPEN_MPI.rank):
         return _scheduler(reader, OPEN_MPI)
     if environment.get(SLURM.rank) and environment.get("SLURM_STEP_ID"):
-        # A batch script has SLURM_PROCID=0 too, but is no step.
+        # A batch script also has SLURM_PROCID=0, but is not a job step.
         return _scheduler(reader, SLURM)
     if environment.get(PMI.rank):
         return _scheduler(reader, PMI)
@@ -148,15 +151,16 @@ def _read(reader: _Reader) -> ClusterEnvironment:
 def apply_to_config(
     tree: dict[str, Any], detected: ClusterEnvironment, *, accelerators: Callable[[], int]
 ) -> list[ConfigIssue]:
-    """Write into a composed tree what the environment says of ``launch``.
+    """Write the environment's ``launch`` values into a composed tree.
 
     Args:
-        tree: Nested plain values; ``launch`` is changed.
-        detected: What they say.
-        accelerators: Counts this node's, where nothing else says how many ranks it is to have.
+        tree: Nested plain values; ``launch`` is changed in place.
+        detected: Detected environment.
+        accelerators: Counts this node's accelerators. It is called only if the number of ranks on
+            this node is not set elsewhere.
 
     Returns:
-        What contradicts them.
+        Problems: settings that contradict the environment.
     """
     launch = tree.setdefault("launch", {})
     nproc, problems = _ranks_here(launch, detected, accelerators)
@@ -168,28 +172,28 @@ def apply_to_config(
         world_size, first = detected.world_size, detected.rank
     if world_size % nproc:
         message = f"{nproc} ranks per node; use {divisor_of(world_size)}"
-        seen = f"WORLD_SIZE={world_size} ranks are not a multiple of "
-        return [ConfigIssue("launch.nproc", seen + message, launch.get("nproc", "auto"))]
+        message = f"WORLD_SIZE={world_size} ranks are not a multiple of {message}"
+        return [ConfigIssue("launch.nproc", message, launch.get("nproc", "auto"))]
     if detected.local_rank is None and first % nproc:
         message = f"RANK={first} is not the first rank of a node with {nproc}"
         problems.append(ConfigIssue("launch.nproc", message, launch.get("nproc", "auto")))
-    said = {
+    values = {
         "nproc": nproc,
         "nnodes": world_size // nproc,
         "node_rank": first // nproc,
         "master_addr": detected.master_addr,
         "master_port": detected.master_port,
     }
-    for key, value in said.items():
-        asked = launch.get(key, "auto")
+    for key, value in values.items():
+        configured = launch.get(key, "auto")
         if value is None:
             continue
-        if asked not in ("auto", value) and not (key == "nnodes" and asked == 1):
+        if configured not in ("auto", value) and not (key == "nnodes" and configured == 1):
             message = (
                 f"{detected.launcher} says {value}; remove this setting, or start without "
                 f"{_source(detected)}"
             )
-            problems.append(ConfigIssue(f"launch.{key}", message, asked))
+            problems.append(ConfigIssue(f"launch.{key}", message, configured))
         launch[key] = value
     return problems
 
@@ -220,14 +224,14 @@ def _ranks_here(
 
 
 class _Reader:
-    """Reads numbers from the environment and gathers what is wrong with them."""
+    """Reads numbers from the environment and collects their problems."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment
         self.problems: list[ConfigIssue] = []
 
     def number(self, name: str, *, least: int = 0, below: int | None = None) -> int | None:
-        """Return a variable's number; None where it is not set or invalid."""
+        """Return the number in a variable; None if it is not set or invalid."""
         text = self.environment.get(name, "")
         if not text:
             return None
@@ -240,7 +244,7 @@ class _Reader:
         return int(text)
 
     def missing(self, *names: str) -> None:
-        """Report the unset ones among variables that must be set together."""
+        """Report a problem for each unset variable of a set that must be complete."""
         set_names = [name for name in (*OWN, *ADDRESS) if self.environment.get(name)]
         for name in names:
             if not self.environment.get(name):
@@ -318,7 +322,7 @@ def _scheduler(reader: _Reader, names: RankVariables) -> ClusterEnvironment:
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int | None:
-    """Return the tasks of this node from ``SLURM_STEP_TASKS_PER_NODE``: ``2(x3),1``."""
+    """Return this node's number of tasks from ``SLURM_STEP_TASKS_PER_NODE``, like ``2(x3),1``."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
@@ -328,17 +332,17 @@ def _tasks_here(environment: Mapping[str, str]) -> int | None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of SLURM's node list: ``gpu[03-07,9],login`` -> ``gpu03``."""
+    """Return the first host of a SLURM node list: ``gpu[03-07,9],login`` -> ``gpu03``."""
     match = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
     assert match is not None
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
 def _address(node: str) -> str:
-    """Return where a node is reached: its name is a host's, unless its administrator chose not to.
+    """Return a node's address: its name if that resolves as a host name, else SLURM's NodeAddr.
 
     Raises:
-        ConfigError: Neither the name is a host's, nor does SLURM report the address.
+        ConfigError: The name is not a host name and SLURM does not report an address.
     """
     with suppress(OSError):
         socket.getaddrinfo(node, None)
@@ -355,5 +359,5 @@ def _address(node: str) -> str:
 
 
 def port_of(run_id: str) -> int:
-    """Derive a port from what names a run, below the range of ephemeral ports."""
+    """Derive a port from a run's identifier, below the range of ephemeral ports."""
     return 10000 + zlib.crc32(run_id.encode()) % 20000

@@ -1,7 +1,7 @@
-"""What a run would take anywhere, and what would stop it on this node; nothing is started.
+"""Checks and estimates runs without starting them.
 
-It refuses what can't be run on any node, and reports what would stop a launch here: its checks are
-those of the launcher.
+A configuration that no node can run is an error. Problems of this node, found by the checks of the
+launcher, are reported as obstacles.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class DryRun:
     """A run that was checked and estimated.
 
     Attributes:
-        config: As ``estimate.forecast`` took it.
-        forecast: Its estimate.
-        proof: What a start would prove of the layout first; None: nothing.
-        obstacles: What would stop a launch on this node, each with its remedy.
-        finished: That a launch would have nothing left to do; empty if it has.
+        config: Configuration that was estimated, with automatic settings resolved.
+        forecast: The estimate.
+        obstacles: Problems that prevent a launch on this node, each with its remedy.
+        proof: Proof of the layout that a launch would run first; None if it would run none.
+        finished: Message that the run is already finished; empty if it is not.
     """
 
     config: RunConfig
@@ -49,15 +49,16 @@ class DryRun:
 def dry_runs(
     request: Request, environment: ClusterEnvironment, options: LaunchOptions
 ) -> list[DryRun]:
-    """Check and estimate what a command line asks for: one run, or each of a sweep.
+    """Check and estimate the run of a command line, or each run of a sweep.
 
     Args:
-        request: What it asks for.
-        environment: What started this process, which is to start the ranks of its node.
-        options: How the runs would be launched.
+        request: The parsed command line.
+        environment: Environment of the launcher that started this process, if any. The ranks of
+            this node would be started here.
+        options: Options of the launch.
 
     Raises:
-        ConfigError: A configuration can't be run on any node, or one launcher not launch them all.
+        ConfigError: No node can run a configuration, or no single launcher can launch all runs.
     """
     context = options.context
 
@@ -81,7 +82,7 @@ def dry_runs(
         return config
 
     loaded = load_all(request, load=load)
-    Runs(loaded, options).launcher_name()  # refuses what no launcher launches
+    Runs(loaded, options).launcher_name()  # refuses runs that no single launcher can launch
     return [
         _dry_run(config, options, missing=_missing(composed[*overrides]))
         for overrides, config in loaded
@@ -91,9 +92,9 @@ def dry_runs(
 def _dry_run(config: RunConfig, options: LaunchOptions, *, missing: list[ConfigIssue]) -> DryRun:
     context, issues, finished = options.context, list(missing), ""
     ready = prepared(context, config)
-    if missing:  # files that are not named can't be checked
-        made_up = replace_with_synthetic(config)
-        config = dataclasses.replace(config, data=made_up.data, train=made_up.train)
+    if missing:  # missing data files can't be checked
+        synthetic = replace_with_synthetic(config)
+        config = dataclasses.replace(config, data=synthetic.data, train=synthetic.train)
     with gathering(issues):
         if launcher(launcher_of(config)).on_this_node:
             summary = run_dir.finished_summary(config)
@@ -105,17 +106,18 @@ def _dry_run(config: RunConfig, options: LaunchOptions, *, missing: list[ConfigI
 
 
 def _estimate(context: ForkServerContext, config: RunConfig) -> Forecast:
-    """Estimate a run; of one that can't be traced, its states alone."""
+    """Estimate a run; if it can't be traced, estimate only its parameters and states."""
     try:
         return forecast(context, config)
     except ConfigError as error:
-        estimate = forecast(context, config, analytic=True)  # refuses what can't be run anywhere
+        # Raises ConfigError if no node can run the configuration.
+        estimate = forecast(context, config, analytic=True)
         reasons = [str(problem) for problem in error.problems]
         return dataclasses.replace(estimate, notes=[*reasons, *estimate.notes])
 
 
 def _missing(composed: Composed) -> list[ConfigIssue]:
-    """Report missing data files, which a start needs and an estimate does not."""
+    """Return the problems of missing data files, which a launch needs but an estimate does not."""
     if naming_files(composed.tree) == composed.tree:
         return []
     try:

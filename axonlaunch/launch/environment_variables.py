@@ -1,6 +1,6 @@
-"""What launchers call the variables by which they give a process its place.
+"""Names of the environment variables with which launchers describe a process's rank.
 
-Names alone: it is read before anything else is imported.
+This module is imported before everything else, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankVariables:
-    """A launcher's variables; an empty name has none."""
+    """Names of a launcher's variables; empty if the launcher has no such variable."""
 
     launcher: str
     rank: str
@@ -51,12 +51,12 @@ _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 @dataclass(frozen=True)
 class LaunchIdentity:
-    """What is the same in all starts of a run by its launcher or scheduler.
+    """Identifies a run across all its starts by a launcher or scheduler.
 
     Attributes:
-        name: Of a SLURM job, or of the launcher's process; empty where neither is known.
-        is_restart: Whether this is a later start.
-        has_one_run: Whether nothing else is started under that name; a job may have several runs.
+        name: Name of the SLURM job or of the launcher's process; empty if neither is known.
+        is_restart: Whether this is not the first start.
+        has_one_run: Whether only one run is started under this name. A SLURM job may start several.
     """
 
     name: str = ""
@@ -65,11 +65,11 @@ class LaunchIdentity:
 
     @classmethod
     def detect(cls, environment: Mapping[str, str], *, launcher: str) -> LaunchIdentity:
-        """Return what the environment says.
+        """Read the identity from environment variables.
 
         Args:
-            environment: ``os.environ``.
-            launcher: What names the process that started this one; empty where it is not known.
+            environment: Environment variables, such as ``os.environ``.
+            launcher: Name of the process that started this one; empty if unknown.
         """
         job = environment.get("SLURM_JOB_ID")
         return cls(
@@ -80,10 +80,13 @@ class LaunchIdentity:
 
 
 UNKNOWN_LAUNCH = LaunchIdentity()
-"""Of a run that nothing starts again."""
+"""Identity of a run that no launcher or scheduler restarts."""
 
 
 def may_be_rank(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher may have started this process as one rank, which starts no process."""
+    """Return whether a launcher may have started this process as one rank.
+
+    Such a process starts no other ranks.
+    """
     local_ranks = ("LOCAL_RANK", OPEN_MPI.local_rank, PMI.local_rank, SLURM.local_rank)
     return any(environment.get(name) for name in local_ranks)

@@ -1,6 +1,6 @@
-"""The launchers by name: what checks a configuration, and what makes a run of it.
+"""Looks up launchers by name: the functions that check a configuration and launch a run.
 
-It holds names alone, and imports none of what they stand for.
+Functions are referred to by name and imported only when they are needed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from axonlaunch.verification.result import Proof
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How a command asks for its runs to be launched.
+    """Options with which a command launches its runs.
 
     Attributes:
-        context: Of the warm fork server.
-        started: ``time.time()`` when the command, or in a sweep this run, began.
-        as_json: Keep standard output free; the console goes to standard error.
-        render: Print what would be submitted, and submit nothing.
-        dry_run: Check alone: ``launch`` is not called, and what it would refuse, ``check`` does.
-        composed: What the run's files, overrides and environment say; None: it is not launched
-            by a command.
-        proof: What is known of the run's layout; None: nobody asked for it.
-        again: What is to be added to the command to resume the run; None: the run's name.
-        identity: What is the same in all starts of the run by its launcher or scheduler.
-        show: Takes what is being done, as text for the user who waits.
+        context: Context of the warm fork server.
+        started: ``time.time()`` at the start of the command, or of this run in a sweep.
+        as_json: Whether standard output is reserved for JSON; the console then writes to standard
+            error.
+        render: Whether to print the script that would be submitted instead of submitting it.
+        dry_run: Whether only ``check`` is called, which then reports the errors of ``launch`` too.
+        composed: Composed files, overrides and environment of the run; None if no command launches
+            the run.
+        proof: Proof of the run's layout; None if no proof was requested.
+        again: Text to append to the command so that it resumes the run; None appends the run's
+            name.
+        identity: Identity of the run across its starts by a launcher or scheduler.
+        show: Receives a text that describes the current work, to show while the user waits.
     """
 
     context: ForkServerContext
@@ -59,11 +61,11 @@ _MULTINODE_LAUNCHER = Launcher(
     launch="axonlaunch.launch.multinode.launcher:launch",
     sweeps=False,
 )
-"""What a run on several nodes has, whose name is ``auto`` or ``env`` on each."""
+"""Launcher of a run on several nodes; every node has ``launch.name`` set to ``auto`` or ``env``."""
 
 
 def launcher_of(config: RunConfig) -> str:
-    """Return the name of the launcher of a run whose environment was applied to it."""
+    """Return the name of a run's launcher. The environment must have been applied already."""
     name = config.launch.name
     if name != _LOCAL and LAUNCHERS.entry(name).facts is not None:
         return name
@@ -71,17 +73,17 @@ def launcher_of(config: RunConfig) -> str:
 
 
 def launcher(name: str) -> Launcher:
-    """Return what checks and launches the runs of a launcher of that name."""
+    """Return the functions and properties of a launcher."""
     return _MULTINODE_LAUNCHER if name == _MULTINODE else LAUNCHERS.facts(name)
 
 
 def check_function(config: RunConfig) -> Check:
-    """Import and return what checks a run."""
+    """Import and return the function that checks a run."""
     return cast("Check", _import_function(launcher(launcher_of(config)).check))
 
 
 def launch_function(config: RunConfig) -> Launch:
-    """Import and return what launches a run."""
+    """Import and return the function that launches a run."""
     return cast("Launch", _import_function(launcher(launcher_of(config)).launch))
 
 
@@ -91,10 +93,10 @@ def _import_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_anywhere(config: RunConfig, options: LaunchOptions) -> RunConfig:
-    """Check a run by what holds on every node that has its devices.
+    """Run the checks that apply to every node with the run's devices.
 
     Raises:
-        ConfigError: It can't be run there.
+        ConfigError: No such node can run the configuration.
     """
     checked: RunConfig = forked_call.call(
         options.context,

@@ -1,6 +1,6 @@
-"""How a launcher joins: ``register_launcher``, in a plug-in or in a package that offers it.
+"""Registers launchers from plug-ins and from packages with entry points.
 
-The table itself is ``config.launch``'s; what is listed is imported when it is first used.
+The table of launchers is in ``config.launch``. A launcher is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from axonlaunch.config.launch import LAUNCHERS, LaunchConfig, Launcher
 
-Made = TypeVar("Made", bound=Callable[..., Any])
+Launchable = TypeVar("Launchable", bound=Callable[..., Any])
 
 
 def register_launcher(
@@ -21,23 +21,23 @@ def register_launcher(
     renders: bool = False,
     sweeps: bool = True,
     summary: str | None = None,
-) -> Callable[[Made], Made]:
+) -> Callable[[Launchable], Launchable]:
     """Register a class with a method ``launch`` as ``launch=NAME``.
 
     ``launch(config, options)`` takes a checked ``RunConfig`` and ``LaunchOptions``, and returns the
-    exit status and the run's summary, None where another process has it. ``check(config, options)``
-    returns the configuration, checked and complete, or raises ``ConfigError``; without one a run is
-    checked by what holds on every node. Both are called in the process of the command, which has
-    no torch.
+    exit status and the run's summary, or None if another process has the summary.
+    ``check(config, options)`` returns the checked and complete configuration, or raises
+    ``ConfigError``. A launcher without ``check`` gets the checks that hold on every node. Both
+    methods are called in the process of the command, which does not import torch.
 
     Args:
-        name: The name.
-        config: Dataclass derived from ``LaunchConfig``, with a ``name`` and keys of its own, that
-            types the group ``launch``; None: ``LaunchConfig``.
-        on_this_node: Whether ``launch`` runs all ranks here, to their end.
-        renders: Whether ``launch`` can print what it would submit (``--render``).
-        sweeps: Whether it can launch more than one run of a command.
-        summary: One line for ``axonlaunch ls launch``; None: the docstring's first.
+        name: Value of ``launch`` that selects the launcher.
+        config: Dataclass derived from ``LaunchConfig``, with a ``name`` and custom keys, that
+            types the group ``launch``; None selects ``LaunchConfig``.
+        on_this_node: Whether ``launch`` runs all ranks on this node and waits for their end.
+        renders: Whether ``launch`` can print the script that it would submit (``--render``).
+        sweeps: Whether the launcher can launch several runs of one command.
+        summary: One line for ``axonlaunch ls launch``; None uses the docstring's first line.
 
     Raises:
         ValueError: The name is taken, or the configuration does not derive from ``LaunchConfig``.
@@ -49,8 +49,8 @@ def register_launcher(
             f"{config.__name__}(axonlaunch.config.launch.LaunchConfig)"
         )
 
-    def register(made: Made) -> Made:
-        launcher = made()
+    def register(cls: Launchable) -> Launchable:
+        launcher = cls()
         facts = Launcher(
             check=getattr(launcher, "check", "axonlaunch.launch.launcher:check_anywhere"),
             launch=launcher.launch,
@@ -58,8 +58,8 @@ def register_launcher(
             renders=renders,
             sweeps=sweeps,
         )
-        described = summary or (made.__doc__ or f"from {made.__module__}").splitlines()[0]
-        LAUNCHERS.add(name, made, summary=described, config=config, facts=facts)
-        return made
+        description = summary or (cls.__doc__ or f"from {cls.__module__}").splitlines()[0]
+        LAUNCHERS.add(name, cls, summary=description, config=config, facts=facts)
+        return cls
 
     return register

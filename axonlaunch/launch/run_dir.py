@@ -1,6 +1,6 @@
-"""The folder of a run: its name, its frozen configuration, its summary.
+"""Creates, locks and checks the run folder, which contains everything that a run writes.
 
-Everything a run writes is below it.
+The folder holds the frozen configuration, the summary and the logs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from axonlaunch.system.run_files import (
 from axonlaunch.system.version_control import commit_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What a disk without space, or without space for this user, refuses a write with."""
+"""Error numbers of a write to a full disk, or over the user's quota."""
 
 
 @contextmanager
@@ -75,42 +75,47 @@ def open_run_dir(
     is_submitted: bool = False,
     launched_by: str = "",
 ) -> Iterator[RunConfig]:
-    """Make the folder, freeze the configuration in it, and hold it while the run lasts.
+    """Create the folder, freeze the configuration in it, and lock it until the context ends.
 
-    A name of the run's own choosing is numbered until its folder is new; a name that the user
-    chose is taken as it is, for that is how a run is resumed.
+    A generated name gets a number if its folder exists. A name that the user chose is used
+    unchanged, because reusing a name resumes its run.
 
     Args:
-        config: Checked.
-        announce: Takes a line for the user.
-        composed: What the run's files, overrides and environment say, where that is known.
-        sharing: How many ranks share the cores that this process may use; None: all of the node's.
-        is_submitted: The run waits in a queue: it is launched later, from this folder.
-        launched_by: What is the same in all starts of the run by its launcher or scheduler.
+        config: Checked configuration.
+        announce: Receives a line for the user.
+        composed: Composed files, overrides and environment of the run; None if unknown.
+        sharing: Number of ranks that share the cores available to this process; None: all ranks of
+            the node.
+        is_submitted: Whether the run waits in a queue and is launched from this folder later.
+        launched_by: Name that is the same in all starts of the run by its launcher or scheduler.
 
     Raises:
-        ConfigError: The folder can't be made, or holds a run that must not be continued; or another
-            run keeps its checkpoints where this one does.
+        ConfigError: The folder can't be created, it contains a run that must not be continued, or
+            another run uses the same checkpoint folder.
     """
     try:
         config = _with_threads(_make_folder(config), sharing)
         folder = Path(config.run_dir)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
-        named = "runs" if config.run_dir == "auto" else config.run_dir
-        raise _cannot_create(error, Path(named)) from None
+        path = "runs" if config.run_dir == "auto" else config.run_dir
+        raise _cannot_create(error, Path(path)) from None
     with _hold(folder), lock_checkpoints(config, makes=not is_submitted):
-        given, config = config.checkpoint.resume, _with_resume(config)
-        if given != config.checkpoint.resume:
-            announce(f"{config.name} has checkpoints of its own: resuming from them, not {given}")
+        requested, config = config.checkpoint.resume, _with_resume(config)
+        if requested != config.checkpoint.resume:
+            announce(
+                f"{config.name} already has checkpoints: resuming from them, not from {requested}"
+            )
         for note in _differences(config):
             announce(note)
         try:
-            if not is_submitted:  # before its configuration, by which it would be refused again
+            # The event comes first: if it can't be written, no frozen configuration is left that
+            # would make the next start refuse the folder.
+            if not is_submitted:
                 about = {"host": socket.gethostname(), "commit": commit_of(Path.cwd())}
                 append_event(folder, "launched", {**about, "by": launched_by or None})
             replace_text(folder / CONFIG, to_yaml(config))
-            (folder / CRASH).unlink(missing_ok=True)  # of a run before
+            (folder / CRASH).unlink(missing_ok=True)  # from an earlier launch
             if composed is not None:
                 write_json(folder / ORIGINS, origins_of(composed, config))
         except OSError as error:
@@ -120,10 +125,11 @@ def open_run_dir(
 
 @contextmanager
 def _hold(folder: Path) -> Iterator[None]:
-    """Hold a run's folder, which the kernel lets go of however the process ends.
+    """Lock a run's folder. The kernel releases the lock however the process ends.
 
     Raises:
-        ConfigError: Another process holds it, or what is in it is not a run's.
+        ConfigError: Another process has locked it, or it contains a link or a special file in place
+            of a file that ranks write.
     """
     with ExitStack() as stack:
         try:
@@ -138,33 +144,33 @@ def _hold(folder: Path) -> Iterator[None]:
 
 
 def _with_resume(config: RunConfig) -> RunConfig:
-    """Decide what a run resumes from, for all its ranks."""
+    """Resolve ``checkpoint.resume`` for all ranks."""
     return with_values(config, {"checkpoint.resume": resume_of(config)})
 
 
 def resumes_if_restarted(config: RunConfig, identity: LaunchIdentity) -> RunConfig:
-    """Let a run that its own launcher starts again resume from what it has saved itself."""
+    """Make a run resume from its latest checkpoint if its launcher or scheduler restarts it."""
     if not (identity.name and identity.is_restart):
         return config
     if config.name == config.run_dir == "auto":
-        begun = find_launched(Path("runs"), by=identity.name) if identity.has_one_run else None
-        if begun is None:
+        folder = find_launched(Path("runs"), by=identity.name) if identity.has_one_run else None
+        if folder is None:
             return config
-        config = with_values(config, {"run_dir": str(begun)})
-    placed = with_run_dir(config)
+        config = with_values(config, {"run_dir": str(folder)})
+    resolved = with_run_dir(config)
     try:
-        events = read_run(Path(placed.run_dir)).events
+        events = read_run(Path(resolved.run_dir)).events
     except NotARunError:
         return config
-    resume = resume_of_restart(placed, events, launched_by=identity.name)
+    resume = resume_of_restart(resolved, events, launched_by=identity.name)
     return with_values(config, {"checkpoint.resume": resume})
 
 
 def check_run_dir(config: RunConfig) -> None:
-    """Refuse a folder that ``open_run_dir`` would refuse now, and make none.
+    """Check that ``open_run_dir`` would accept the folder, without creating it.
 
     Raises:
-        ConfigError: It can't be made, or holds a run that must not be continued.
+        ConfigError: The folder can't be created or contains a run that must not be continued.
     """
     folder = Path("runs")
     if not config.name == config.run_dir == "auto":
@@ -183,7 +189,7 @@ def check_run_dir(config: RunConfig) -> None:
 
 
 def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
-    """Decide with how many threads each rank computes, on every node, so that it is on record."""
+    """Resolve ``launch.threads`` for every node, so that the frozen configuration records it."""
     if config.launch.threads != "auto":
         return config
     assert config.launch.nproc != "auto"
@@ -192,10 +198,10 @@ def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Refuse a run folder with a link or a FIFO under the name of a file that its ranks write.
+    """Refuse a folder in which a file that ranks write is a link or a special file, like a FIFO.
 
     Raises:
-        ConfigError: There is one, or a file cannot be read.
+        ConfigError: There is such a file, or a file can't be opened.
     """
     if (folder / TOKENIZER).is_symlink():
         message = f"{folder / TOKENIZER} is a link; remove it, or use another run folder"
@@ -213,32 +219,34 @@ def _refuse_special_files(folder: Path) -> None:
 
 
 def _differences(config: RunConfig) -> list[str]:
-    """Report the settings in which a run differs from what it resumes."""
+    """Return notes on the settings in which a run differs from the run that it resumes."""
     if config.checkpoint.resume != "auto":
         return []
-    where = storage.root(config)  # its configuration is of who saved there last
-    file = where / CONFIG
-    with storage.reaching(where):
-        if not is_there(file) or checkpoint.find_checkpoint(where) is None:
+    folder = storage.root(config)  # its configuration is that of the last run that saved there
+    file = folder / CONFIG
+    with storage.reaching(folder):
+        if not is_there(file) or checkpoint.find_checkpoint(folder) is None:
             return []
     try:
-        before = frozen_settings(file)
+        previous = frozen_settings(file)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         return [
-            f"{file}: can't be read ({reason}): whether this run resumes with its settings is not "
-            "known; it is written again"
+            f"{file}: can't be read ({reason}), so changed settings can't be reported; it is "
+            "written again"
         ]
-    changed = settings_unlike_resumed(config, before)
+    changed = settings_unlike_resumed(config, previous)
     notes = [f"resuming with changed settings: {', '.join(changed)}"] if changed else []
-    return [*notes, *other_threads(config, before)]
+    return [*notes, *other_threads(config, previous)]
 
 
 def finished_summary(config: RunConfig) -> dict[str, Any] | None:
-    """Return the summary of a run that has done all this configuration asks for, if one has.
+    """Return the summary of a run that has already trained all steps of this configuration.
+
+    Return None if there is no such run.
 
     Raises:
-        ConfigError: One has done as many steps, with other settings.
+        ConfigError: The run has trained the same number of steps with other settings.
     """
     if config.name == config.run_dir == "auto" or resume_of(config) != "auto":
         return None
@@ -253,18 +261,18 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     try:
         changed = settings_unlike_resumed(config, frozen_settings(folder / CONFIG))
     except (OSError, ValueError):
-        changed = []  # nothing is trained by them any more
+        changed = []  # the settings don't matter, because no step is left to train
     if changed:
         message = (
-            f"{folder} has already trained as many steps, with other settings than "
-            f"{', '.join(changed)}; use more to continue with these, or another name"
+            f"{folder} has already trained this number of steps with other settings than "
+            f"{', '.join(changed)}; use more steps to continue with these settings, or another name"
         )
         raise ConfigError([ConfigIssue("train.steps", message, config.train.steps)])
     return summary
 
 
 def finished_text(config: RunConfig, summary: dict[str, Any]) -> str:
-    """Say that a run has nothing left to do, whose summary ``finished`` returned."""
+    """Return the message for a run that has no steps left, from ``finished_summary``'s result."""
     return (
         f"{with_run_dir(config).name} is finished: it has trained all of its {summary['steps']} "
         "steps; to continue, use more train.steps; to start over, use another name"
@@ -272,36 +280,36 @@ def finished_text(config: RunConfig, summary: dict[str, Any]) -> str:
 
 
 def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
-    """Return the checkpoint that a run resumes from; of a bucket none is looked for."""
+    """Return the checkpoint that a run resumes from; None for remote checkpoint folders."""
     if is_url(config.checkpoint.path or ""):
         return None
     return checkpoint.find_checkpoint(storage.root(config))
 
 
 def adopt(config: RunConfig) -> None:
-    """Make the folder of a run that another process began, with its frozen configuration.
+    """Create the folder of a run that another process began, with its frozen configuration.
 
     Raises:
-        ConfigError: The folder can't be made.
+        ConfigError: The folder can't be created.
     """
     folder = Path(config.run_dir)
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        if not (folder / CONFIG).exists():  # no disk is shared with that process
+        if not (folder / CONFIG).exists():  # that process has another disk
             replace_text(folder / CONFIG, to_yaml(config))
     except OSError as error:
         raise _cannot_create(error, folder) from None
 
 
 def _cannot_create(error: OSError, folder: Path) -> ConfigError:
-    where = f": {error.filename}" if error.filename else ""
-    what_to_do = f"; {shortage(folder)[1]}, or use another" if error.errno in FULL else ""
-    message = f"can't make the run folder: {error.strerror}{where}{what_to_do}"
+    path = f": {error.filename}" if error.filename else ""
+    remedy = f"; {shortage(folder)[1]}, or use another" if error.errno in FULL else ""
+    message = f"can't make the run folder: {error.strerror}{path}{remedy}"
     return ConfigError([ConfigIssue("run_dir", message)])
 
 
 def _make_folder(config: RunConfig) -> RunConfig:
-    """Resolve ``name`` and ``run_dir``, and make the folder."""
+    """Resolve ``name`` and ``run_dir``, and create the folder."""
     if config.name == config.run_dir == "auto":
         folder = create_unique(default_name(config))
         return dataclasses.replace(config, name=folder.name, run_dir=str(folder))
@@ -312,7 +320,7 @@ def _make_folder(config: RunConfig) -> RunConfig:
 
 
 def with_run_dir(config: RunConfig) -> RunConfig:
-    """Return a run with its name and its folder, which is not made."""
+    """Resolve ``name`` and ``run_dir`` without creating the folder."""
     name, folder = str(config.name), Path(config.run_dir)
     if name == config.run_dir == "auto":
         name = free_name(default_name(config))
@@ -323,7 +331,7 @@ def with_run_dir(config: RunConfig) -> RunConfig:
 
 
 def create_unique(name: str) -> Path:
-    """Make a new folder below ``runs``: of that name, or numbered where the name is taken."""
+    """Create a new folder below ``runs`` with this name, plus a number if the name is taken."""
     for number in itertools.count(1):
         folder = Path("runs", name if number == 1 else f"{name}-{number}").absolute()
         try:
@@ -335,7 +343,7 @@ def create_unique(name: str) -> Path:
 
 
 def free_name(name: str) -> str:
-    """Return a name for which there is no folder below ``runs``: this one, or it numbered."""
+    """Return a name without a folder below ``runs``: this one, or this one with a number."""
     numbered = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
     return next(free for free in numbered if not Path("runs", free).exists())
 

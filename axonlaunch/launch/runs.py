@@ -1,6 +1,6 @@
-"""The runs of a command line: one, or a sweep's; all are checked before the first is launched.
+"""Loads, checks and launches the run of a command line, or all runs of a sweep.
 
-How a run is launched is its launcher's.
+All runs are checked before the first is launched.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a command line asks for.
+    """The parsed arguments of a command line.
 
     Attributes:
-        overrides: Of the run, or of a sweep's.
-        config_name: The primary config.
-        config_dirs: Folders of a user's own YAML.
-        multirun: Whether the overrides are a sweep.
+        overrides: Overrides of the run, or of all runs of a sweep.
+        config_name: Name of the primary config.
+        config_dirs: Folders with the user's YAML files.
+        multirun: Whether the overrides describe a sweep.
     """
 
     overrides: Sequence[str]
@@ -49,10 +49,10 @@ class Request:
     multirun: bool = False
 
     def refuse_sweep_under(self, environment: ClusterEnvironment) -> None:
-        """Refuse a sweep where a launcher started this process.
+        """Refuse a sweep in a process that a launcher started.
 
         Raises:
-            ConfigError: It did, and this is one.
+            ConfigError: This is a sweep and a launcher started this process.
         """
         if self.multirun and environment.launcher:
             message = f"{environment.launcher} started this process as a part of one run"
@@ -62,7 +62,7 @@ class Request:
         """Compose the overrides of one run.
 
         Raises:
-            ConfigError: The files themselves can't be composed.
+            ConfigError: The files can't be composed.
         """
         return configuration.compose(
             overrides, config_name=self.config_name, config_dirs=self.config_dirs
@@ -76,19 +76,19 @@ class Request:
         server: Callable[[], ForkServerContext],
         accelerators: Callable[[], int] | None = None,
     ) -> tuple[Composed, RunConfig]:
-        """Compose and type one run, for the process that the environment describes.
+        """Compose and type one run as the process that the environment describes.
 
         Args:
-            overrides: Of the run.
-            environment: What started this process.
-            server: Starts the fork server, if none runs yet.
-            accelerators: Counts this node's; None: a forked process does.
+            overrides: Overrides of the run.
+            environment: Environment of the launcher that started this process, if any.
+            server: Starts the fork server if it does not run yet.
+            accelerators: Counts this node's accelerators; None counts them in a forked process.
 
         Returns:
-            What the files, the overrides and the environment say, and the configuration.
+            Composed files, overrides and environment, and the typed configuration.
 
         Raises:
-            ConfigError: The run can't be run anywhere.
+            ConfigError: No node can run the configuration.
         """
         count = accelerators or partial(accelerators_of, server)
 
@@ -101,7 +101,7 @@ class Request:
 
 
 def accelerators_of(server: Callable[[], ForkServerContext]) -> int:
-    """Count this node's accelerators, in a forked process."""
+    """Count this node's accelerators in a forked process."""
     count: int = forked_call.call(
         server(), "axonlaunch.preflight.devices:accelerators", task="counting accelerators"
     )
@@ -110,14 +110,17 @@ def accelerators_of(server: Callable[[], ForkServerContext]) -> int:
 
 @dataclass
 class Runs:
-    """The runs of a command, in turn: iterate, launch each, and say how it ended.
+    """The runs of a command, one after another.
+
+    The caller iterates, launches each run that is yielded, and calls ``record_end`` before the next
+    iteration.
 
     Attributes:
-        loaded: The overrides and the configuration of each.
-        options: How they are to be launched.
-        composed: What the files, the overrides and the environment say of each, where a command
-            asked for them.
-        summaries: Of those that ended.
+        loaded: Overrides and configuration of each run.
+        options: Options of the launch.
+        composed: Composed files, overrides and environment of each run; empty if no command
+            launches the runs.
+        summaries: Summaries of the runs that have ended.
     """
 
     loaded: list[tuple[list[str], RunConfig]]
@@ -130,10 +133,10 @@ class Runs:
     def load(
         cls, request: Request, environment: ClusterEnvironment, options: LaunchOptions
     ) -> Self:
-        """Compose what a command line asks for, for the node that the environment describes.
+        """Load the runs of a command line as the node that the environment describes.
 
         Raises:
-            ConfigError: A run can't be run anywhere.
+            ConfigError: No node can run one of the configurations.
         """
         composed: list[Composed] = []
 
@@ -156,10 +159,10 @@ class Runs:
             self.summaries.append(summary)
 
     def __iter__(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
-        """Check all runs, then yield those to launch, until one ends the command.
+        """Check all runs, then yield each run to launch. Stop early if Ctrl-C ends one.
 
         Raises:
-            ConfigError: One can't be run; none was launched.
+            ConfigError: A run can't be launched; none was launched.
         """
         if not launcher(self.launcher_name()).on_this_node:
             for config in check_all(self.loaded, self.options):
@@ -175,7 +178,8 @@ class Runs:
         """Return the name of the launcher of all runs.
 
         Raises:
-            ConfigError: They have several, or the one can't do what is asked for.
+            ConfigError: The runs have several launchers, or the launcher does not support sweeps or
+                ``--render``.
         """
         names = {launcher_of(config): config.launch for _, config in self.loaded}
         for name, launch in names.items():
@@ -183,10 +187,10 @@ class Runs:
                 message = "a sweep runs on one node; use 1, or start its runs one by one"
                 raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)])
             if self.options.render and not launcher(name).renders:
-                message = "the script of a SLURM job is asked for; use slurm"
+                message = "--render prints the script of a SLURM job; use slurm"
                 raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
         if len(names) > 1:
-            message = "the runs of a sweep have one launcher; start those of another by themselves"
+            message = "all runs of a sweep need the same launcher; start the others separately"
             raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
         return name
 
@@ -203,16 +207,16 @@ class Runs:
         self.record_end(0, summary)
 
     def _each(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
-        """Yield a sweep's runs but for those that were done before, and compare all at the end."""
-        before = [run_dir.finished_summary(config) for _, config in self.loaded]
+        """Yield the unfinished runs of a sweep, then print a table that compares all runs."""
+        earlier_summaries = [run_dir.finished_summary(config) for _, config in self.loaded]
         with spinner("checking"):
-            pairs = zip(self.loaded, before, strict=True)
+            pairs = zip(self.loaded, earlier_summaries, strict=True)
             runs = check_all([run for run, summary in pairs if summary is None], self.options)
-        left = zip(runs, self._prove_layouts(runs), strict=True)
+        remaining = zip(runs, self._prove_layouts(runs), strict=True)
         varied = sweep.varied_overrides([overrides for overrides, _ in self.loaded])
         again = sweep.again([config for _, config in self.loaded])
         started = self.options.started
-        for number, summary in enumerate(before, start=1):
+        for number, summary in enumerate(earlier_summaries, start=1):
             sweep.print_run_header(
                 varied[number - 1],
                 number=number,
@@ -223,23 +227,23 @@ class Runs:
             if summary is not None:
                 self.record_end(0, summary)
                 continue
-            config, proof = next(left)
+            config, proof = next(remaining)
             yield (
                 config,
                 dataclasses.replace(
                     self._options(number - 1), again=again, proof=proof, started=started
                 ),
             )
-            if self._statuses[-1] == INTERRUPTED:  # it means them all; a failure only its own run
+            if self._statuses[-1] == INTERRUPTED:  # Ctrl-C ends the sweep, a failure only one run
                 break
             started = time.time()
         sweep.print_sweep_table(varied, self.summaries, stream=self._stream)
 
     def _prove_layouts(self, configs: Sequence[RunConfig]) -> list[Proof | None]:
-        """Prove the layout of each run that asks for it, and say in a line what is known.
+        """Prove the layout of each run that requests it, and print the results.
 
         Raises:
-            ConfigError: One does not compute what one process does.
+            ConfigError: A layout does not compute the same as a single process.
         """
         if not any(is_to_be_proved(config) for config in configs):
             return [None] * len(configs)
@@ -250,7 +254,7 @@ class Runs:
         return proofs
 
     def _options(self, index: int) -> LaunchOptions:
-        """Return how one run is to be launched."""
+        """Return the launch options of one run."""
         composed = self.composed[index] if self.composed else None
         return dataclasses.replace(self.options, composed=composed)
 
@@ -262,10 +266,10 @@ class Runs:
 def load_all(
     request: Request, *, load: Callable[[Sequence[str]], RunConfig]
 ) -> list[tuple[list[str], RunConfig]]:
-    """Return each run of a command line: its overrides, and its configuration as they say it.
+    """Return the overrides and the configuration of each run of a command line.
 
     Raises:
-        ConfigError: One can't be run anywhere.
+        ConfigError: No node can run one of the configurations.
     """
     batches = [list(request.overrides)]
     if request.multirun:
@@ -278,10 +282,10 @@ def load_all(
 def check_all(
     loaded: Sequence[tuple[list[str], RunConfig]], options: LaunchOptions
 ) -> list[RunConfig]:
-    """Let each run's launcher check and complete its configuration.
+    """Check and complete each run's configuration with its launcher.
 
     Raises:
-        ConfigError: One can't be run.
+        ConfigError: A run can't be launched.
     """
     return _all(
         [
@@ -292,45 +296,48 @@ def check_all(
 
 
 def _all(runs: Sequence[tuple[list[str], Callable[[], RunConfig]]]) -> list[RunConfig]:
-    """Make each run's configuration; of several, say which ones are wrong.
+    """Build the configuration of each run and collect the problems of all.
+
+    If there are several runs, each problem names the overrides of its run.
 
     Args:
-        runs: Its overrides, and what makes its configuration.
+        runs: Overrides of each run and a function that builds its configuration.
 
     Raises:
-        ConfigError: All that is wrong with any.
+        ConfigError: A configuration has problems.
     """
-    made: list[RunConfig] = []
+    configs: list[RunConfig] = []
     problems: list[ConfigIssue] = []
-    for overrides, make in runs:
+    for overrides, build in runs:
         try:
-            made.append(make())
+            configs.append(build())
         except ConfigError as error:
             if len(runs) == 1:
                 raise
-            where = sweep.as_written(overrides)
+            prefix = sweep.as_written(overrides)
             problems += [
-                dataclasses.replace(problem, key="", message=f"{where}: {problem}")
+                dataclasses.replace(problem, key="", message=f"{prefix}: {problem}")
                 for problem in error.problems
             ]
     if problems:
         raise ConfigError(problems)
-    return made
+    return configs
 
 
 def _numbered(configs: list[RunConfig]) -> list[RunConfig]:
-    """Give each run of a sweep a folder of its own: its own name's, else numbered ones.
+    """Give each run of a sweep a separate folder: that of its name, or a numbered one.
 
     Raises:
-        ConfigError: Some runs, not all, share a name; or runs of several names share a folder.
+        ConfigError: Some but not all runs share a name, or runs with different names share a
+            folder.
     """
-    named = {(config.name, config.run_dir) for config in configs}
-    if len(named) == len(configs) > 1:
+    names = {(config.name, config.run_dir) for config in configs}
+    if len(names) == len(configs) > 1:
         _refuse_shared(configs)
         return configs
     first = configs[0]
-    if len(named) > 1:
-        message = "some runs of the sweep share it; name all alike, or each for itself"
+    if len(names) > 1:
+        message = "some runs of the sweep share it; give all runs the same name, or each its own"
         raise ConfigError([ConfigIssue("name", message, first.name)])
     name, parent = first.name, first.run_dir
     if name == parent == "auto":
@@ -350,23 +357,23 @@ def _numbered(configs: list[RunConfig]) -> list[RunConfig]:
 
 
 def _refuse_shared(configs: Sequence[RunConfig]) -> None:
-    """Refuse runs that have names of their own, and would write into one folder.
+    """Refuse runs with different names that would write into the same folder.
 
     Raises:
-        ConfigError: Some would.
+        ConfigError: Two runs share a run folder or a checkpoint folder.
     """
     folders = [None if config.run_dir == "auto" else config.run_dir for config in configs]
     paths = [config.checkpoint.path for config in configs]
     for key, values in (("run_dir", folders), ("checkpoint.path", paths)):
-        seen: set[str] = set()
+        locations: set[str] = set()
         for value in values:
             if value is None:
                 continue
-            place = value.rstrip("/") if is_url(value) else str(Path(value).resolve())
-            if place in seen:
+            location = value.rstrip("/") if is_url(value) else str(Path(value).resolve())
+            if location in locations:
                 message = (
                     "runs of the sweep would share it; give each its own, as in "
                     f"'{key}={value.rstrip('/')}/${{name}}'"
                 )
                 raise ConfigError([ConfigIssue(key, message, value)])
-            seen.add(place)
+            locations.add(location)

@@ -1,6 +1,6 @@
-"""Models, a file each, written for one device, and the registry that lists them.
+"""Model implementations for one device, one file each, and the registry that lists them.
 
-Importing it imports no torch; a name's code is imported when it is first asked for.
+Importing this package does not import torch; the code of a model is imported at its first use.
 """
 
 from __future__ import annotations

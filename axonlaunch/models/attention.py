@@ -1,6 +1,6 @@
-"""Self-attention and the rotary positions that it may use.
+"""Self-attention and rotary positions, shared by this package's transformers.
 
-It holds what the transformers here share; it knows neither padding nor caches.
+Padding and key-value caches are not supported.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class SequenceParts:
-    """How a rank computes on its part of every sequence, and reaches the others.
+    """Functions with which a rank computes on its part of every sequence.
 
     Attributes:
-        positions: Tokens of a part to their positions in the whole sequence, [tokens] int64.
-        gather: A part's keys or values [B, heads, tokens, head_dim] to those of the whole sequence,
-            in order; gradients are summed back into the parts.
-        attend: Queries, keys and values of a part, each [B, heads, tokens, head_dim], to what
-            causal attention over the whole with a scale of 1 / sqrt(head_dim) gives.
-        ranks: Parts of a sequence.
-        around: Surrounds all of that, for who watches the rest.
+        positions: Maps the number of tokens in a part to their positions in the full sequence,
+            [tokens] int64.
+        gather: Maps a part's keys or values [B, heads, tokens, head_dim] to those of the full
+            sequence, in order; gradients are summed back into the parts.
+        attend: Causal attention over the full sequence with a scale of 1 / sqrt(head_dim). The
+            arguments are queries, keys and values of a part, each [B, heads, tokens, head_dim].
+        ranks: Number of parts of a sequence.
+        around: Context manager around all of these functions, for observers of the other code.
     """
 
     positions: Callable[[int], Tensor]
@@ -38,12 +39,12 @@ class SequenceParts:
 
 
 class Packing(NamedTuple):
-    """Where documents lie in rows that hold several, none of which attends to another.
+    """Documents in rows that hold several documents, which don't attend to each other.
 
     Attributes:
-        positions: Of each token in its document, [B, T] int64.
-        mask: Whether a token attends to another, [B, 1, T, T] bool; where a rank has a part of
-            each row, its tokens to all of the row, [B, 1, T / ranks, T].
+        positions: Position of each token in its document, [B, T] int64.
+        mask: Whether a token attends to another one, [B, 1, T, T] bool. If a rank holds a part of
+            each row, from its tokens to all tokens of the row, [B, 1, T / ranks, T].
     """
 
     positions: Tensor
@@ -51,33 +52,34 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, positions: Tensor | None) -> Packing | None:
-        """Find documents, which begin where positions are 0; None: rows hold one sequence each."""
+        """Find documents, which begin at positions of 0; None means one sequence for each row."""
         if positions is None:
             return None
-        places = torch.arange(positions.shape[1], device=positions.device)
-        return cls.of_part(positions, positions, places)
+        columns = torch.arange(positions.shape[1], device=positions.device)
+        return cls.of_part(positions, positions, columns)
 
     @classmethod
     def of_part(cls, positions: Tensor, whole: Tensor, places: Tensor) -> Packing:
-        """Find the documents of parts of rows.
+        """Find the documents in parts of rows.
 
         Args:
-            positions: Of a part's tokens in their documents, [B, tokens].
-            whole: Of all tokens of the rows, [B, T].
-            places: Where the part's tokens stand in the rows, [tokens].
+            positions: Positions of a part's tokens in their documents, [B, tokens].
+            whole: Positions of all tokens of the rows, [B, T].
+            places: Indices of the part's tokens in the rows, [tokens].
         """
         documents = (whole == 0).cumsum(1)
-        same = documents[:, None, places, None] == documents[:, None, None, :]
+        is_same_document = documents[:, None, places, None] == documents[:, None, None, :]
         earlier = places[:, None] >= torch.arange(whole.shape[1], device=whole.device)
-        return cls(positions, same & earlier)
+        return cls(positions, is_same_document & earlier)
 
 
 def refuses_groups_on_cuda(q: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a fused kernel of CUDA's refuses keys and values of fewer heads than queries.
+    """Return whether CUDA's fused kernels refuse fewer key-value heads than query heads.
 
-    torch then falls back in silence to one that holds all scores: 8 GiB a sample and layer for 32
-    heads and 8,192 tokens in fp32. Flash takes no fp32 and no mask, memory-efficient no groups, and
-    cuDNN, which takes a mask, is not the first choice before Hopper.
+    torch then falls back without a warning to a kernel that stores all scores: 8 GiB for each
+    sample and layer with 32 heads and 8,192 tokens in fp32. The flash kernel accepts neither fp32
+    nor a mask, and the memory-efficient kernel accepts no groups. cuDNN accepts a mask, but is not
+    the first choice before Hopper.
 
     Source: PyTorch, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
     """
@@ -85,17 +87,17 @@ def refuses_groups_on_cuda(q: Tensor, mask: Tensor | None) -> bool:
 
 
 def refuses_groups(q: Tensor, mask: Tensor | None) -> bool:
-    """Return whether keys and values have to be repeated for the queries of a group.
+    """Return whether keys and values must be repeated for the queries of a group.
 
-    A CPU's kernel is as fast or faster with groups, and there are no copies of them.
+    On a CPU, the kernel with groups is as fast or faster and needs no copies.
     """
     return q.device.type == "cuda" and refuses_groups_on_cuda(q, mask)
 
 
 class Rotary:
-    """Cosines and sines of positions, each [T, 1, head_dim], or [B, T, 1, head_dim].
+    """Cosines and sines of positions, each [T, 1, head_dim] or [B, T, 1, head_dim].
 
-    Both halves of a head have the same angles; the first half of the sines has its sign turned.
+    Both halves of a head have the same angles; the first half of the sines is negated.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
@@ -103,26 +105,27 @@ class Rotary:
         self.sin = sin
 
     def turn(self, x: Tensor) -> Tensor:
-        """Turn [B, T, heads, head_dim] by its positions; halves pair up as in Hugging Face."""
-        # (first, second) to (first cos - second sin, second cos + first sin): in whole heads, for a
-        # GPU that runs op by op is short of launches here rather than of arithmetic.
+        """Rotate [B, T, heads, head_dim] by its positions; halves are paired as in Hugging Face."""
+        # (first, second) becomes (first cos - second sin, second cos + first sin). It is computed
+        # on whole heads, because on a GPU in eager mode kernel launches take longer than arithmetic
+        # here.
         swapped = x.roll(x.shape[-1] // 2, dims=-1)
-        turned: Tensor = x * self.cos + swapped * self.sin
-        return turned.to(x.dtype)  # the fp32 tables have lifted bf16 to fp32
+        rotated: Tensor = x * self.cos + swapped * self.sin
+        return rotated.to(x.dtype)  # the fp32 tables promote bf16 to fp32
 
 
 class RotaryTable(nn.Module):
     """Cosines and sines of rotary positions (Su et al., RoFormer, 2021).
 
-    The tables follow from the configuration, so they are not saved; ``reset_buffers`` fills them.
-    Blocks are passed the table itself: FSDP's mixed precision would cast tensors that a block is
-    passed, and in bf16 the angles of far positions blur.
+    The tables are computed from the configuration by ``reset_buffers`` and are not saved. The model
+    passes the table module to its blocks, because FSDP's mixed precision would cast tensors that
+    are passed to a block, and bf16 is too coarse for the angles of far positions.
     """
 
     cos: Tensor
     sin: Tensor
     positions: Callable[[int], Tensor] | None = None
-    """What positions the values of a part of a sequence have, by their number; None: 0 and on."""
+    """Maps the number of tokens in a part of a sequence to their positions; None: 0 and up."""
 
     def __init__(self, head_dim: int, *, max_positions: int, theta: float) -> None:
         super().__init__()
@@ -133,7 +136,7 @@ class RotaryTable(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Fill the tables where they are, after ``to_empty`` has left them without values."""
+        """Fill the tables in place, for example after ``to_empty``."""
         # float64, because at position 100000 an fp32 angle is off by 0.004.
         arange = partial(torch.arange, device=self.cos.device, dtype=torch.float64)
         frequencies = self.theta ** (-arange(0, self.head_dim, 2) / self.head_dim)
@@ -143,20 +146,20 @@ class RotaryTable(nn.Module):
             self.sin.copy_(torch.cat((-angles.sin(), angles.sin()), dim=1))
 
     def forward(self, length: int, positions: Tensor | None = None) -> Rotary:
-        """Return what turns ``length`` values, at positions 0 and on unless others are given."""
+        """Return the rotation for ``length`` tokens, by default at positions from 0."""
         if positions is not None:
             return Rotary(self.cos[positions][:, :, None], self.sin[positions][:, :, None])
         if self.positions is None:
             return Rotary(self.cos[:length, None], self.sin[:length, None])
-        at = self.positions(length).to(self.cos.device)
-        return Rotary(self.cos[at, None], self.sin[at, None])
+        indices = self.positions(length).to(self.cos.device)
+        return Rotary(self.cos[indices, None], self.sin[indices, None])
 
 
 class Attention(nn.Module):
-    """Multi-head attention with separate projections and, at will, fewer key-value heads.
+    """Multi-head attention with separate projections and optionally fewer key-value heads.
 
-    How many heads and positions there are is read from what the projections return, so a
-    tensor-parallel rank that holds some of the heads runs this code unchanged.
+    The number of heads and positions is taken from the output of the projections, so a
+    tensor-parallel rank with some of the heads runs the same code.
 
     Attributes:
         num_heads: Query heads of the whole layer.
@@ -186,13 +189,13 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rotary: RotaryTable | None = None, packing: Packing | None = None
     ) -> Tensor:
-        """Attend: [B, T, hidden] to [B, T, hidden]; in packed rows inside of documents."""
+        """Map [B, T, hidden] to [B, T, hidden]; in packed rows, attend only within documents."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if rotary is not None:
-            # Here, because under sequence parallelism the blocks see a part of the positions.
+            # Only here, because with sequence parallelism the blocks see a part of the positions.
             positions = rotary(q.shape[1], None if packing is None else packing.positions)
             q, k = positions.turn(q), positions.turn(k)
         heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -201,13 +204,15 @@ class Attention(nn.Module):
         return output
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Mix values by queries and keys; engines may put another function here.
+        """Compute attention; engines may replace this function.
 
         Args:
             q: Queries [B, heads, T, head_dim].
-            k: Keys [B, key_value_heads, T, head_dim]; their number divides that of ``q``.
-            v: Values, as ``k``.
-            mask: [B, 1, T, T] bool, where a query may see a key; None: causal, if the model is.
+            k: Keys [B, key_value_heads, T, head_dim]; ``heads`` is a multiple of
+                ``key_value_heads``.
+            v: Values, same shape as ``k``.
+            mask: [B, 1, T, T] bool, true if a query attends to a key. None is causal if the model
+                is.
 
         Returns:
             [B, heads, T, head_dim].

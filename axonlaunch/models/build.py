@@ -1,7 +1,8 @@
-"""From a typed configuration to a module, in the steps that engines put their own between.
+"""Builds a module from a typed configuration, in steps that engines can act between.
 
-A configuration is a run's, which says what of the model is trained, or a model's alone. It shards
-nothing: ``construct``, whatever an engine does, then ``initialize_weights``.
+The configuration is a run's, which also says which parameters are trained, or only a model's.
+Nothing is sharded here. The order is ``construct``, then the engine's changes, then
+``initialize_weights``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from axonlaunch.models.trained import choose_trained
 
 
 def spec_for(config: Any) -> ModelSpec:
-    """Return what engines must know of the model that a configuration describes.
+    """Return the spec of the model that a configuration describes.
 
     Raises:
         UnknownNameError: No model of that name is registered.
@@ -30,25 +31,27 @@ def spec_for(config: Any) -> ModelSpec:
     model = model_of(config)
     spec: ModelSpec = MODELS.get(model.name)
     spec = spec if spec.adapt is None else spec.adapt(spec, model)
-    own = spec.initializers
-    if own is None or not isinstance(config, RunConfig) or config.adapter is None:
+    model_initializers = spec.initializers
+    if model_initializers is None or not isinstance(config, RunConfig) or config.adapter is None:
         return spec
-    return replace(spec, initializers=lambda part: {**own(part), **adapter_initializers(part)})
+    return replace(
+        spec, initializers=lambda part: {**model_initializers(part), **adapter_initializers(part)}
+    )
 
 
 def model_of(config: Any) -> Any:
-    """Return the typed configuration of the model, of a run's or of the model's own."""
+    """Return the model's configuration, from a run's configuration or unchanged."""
     return config.model if isinstance(config, RunConfig) else config
 
 
 def construct(config: Any, *, seed: int) -> nn.Module:
-    """Build the module: on the meta device, or on the CPU where it starts itself.
+    """Build the module on the meta device, or on the CPU if it initializes itself.
 
-    A module that starts itself draws from torch's global generator, which is seeded for it and
-    put back afterwards, so every rank gets the same one.
+    A module that initializes itself uses torch's global random generator. The generator is seeded
+    first and restored afterwards, so every rank gets the same module.
 
     Raises:
-        ConfigError: The configuration's figures don't fit each other.
+        ConfigError: Values of the configuration contradict each other.
     """
     refuse_problems(config)
     spec = spec_for(config)
@@ -61,12 +64,12 @@ def construct(config: Any, *, seed: int) -> nn.Module:
 
 
 def on_meta(config: Any, *, seed: int) -> nn.Module:
-    """Build the module without storage, also one that starts itself: its names and shapes.
+    """Build the module without storage, only to read names and shapes.
 
-    One that computes with values while it is built is built with them, which are then dropped.
+    A module that needs values while it is built is built on the CPU first and then moved to meta.
 
     Raises:
-        ConfigError: The configuration's figures don't fit each other.
+        ConfigError: Values of the configuration contradict each other.
     """
     refuse_problems(config)
     try:
@@ -82,7 +85,7 @@ def _call_builder(spec: ModelSpec, config: Any) -> nn.Module:
     """Call a model's builder.
 
     Raises:
-        ConfigError: It returns no module.
+        ConfigError: The builder does not return a module.
     """
     model = model_of(config)
     module: Any = spec.build(model)
@@ -100,11 +103,11 @@ def _call_builder(spec: ModelSpec, config: Any) -> nn.Module:
 
 @torch.no_grad()
 def _fill_adapters(module: nn.Module, *, seed: int) -> None:
-    """Give the adapters of a module that starts itself their values, if the others have some."""
-    starts, staging = adapter_initializers(module), Staging()
+    """Fill the adapters of a module that initializes itself, unless it is on the meta device."""
+    initializers, staging = adapter_initializers(module), Staging()
     for name, parameter in module.named_parameters():
-        if name in starts and not parameter.is_meta:
-            fill(parameter, starts[name], seed=seed, name=name, staging=staging)
+        if name in initializers and not parameter.is_meta:
+            fill(parameter, initializers[name], seed=seed, name=name, staging=staging)
     if not any(parameter.is_meta for parameter in module.parameters()):
         start_magnitudes(module)
 
@@ -112,15 +115,15 @@ def _fill_adapters(module: nn.Module, *, seed: int) -> None:
 def initialize_weights(
     module: nn.Module, config: Any, *, seed: int, device: torch.device | str
 ) -> None:
-    """Move what ``construct`` built, sharded by now or not, to its device with initial weights.
+    """Move a module from ``construct``, sharded or not, to its device with initial weights.
 
-    A module that starts itself has its weights and is only moved.
+    A module that initializes itself already has its weights and is only moved.
 
     Args:
-        module: The whole one, or what an engine made of it; parameters may be DTensors on meta.
-        config: Of the run, or of its model alone.
-        seed: From which any layout draws the same weights.
-        device: Where parameters and buffers are afterwards.
+        module: The module, possibly changed by an engine; parameters may be DTensors on meta.
+        config: Configuration of the run, or only of its model.
+        seed: Seed of the weights, which are the same in any layout.
+        device: Device of parameters and buffers afterwards.
     """
     spec = spec_for(config)
     if spec.initializers is None:
@@ -132,17 +135,17 @@ def initialize_weights(
 
 
 def build_model(config: Any, *, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:
-    """Build a whole module on one device, with the weights that any layout would start from."""
+    """Build an unsharded module on one device with its initial weights."""
     module = construct(config, seed=seed)
     initialize_weights(module, config, seed=seed, device=device)
     return module
 
 
 def initial_weights(config: Any) -> tuple[str, str] | None:
-    """Return the key that names saved weights to start from, and where they are; None: the seed.
+    """Return the configuration key of saved initial weights and their path, or None.
 
     Raises:
-        ConfigError: They are a model's of the Hub, and not in its cache.
+        ConfigError: The weights are on the Hugging Face Hub and not in its local cache.
     """
     config = model_of(config)
     if (path := getattr(config, "weights", None)) is not None:
@@ -155,10 +158,10 @@ def initial_weights(config: Any) -> tuple[str, str] | None:
 
 
 def refuse_problems(config: Any) -> None:
-    """Raise for figures that don't fit each other.
+    """Check values of the configuration that depend on each other.
 
     Raises:
-        ConfigError: It says which.
+        ConfigError: Values of the configuration contradict each other.
     """
     config = model_of(config)
     problems: list[tuple[str, str]] = getattr(config, "problems", list)()

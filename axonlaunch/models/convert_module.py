@@ -1,4 +1,4 @@
-"""A module that becomes one of another class where it is, among those that refer to it."""
+"""Changes the class of a module in place, so that references to it stay valid."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def convert_module(module: nn.Module, kind: type[ModuleT], *, beneath: bool = False) -> ModuleT:
-    """Turn a module into another kind in place: it keeps its name, parameters and attributes.
+    """Change a module to another class in place; its name, parameters and attributes stay.
 
-    A module of a subclass stays one of it too. Its class is swapped, rather than the module, for
-    others may refer to it. Two examples, with the bases of the class that a module gets:
+    The module's ``__class__`` is replaced, not the module, because other objects may refer to it. A
+    module of a subclass also stays an instance of that subclass. Two examples, with the bases of
+    the class that the module gets:
 
         a subclass of nn.Linear           (ColumnParallelLinear, Subclass)
-        an embedding whose forward is     (Subclass, VocabParallelEmbedding), ``beneath``:
-        ``super().forward(x) * scale``    now ``super()`` is the vocabulary-parallel one
+        an embedding whose forward is     (Subclass, VocabParallelEmbedding), with ``beneath``:
+        ``super().forward(x) * scale``    ``super()`` is now the vocabulary-parallel embedding
 
     Args:
-        module: To be changed.
-        kind: What it becomes.
-        beneath: Whether its own forward stays, which calls that of ``kind`` as the one above it.
+        module: Module to change.
+        kind: New class.
+        beneath: Whether the forward of the module's present class is kept and calls the forward of
+            ``kind`` through ``super()``.
     """
     classes: Any = kind, type(module)
     module.__class__ = _join_classes(*classes, beneath)
@@ -32,8 +34,16 @@ def convert_module(module: nn.Module, kind: type[ModuleT], *, beneath: bool = Fa
 
 
 @functools.cache
-def _join_classes(kind: Any, own: Any, beneath: bool) -> Any:
-    if issubclass(kind, own):
-        return kind
-    named = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return type(own.__name__, (own, kind) if beneath else (kind, own), named)
+def _join_classes(new_class: Any, old_class: Any, beneath: bool) -> Any:
+    if issubclass(new_class, old_class):
+        return new_class
+    attributes = {
+        "__module__": old_class.__module__,
+        "__qualname__": old_class.__qualname__,
+        "__doc__": old_class.__doc__,
+    }
+    return type(
+        old_class.__name__,
+        (old_class, new_class) if beneath else (new_class, old_class),
+        attributes,
+    )

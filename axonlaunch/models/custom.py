@@ -1,6 +1,7 @@
-"""A user's own builder, named by where it is imported from.
+"""Builds a user's model from an import path.
 
-It refuses what can't be imported or is no module; what the builder itself raises passes through.
+Import errors and results that are not modules are reported as ``ConfigError``. Errors of the
+builder itself are passed through.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def build_custom_model(config: CustomConfig) -> nn.Module:
     """Import ``target`` and call it with the arguments.
 
     Raises:
-        ConfigError: It can't be imported or called so, or does not return a module.
+        ConfigError: The target can't be imported or called with these arguments, or does not return
+            a module.
     """
     module = import_callable("model.target", config.target, config.arguments)(**config.arguments)
     if not isinstance(module, nn.Module):

@@ -1,7 +1,7 @@
-"""The magnitudes of DoRA: an adapted weight is scaled to a trained norm, output by output.
+"""Computes DoRA's magnitudes, which scale each output of an adapted weight to a trained norm.
 
-Of a layer with the weight W, whose adapter adds ``scale * B A``, output i is that of
-``m[i] * (W + scale * B A)[i] / ||(W + scale * B A)[i]||``; the norm gets no gradient.
+For a layer with the weight W and an adapter that adds ``scale * B A``, the weight of output i is
+``m[i] * (W + scale * B A)[i] / ||(W + scale * B A)[i]||``. No gradient passes through the norm.
 
 Source: Liu et al., "DoRA", 2024, section 4.3; huggingface/peft, ``tuners/lora/dora.py``.
 """
@@ -19,24 +19,24 @@ from axonlaunch.models.dtensor_regions import local_boxes, squares_along
 
 
 class LoraMagnitude(nn.Module):
-    """The norms that an adapted layer's outputs are to have.
+    """Trained norms of an adapted layer's weight, one for each output.
 
     Attributes:
-        weight: One for each output, [outputs].
+        weight: Norms, [outputs].
     """
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs))
 
-    def forward(self, norms: Tensor, own: tuple[int, int] | None = None) -> Tensor:
-        """Return what outputs are multiplied by.
+    def forward(self, norms: Tensor, output_range: tuple[int, int] | None = None) -> Tensor:
+        """Return the factors by which outputs are multiplied.
 
         Args:
-            norms: Those of the adapted weight, [outputs].
-            own: First and number of the outputs that they are of; None: all.
+            norms: Norms of the adapted weight, [outputs].
+            output_range: First output and number of outputs in ``norms``; None means all outputs.
         """
-        weight = self.weight if own is None else self.weight.narrow(0, *own)
+        weight = self.weight if output_range is None else self.weight.narrow(0, *output_range)
         return weight / norms
 
 
@@ -49,18 +49,19 @@ def adapted_norms(
     scale: float,
     total: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the norm of each row of ``weight + scale * up @ down``, in fp32 at the least.
+    """Return the norm of each row of ``weight + scale * up @ down``, in fp32 or higher.
 
     Args:
-        weight: Of the layer, [outputs, inputs].
+        weight: Weight of the layer, [outputs, inputs].
         down: A, [rank, inputs].
         up: B, [outputs, rank].
-        scale: Of the product.
-        total: Sums the rows' squares over ranks that have other inputs; None: all are here.
+        scale: Factor of the product.
+        total: Sums squares over the ranks that hold other inputs; None if this rank holds all
+            inputs.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     device = weight.device.type
-    # There is no autocast on meta, where a stage's shapes are found.
+    # Autocast does not exist on the meta device, which is used to find the shapes of a stage.
     with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         adapted = torch.mm(up.to(dtype), down.to(dtype)).mul_(scale).add_(weight)
         norms = torch.linalg.vector_norm(adapted, dim=1)
@@ -69,11 +70,13 @@ def adapted_norms(
 
 @torch.no_grad()
 def fill_magnitudes(state: Mapping[str, Tensor], *, transposed: Container[str]) -> None:
-    """Set magnitudes to the norms of the layers' weights, in place, as they are where B is zero.
+    """Set magnitudes in place to the norms of the layers' weights; correct while B is zero.
+
+    All ranks must call this.
 
     Args:
-        state: A rank's parameters by name, divided ones as DTensors; all ranks call this.
-        transposed: Names of layers whose weight is [inputs, outputs].
+        state: This rank's parameters by name; sharded parameters are DTensors.
+        transposed: Names of layers with a weight of shape [inputs, outputs].
     """
     for name, magnitude in state.items():
         if not name.endswith(MAGNITUDE):

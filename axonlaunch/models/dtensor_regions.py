@@ -1,6 +1,6 @@
-"""Which parts of a whole tensor this rank holds, and the whole from the parts.
+"""Determines which parts of a full tensor a rank holds, and gathers full tensors.
 
-It reads DTensor's placements; a part that is not made of boxes of the whole is refused.
+DTensor's placements are evaluated here; parts that are not boxes of the full tensor are an error.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a whole tensor that a rank holds.
+    """A box of a full tensor that a rank holds.
 
     Attributes:
-        region: ``(offset, length)`` in each dim of the whole.
-        offsets: Where it begins in what the rank holds.
+        region: ``(offset, length)`` in each dimension of the full tensor.
+        offsets: First index of the box in the rank's local tensor.
     """
 
     region: tuple[Interval, ...]
     offsets: tuple[int, ...]
 
     def of(self, local: Tensor) -> Tensor:
-        """Return a view of it in what the rank holds."""
+        """Return a view of the box in the local tensor."""
         for dim, (start, (_, length)) in enumerate(zip(self.offsets, self.region, strict=True)):
             if (start, length) != (0, local.shape[dim]):
                 local = local.narrow(dim, start, length)
@@ -46,22 +46,23 @@ class Box:
 
 
 def packed_placement(dim: int, *, pieces: int) -> Placement:
-    """Return the placement of a dim that is ``pieces`` equal tensors one behind the other.
+    """Return the placement of a dimension that consists of ``pieces`` equal tensors.
 
-    Each of them is cut: of gate and up projections in one weight a rank has its part of both.
+    Each piece is sharded separately: if gate and up projections share one weight, each rank has its
+    shard of both.
     """
     return StridedShard(dim, split_factor=pieces)
 
 
 def needs_boxes(tensor: Tensor) -> bool:
-    """Say whether torch can't find a rank's part of a tensor: several boxes, or an uneven one."""
+    """Return whether torch can't find a rank's part: it has several boxes, or is uneven."""
     if not isinstance(tensor, DTensor):
         return False
     return any(cut.pieces > 1 for cut in _cuts(tensor)) or _is_cut_unevenly(tensor)
 
 
 def local_boxes(tensor: Tensor) -> list[Box]:
-    """Return the boxes of the whole that this rank holds.
+    """Return the boxes of the full tensor that this rank holds.
 
     Raises:
         NotImplementedError: The placements don't cut the tensor into boxes.
@@ -79,17 +80,17 @@ def dtensor_of(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensor:
-    """Return a DTensor of a part that stays where it is.
+    """Return a DTensor that uses a local part without copying it.
 
-    ``DTensor.from_local`` copies a part in host memory to the device of the mesh: what is offloaded
-    would be on the device again, and what is then written to it would be written to the copy.
+    ``DTensor.from_local`` copies a part in host memory to the device of the mesh. An offloaded part
+    would be on the device again, and later writes would go to the copy.
 
     Args:
         local: This rank's part.
-        mesh: Its axes.
-        placements: What divides the whole along each.
-        shape: Of the whole.
-        stride: Of the whole.
+        mesh: Device mesh.
+        placements: Placement along each mesh axis.
+        shape: Shape of the full tensor.
+        stride: Strides of the full tensor.
     """
     meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
@@ -97,10 +98,10 @@ def dtensor_of(
 
 
 def local_region(tensor: Tensor) -> list[Interval]:
-    """Return ``(offset, length)`` of this rank's part in each dim of the whole.
+    """Return ``(offset, length)`` of this rank's part in each dimension of the full tensor.
 
     Raises:
-        NotImplementedError: The placements don't make it a box.
+        NotImplementedError: The part is not a single box.
     """
     boxes = local_boxes(tensor)
     if len(boxes) != 1:
@@ -109,13 +110,13 @@ def local_region(tensor: Tensor) -> list[Interval]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor on every rank; all ranks of its mesh call this.
+    """Return the full tensor on every rank; all ranks of its mesh must call this.
 
-    The axis that was cut last is gathered first, which torch can do in one piece.
+    The axis that was cut last is gathered first, which torch can do in one operation.
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    if needs_boxes(tensor):  # torch 2.11 gathers none of several boxes
+    if needs_boxes(tensor):  # torch 2.11 can't gather several boxes
         return _sum_of_boxes(tensor)
     for cut in reversed(_cuts(tensor)):
         placements = list(tensor.placements)
@@ -125,9 +126,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def squares_along(tensor: Tensor, *, dim: int) -> Tensor:
-    """Return the sums of the squares of a whole matrix along a dim, on every rank, in fp32.
+    """Return sums of squares of a full matrix along a dimension, on every rank.
 
-    All ranks of its mesh call this; the sums alone are communicated. fp64 stays what it is.
+    All ranks of the mesh must call this; only the sums are communicated. The result is in fp32, or
+    in fp64 for an fp64 matrix.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     dtype = torch.promote_types(local.dtype, torch.float32)
@@ -138,7 +140,7 @@ def squares_along(tensor: Tensor, *, dim: int) -> Tensor:
         total[start : start + length] += norms.square()
     if not isinstance(tensor, DTensor):
         return total
-    # What is offloaded lies beside the device that its ranks communicate from.
+    # Offloaded tensors are not on the device that is used for communication.
     summed = total.to(tensor.device_mesh.device_type)
     for cut in _cuts(tensor):
         summed = sum_over(summed, ProcessGroup.from_torch(tensor.device_mesh.get_group(cut.axis)))
@@ -147,9 +149,10 @@ def squares_along(tensor: Tensor, *, dim: int) -> Tensor:
 
 @torch.no_grad()
 def held_boxes(tensor: Tensor) -> list[tuple[tuple[Any, ...], Tensor]]:
-    """Return copies of what a rank holds of a tensor, each with its place in the whole.
+    """Return copies of a rank's boxes of a tensor, each with its slices in the full tensor.
 
-    All ranks of its mesh call this: where there are no boxes, each has the whole.
+    All ranks of its mesh must call this. If the part does not consist of boxes, each rank returns
+    the full tensor.
     """
     try:
         boxes = local_boxes(tensor)
@@ -164,10 +167,11 @@ def held_boxes(tensor: Tensor) -> list[tuple[tuple[Any, ...], Tensor]]:
 
 
 def _is_cut_unevenly(tensor: DTensor) -> bool:
-    """Say whether FSDP cut what the tensor axis left of a size that they don't divide.
+    """Return whether tensor and FSDP axes cut a dimension with a size that they don't divide.
 
-    torch cuts the whole from left to right, which comes to other parts there: of 7 rows that two
-    tensor ranks and four data ranks have, it puts other rows in their place.
+    FSDP cuts the remainder that the tensor axis has left. torch gathers as if it had cut the full
+    tensor from left to right, which is different for uneven parts: with 7 rows, two tensor ranks
+    and four data ranks, rows would be swapped.
     """
     cuts = _cuts(tensor)
     for dim in {cut.dim for cut in cuts if isinstance(tensor.placements[cut.axis], StridedShard)}:
@@ -178,7 +182,7 @@ def _is_cut_unevenly(tensor: DTensor) -> bool:
 
 
 def _sum_of_boxes(tensor: DTensor) -> Tensor:
-    """Return the whole: each rank puts its boxes into zeros, and the ranks' are summed."""
+    """Return the full tensor: each rank writes its boxes into zeros, which are then summed."""
     local = tensor.to_local().detach()
     total = local.new_zeros(tensor.shape)
     for box in local_boxes(tensor):
@@ -191,12 +195,12 @@ def _sum_of_boxes(tensor: DTensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Cut:
-    """What a mesh axis does to a dim.
+    """How a mesh axis cuts a dimension.
 
     Attributes:
-        axis: Of the mesh.
-        dim: Which it cuts.
-        pieces: Equal ones of the dim, each of which is cut.
+        axis: Mesh axis.
+        dim: Dimension that is cut.
+        pieces: Number of equal pieces of the dimension, each of them cut.
     """
 
     axis: int
@@ -205,7 +209,7 @@ class _Cut:
 
 
 def _local_intervals(tensor: Tensor) -> list[list[Interval]]:
-    """Return what of each dim of the whole this rank holds, in its order."""
+    """Return this rank's intervals in each dimension of the full tensor, in order."""
     intervals = [[(0, size)] for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return intervals
@@ -214,14 +218,14 @@ def _local_intervals(tensor: Tensor) -> list[list[Interval]]:
         return [[(0, 0)] for _ in intervals]
     for cut in _cuts(tensor):
         parts, index = mesh.size(cut.axis), coordinate[cut.axis]
-        before = intervals[cut.dim]
-        each = (
-            [before]
+        intervals_so_far = intervals[cut.dim]
+        pieces = (
+            [intervals_so_far]
             if cut.pieces == 1
-            else [[interval] for interval in _pieces(before[0], cut.pieces)]
+            else [[interval] for interval in _pieces(intervals_so_far[0], cut.pieces)]
         )
         intervals[cut.dim] = [
-            interval for piece in each for interval in _chunk(piece, parts=parts, index=index)
+            interval for piece in pieces for interval in _chunk(piece, parts=parts, index=index)
         ]
     local = local_tensor(tensor).shape
     if tuple(sum(length for _, length in interval) for interval in intervals) != tuple(local):
@@ -233,25 +237,26 @@ def _local_intervals(tensor: Tensor) -> list[list[Interval]]:
 
 
 def _cuts(tensor: DTensor) -> list[_Cut]:
-    """Return what cuts a tensor, in the order in which it was cut.
+    """Return the cuts of a tensor, in the order in which they were made.
 
-    Shards cut from left to right, except that a strided one came after the shards to its right:
-    FSDP's data axis stands left of the tensor axis and cuts what that has left. A strided one with
-    no shard to its right cuts each of the pieces that are packed in a dim; a shard to the left of
-    such a one came after it too: torch 2.11's FSDP does not take a packed dim for a divided one.
+    Shards cut from left to right. A strided shard cuts after the shards to its right, because
+    FSDP's data axis is to the left of the tensor axis and cuts the tensor axis's parts. A strided
+    shard without a shard to its right cuts each of the packed pieces of a dimension. A shard to the
+    left of such a strided shard also cuts after it, because torch 2.11's FSDP does not recognize a
+    packed dimension as sharded.
     """
     plain: list[_Cut] = []
     strided: list[_Cut] = []
-    right: dict[int, int] = {}  # how many parts the axes to the right make of a dim
+    right: dict[int, int] = {}  # number of parts of each dimension made by the axes to the right
     for axis in reversed(range(tensor.device_mesh.ndim)):
         placement = tensor.placements[axis]
         if isinstance(placement, Replicate):
             continue
         if isinstance(placement, StridedShard):
-            factor, after = int(placement.split_factor), right.get(placement.dim, 1)
-            if factor == after:
+            factor, right_parts = int(placement.split_factor), right.get(placement.dim, 1)
+            if factor == right_parts:
                 strided.append(_Cut(axis, placement.dim))
-            elif after == 1:
+            elif right_parts == 1:
                 plain.insert(0, _Cut(axis, placement.dim, factor))
             else:
                 raise NotImplementedError(f"{placement} does not follow the shards to its right")
@@ -275,24 +280,24 @@ def _pieces(interval: Interval, count: int) -> list[Interval]:
 
 
 def _chunk(intervals: list[Interval], *, parts: int, index: int) -> Iterator[Interval]:
-    """Cut as ``torch.chunk`` does: equal parts, rounded up, so the last may be short or empty.
+    """Cut as ``torch.chunk`` does: into equal parts, rounded up, so the last may be short or empty.
 
-    Intervals count as one behind the other. What is empty is one empty interval.
+    Intervals count as consecutive. An empty part is one empty interval.
     """
     total = sum(length for _, length in intervals)
     size = -(-total // parts)
     start, stop = min(index * size, total), min((index + 1) * size, total)
-    seen, inside = 0, False
+    position, found = 0, False
     for offset, length in intervals:
-        low, high = max(start, seen), min(stop, seen + length)
+        low, high = max(start, position), min(stop, position + length)
         if low < high:
-            inside = True
-            yield offset + low - seen, high - low
-        seen += length
-    if not inside:
+            found = True
+            yield offset + low - position, high - low
+        position += length
+    if not found:
         yield intervals[-1][0] + intervals[-1][1], 0
 
 
 def _starts(intervals: list[Interval]) -> list[int]:
-    """Return where each interval begins when they lie one behind the other."""
+    """Return where each interval begins if they are stored consecutively."""
     return [sum(length for _, length in intervals[:number]) for number in range(len(intervals))]

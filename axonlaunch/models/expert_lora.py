@@ -1,7 +1,8 @@
-"""Low-rank adapters of experts that are packed in one 3-D parameter, as PEFT computes them.
+"""Low-rank adapters of experts that are packed in one 3-D parameter, as in PEFT.
 
-While the experts' own forward runs, the parameter that it reads is ``W + scale * B A``, expert by
-expert. Dropout of A's inputs and magnitudes, which need a layer's inputs or outputs, are refused.
+During the experts' forward, the parameter is replaced with ``W + scale * B A`` for each expert.
+Dropout of A's inputs and DoRA are not supported, because they need the inputs or outputs of a
+layer.
 
 Source: huggingface/peft, ``ParamWrapper`` in ``tuners/lora/layer.py``.
 """
@@ -22,9 +23,9 @@ class ExpertMatrices(nn.Module):
     """A and B of all experts of a parameter [experts, outputs, inputs].
 
     Attributes:
-        lora_A: [rank x experts, inputs], the ranks of an expert one behind the other.
-        lora_B: [outputs, rank x experts], the experts of a rank one behind the other.
-        lora_scale: Of their product.
+        lora_A: [rank x experts, inputs]; the rows of one expert are consecutive.
+        lora_B: [outputs, rank x experts]; the experts of one rank index are consecutive.
+        lora_scale: Factor of the product B A.
         is_transposed: Whether the parameter is [experts, inputs, outputs].
     """
 
@@ -38,7 +39,7 @@ class ExpertMatrices(nn.Module):
         self.lora_scale, self.is_transposed = config.scale, is_transposed
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Return the parameter, or a rank's part of it, with what is added."""
+        """Return the adapted parameter, or this rank's part of it."""
         down, up = self.lora_A.weight, self.lora_B.weight
         return adapted_experts(
             weight, down, up, scale=self.lora_scale, is_transposed=self.is_transposed
@@ -46,18 +47,18 @@ class ExpertMatrices(nn.Module):
 
 
 class LoraExperts(nn.Module):
-    """Comes before the class of experts, and lets it compute with adapted parameters.
+    """Base class that makes an experts module compute with adapted parameters.
 
     Attributes:
-        base_class: The experts' own.
+        base_class: Class of the module without adapters.
     """
 
     base_class: ClassVar[type[nn.Module]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the experts' own forward."""
+        """Run the forward of ``base_class`` with adapted parameters."""
         adapted = {key: matrices(getattr(self, key)) for key, matrices in self.matrices().items()}
-        # What lies in __dict__ is found before a parameter of the same name.
+        # Attribute lookup finds __dict__ entries before parameters of the same name.
         vars(self).update(adapted)
         try:
             return super().forward(*args, **kwargs)
@@ -66,7 +67,7 @@ class LoraExperts(nn.Module):
                 del vars(self)[key]
 
     def matrices(self) -> dict[str, ExpertMatrices]:
-        """Return those of each adapted parameter, by its name, in the order of the parameters."""
+        """Return the adapters by parameter name, in the order of the parameters."""
         return {
             name.removesuffix(EXPERTS): part
             for name, part in self.named_children()
@@ -77,29 +78,30 @@ class LoraExperts(nn.Module):
 def adapted_experts(
     weight: Tensor, down: Tensor, up: Tensor, *, scale: float, is_transposed: bool
 ) -> Tensor:
-    """Return ``weight + scale * up @ down``, expert by expert.
+    """Return ``weight + scale * up @ down`` for each expert.
 
     Args:
-        weight: [experts, outputs, inputs]; transposed [experts, inputs, outputs].
+        weight: [experts, outputs, inputs], or [experts, inputs, outputs] if transposed.
         down: A, [rank x experts, inputs].
         up: B, [outputs, rank x experts].
-        scale: Of the product.
-        is_transposed: Of the weight.
+        scale: Factor of the product.
+        is_transposed: Whether the weight is [experts, inputs, outputs].
     """
     experts = len(weight)
     down = down.view(experts, -1, down.shape[-1]).to(weight.dtype)
     up = up.view(len(up), -1, experts).permute(2, 0, 1).to(weight.dtype)
-    left, right = (down.mT, up.mT) if is_transposed else (up, down)
+    left_factors, right_factors = (down.mT, up.mT) if is_transposed else (up, down)
     device = weight.device.type
-    # Under autocast the sum would be in another type than the weight.
+    # Autocast would change the dtype of the sum.
     with torch.autocast("cpu" if device == "meta" else device, enabled=False):
-        return torch.baddbmm(weight, left, right, alpha=scale)
+        return torch.baddbmm(weight, left_factors, right_factors, alpha=scale)
 
 
 def packed_experts(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return parameters that pack experts: by name the module that computes with it, and its key.
+    """Return parameters that pack experts: ``{full name: (module, parameter name)}``.
 
-    They are the 3-D ones of modules with a forward of their own, but for convolutions.
+    These are the 3-D parameters of modules with a custom forward, except those of ``torch.nn``
+    modules such as convolutions.
     """
     return {
         f"{name}.{key}": (owner, key)
@@ -112,7 +114,7 @@ def packed_experts(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def adapt_experts(owner: nn.Module, key: str, config: LoraConfig) -> None:
-    """Add an adapter to a parameter of a module in place, without values."""
+    """Add an adapter to a module's parameter in place; the adapter has no values yet."""
     if not isinstance(owner, LoraExperts):
         owner.__class__ = _adapted_class(cast("Any", type(owner)))
     weight = owner._parameters[key]
@@ -123,5 +125,5 @@ def adapt_experts(owner: nn.Module, key: str, config: LoraConfig) -> None:
 
 @functools.cache
 def _adapted_class(cls: Any) -> Any:
-    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "base_class": cls}
-    return type(cls.__name__, (LoraExperts, cls), named)
+    attributes = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "base_class": cls}
+    return type(cls.__name__, (LoraExperts, cls), attributes)

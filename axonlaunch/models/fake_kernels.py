@@ -1,4 +1,4 @@
-"""Operations whose kernel for fake tensors refuses what their kernel for a device takes."""
+"""Adds fake-tensor kernels for operations whose fake kernel in torch is too strict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from axonlaunch.models.torch_internals import fake_impls
 
 @functools.cache
 def install_fake_kernels() -> None:
-    """Let fake tensors do what tensors do; once in a process."""
+    """Register the kernels with torch, once in a process."""
     operation = torch.ops.aten._grouped_mm.default
     if operation not in fake_impls.op_implementations_dict:
         fake_impls.register_op_impl(operation)(_grouped_mm)
@@ -28,10 +28,10 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the product of groups of rows, of any type: torch's own takes bf16 alone.
+    """Return the product of groups of rows for any dtype; torch's fake kernel accepts only bf16.
 
-    [S, K] x [G, K, N] is [S, N], [K, S] x [S, N] in G groups is [G, K, N], [G, M, K] x [K, S] is
-    [M, S], and [G, M, K] x [G, K, N] is [G, M, N].
+    [S, K] x [G, K, N] gives [S, N]. [K, S] x [S, N] in G groups gives [G, K, N]. [G, M, K] x [K, S]
+    gives [M, S]. [G, M, K] x [G, K, N] gives [G, M, N].
     """
     del func, bias
     if mat_a.dim() == 2 and mat_b.dim() == 2:

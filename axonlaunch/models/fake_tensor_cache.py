@@ -1,9 +1,9 @@
-"""torch's fake tensors, and a memory of which operation makes which of them.
+"""Runs operations on torch's fake tensors with a cache of their results.
 
-A step does in each block and micro-batch what it did in the one before. torch's own cache of that
-spends most of its time on keys; this one asks for what decides the result and nothing else. What is
-not wholly decided by the shapes, strides and types of an operation's tensors and by its other
-arguments is left to torch.
+In each block and micro-batch, a step repeats the operations of the previous one. torch's cache for
+fake tensors spends most of its time on computing keys; this cache uses only what determines the
+result. Operations with results that depend on anything but the shapes, strides and dtypes of
+tensors and the values of other arguments are passed on to torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WITHOUT_TENSORS = frozenset(
         torch.ops.profiler._record_function_exit._RecordFunction,
     }
 )
-"""What FSDP, optimizers and pipelines mark their parts with."""
+"""Operations with which FSDP, optimizers and pipelines mark profiler ranges."""
 _DECIDED_OTHERWISE = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -52,30 +52,30 @@ _VALUES = frozenset(
 
 
 class _Recipe(Protocol):
-    """Makes an operation's result again."""
+    """Recreates the result of an operation."""
 
     def make(self, memory: _Memory, mode: FakeTensorMode, arguments: Sequence[Any]) -> Any:
-        """Return it, from the operation's tensors."""
+        """Return the result, given the operation's tensor arguments."""
 
 
 recipes: dict[Any, _Recipe | None] = {}
-"""What has been worked out, by what decides it: None where it has to be each time."""
+"""Cached recipes by key; None marks a key with a result that must be computed every time."""
 _repeatable: dict[Any, bool] = {}
 
 
 def with_tensor_values() -> AbstractContextManager[Any]:
-    """Return a context in which tensors have bytes again, inside that of ``fake_tensor_mode``.
+    """Return a context within ``fake_tensor_mode`` in which tensors have values again.
 
-    No other mode follows what is done in it either.
+    All other dispatch modes are disabled in it too.
     """
     modes: AbstractContextManager[Any] = without_modes()
     return modes
 
 
 def fake_tensor_mode() -> FakeTensorMode:
-    """Return torch's fake mode, which takes tensors with values too, with a memory.
+    """Return torch's fake tensor mode with a cache; it also accepts tensors with values.
 
-    It is of torch's very type, by which operators that run others find their rules.
+    The mode has exactly torch's type, because higher-order operators look up their rules by it.
     """
     fake_kernels.install_fake_kernels()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -84,7 +84,7 @@ def fake_tensor_mode() -> FakeTensorMode:
 
 
 class _Memory:
-    """One mode's."""
+    """Cache of one mode. Recipes are shared by all modes of the process."""
 
     def __init__(self) -> None:
         self._states: dict[torch.device, dict[str, Any]] = {}
@@ -92,64 +92,66 @@ class _Memory:
     def __call__(
         self, mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Take an operation's result from memory, or have the mode work it out."""
-        named = kwargs or {}
+        """Return an operation's result from the cache, or let the mode compute it."""
+        keywords = kwargs or {}
         if func in _WITHOUT_TENSORS:
-            return func(*args, **named)
+            return func(*args, **keywords)
         if func is torch.ops.aten.rand.default and not args[0]:
-            return _likely_number(mode, named)
+            return _likely_number(mode, keywords)
         key: list[Any] = [
             func.name(),
             torch.is_inference_mode_enabled(),
             torch.get_default_dtype(),
         ]
         tensors: list[Any] = []
-        if not _is_repeatable(func, mode) or not _describe(mode, args, named, key, tensors):
-            return FakeTensorMode.__torch_dispatch__(mode, func, types, args, named)
-        asked = described = tuple(key)
-        if described not in recipes and (overlap := _overlap(tensors)):
-            asked = *described, overlap
-        recipe = recipes.get(asked)
+        if not _is_repeatable(func, mode) or not _describe(mode, args, keywords, key, tensors):
+            return FakeTensorMode.__torch_dispatch__(mode, func, types, args, keywords)
+        full_key = shape_key = tuple(key)
+        if shape_key not in recipes and (overlap := _overlap(tensors)):
+            full_key = *shape_key, overlap
+        recipe = recipes.get(full_key)
         if recipe is not None:
             return recipe.make(self, mode, tensors)
-        result = FakeTensorMode.__torch_dispatch__(mode, func, types, args, named)
-        if asked not in recipes:
-            again: list[Any] = key[:3]
-            _describe(mode, args, named, again, [])
-            # What changes the shape of what it is given would have to do so again.
-            same = tuple(again) == described
-            recipes[asked] = self._recipe(mode, result, tensors) if same else None
+        result = FakeTensorMode.__torch_dispatch__(mode, func, types, args, keywords)
+        if full_key not in recipes:
+            key_afterwards: list[Any] = key[:3]
+            _describe(mode, args, keywords, key_afterwards, [])
+            # An operation that changes the shape of an argument must run each time.
+            is_unchanged = tuple(key_afterwards) == shape_key
+            recipes[full_key] = self._recipe(mode, result, tensors) if is_unchanged else None
         return result
 
     def fake(self, mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Any:
-        """Return what ``FakeTensor(mode, meta, device)`` does, in a quarter of its time."""
+        """Return the same as ``FakeTensor(mode, meta, device)``, in a quarter of its time."""
         state = self._states.get(device)
         if state is None:
-            made = FakeTensor(mode, meta, device)
-            self._states[device] = dict(vars(made))
-            return made
-        made = bare_fake(meta, device)
-        vars(made).update(state)
-        return made
+            fake = FakeTensor(mode, meta, device)
+            self._states[device] = dict(vars(fake))
+            return fake
+        fake = bare_fake(meta, device)
+        vars(fake).update(state)
+        return fake
 
     def _recipe(self, mode: FakeTensorMode, result: Any, tensors: Sequence[Any]) -> _Recipe | None:
-        """Return what makes another result like this one; None: it can't be determined."""
+        """Return a recipe for results like this one, or None."""
         if result is None:
             return _Nothing()
         if type(result) in (tuple, list):
             recipes = [self._recipe(mode, item, tensors) for item in result]
-            made = [item for item in result if isinstance(item, FakeTensor)]
-            fresh = [
-                item.untyped_storage() for item in made if _sharing_tensor(item, tensors) is None
+            fakes = [item for item in result if isinstance(item, FakeTensor)]
+            new_storages = [
+                item.untyped_storage() for item in fakes if _sharing_tensor(item, tensors) is None
             ]
-            if None in recipes or len({id(storage) for storage in fresh}) < len(fresh):
+            if None in recipes or len({id(storage) for storage in new_storages}) < len(
+                new_storages
+            ):
                 return None
             return _Parts(type(result), [part for part in recipes if part is not None])
         if not isinstance(result, FakeTensor):
             return None
-        for place, tensor in enumerate(tensors):
+        for index, tensor in enumerate(tensors):
             if result is tensor:
-                return _Given(place)
+                return _Given(index)
         if result.layout is not torch.strided or result.constant is not None:
             return None
         if result.requires_grad:
@@ -173,11 +175,11 @@ class _Nothing:
 
 @dataclass(frozen=True)
 class _Given:
-    place: int
+    index: int
 
     def make(self, memory: _Memory, mode: FakeTensorMode, arguments: Sequence[Any]) -> Any:
         del memory, mode
-        return arguments[self.place]
+        return arguments[self.index]
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor in another one's storage, or in its own."""
+    """A tensor that shares the storage of an argument or has a new storage."""
 
     shared: int | None
     shape: tuple[int, ...]
@@ -202,44 +204,51 @@ class _Made:
 
     def make(self, memory: _Memory, mode: FakeTensorMode, arguments: Sequence[Any]) -> Any:
         if self.shared is None:
-            made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
+            meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
         else:
-            made = torch.empty(0, dtype=self.dtype, device=_META)
+            meta = torch.empty(0, dtype=self.dtype, device=_META)
             storage = arguments[self.shared].untyped_storage()
-            made.set_(storage, self.offset, self.shape, self.stride)
-        return memory.fake(mode, made, self.device)
+            meta.set_(storage, self.offset, self.shape, self.stride)
+        return memory.fake(mode, meta, self.device)
 
 
-def _likely_number(mode: FakeTensorMode, named: dict[str, Any]) -> Any:
-    """Return a random number that has a value, by which code may branch.
+def _likely_number(mode: FakeTensorMode, keywords: dict[str, Any]) -> Any:
+    """Return a random number with a value, so that code can branch on it.
 
-    Blocks that are passed over now and then, as layerdrop does, are below it: none is.
+    The number is just below 1, so layerdrop, which skips a block if the number is below a
+    threshold, skips none.
     """
     with unset_fake_temporarily():
-        number = torch.full((), 1 - 2**-24, dtype=named.get("dtype"), device=named.get("device"))
+        number = torch.full(
+            (), 1 - 2**-24, dtype=keywords.get("dtype"), device=keywords.get("device")
+        )
     return mode.fake_tensor_converter.from_real_tensor(mode, number, make_constant=True)
 
 
 def _is_repeatable(func: Any, mode: FakeTensorMode) -> bool:
-    known = _repeatable.get(func.name())
-    if known is None:
-        known = _repeatable[func.name()] = (
+    is_repeatable = _repeatable.get(func.name())
+    if is_repeatable is None:
+        is_repeatable = _repeatable[func.name()] = (
             isinstance(func, OpOverload)
             and func.namespace in _NAMESPACES
             and func not in mode.lift_fns
             and not any(tag in func.tags for tag in _DECIDED_OTHERWISE)
         )
-    return known
+    return is_repeatable
 
 
 def _describe(
-    mode: FakeTensorMode, args: Any, named: dict[str, Any], key: list[Any], tensors: list[Any]
+    mode: FakeTensorMode, args: Any, keywords: dict[str, Any], key: list[Any], tensors: list[Any]
 ) -> bool:
-    """Add what decides a result to a key, and the tensors among it; False: there is more."""
+    """Add everything that determines a result to a key, and the tensors to a list.
+
+    Returns:
+        False if the result depends on something else too.
+    """
     if not _describe_each(mode, args, key, tensors):
         return False
-    key.extend(named)
-    return _describe_each(mode, named.values(), key, tensors)
+    key.extend(keywords)
+    return _describe_each(mode, keywords.values(), key, tensors)
 
 
 def _describe_each(
@@ -267,9 +276,10 @@ def _describe_each(
 
 
 def _overlap(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Return which tensors are one, and which stand in one storage; nothing where none do.
+    """Return which tensors are identical and which share a storage; empty if none do.
 
-    A result does not show whose place it took of several that could have been it.
+    This is part of the key, because a result that shares a storage does not show which of several
+    arguments it was made from.
     """
     objects: dict[int, int] = {}
     storages: dict[int, int] = {}
@@ -281,14 +291,14 @@ def _overlap(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 def _sharing_tensor(result: Tensor, tensors: Sequence[Tensor]) -> int | None:
-    """Return which tensor's storage a result stands in."""
+    """Return the index of the tensor that shares a result's storage."""
     storage = result.untyped_storage()
     return next(
         (n for n, tensor in enumerate(tensors) if tensor.untyped_storage() is storage), None
     )
 
 
-def _same(result: FakeTensor, made: Any) -> bool:
+def _same(result: FakeTensor, remade: Any) -> bool:
     def describe(tensor: Any) -> Any:
         return (
             tensor.storage_offset(),
@@ -297,9 +307,9 @@ def _same(result: FakeTensor, made: Any) -> bool:
             dispatch_keys(tensor),
         )
 
-    return bool(describe(result) == describe(made))
+    return bool(describe(result) == describe(remade))
 
 
 def silence_fake_tensors() -> None:
-    """Let fake tensors raise alone: torch logs what it raises, too."""
+    """Turn off the log of errors in fake tensors, because torch also raises them."""
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

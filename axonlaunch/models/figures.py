@@ -1,6 +1,6 @@
-"""The figures of a model that planning scales: its width, its heads, its repeated blocks.
+"""Sizes of a model that planning scales: width, heads and repeated blocks.
 
-Of a model whose configuration has no such figures they are 0, and nothing is scaled by them.
+Sizes that a model's configuration does not have are 0, and planning does not scale them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ _DEPTH = "num_hidden_layers"
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """What planning knows of a model beside its traces.
+    """Sizes of a model.
 
     Attributes:
-        hidden_size: Numbers of each position between blocks.
-        num_attention_heads: Of each attention.
-        num_key_value_heads: Of these, those with keys and values of their own.
-        num_blocks: Repeated blocks of which a model can have fewer; 0: it can't.
-        period: Blocks after which their kinds come again: 6, where one in six attends to all.
+        hidden_size: Size of the hidden state of each position.
+        num_attention_heads: Query heads of each attention layer.
+        num_key_value_heads: Key-value heads of each attention layer.
+        num_blocks: Repeated blocks; the model can be built with fewer. 0 if it can't.
+        period: Number of blocks after which the kinds of blocks repeat: 6 if every sixth block
+            attends to all positions.
     """
 
     hidden_size: int = 0
@@ -33,10 +34,10 @@ class ModelFigures:
 
 
 def model_figures(model: Any) -> ModelFigures:
-    """Return the figures of a model by its configuration.
+    """Return the sizes from a model's configuration.
 
     Raises:
-        ConfigError: It can't be built.
+        ConfigError: The model can't be built.
     """
     if isinstance(model, HuggingFaceConfig):
         from axonlaunch.models.hf.figures import period
@@ -56,11 +57,11 @@ def model_figures(model: Any) -> ModelFigures:
 
 
 def of_blocks(model: Any, count: int) -> dict[str, Any]:
-    """Return the settings of a run that give its model so many blocks.
+    """Return the settings of a run that change the number of blocks.
 
     Args:
-        model: The model's configuration, which has ``num_blocks``.
-        count: Blocks, whole periods of them.
+        model: Configuration of a model with ``num_blocks`` > 0.
+        count: New number of blocks, a multiple of the period.
     """
     if isinstance(model, HuggingFaceConfig):
         return {"model.config": {**model.config, _DEPTH: count}}

@@ -1,7 +1,7 @@
-"""Counts the floating-point operations that a model needs for a token; MFU is a share of them.
+"""Counts the floating-point operations that a model needs for each token, for MFU.
 
-It looks at the built model, so that one count serves models of this package, of transformers and
-custom ones. It runs nothing.
+The count uses the built model, so it works for models of this package, of transformers, and of
+users. The model is not run.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor, nn
 
 _ATTENTION = ("Attention", "Attn")
 _WITHOUT_SCORES = ("Linear", "Lightning", "Rwkv")
-"""In class names of attention whose cost per token does not depend on the sequence's length."""
+"""Parts of class names of attention with a cost per token that is independent of the length."""
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "n_q_heads")
-_CHOSEN = (
+_EXPERTS_PER_TOKEN = (
     *("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"),
     *("top_k_experts", "topk"),
 )
-"""Names of the number of experts that a router chooses for each token."""
+"""Attributes with the number of experts that a router selects for each token."""
 
 
 @dataclass(frozen=True)
 class AttentionFlops:
-    """Sizes of one attention layer, from which the cost of its scores follows.
+    """Sizes of one attention layer that determine the cost of its scores.
 
     Attributes:
-        width: Numbers per token in all query heads plus those in all value heads.
-        window: Positions that a token attends to at most; None: all of them.
+        width: Total size of all query heads plus total size of all value heads, per token.
+        window: Maximum number of positions that a token attends to; None for all positions.
     """
 
     width: int
@@ -39,22 +39,23 @@ class AttentionFlops:
     def per_token(self, positions: int) -> int:
         """Return the FLOPs of forward and backward for one token.
 
-        A product of queries and keys takes 2 FLOPs per number and position, as does one of scores
-        and values; backward doubles both. That is 12 H Q T where values are as wide as
-        queries.
+        The product of queries and keys takes 2 FLOPs for each number and position, and so does the
+        product of scores and values. Backward takes twice as much as forward. This is 12 H Q T if
+        values have the same size as queries.
         """
         return 6 * self.width * min(positions, self.window or positions)
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Sizes of a model, from which the cost of a token follows.
+    """Sizes of a model that determine the cost of a token.
 
     Attributes:
-        multiplied: Parameters that each token is multiplied with: without embedding tables that no
-            head shares, and with the chosen experts only.
-        frozen: Those of ``multiplied`` that are not trained, and need no gradient.
-        attention: Layers whose cost grows with the sequence.
+        multiplied: Number of parameters that each token is multiplied with. Embedding tables count
+            only if a head shares them, and experts only in the fraction that a token uses.
+        frozen: Number of ``multiplied`` parameters that are not trained and need no weight
+            gradient.
+        attention: Layers with a cost that grows with the sequence length.
     """
 
     multiplied: int
@@ -63,10 +64,10 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """Count a model.
+        """Count the parameters and attention layers of a model.
 
         Args:
-            model: Undivided, on any device.
+            model: Unsharded model on any device.
         """
         tables, shares = _looked_up(model), _expert_shares(model)
         counted = [
@@ -83,30 +84,30 @@ class ModelFlops:
     def per_token(self, positions: int) -> int:
         """Return the FLOPs of forward and backward for one token: 6 N - 2 F + 12 L H Q T.
 
-        N parameters are multiplied, F of them frozen. L layers have H heads of Q numbers and attend
-        to T positions, masked ones included. Recomputation is not counted.
+        N is the number of multiplied parameters, and F of them are frozen. L layers have H heads of
+        size Q and attend to T positions, including masked ones. Recomputation is not counted.
 
         Args:
-            positions: Tokens of a sample, T.
+            positions: Number of tokens of a sample, T.
 
-        Source: Chowdhery et al., "PaLM", 2022, appendix B; pytorch/torchtitan leaves the embedding
-        out too, ``torchtitan/models/utils.py``.
+        Source: Chowdhery et al., "PaLM", 2022, appendix B; pytorch/torchtitan leaves out the
+        embedding too, ``torchtitan/models/utils.py``.
         """
         attention = sum(layer.per_token(positions) for layer in self.attention)
         return 6 * self.multiplied - 2 * self.frozen + attention
 
 
 def looked_up_parameters(model: nn.Module) -> int:
-    """Return the number of parameters in embedding tables that no other module multiplies with.
+    """Return the number of parameters in embedding tables that no other module uses.
 
     Args:
-        model: Undivided, on any device.
+        model: Unsharded model on any device.
     """
     return sum(table.numel() for table in _looked_up(model).values())
 
 
 def _looked_up(model: nn.Module) -> dict[int, Tensor]:
-    """Return the embedding tables that no other module holds, by their identity."""
+    """Return the embedding tables that no other module uses, by ``id``."""
     tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     multiplied = {
         id(parameter)
@@ -118,22 +119,22 @@ def _looked_up(model: nn.Module) -> dict[int, Tensor]:
 
 
 def _expert_shares(model: nn.Module) -> dict[int, Fraction]:
-    """Return the fraction of each routed expert's parameters that a token is multiplied with."""
+    """Return the fraction of each routed expert's parameters that one token uses, by ``id``."""
     modules = dict(model.named_modules())
     shares: dict[int, Fraction] = {}
     for path, module in modules.items():
         count = _num_experts(path, module)
-        chosen = _num_chosen(path, modules) if count else None
-        if chosen is not None:
-            share = Fraction(min(chosen, count), count)
+        num_active = _experts_per_token(path, modules) if count else None
+        if num_active is not None:
+            share = Fraction(min(num_active, count), count)
             shares.update((id(parameter), share) for parameter in module.parameters())
     return shares
 
 
 def _num_experts(path: str, module: nn.Module) -> int:
-    """Return how many routed experts a module holds; 0: it holds none.
+    """Return the number of routed experts in a module, or 0.
 
-    They are a list, or packed in parameters [experts, outputs, inputs].
+    Experts are a list, or packed in parameters [experts, outputs, inputs].
     """
     name = path.rpartition(".")[2]
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -144,19 +145,19 @@ def _num_experts(path: str, module: nn.Module) -> int:
     return packed[0] if packed else 0
 
 
-def _num_chosen(path: str, modules: Mapping[str, nn.Module]) -> int | None:
-    """Return how many experts the nearest router chooses, or else the configuration says."""
-    place = path
-    while place:
-        place = place.rpartition(".")[0]
-        for module in (modules[place], *modules[place].children()):
-            if (chosen := _integer(module, _CHOSEN)) is not None:
-                return chosen
-    return _integer(_text_config(modules[""]), _CHOSEN)
+def _experts_per_token(path: str, modules: Mapping[str, nn.Module]) -> int | None:
+    """Return the number of experts per token from the nearest router or the configuration."""
+    ancestor = path
+    while ancestor:
+        ancestor = ancestor.rpartition(".")[0]
+        for module in (modules[ancestor], *modules[ancestor].children()):
+            if (count := _integer(module, _EXPERTS_PER_TOKEN)) is not None:
+                return count
+    return _integer(_text_config(modules[""]), _EXPERTS_PER_TOKEN)
 
 
 def _attention_layers(model: nn.Module) -> Iterator[AttentionFlops]:
-    """Yield the attention layers whose cost grows with the sequence."""
+    """Yield the attention layers with a cost that grows with the sequence length."""
     for module in model.modules():
         if not _computes_scores(module) or any(
             _computes_scores(inner) for inner in module.modules() if inner is not module
@@ -174,7 +175,7 @@ def _attention_layers(model: nn.Module) -> Iterator[AttentionFlops]:
 
 
 def _computes_scores(module: nn.Module) -> bool:
-    """Say whether a module is attention with projections of its own, and not linear attention."""
+    """Return whether a module is non-linear attention that contains its projections."""
     name = type(module).__name__
     if not any(part in name for part in _ATTENTION) or any(
         part in name for part in _WITHOUT_SCORES
@@ -186,7 +187,7 @@ def _computes_scores(module: nn.Module) -> bool:
 
 
 def _window(module: nn.Module, config: Any) -> int | None:
-    """Return how many positions a token of an attention layer sees at most; None: all."""
+    """Return the maximum number of positions that a token attends to; None for all positions."""
     index, kinds = getattr(module, "layer_idx", None), getattr(config, "layer_types", None)
     kind = kinds[index] if kinds and isinstance(index, int) and index < len(kinds) else None
     if kind == "chunked_attention":
@@ -199,13 +200,13 @@ def _window(module: nn.Module, config: Any) -> int | None:
 
 
 def _text_config(module: nn.Module) -> Any:
-    """Return the configuration that a module of transformers keeps; None: it keeps none."""
+    """Return the text configuration of a transformers module, or None."""
     config = getattr(module, "config", None)
     text = getattr(config, "get_text_config", None)
     return config if text is None else text()
 
 
 def _integer(holder: Any, names: tuple[str, ...]) -> int | None:
-    """Return the first attribute that is a positive integer."""
+    """Return the first attribute that is a positive integer, or None."""
     values = (getattr(holder, name, None) for name in names)
     return next((v for v in values if isinstance(v, int) and v > 0), None)

@@ -1,6 +1,6 @@
-"""Text from a trained token model, a token at a time.
+"""Generates text from a trained token model, one token at a time.
 
-Every token runs the whole context again: it keeps no cache of keys and values.
+There is no cache of keys and values: the whole context is computed again for every token.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ def generate(
     seed: int = 0,
     is_over: Callable[[list[int]], bool] = lambda new_tokens: False,
 ) -> list[int]:
-    """Continue a prompt; the same seed gives the same tokens, on every rank that calls it.
+    """Continue a prompt. The same seed gives the same tokens on every rank that calls this.
 
     Args:
-        model: Tokens [1, T] to logits [1, T, vocab]: a module, or a function that sees to
-            devices itself. All ranks of a sharded one must call.
+        model: Maps tokens [1, T] to logits [1, T, vocab]. A module is fed tokens on the device of
+            its parameters; a function must move them itself. For a sharded model, all ranks must
+            call this.
         prompt_tokens: At least one token.
-        max_new_tokens: Tokens to add.
-        context_length: Tokens that the model is shown at most: the last ones.
-        temperature: Divides the logits; 0 takes the likeliest token, as what is close to it does.
-        top_k: Draw among so many likeliest tokens; None: among all.
-        seed: Random seed.
-        is_over: Says of the new tokens whether there are to be no more.
+        max_new_tokens: Maximum number of tokens to add.
+        context_length: Maximum number of tokens to feed the model; earlier tokens are dropped.
+        temperature: Divisor of the logits; 0, or a value close to 0, always selects the most likely
+            token.
+        top_k: Number of most likely tokens to sample from; None samples from all tokens.
+        seed: Seed of the sampling.
+        is_over: Called with the new tokens; generation stops when it returns true.
 
     Returns:
         The new tokens, without the prompt.
@@ -45,18 +47,18 @@ def generate(
     """
     if not prompt_tokens:
         raise ValueError("the prompt is empty; give at least one token")
-    if not temperature >= 0:  # nor is NaN
+    if not temperature >= 0:  # also refuses NaN
         raise ValueError(f"temperature={temperature}: must be 0 or more; 0 is greedy")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: must be at least 1, or None for all tokens")
-    # Drawn on the CPU, so that a seed gives the same text on every kind of device.
+    # Sample on the CPU, so that a seed gives the same text on every kind of device.
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt_tokens)
     with _evaluating(model) as device:
         for _ in range(max_new_tokens):
             context = torch.tensor([tokens[-context_length:]], device=device)
             logits = model(context)[0, -1].float().cpu()
-            tokens.append(_draw(logits, generator, temperature=temperature, top_k=top_k))
+            tokens.append(_sample_token(logits, generator, temperature=temperature, top_k=top_k))
             if is_over(tokens[len(prompt_tokens) :]):
                 break
     return tokens[len(prompt_tokens) :]
@@ -64,7 +66,7 @@ def generate(
 
 @contextmanager
 def _evaluating(model: Callable[[Tensor], Tensor]) -> Iterator[torch.device]:
-    """Put a module in evaluation mode for a while; give the device of what it is fed."""
+    """Put a module in evaluation mode within the context; yield the device for its inputs."""
     if not isinstance(model, nn.Module):
         yield torch.device("cpu")
         return
@@ -76,7 +78,7 @@ def _evaluating(model: Callable[[Tensor], Tensor]) -> Iterator[torch.device]:
         model.train(was_training)
 
 
-def _draw(
+def _sample_token(
     logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int | None
 ) -> int:
     if temperature == 0:
@@ -85,6 +87,6 @@ def _draw(
         logits, indices = logits.topk(top_k)
     else:
         indices = torch.arange(len(logits))
-    # In fp64, and 0 for the likeliest: over a tiny temperature no other number is one.
-    chances = ((logits - logits.max()).double() / temperature).softmax(-1).float()
-    return int(indices[torch.multinomial(chances, 1, generator=generator)])
+    # In fp64 and with the maximum at 0, because division by a tiny temperature may overflow.
+    probabilities = ((logits - logits.max()).double() / temperature).softmax(-1).float()
+    return int(indices[torch.multinomial(probabilities, 1, generator=generator)])

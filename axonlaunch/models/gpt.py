@@ -1,6 +1,6 @@
 """GPT: a decoder with learned positions, LayerNorm, GELU and tied embeddings.
 
-Plain code for one device; ``None`` in place of a part makes it a pipeline stage without it.
+Plain single-device code. On a pipeline stage, missing parts are ``None``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from axonlaunch.models.spec import ModelSpec, takes_positions
 
 
 class FeedForward(nn.Module):
-    """Widen, GELU, narrow."""
+    """Linear layer, GELU, linear layer."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, approximate: str) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class FeedForward(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Attention and feed-forward, each behind a LayerNorm and beside a residual."""
+    """Attention and feed-forward, each with a preceding LayerNorm and a residual connection."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class GPTBlock(nn.Module):
         intermediate_size: int,
         layer_norm_eps: float,
         causal: bool,
-        approximate: str = "none",  # the exact GELU: on a CPU tanh takes twice as long
+        approximate: str = "none",  # the exact GELU, because tanh takes twice as long on a CPU
     ) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(hidden_size, eps=layer_norm_eps)
@@ -61,10 +61,10 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits of the next token at every position.
+    """Language model that returns logits of the next token at every position.
 
-    A pipeline stage sets what it leaves to others to None: the embeddings, entries of ``layers``
-    (the others keep their numbers and so their names), ``norm`` and ``lm_head`` together.
+    On a pipeline stage, missing parts are None: the embeddings, entries of ``layers`` (the other
+    entries keep their numbers and names), ``norm`` and ``lm_head``.
     """
 
     embed_tokens: nn.Embedding | None
@@ -72,7 +72,7 @@ class GPT(nn.Module):
     norm: nn.LayerNorm | None
     lm_head: nn.Linear | None
     find_documents: Callable[[Tensor | None], Packing | None] = staticmethod(Packing.of)
-    """Finds the documents of rows; engines that divide sequences put another here."""
+    """Finds the documents in rows; engines that split sequences replace this function."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -97,12 +97,12 @@ class GPT(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Map tokens, or in a later stage hidden states, to logits [B, T, vocab_size].
+        """Map tokens, or hidden states on later stages, to logits [B, T, vocab_size].
 
         Args:
             x: Tokens [B, T] int64, or hidden states [B, T, hidden].
-            positions: Of each token in its document [B, T] int64, for rows that hold several: the
-                rows of its table that are added. None: 0 to T - 1.
+            positions: Position of each token in its document [B, T] int64, if rows hold several
+                documents. They select rows of the position embedding. None means 0 to T - 1.
         """
         packing = self.find_documents(positions)
         if self.embed_tokens is not None and self.embed_positions is not None:

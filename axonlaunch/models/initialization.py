@@ -1,8 +1,9 @@
-"""Initial weights that depend on the seed and the parameter's name alone, never on the layout.
+"""Initial weights that depend only on the seed and the parameter's name, not on the layout.
 
-A parameter is drawn in blocks of rows, each from its own generator, so a rank that holds a shard
-draws the blocks that touch it and gets the bits that the whole would have there. Equal bits are
-promised on CPUs with the same vector instructions; torch's kernels promise no more.
+A parameter is drawn in blocks of rows, each with a separate generator. A rank that holds a shard
+draws the blocks that overlap with it and gets the same bits as in the full parameter. Equal bits
+are guaranteed only on CPUs with the same vector instructions, because torch's kernels guarantee no
+more.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ from torch.distributed.tensor import DTensor
 from axonlaunch.models.dtensor_regions import local_boxes
 from axonlaunch.models.page_locked import page_locked
 
-# Small enough that torch draws a block on one thread (its grain is as large), large enough that
-# seeding a generator costs little beside it.
+# Small enough that torch draws a block on one thread (its grain size is as large), and large enough
+# that seeding a generator costs little in comparison.
 _BLOCK_NUMEL = 2**15
 
 
 class Initializer(Protocol):
-    """How a parameter starts.
+    """Draws the initial values of a parameter.
 
-    One with an attribute ``blockwise`` that is False draws all rows at once, however few are held;
-    one with ``constant_rows`` has rows that are the same for every seed.
+    If an initializer has the attribute ``blockwise`` and it is False, all rows are drawn at once,
+    even if only a few are needed. Rows in the attribute ``constant_rows`` are the same for every
+    seed.
 
     Attributes:
-        key: The name to draw under instead of the parameter's own. The two ends of tied weights
-            on different pipeline stages start alike through it.
+        key: Name to draw under instead of the parameter's name. It gives tied weights on different
+            pipeline stages the same initial values.
     """
 
     @property
     def key(self) -> str | None:
-        """Name to draw under; None: the parameter's own."""
+        """Name to draw under; None uses the parameter's name."""
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         """Return fp32 values of the shape."""
@@ -60,7 +62,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class TruncatedNormal:
-    """A normal distribution without what lies further than ``cutoff`` deviations out."""
+    """A normal distribution without values beyond ``cutoff`` standard deviations."""
 
     std: float
     mean: float = 0.0
@@ -82,7 +84,7 @@ class TruncatedNormal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Evenly between minus and plus ``bound``."""
+    """A uniform distribution between ``-bound`` and ``bound``."""
 
     bound: float
     key: str | None = None
@@ -94,7 +96,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Constant:
-    """One value everywhere."""
+    """The same value for all elements."""
 
     value: float
     key: str | None = None
@@ -106,13 +108,13 @@ class Constant:
 
 @torch.no_grad()
 def initialize(module: nn.Module, *, seed: int, initializers: Mapping[str, Initializer]) -> None:
-    """Fill every parameter, plain or DTensor, in place; tied ones once.
+    """Fill every parameter, plain or DTensor, in place. Tied parameters are filled once.
 
     Args:
         module: A module with storage (see ``materialize``), sharded in any way.
-        seed: The run's seed.
-        initializers: How each parameter starts, by its full name. Names that the module lacks
-            are passed over, so a mapping for the whole model serves a pipeline stage.
+        seed: Seed of the run.
+        initializers: Initializers by full parameter name. Other names are ignored, so a mapping for
+            the whole model can be used for a pipeline stage.
 
     Raises:
         ValueError: A parameter has no initializer, or no storage.
@@ -127,20 +129,20 @@ def initialize(module: nn.Module, *, seed: int, initializers: Mapping[str, Initi
 
 
 class Staging:
-    """Host memory that a device reads directly: one buffer, from parameter to parameter.
+    """Page-locked host memory that a device reads directly; one buffer for many parameters.
 
-    torch's own allocator would lock up to twice as much, and keep it as long as the process lives.
+    torch's allocator would lock up to twice as much memory and keep it until the process ends.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def like(self, part: Tensor) -> Tensor:
-        """Return a contiguous tensor of a part's shape and type, in the buffer."""
+        """Return a contiguous tensor in the buffer with the shape and dtype of ``part``."""
         if part.nbytes > self._memory.nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)
-            asked = torch.empty(part.nbytes, dtype=torch.uint8, device="meta")
-            self._memory = page_locked(asked)
+            size = torch.empty(part.nbytes, dtype=torch.uint8, device="meta")
+            self._memory = page_locked(size)
         return self._memory[: part.nbytes].view(part.dtype).view(part.shape)
 
 
@@ -153,24 +155,24 @@ def fill(
     name: str,
     staging: Staging,
 ) -> None:
-    """Fill what this rank holds of one parameter, in place.
+    """Fill this rank's part of one parameter in place.
 
-    The values are those that any layout would give it: they follow from the seed, the name and the
-    place in the whole parameter alone.
+    The values do not depend on the layout, only on the seed, the name and the position in the full
+    parameter.
 
     Args:
-        parameter: Whole, or a DTensor, whose local part is filled.
-        initializer: How it starts.
-        seed: The run's.
-        name: Of the parameter in the whole model.
-        staging: Where a device's are drawn; the same for all that are filled together.
+        parameter: A full parameter, or a DTensor with a local part to fill.
+        initializer: Initializer of the parameter.
+        seed: Seed of the run.
+        name: Name of the parameter in the whole model.
+        staging: Buffer for values of parameters on a device; shared by all parameters of a model.
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() == 0:
         return
     for box in local_boxes(parameter):
         part = box.of(local).view(1) if local.ndim == 0 else box.of(local)
-        # Of a device one copy is made, from memory that it reads directly.
+        # For a device, draw in host memory that it reads directly, then copy once.
         drawn = staging.like(part) if part.is_cuda else part
         _fill(drawn, box.region or ((0, 1),), initializer, whole=parameter, key=(seed, name))
         if drawn is not part:
@@ -185,7 +187,7 @@ def _fill(
     whole: Tensor,
     key: tuple[int, str],
 ) -> None:
-    """Fill a box of a whole parameter, drawing the blocks of rows that touch it."""
+    """Fill a box of a full parameter by drawing the blocks of rows that overlap with it."""
     shape = tuple(whole.shape) or (1,)
     (first, count), *columns = region
     is_blockwise = getattr(initializer, "blockwise", True)
@@ -197,10 +199,10 @@ def _fill(
         generator = torch.Generator()
         start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
         generator.manual_seed(_block_seed(seed, initializer.key or name, block))
-        drawn = (stop - start, *shape[1:]) if is_blockwise else tuple(whole.shape)
-        values = initializer.draw(drawn, generator).view(stop - start, *shape[1:])
+        shape_to_draw = (stop - start, *shape[1:]) if is_blockwise else tuple(whole.shape)
+        values = initializer.draw(shape_to_draw, generator).view(stop - start, *shape[1:])
         for step in getattr(initializer, "constant_rows", ()):
-            row, last = (min(max(at, start), stop) - start for at in step.rows)
+            row, last = (min(max(bound, start), stop) - start for bound in step.rows)
             step.apply(values[row:last], generator)
         low, high = max(start, first), min(stop, first + count)
         values = values[low - start : high - start]
@@ -218,35 +220,36 @@ def _fill(
 
 
 def materialize(module: nn.Module, *, device: torch.device | str) -> None:
-    """Give a module built on the meta device storage on a real one, and fill its buffers.
+    """Allocate a meta-device module on a real device and fill its buffers.
 
-    Parameters are left without values: ``initialize`` or a checkpoint fills them. Buffers that have
-    values keep them. Tied parameters stay tied, which ``to_empty`` alone does not see to.
+    Parameters have no values until ``initialize`` or a checkpoint fills them. Buffers that have
+    values keep them. Tied parameters stay tied, which ``to_empty`` does not ensure.
     """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    uses_by_parameter: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), []).append((owner, key))
-    valued = [
+            uses_by_parameter.setdefault(id(parameter), []).append((owner, key))
+    filled_buffers = [
         (owner, key, buffer)
         for owner in module.modules()
         for key, buffer in owner.named_buffers(recurse=False)
         if not buffer.is_meta
     ]
     module.to_empty(device=device)
-    for owner, key, buffer in valued:
+    for owner, key, buffer in filled_buffers:
         setattr(owner, key, buffer.to(device, copy=True))
-    for (first_owner, first_key), *others in places.values():
+    for (first_owner, first_key), *others in uses_by_parameter.values():
         for owner, key in others:
             setattr(owner, key, getattr(first_owner, first_key))
     reset_buffers(module)
 
 
 def reset_buffers(module: nn.Module) -> None:
-    """Call ``reset_buffers()`` of every submodule that has one.
+    """Call ``reset_buffers()`` of every submodule that has this method.
 
-    A module whose buffers follow from its configuration implements it; ``to_empty`` leaves
-    buffers without values, and those that are not persistent are in no checkpoint.
+    Modules with buffers that are computed from their configuration implement it, because
+    ``to_empty`` leaves buffers without values, and checkpoints don't contain non-persistent
+    buffers.
     """
     for submodule in module.modules():
         reset = getattr(submodule, "reset_buffers", None)
@@ -255,12 +258,13 @@ def reset_buffers(module: nn.Module) -> None:
 
 
 def transformer_initializers(module: nn.Module) -> dict[str, Initializer]:
-    """Return how a transformer starts that has a ``config`` and is named as the ones here are.
+    """Return the initializers of a transformer with a ``config`` and this package's module names.
 
-    GPT-2's scheme (Radford et al., 2019): matrices are normal; those that end a residual branch
-    are divided by the root of the number of branches; norms start at one, biases at zero. Unless
-    it is given, the deviation follows the width (Nguyen and Salazar, Transformers without Tears,
-    2019), which is GPT-2's 0.02 at its width; 0.02 everywhere makes narrow models learn slowly.
+    This is GPT-2's scheme (Radford et al., 2019): matrices are normal; matrices at the end of a
+    residual branch are divided by the square root of the number of branches; norms are one and
+    biases zero. If the standard deviation is not configured, it depends on the width (Nguyen and
+    Salazar, Transformers without Tears, 2019) and equals GPT-2's 0.02 at GPT-2's width. A fixed
+    0.02 would make narrow models learn slowly.
     """
     config: Any = module.config
     std = config.initializer_range or math.sqrt(0.4 / config.hidden_size)
@@ -283,11 +287,11 @@ def transformer_initializers(module: nn.Module) -> dict[str, Initializer]:
 
 
 def _empty(shape: Sequence[int]) -> Tensor:
-    # Spelled out: neither a default dtype nor an enclosing torch.device may change the draws.
+    # Explicit, because a default dtype or an enclosing torch.device must not change the values.
     return torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
 
 
 def _block_seed(seed: int, name: str, block: int) -> int:
-    # torch's CPU generator uses 32 bits of it. Among the millions of blocks of the largest models
-    # some pairs will start alike, too few and too far apart to matter.
+    # torch's CPU generator uses 32 bits of the seed. Among the millions of blocks of the largest
+    # models a few pairs will get the same values, too few and too far apart to matter.
     return int.from_bytes(blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest())

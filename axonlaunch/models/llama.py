@@ -1,7 +1,7 @@
 """Llama: a decoder with rotary positions, RMSNorm, SwiGLU and grouped-query attention.
 
-Plain code for one device, its parts named as in Hugging Face's ``LlamaForCausalLM`` without the
-leading ``model.``; ``None`` in place of a part makes it a pipeline stage without it.
+Plain single-device code. Modules are named as in Hugging Face's ``LlamaForCausalLM``, without the
+leading ``model.``. On a pipeline stage, missing parts are ``None``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GatedFeedForward(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention and feed-forward, each behind an RMSNorm and beside a residual."""
+    """Attention and feed-forward, each with a preceding RMSNorm and a residual connection."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -56,17 +56,17 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Logits of the next token at every position.
+    """Language model that returns logits of the next token at every position.
 
-    A pipeline stage sets what it leaves to others to None: ``embed_tokens``, entries of
-    ``layers`` (the others keep their numbers and so their names), ``norm`` and ``lm_head``.
+    On a pipeline stage, missing parts are None: ``embed_tokens``, entries of ``layers`` (the other
+    entries keep their numbers and names), ``norm`` and ``lm_head``.
     """
 
     embed_tokens: nn.Embedding | None
     norm: nn.RMSNorm | None
     lm_head: nn.Linear | None
     find_documents: Callable[[Tensor | None], Packing | None] = staticmethod(Packing.of)
-    """Finds the documents of rows; engines that divide sequences put another here."""
+    """Finds the documents in rows; engines that split sequences replace this function."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -85,12 +85,12 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Map tokens [B, T] (a later stage: hidden states) to logits [B, T, vocab].
+        """Map tokens [B, T] (on later stages: hidden states) to logits [B, T, vocab].
 
         Args:
             x: Tokens [B, T] int64, or hidden states [B, T, hidden].
-            positions: Of each token in its document [B, T] int64, for rows that hold several: the
-                angles by which it is rotated. None: 0 to T - 1.
+            positions: Position of each token in its document [B, T] int64, if rows hold several
+                documents. They determine the rotation angles. None means 0 to T - 1.
         """
         packing = self.find_documents(positions)
         if self.embed_tokens is not None:

@@ -1,8 +1,8 @@
-"""Low-rank adapters of linear layers, added to a whole model before anything divides it.
+"""Adds low-rank adapters (LoRA) to the linear layers of a model before it is sharded.
 
-Layers keep their names and weights: an adapter's matrices lie below them as PEFT calls them,
-``...q_proj.lora_A.weight`` and ``...q_proj.lora_B.weight``. Layers that are not linear, and the
-head, are refused; experts that are packed in a parameter are adapted by ``expert_lora``.
+Layers keep their names and weights. An adapter's matrices are below the layer, with PEFT's names:
+``...q_proj.lora_A.weight`` and ``...q_proj.lora_B.weight``. Layers that are not linear and the head
+can't be adapted. For experts that are packed in one parameter, see ``expert_lora``.
 
 Source: Hu et al., "LoRA", 2021; huggingface/peft, ``tuners/lora/layer.py``.
 """
@@ -28,29 +28,29 @@ from axonlaunch.models.lora_matrix import LoraMatrix
 from axonlaunch.models.spec import ModelSpec
 
 _READ_ELSEWHERE = ("NonDynamicallyQuantizableLinear",)
-"""Linear layers whose weight another module computes with, so that an adapter would do nothing."""
+"""Linear layers with a weight that another module uses directly, so an adapter has no effect."""
 
 
 ADAPTER_PARTS = (LoraMatrix, LoraMagnitude, ExpertMatrices)
-"""The modules of an adapter below what it is of."""
+"""Classes of the modules that make up an adapter."""
 
 
 class LoraLayer(nn.Module):
-    """Comes before a linear layer's own class, and adds ``scale * B A x`` to what it computes.
+    """Base class of an adapted linear layer; adds ``scale * B A x`` to its output.
 
-    With magnitudes what that gives is scaled to them, but for the bias.
+    With DoRA, the result without the bias is also scaled to the trained magnitudes.
 
     Attributes:
-        base_class: The layer's own.
-        lora_A: From inputs to the rank.
-        lora_B: From the rank to outputs; it starts at zero.
-        lora_magnitude_vector: Of DoRA; None: there is none.
-        lora_dropout: Share of the inputs of A that are left out in training.
-        lora_scale: Of the product.
+        base_class: Class of the layer without an adapter.
+        lora_A: Maps inputs to the rank.
+        lora_B: Maps the rank to outputs; initially zero.
+        lora_magnitude_vector: Magnitudes of DoRA; None without DoRA.
+        lora_dropout: Fraction of the inputs of A that is dropped in training.
+        lora_scale: Factor of the product B A.
     """
 
     base_class: ClassVar[type[nn.Module]]
-    lora_A: LoraMatrix  # noqa: N815 - as PEFT calls it
+    lora_A: LoraMatrix  # noqa: N815 - PEFT's name
     lora_B: LoraMatrix  # noqa: N815
     lora_magnitude_vector: LoraMagnitude | None
     lora_dropout: float
@@ -58,7 +58,7 @@ class LoraLayer(nn.Module):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the weight is [inputs, outputs], as that of GPT-2's Conv1D."""
+        """Whether the weight is [inputs, outputs], as in GPT-2's Conv1D."""
         return not issubclass(self.base_class, nn.Linear)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,14 +74,14 @@ class LoraLayer(nn.Module):
         own: tuple[int, int] | None = None,
         total: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return what the layer computes, or a rank's part of it, with the adapter.
+        """Apply the adapter to the layer's output, or to this rank's part of it.
 
         Args:
-            output: Of the layer's own weight, [..., out].
-            x: What the layer is given, [..., in].
-            read: Returns the weight, [out, in], and the bias if ``output`` has one in it.
-            own: First and number of the outputs that ``output`` has; None: all that B has.
-            total: Sums over ranks that have other inputs; None: all of them are here.
+            output: Output of the layer without the adapter, [..., out].
+            x: Input of the layer, [..., in].
+            read: Returns the weight [out, in], and the bias if ``output`` includes one.
+            own: First output and number of outputs in ``output``; None means all outputs of B.
+            total: Sums over the ranks that hold other inputs; None if this rank holds all inputs.
         """
         dropped = F.dropout(x, self.lora_dropout) if self.lora_dropout and self.training else x
         added: Tensor = self.lora_B(self.lora_A(dropped)) * self.lora_scale
@@ -92,7 +92,7 @@ class LoraLayer(nn.Module):
         up = self.lora_B.weight if own is None else self.lora_B.weight.narrow(0, *own)
         norms = adapted_norms(weight, self.lora_A.weight, up, scale=self.lora_scale, total=total)
         factor: Tensor = self.lora_magnitude_vector(norms, own)
-        if dropped is not x:  # then, as in PEFT, what scaling adds is of what is not left out
+        if dropped is not x:  # as in PEFT, the magnitude scales only inputs that are not dropped
             base = F.linear(dropped, weight.to(dropped.dtype))
             return (output + (factor - 1) * base + factor * added).to(output.dtype)
         scaled = factor * ((output if bias is None else output - bias) + added)
@@ -104,12 +104,12 @@ class LoraLayer(nn.Module):
 
 
 def add_adapters(module: nn.Module, config: LoraConfig, spec: ModelSpec) -> None:
-    """Add adapters to a whole model in place, and freeze everything else.
+    """Add adapters to an unsharded model in place and freeze all other parameters.
 
     Args:
-        module: On ``meta`` or not; adapters are made where the current device is, without values.
-        config: Which layers, and how.
-        spec: The model's.
+        module: Model on any device. Adapters are created on the current device, without values.
+        config: Configuration of the adapters.
+        spec: Spec of the model.
     """
     module.requires_grad_(False)
     for name, layer in _linear_layers(module, spec).items():
@@ -127,9 +127,10 @@ def add_adapters(module: nn.Module, config: LoraConfig, spec: ModelSpec) -> None
 
 
 def adapter_initializers(module: nn.Module) -> dict[str, Initializer]:
-    """Return how each parameter of an adapter starts: A as PEFT's, B at zero.
+    """Return the initializers of adapter parameters: A as in PEFT, B zero.
 
-    PEFT draws A by ``kaiming_uniform_(a=sqrt(5))``, which is uniform within 1 / sqrt(inputs).
+    PEFT initializes A with ``kaiming_uniform_(a=sqrt(5))``, which is uniform within 1 /
+    sqrt(inputs).
     """
     initializers: dict[str, Initializer] = {}
     for name, layer in module.named_modules():
@@ -137,14 +138,18 @@ def adapter_initializers(module: nn.Module) -> dict[str, Initializer]:
             initializers[f"{name}.lora_A.weight"] = Uniform(1 / math.sqrt(layer.lora_A.in_features))
             initializers[f"{name}.lora_B.weight"] = Constant(0.0)
             if getattr(layer, "lora_magnitude_vector", None) is not None:
-                # Until the layer's weight has its values.
+                # A placeholder, until the layer's weight has its values.
                 initializers[f"{name}{MAGNITUDE}"] = Constant(1.0)
     return initializers
 
 
 def transposed_layers(module: nn.Module) -> set[str]:
-    """Return the names of adapted layers whose weight is [inputs, outputs]."""
-    layers = ((n, part) for n, part in module.named_modules() if isinstance(part, LoraLayer))
+    """Return the names of adapted layers with a weight of shape [inputs, outputs]."""
+    layers = (
+        (n, submodule)
+        for n, submodule in module.named_modules()
+        if isinstance(submodule, LoraLayer)
+    )
     return {name for name, layer in layers if layer.is_transposed}
 
 
@@ -159,18 +164,18 @@ def adapted_experts_of(module: nn.Module) -> dict[str, ExpertMatrices]:
 
 
 def start_magnitudes(module: nn.Module) -> None:
-    """Set the magnitudes of a module, divided or not, to the norms of its weights."""
+    """Set the magnitudes of a module, sharded or not, to the norms of its weights."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     fill_magnitudes(parameters, transposed=transposed_layers(module))
 
 
 def adapter_names(module: nn.Module) -> set[str]:
-    """Return the names of a module's parameters that are an adapter's."""
+    """Return the names of a module's adapter parameters."""
     return set(adapter_initializers(module))
 
 
 def not_saved(config: RunConfig, module: nn.Module) -> set[str]:
-    """Return the names of a whole model's parameters that a run's checkpoints leave out."""
+    """Return the names of an unsharded model's parameters that a run's checkpoints leave out."""
     if config.saves_frozen:
         return set()
     return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
@@ -179,40 +184,44 @@ def not_saved(config: RunConfig, module: nn.Module) -> set[str]:
 def adapter_problems(
     module: nn.Module, config: LoraConfig, spec: ModelSpec
 ) -> Iterator[ConfigIssue]:
-    """Yield why adapters can't be added as a configuration says.
+    """Yield the reasons why the configured adapters can't be added.
 
     Args:
-        module: Whole, as ``add_adapters`` left it.
-        config: Which layers, and how.
-        spec: The model's.
+        module: Unsharded model, after ``add_adapters``.
+        config: Configuration of the adapters.
+        spec: Spec of the model.
     """
     layers, experts = _linear_layers(module, spec), packed_experts(module)
     if config.targets == "all-linear" and not any(_is_target(n, config, spec) for n in layers):
-        yield ConfigIssue("adapter.targets", "the model has no linear layer beside its head")
+        yield ConfigIssue("adapter.targets", "the model has no linear layer except its head")
         return
     patterns = [] if config.targets == "all-linear" else config.targets
     adapted = [name for name in experts if patterns and _is_target(name, config, spec)]
     yield from _experts_problems(adapted, config)
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in [*layers, *experts]):
-            message = _why_none(pattern, module, layers, spec)
+            message = _explain_no_match(pattern, module, layers, spec)
             yield ConfigIssue("adapter.targets", f"{pattern} {message}")
 
 
 def _experts_problems(adapted: list[str], config: LoraConfig) -> Iterator[ConfigIssue]:
-    """Yield what experts that are packed in a parameter can't have."""
+    """Yield the options that experts packed in a parameter don't support."""
     if not adapted:
         return
-    why = f"which {adapted[0]}, experts packed in a parameter, can't have, as in PEFT"
+    reason = f"which {adapted[0]}, experts packed in a parameter, can't have, as in PEFT"
     if config.dora:
-        message = f"scales outputs of a layer, {why}; use false, or targets that are linear layers"
+        message = (
+            f"scales outputs of a layer, {reason}; use false, or targets that are linear layers"
+        )
         yield ConfigIssue("adapter.dora", message, config.dora)
     if config.dropout:
-        message = f"leaves out inputs of a layer, {why}; use 0, or targets that are linear layers"
+        message = (
+            f"leaves out inputs of a layer, {reason}; use 0, or targets that are linear layers"
+        )
         yield ConfigIssue("adapter.dropout", message, config.dropout)
 
 
-def _why_none(
+def _explain_no_match(
     pattern: str, module: nn.Module, layers: Mapping[str, nn.Module], spec: ModelSpec
 ) -> str:
     if spec.head is not None and _matches(spec.head, pattern):
@@ -226,8 +235,12 @@ def _why_none(
 
 
 def _linear_layers(module: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
-    """Return the layers that can be adapted: linear, not the head, and of a weight of their own."""
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    """Return layers that can be adapted: linear, not the head, and not tied to an embedding."""
+    tables = {
+        id(submodule.weight)
+        for submodule in module.modules()
+        if isinstance(submodule, nn.Embedding)
+    }
     return {
         name: layer
         for name, layer in module.named_modules()
@@ -244,7 +257,7 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _sizes(layer: Any) -> tuple[int, int]:
-    """Return inputs and outputs; the weight of GPT-2's Conv1D is [inputs, outputs]."""
+    """Return the numbers of inputs and outputs; GPT-2's Conv1D has a weight [inputs, outputs]."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     inputs, outputs = layer.weight.shape
@@ -253,7 +266,7 @@ def _sizes(layer: Any) -> tuple[int, int]:
 
 def _is_target(name: str, config: LoraConfig, spec: ModelSpec) -> bool:
     if config.targets == "all-linear":
-        # Of a model that does not name its head, it is among what a pipeline's last stage keeps.
+        # If a model does not name its head, it is among the modules of the last pipeline stage.
         last = spec.ends[1] if spec.ends else ()
         return not any(f"{name}.".startswith(f"{end}.") for end in last)
     return any(_matches(name, pattern) for pattern in config.targets)
@@ -265,5 +278,5 @@ def _matches(name: str, pattern: str) -> bool:
 
 @functools.cache
 def _adapted_classes(cls: Any) -> Any:
-    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "base_class": cls}
-    return type(cls.__name__, (LoraLayer, cls), named)
+    attributes = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "base_class": cls}
+    return type(cls.__name__, (LoraLayer, cls), attributes)

@@ -1,4 +1,4 @@
-"""The matrices A and B of an adapter."""
+"""Defines the matrices A and B of an adapter."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 
 class LoraMatrix(nn.Linear):
-    """A or B; it computes in the type of what it is given, as fp32 weights do under autocast.
+    """A or B of an adapter; computes in the dtype of its input, like fp32 weights under autocast.
 
     Attributes:
-        gives_partial_sums: Whether the layer that it adapts adds its outputs up over ranks.
-        gets_partial_gradients: Whether the gradients of its outputs would have to be.
+        gives_partial_sums: Whether the adapted layer sums its outputs over ranks.
+        gets_partial_gradients: Whether gradients of the outputs must be summed over ranks.
     """
 
     gives_partial_sums: bool = False

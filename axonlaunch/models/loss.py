@@ -1,6 +1,6 @@
-"""The loss that every model here is trained by.
+"""Cross-entropy loss of all models in this package.
 
-It sums and never averages: who averages must know the count over all ranks.
+It is a sum and not a mean, because a mean needs the count over all ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from axonlaunch.models.spec import IGNORE_INDEX, ModelOutputs
 
 
 def cross_entropy_sum(outputs: Tensor | ModelOutputs, targets: Tensor) -> Tensor:
-    """Return the summed cross entropy in nats of logits [..., C] against classes [...], in fp32.
+    """Return the summed cross entropy, in nats, of logits [..., C] and classes [...], in fp32.
 
-    An auxiliary loss counts as often as targets do.
+    An auxiliary loss is added once for each counted target.
     """
     return with_auxiliary_loss(_cross_entropy_sum, outputs, targets)
 
@@ -24,13 +24,13 @@ def cross_entropy_sum(outputs: Tensor | ModelOutputs, targets: Tensor) -> Tensor
 def with_auxiliary_loss(
     loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor | ModelOutputs, targets: Tensor
 ) -> Tensor:
-    """Return a sum over counted targets, and a model's auxiliary loss as often as they are counted.
+    """Return the sum over counted targets plus an auxiliary loss for each counted target.
 
-    Over the number of counted targets it is the mean and the auxiliary loss.
+    Divided by the number of counted targets, this is the mean loss plus the auxiliary loss.
 
     Args:
-        loss: ``(logits, targets)`` to the sum.
-        outputs: Logits, or those and an auxiliary loss.
+        loss: Maps ``(logits, targets)`` to the sum.
+        outputs: Logits, optionally with an auxiliary loss.
         targets: Classes.
     """
     if isinstance(outputs, Tensor):

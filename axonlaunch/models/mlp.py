@@ -1,6 +1,6 @@
 """MLP: linear layers with ReLU between them, on flattened inputs.
 
-Plain code for one device; ``None`` in place of a part makes it a pipeline stage without it.
+Plain single-device code. On a pipeline stage, missing parts are ``None``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from axonlaunch.models.spec import ModelSpec
 
 
 class MLP(nn.Module):
-    """Logits of an image's class."""
+    """Image classifier that returns logits."""
 
     head: nn.Linear | None
 
@@ -30,7 +30,7 @@ class MLP(nn.Module):
         self.config = config
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images [B, ...] (a later stage: hidden states) to logits [B, classes]."""
+        """Map images [B, ...] (on later stages: hidden states) to logits [B, classes]."""
         x = x.flatten(1)
         for layer in self.layers:
             if layer is not None:
@@ -39,7 +39,7 @@ class MLP(nn.Module):
 
 
 def _initializers(module: nn.Module) -> dict[str, Initializer]:
-    # What nn.Linear starts from by itself: even within one over the root of its inputs.
+    # The default of nn.Linear: uniform within 1 / sqrt(inputs).
     return {
         f"{name}.{kind}": Uniform(1 / math.sqrt(linear.in_features))
         for name, linear in module.named_modules()
@@ -49,7 +49,7 @@ def _initializers(module: nn.Module) -> dict[str, Initializer]:
 
 
 def _tensor_plan(module: nn.Module) -> dict[str, str]:
-    # Pairs by their place in the whole model, so that a pipeline stage that lacks some agrees.
+    # Layers are paired by their index in the whole model, so that all pipeline stages agree.
     config: Any = module.config
     names = [f"layers.{index}" for index in range(config.num_hidden_layers)] + ["head"]
     plan: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A module's own state: its mode, its persistent buffers, its tensors by name."""
+"""Reads and restores the state of a module: modes, persistent buffers, tensors by name."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from torch import Tensor
 
 @contextmanager
 def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Put modules into evaluation mode, and after that each part into the mode that it had.
+    """Put modules into evaluation mode, then restore the mode of each submodule.
 
-    ``train()`` would not do: it also wakes a BatchNorm whose statistics the model froze.
+    ``train()`` can't restore the modes: it would also enable a BatchNorm with statistics that the
+    model froze.
     """
-    submodules = [part for module in modules for part in module.modules()]
-    modes = [part.training for part in submodules]
-    for part in submodules:
-        part.training = False
+    submodules = [submodule for module in modules for submodule in module.modules()]
+    modes = [submodule.training for submodule in submodules]
+    for submodule in submodules:
+        submodule.training = False
     try:
         yield
     finally:
-        for part, mode in zip(submodules, modes, strict=True):
-            part.training = mode
+        for submodule, mode in zip(submodules, modes, strict=True):
+            submodule.training = mode
 
 
 def persistent_buffers(model: torch.nn.Module) -> list[str]:
-    """Return the names of buffers that belong to a model's state; a model may replace a tensor."""
+    """Return the names of persistent buffers; a model may replace their tensors."""
     state = model.state_dict()
     return [name for name, _ in model.named_buffers() if name in state]
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, a tied parameter once."""
+    """Return parameters and persistent buffers by name; tied parameters appear once."""
     state = model.state_dict()
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.detach() for name, tensor in named if name in state}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in tensors if name in state}

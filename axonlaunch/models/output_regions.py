@@ -1,4 +1,4 @@
-"""Which part of a whole output a rank's micro-batch is: its samples, positions and features."""
+"""Finds which part of a full output a rank's micro-batch is: samples, positions, features."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class MicroBatchPlace:
     """A micro-batch of a rank.
 
     Attributes:
-        layout: Of the run.
-        rank: Whose.
-        number: Which of the rank's micro-batches.
+        layout: Layout of the run.
+        rank: Global rank.
+        number: Index among the rank's micro-batches.
     """
 
     layout: Layout
@@ -29,34 +29,34 @@ class MicroBatchPlace:
 
     @property
     def first_row(self) -> int:
-        """Place of its first sample in the global batch."""
+        """Index of its first sample in the global batch."""
         layout = self.layout
-        before = layout.data_shard(self.rank) * layout.micro_batches + self.number
-        return before * layout.micro_batch_size
+        previous = layout.data_shard(self.rank) * layout.micro_batches + self.number
+        return previous * layout.micro_batch_size
 
 
 def pieces_of(module: nn.Module) -> int:
-    """Return how many equal tensors, each of them cut, a layer's outputs are: 1, or 2 packed."""
+    """Return the number of tensors that are packed in a layer's output and sharded separately."""
     cut = getattr(module, "cuts", {}).get("weight")
     return int(getattr(cut, "pieces", 1))
 
 
 def gives_partial_sums(module: nn.Module) -> bool:
-    """Say whether what a rank's module returns is a part of a sum over ranks, not of a tensor."""
+    """Return whether a rank's output of this module must be summed over ranks."""
     return getattr(module, "gives_partial_sums", False)
 
 
 def gets_partial_gradients(module: nn.Module) -> bool:
-    """Say the same of the gradient of what it returns."""
+    """Return whether a rank's gradient of the output must be summed over ranks."""
     return getattr(module, "gets_partial_gradients", False)
 
 
 def join_outputs(calls: Sequence[Tensor], layout: Layout) -> Tensor | None:
-    """Return a plain model's output for the whole batch; None: its calls don't make one.
+    """Return the reference model's output for the whole batch; None if it can't be determined.
 
     Args:
-        calls: One for each forward.
-        layout: The other side's.
+        calls: Outputs, one for each forward.
+        layout: Layout that the reference model is compared with.
     """
     if not calls or any(call.ndim < 2 or call.shape[1:] != calls[0].shape[1:] for call in calls):
         return None
@@ -74,21 +74,22 @@ def region(
     pieces: int = 1,
     of_samples: bool = False,
 ) -> tuple[Tensor, ...] | None:
-    """Return indices of what a rank's micro-batch has of a whole output, one for each dim.
+    """Return the index in each dimension that selects a rank's micro-batch from a full output.
 
-    A dim that is smaller than the whole's is this rank's part of it: of positions, which context
-    ranks have a piece of the beginning and one of the end of, or of what tensor ranks divide.
+    If a dimension is smaller than in the full output, it is this rank's part. Context ranks hold
+    one chunk from the beginning of the positions and one from the end; other dimensions are split
+    by tensor ranks.
 
     Args:
-        whole: Shape for all samples.
+        whole: Shape of the full output for all samples.
         part: Shape on the rank.
-        place: Which micro-batch.
-        pieces: Tensors that lie one behind the other in the last dim, each of which is divided.
-        of_samples: Whether nothing else is known: all samples share the gradient of a table of
-            positions.
+        place: Micro-batch and its layout.
+        pieces: Number of tensors that are packed in the last dimension, each of them split.
+        of_samples: Whether to return None if the first dimension is not that of samples. This is
+            for gradients of a table of positions, which all samples share.
 
     Returns:
-        None where it is not known.
+        Index tensors, one for each dimension; None if the region is unknown.
     """
     layout = place.layout
     if len(whole) != len(part) or len(part) < 2:
@@ -100,25 +101,25 @@ def region(
     elif of_samples:
         return None
     elif len(part) == 2:
-        positions = 0  # a table of positions, the same for every sample
+        positions = 0  # a table of positions, shared by all samples
     elif (whole[0], part[0]) != (1, 1):
-        return None  # of tokens that experts share out
-    at = layout.coordinates(place.rank)
+        return None  # tokens are distributed among experts
+    coordinates = layout.coordinates(place.rank)
     if layout.context > 1 and len(dims[positions]) % (2 * layout.context) == 0:
         chunks = dims[positions].chunk(2 * layout.context)
         if len(dims[positions]) != part[positions]:
-            dims[positions] = torch.cat((chunks[at["cp"]], chunks[-1 - at["cp"]]))
+            dims[positions] = torch.cat((chunks[coordinates["cp"]], chunks[-1 - coordinates["cp"]]))
     for dim in range(positions, len(part)):
         if len(dims[dim]) != part[dim]:
             count = pieces if dim == len(part) - 1 else 1
-            each = [piece.chunk(layout.tensor) for piece in dims[dim].chunk(count)]
-            if any(len(chunks) <= at["tp"] for chunks in each):
+            shards = [piece.chunk(layout.tensor) for piece in dims[dim].chunk(count)]
+            if any(len(chunks) <= coordinates["tp"] for chunks in shards):
                 return None
-            dims[dim] = torch.cat([chunks[at["tp"]] for chunks in each])
+            dims[dim] = torch.cat([chunks[coordinates["tp"]] for chunks in shards])
     if [*map(len, dims)] != [*part]:
         return None
     return tuple(
-        index.view([-1 if dim == own else 1 for own in range(len(dims))])
+        index.view([-1 if dim == other else 1 for other in range(len(dims))])
         for dim, index in enumerate(dims)
     )
 
@@ -128,6 +129,6 @@ def _samples(layout: Layout) -> int:
 
 
 def first_floating(output: Any) -> Tensor | None:
-    """Return the first floating-point tensor of what a module returns, if there is one."""
+    """Return the first floating-point tensor in a module's output, or None."""
     leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     return next((leaf for leaf in leaves if leaf.is_floating_point()), None)

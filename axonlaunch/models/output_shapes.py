@@ -1,4 +1,4 @@
-"""Shapes of what each module of a whole model returns, found on fake tensors."""
+"""Finds the output shape of each module of an unsharded model by running it on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,55 +14,55 @@ from axonlaunch.models.initialization import materialize
 from axonlaunch.models.output_regions import first_floating
 
 _SAMPLES = 3
-"""Of the batch: a size that no other dim is likely to have."""
+"""Batch size of the run; no other dimension is likely to have this size."""
 
 
 @dataclass(frozen=True)
 class OutputShape:
-    """What a module returns of a batch.
+    """Output shape of one module.
 
     Attributes:
-        of_samples: Whether its first dim is the batch's.
-        shape: Of all of it, or where it is of samples of one.
+        of_samples: Whether the first dimension is the batch dimension.
+        shape: Full shape, or the shape without the batch dimension if ``of_samples`` is true.
     """
 
     of_samples: bool
     shape: tuple[int, ...]
 
     def whole(self, samples: int) -> tuple[int, ...]:
-        """Return the shape for so many samples."""
+        """Return the full shape for a batch of ``samples``."""
         return (samples, *self.shape) if self.of_samples else self.shape
 
 
 def output_shapes(model: nn.Module, sample: Tensor) -> dict[str, OutputShape]:
-    """Return the shape of each module's output, by its name.
+    """Return the output shape of each module by its name.
 
-    A module that is called several times, or that returns no tensor of numbers, is not in it; nor
-    is any of a model that can't be run without values.
+    Modules that are called several times or return no floating-point tensor are left out. The
+    result is empty if the model can't run on tensors without values.
 
     Args:
-        model: Whole, on the meta device; it is used up.
-        sample: One sample's inputs, of which shape and type count.
+        model: Unsharded model on the meta device. It must not be used afterwards.
+        sample: Input of one sample; only its shape and dtype matter.
     """
-    seen: dict[str, list[OutputShape]] = {}
+    shapes_by_name: dict[str, list[OutputShape]] = {}
 
-    def noting(name: str) -> Callable[..., None]:
-        def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    def hook_for(name: str) -> Callable[..., None]:
+        def record(_module: nn.Module, _inputs: Any, output: Any) -> None:
             tensor = first_floating(output)
             if tensor is not None:
                 of_samples = tensor.ndim > 0 and len(tensor) == _SAMPLES
                 shape = tuple(tensor.shape[1:] if of_samples else tensor.shape)
-                seen.setdefault(name, []).append(OutputShape(of_samples, shape))
+                shapes_by_name.setdefault(name, []).append(OutputShape(of_samples, shape))
 
-        return note
+        return record
 
     silence_fake_tensors()
     try:
         with torch.no_grad(), fake_tensor_mode():
             materialize(model, device="cpu")
             for name, module in model.named_modules():
-                module.register_forward_hook(noting(name))
+                module.register_forward_hook(hook_for(name))
             model(torch.empty((_SAMPLES, *sample.shape), dtype=sample.dtype))
-    except Exception:  # a model of others may fail in any way without values
+    except Exception:  # a user's model may fail in any way on tensors without values
         return {}
-    return {name: calls[0] for name, calls in seen.items() if name and len(calls) == 1}
+    return {name: shapes[0] for name, shapes in shapes_by_name.items() if name and len(shapes) == 1}

@@ -1,6 +1,7 @@
-"""A loss of one's own, which sees the whole batch: ``register_loss``, and what a run takes of it.
+"""Custom losses that see the whole batch: ``register_loss``, and lookup of a run's loss.
 
-The table itself is ``config.losses``'s. A loss sums: who averages must know the count of all ranks.
+The registry is ``config.losses.LOSSES``. A loss returns a sum and not a mean, because a mean needs
+the count over all ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ _Loss = TypeVar("_Loss", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """A loss with its options.
+    """A custom loss with its options.
 
     Attributes:
-        sum: ``(outputs, batch)`` of a micro-batch to the loss's sum, 0-dim.
-        count: A micro-batch to how much it counts; None: by its targets, or its samples.
+        sum: Maps ``(outputs, batch)`` of a micro-batch to the sum of its loss, 0-dim.
+        count: Maps a micro-batch to the number that its loss counts as; None counts targets or
+            samples.
     """
 
     sum: Callable[[Any, Any], Tensor]
@@ -41,22 +43,24 @@ def register_loss(
 ) -> Callable[[_Loss], _Loss]:
     """Register a function ``(outputs, batch) -> sum`` as ``train.loss=NAME``.
 
-    It is called for each micro-batch, with what the model returned and with all of the batch: what
-    the dataset's collate made, or of a dataset of pairs a dict of ``inputs`` and ``targets``. It
-    returns a sum, 0-dim. The loss of a step is the sum over all micro-batches of all ranks, over
-    what they count together, so that it is the same in any layout.
+    The function is called for each micro-batch, with the model's output and the complete batch: the
+    result of the dataset's collate, or a dict of ``inputs`` and ``targets`` for a dataset of pairs.
+    It returns a sum, 0-dim. The loss of a step is the sum over all micro-batches of all ranks,
+    divided by the total of their counts, so it is the same in any layout.
 
     Args:
-        name: The name.
-        config: Dataclass with a field ``name`` that types ``train.loss_options``; the function is
-            called with one as its third argument. None: with the keys of
-            ``train.loss_options.arguments`` as keywords.
-        count: From a micro-batch, before the model has seen it, to what its sum is divided by;
-            None: the targets that are not -100 of a dataset of pairs, else the samples.
-        summary: One line for ``axonlaunch ls losses``; None: the docstring's first.
+        name: Name of the loss.
+        config: Dataclass with a field ``name`` that defines the keys of ``train.loss_options``; the
+            function gets an instance as its third argument. If None, it gets the keys of
+            ``train.loss_options.arguments`` as keyword arguments.
+        count: Maps a micro-batch, before the forward, to the number that divides its sum. By
+            default, the number of targets that are not -100 for a dataset of pairs, otherwise the
+            number of samples.
+        summary: One line for ``axonlaunch ls losses``; by default the first line of the docstring.
 
     Raises:
-        ValueError: The name is taken, or the configuration is no dataclass with a name.
+        ValueError: The name is already registered, or ``config`` is not a dataclass with a field
+            ``name``.
     """
     LOSSES.check_config(name, config)
 
@@ -69,17 +73,17 @@ def register_loss(
 
             return OwnLoss(total, count)
 
-        described = summary or (loss.__doc__ or f"from {loss.__module__}").splitlines()[0]
+        description = summary or (loss.__doc__ or f"from {loss.__module__}").splitlines()[0]
         arguments = None if config else keywords_of(loss, passed=2)
-        LOSSES.add(name, with_options, summary=described, config=config, arguments=arguments)
+        LOSSES.add(name, with_options, summary=description, config=config, arguments=arguments)
         return loss
 
     return register
 
 
 def own_loss(train: TrainConfig) -> OwnLoss | None:
-    """Return the loss that a run names; None: it is the model's."""
+    """Return the custom loss that a run selects; None selects the model's loss."""
     if train.loss is None:
         return None
-    made: OwnLoss = LOSSES.get(train.loss)(train.loss_options)
-    return made
+    loss: OwnLoss = LOSSES.get(train.loss)(train.loss_options)
+    return loss

@@ -1,8 +1,9 @@
-"""Page-locked host memory of its size to a page, for what stays in it: a GPU copies to and from it.
+"""Allocates page-locked host memory, from which a GPU copies directly.
 
-torch's own allocator of such memory rounds every block up to a power of two, so that 33 MiB take
-64 (``AllocatorSettings.page_locked``). It has a setting against that, with which torch 2.13 may
-hand out a freed block that is too small (pytorch/pytorch#192722).
+The size is rounded up to a page only. torch's allocator of page-locked memory rounds every block up
+to a power of two, so 33 MiB take 64 MiB (``AllocatorSettings.page_locked``). It has a setting that
+avoids this, but with that setting torch 2.13 may hand out a freed block that is too small
+(pytorch/pytorch#192722).
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for every device of this process
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 _never_freed: list[mmap.mmap] = []
-"""Memory that the driver may still have locked: nobody else may get it."""
+"""Memory that the driver may still have locked; kept so that it is never reused."""
 
 
 def page_locked(like: Tensor) -> Tensor:
-    """Return a tensor of zeros, whose memory is freed once nothing refers to it or copies it.
+    """Return a tensor of zeros in page-locked memory.
 
-    It has pages of its own: the driver locks whole ones, and none twice. Copies are those of the
-    device that is the current one now.
+    The tensor gets separate pages, because the driver locks whole pages and locks no page twice.
+    The memory is freed when there are no more references to it and all copies on the device that is
+    current now have finished.
 
     Args:
-        like: Has its shape, strides and dtype, and no gaps; it may be on the meta device.
+        like: Tensor with the shape, strides and dtype of the result. It must have no gaps in memory
+            and may be on the meta device.
 
     Raises:
-        RuntimeError: The driver can't lock so much.
+        RuntimeError: The driver can't lock this amount of memory.
     """
     num_bytes = like.numel() * like.itemsize
     if not num_bytes:
@@ -47,17 +50,18 @@ def page_locked(like: Tensor) -> Tensor:
         raise RuntimeError(
             f"the driver can't lock {_size(pages)} of host memory: {error}"
         ) from None
-    # Of the storage: a tensor made from this one, as DTensor detaches it, outlives it.
+    # A finalizer of the storage, not of the tensor: DTensor detaches the tensor, and the detached
+    # tensor lives longer than this one.
     storage, device = memory.untyped_storage(), torch.cuda.current_device()
-    # What is left when the process ends is the system's to free.
+    # The operating system frees the remaining memory at the end of the process.
     weakref.finalize(storage, _unlock, pages, address, device).atexit = False
     return memory[:num_bytes].view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def _unlock(pages: mmap.mmap, address: int, device: int) -> None:
-    """Unlock memory after the copies that were launched while something referred to it.
+    """Unlock memory after all copies that use it have finished.
 
-    The host launches copies and goes on, so the last reference may go before they are made.
+    Copies are asynchronous, so the last reference to the memory may disappear before they finish.
     """
     runtime: Any = torch.cuda.cudart()
     try:

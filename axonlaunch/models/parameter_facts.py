@@ -1,6 +1,6 @@
-"""What an optimizer must know of a model's parameters: names, shapes, which are hidden matrices.
+"""Collects the facts about parameters that optimizers need: names, shapes, hidden matrices.
 
-It looks at a whole model, on any device, and changes nothing.
+The model must be unsharded, on any device, and is not changed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from axonlaunch.models.flops import looked_up_parameters
 from axonlaunch.models.spec import ModelSpec
 
 _FP32 = 4
-"""Bytes of an element of what is trained beside an adapter, and of the adapter's."""
+"""Bytes of an element of an adapter, or of other parameters that are trained together with it."""
 
 
 def parameter_facts(spec: ModelSpec, model: nn.Module) -> dict[str, ParameterFacts]:
-    """Return the facts of every parameter that is trained, by name; a tied one's once.
+    """Return the facts of every trained parameter by name; tied parameters appear once.
 
     Args:
-        spec: The model's, for its repeated blocks.
-        model: Whole and undivided.
+        spec: Spec of the model, which names its repeated blocks.
+        model: Unsharded model.
     """
     blocks = tuple(f"{name}." for name in spec.blocks(model))
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -45,18 +45,18 @@ def parameter_facts(spec: ModelSpec, model: nn.Module) -> dict[str, ParameterFac
 
 
 LARGE = 4 * 2**20
-"""Bytes from which ZeRO-1 gathers a parameter by itself, straight to its place."""
+"""Size in bytes from which ZeRO-1 gathers a parameter separately, directly into its storage."""
 
 
 @dataclass(frozen=True)
 class TrainingShares:
-    """What training keeps beside the bytes of a model's parameters, as shares of those.
+    """Memory of training relative to the bytes of a model's parameters.
 
     Attributes:
-        gradients: 1, or less where parameters are frozen.
-        states: Of the optimizer; AdamW's are 2.
-        small: Of parameters of less than ``LARGE`` bytes.
-        looked_up: Of parameters that no product reads.
+        gradients: Bytes of gradients: 1, or less if parameters are frozen.
+        states: Bytes of optimizer states; 2 for AdamW.
+        small: Bytes of parameters smaller than ``LARGE``.
+        looked_up: Bytes of parameters that no matrix product uses (embeddings).
     """
 
     gradients: float = 1.0
@@ -66,49 +66,59 @@ class TrainingShares:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Return a run's.
+        """Return the shares for a run.
 
         Raises:
-            ConfigError: The model can't be built, or the optimizer can't be tried.
+            ConfigError: The model can't be built, or the optimizer can't be tried out.
         """
-        return cls(*_shares(_Chosen(config)))
+        return cls(*_shares(_SharesKey(config)))
 
 
 @dataclass(frozen=True)
-class _Chosen:
-    """A run, equal to another where what the shares depend on is written alike."""
+class _SharesKey:
+    """Cache key: runs are equal if all settings that the shares depend on are equal."""
 
     config: RunConfig
 
     @property
-    def _written(self) -> str:
+    def _fingerprint(self) -> str:
         config = self.config
         train = config.train
-        chosen = (train.param_dtype, train.freeze, train.unfreeze)
-        return repr((config.model, config.adapter, config.optimizer, config.seed, chosen))
+        settings = (train.param_dtype, train.freeze, train.unfreeze)
+        return repr((config.model, config.adapter, config.optimizer, config.seed, settings))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Chosen) and self._written == other._written
+        return isinstance(other, _SharesKey) and self._fingerprint == other._fingerprint
 
     def __hash__(self) -> int:
-        return hash(self._written)
+        return hash(self._fingerprint)
 
 
 @functools.cache
-def _shares(chosen: _Chosen) -> tuple[float, float, float, float]:
-    config = chosen.config
+def _shares(key: _SharesKey) -> tuple[float, float, float, float]:
+    config = key.config
     element = config.train.parameter_bytes
     model = on_meta(config, seed=config.seed)
     facts = parameter_facts(spec_for(config), model)
-    whole = element * max(1, sum(parameter.numel() for parameter in model.parameters()))
+    total_bytes = element * max(1, sum(parameter.numel() for parameter in model.parameters()))
     trained = element if config.adapter is None else _FP32
     gradients = trained * sum(p.numel() for p in model.parameters() if p.requires_grad)
     states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
     small, looked_up = small_bytes(model, element=element), element * looked_up_parameters(model)
-    return gradients / whole, states / whole, small / whole, looked_up / whole
+    return (
+        gradients / total_bytes,
+        states / total_bytes,
+        small / total_bytes,
+        looked_up / total_bytes,
+    )
 
 
 def small_bytes(model: nn.Module, *, element: int) -> int:
-    """Return the bytes of all parameters of less than ``LARGE`` bytes, of so many an element."""
+    """Return the total bytes of all parameters smaller than ``LARGE``.
+
+    Args:
+        model: Model with the parameters.
+        element: Bytes of one element.
+    """
     sizes = (element * parameter.numel() for parameter in model.parameters())
     return sum(size for size in sizes if size < LARGE)

@@ -1,7 +1,7 @@
-"""Where the values of a tensor are among others: sliced, put together and turned, none of it read.
+"""Traces tensor values through slices, concatenations and transpositions without reading them.
 
-``Laid`` stands for a tensor in torch's own functions, so that code which converts weights can be
-asked where each part comes from. What it does beside moving whole boxes of numbers is refused.
+``Laid`` replaces a tensor in torch's functions, so that code that converts weights shows where each
+part comes from. Operations that do more than move boxes of numbers raise an error.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Read = Callable[[str, tuple[slice, ...]], Tensor]
 
 
 class CannotPlaceError(TypeError):
-    """An operation does more than move numbers."""
+    """An operation that does more than move numbers."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a source's numbers.
+    """A box of numbers from a source tensor.
 
-    A source [4, 6] turned, of which columns 2 and 3 begin at row 5 of the tensor, is at ``(5, 0)``
-    with shape ``(2, 4)``, from ``(0, 2)``, along ``(1, 0)``.
+    An example: columns 2 and 3 of a source [4, 6], transposed and placed at row 5 of the tensor,
+    are at ``(5, 0)`` with shape ``(2, 4)``, from ``start=(0, 2)``, along ``(1, 0)``.
 
     Attributes:
-        source: Its name.
-        at: Where the box begins in the tensor.
-        shape: Of the box, as the tensor has it.
-        start: Where it begins in the source.
-        along: For each dim of the tensor the source's; None: the source lacks it.
+        source: Name of the source.
+        at: First index of the box in the tensor.
+        shape: Shape of the box in the tensor.
+        start: First index of the box in the source.
+        along: Source dimension of each tensor dimension; None if the source lacks it.
     """
 
     source: str
@@ -43,7 +43,7 @@ class Piece:
     along: tuple[int | None, ...]
 
     def within(self, offsets: Sequence[int], lengths: Sequence[int]) -> Self | None:
-        """Return what a region of the tensor has of it, placed in that region; None: nothing."""
+        """Return the part in a region of the tensor, relative to that region; None if empty."""
         at, shape, start = [], [], list(self.start)
         for dim, (low, length) in enumerate(zip(offsets, lengths, strict=True)):
             first = max(low, self.at[dim])
@@ -57,7 +57,7 @@ class Piece:
         return replace(self, at=tuple(at), shape=tuple(shape), start=tuple(start))
 
     def read(self, read: Read) -> Tensor:
-        """Return its numbers, in the tensor's order of dims."""
+        """Read the numbers, with dimensions in the tensor's order."""
         lengths = [1] * len(self.start)
         for dim, source_dim in enumerate(self.along):
             if source_dim is not None:
@@ -65,18 +65,18 @@ class Piece:
         slices = tuple(slice(s, s + n) for s, n in zip(self.start, lengths, strict=True))
         values = read(self.source, slices)
         order = [dim for dim in self.along if dim is not None]
-        # A dim of the source that the tensor lacks is of one number, and last in the order.
+        # Source dimensions that the tensor lacks have size 1 and come last.
         order += [dim for dim in range(len(self.start)) if dim not in order]
         return values.permute(order).reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class Laid:
-    """A tensor made of pieces of others, in place of one in functions of torch.
+    """A tensor composed of pieces of other tensors; replaces a tensor in torch functions.
 
     Attributes:
-        shape: Its own.
-        pieces: Which cover it, each number once.
+        shape: Shape of the tensor.
+        pieces: Pieces that cover the tensor, each number once.
     """
 
     shape: torch.Size
@@ -84,38 +84,38 @@ class Laid:
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> Self:
-        """Return a tensor that is a source as it is."""
+        """Return a tensor that equals a source."""
         sizes, dims = tuple(shape), tuple(range(len(shape)))
         origin = (0,) * len(sizes)
         return cls(torch.Size(sizes), (Piece(name, origin, sizes, origin, dims),))
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of what it is made of."""
+        """Names of the sources of all pieces."""
         return tuple(dict.fromkeys(piece.source for piece in self.pieces))
 
     def read(
         self, read: Read, offsets: Sequence[int], lengths: Sequence[int], into: Tensor
     ) -> None:
-        """Fill a tensor with a region of this one, a piece at a time.
+        """Fill a tensor with a region of this one, piece by piece.
 
         Args:
-            read: Reads a region of a source, by its name.
-            offsets: First index of the region in each dim.
-            lengths: How many it has of each.
-            into: [*lengths]; written in place.
+            read: Reads a region of a source by name.
+            offsets: First index of the region in each dimension.
+            lengths: Size of the region in each dimension.
+            into: Tensor [*lengths] to fill in place.
         """
         for piece in self.pieces:
-            if (inside := piece.within(offsets, lengths)) is not None:
-                spot = tuple(slice(a, a + n) for a, n in zip(inside.at, inside.shape, strict=True))
-                into[spot].copy_(inside.read(read))
+            if (part := piece.within(offsets, lengths)) is not None:
+                slices = tuple(slice(a, a + n) for a, n in zip(part.at, part.shape, strict=True))
+                into[slices].copy_(part.read(read))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what a function of torch would do to the tensor.
+        """Apply a torch function.
 
         Raises:
-            CannotPlaceError: It does more than move boxes of numbers.
+            CannotPlaceError: The function does more than move boxes of numbers.
         """
         del types
         if func not in _FUNCTIONS:
@@ -124,27 +124,27 @@ class Laid:
 
     @property
     def ndim(self) -> int:
-        """Number of dims."""
+        """Number of dimensions."""
         return len(self.shape)
 
     def dim(self) -> int:
-        """Return the number of dims."""
+        """Return the number of dimensions."""
         return len(self.shape)
 
     def size(self, dim: int) -> int:
-        """Return the size of a dim."""
+        """Return the size of a dimension."""
         return self.shape[dim]
 
     def contiguous(self) -> Self:
-        """Return it as it is: it has no strides."""
+        """Return the tensor unchanged, because it has no strides."""
         return self
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Laid, ...]:
-        """Return parts along a dim, as ``torch.chunk``."""
+        """Split along a dimension as ``torch.chunk`` does."""
         return _chunk(self, chunks, dim)
 
     def squeeze(self, dim: int) -> Laid:
-        """Return it without a dim of one."""
+        """Remove a dimension of size 1."""
         dim %= self.ndim
         assert self.shape[dim] == 1
         pieces = [
@@ -159,12 +159,12 @@ class Laid:
         return Laid(torch.Size(_without(tuple(self.shape), dim)), tuple(pieces))
 
     @property
-    def T(self) -> Laid:  # noqa: N802 - as torch's
-        """Return it turned."""
+    def T(self) -> Laid:  # noqa: N802 - torch's name
+        """The transposed matrix."""
         return _transpose(self, 0, 1) if self.ndim == 2 else self
 
     def numel(self) -> int:
-        """Return how many numbers it has."""
+        """Return the number of elements."""
         return prod(self.shape)
 
 
@@ -201,14 +201,14 @@ def _transpose(tensor: Laid, dim0: int, dim1: int) -> Laid:
     order = list(range(tensor.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
 
-    def turned(values: Sequence[Any]) -> tuple[Any, ...]:
+    def swap(values: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(values[dim] for dim in order)
 
     pieces = [
-        replace(piece, at=turned(piece.at), shape=turned(piece.shape), along=turned(piece.along))
+        replace(piece, at=swap(piece.at), shape=swap(piece.shape), along=swap(piece.along))
         for piece in tensor.pieces
     ]
-    return Laid(torch.Size(turned(tensor.shape)), tuple(pieces))
+    return Laid(torch.Size(swap(tensor.shape)), tuple(pieces))
 
 
 def _split(tensor: Laid, sizes: int | Sequence[int], dim: int = 0) -> tuple[Laid, ...]:
@@ -216,14 +216,14 @@ def _split(tensor: Laid, sizes: int | Sequence[int], dim: int = 0) -> tuple[Laid
     total = tensor.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
-    tensors, start = [], 0
+    parts, start = [], 0
     for size in sizes:
         offsets, lengths = [0] * tensor.ndim, list(tensor.shape)
         offsets[dim], lengths[dim] = start, size
         pieces = [piece.within(offsets, lengths) for piece in tensor.pieces]
-        tensors.append(Laid(torch.Size(lengths), tuple(p for p in pieces if p is not None)))
+        parts.append(Laid(torch.Size(lengths), tuple(p for p in pieces if p is not None)))
         start += size
-    return tuple(tensors)
+    return tuple(parts)
 
 
 def _chunk(tensor: Laid, chunks: int, dim: int = 0) -> tuple[Laid, ...]:

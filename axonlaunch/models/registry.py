@@ -1,6 +1,6 @@
-"""How a model joins: ``register_model``, in a plug-in or in a package that offers it.
+"""Registers models with ``register_model``, in a plug-in or in a package that provides models.
 
-The table itself is ``config.model``'s; it lists names without importing what stands behind them.
+The registry is ``config.model.MODELS``; it lists names without importing the model code.
 """
 
 from __future__ import annotations
@@ -35,23 +35,26 @@ def register_model(
     """Register a module class or a builder function as ``model.name=NAME``.
 
     Args:
-        name: The name.
-        config: Dataclass with a ``name`` field that types the group ``model``; what is decorated
-            is called with one. None: it is called with the keys of ``model.arguments``.
-        layers: Path of the ``nn.ModuleList`` of repeated blocks; None: the module is one unit.
-        ends: Attributes of the module that only the first, and only the last, pipeline stage keeps
-            (the forward passes over those that are None, and over blocks that are); None: the
-            module can't be cut, unless it is a plain ``nn.Sequential``.
-        inputs: What the module is fed.
-        loss: ``(outputs, targets)`` to the sum over counted targets; None: cross entropy.
-        initializers: Module to how each parameter starts; None: the module starts itself.
-        tensor_plan: Patterns of module names to styles, or what gives them for a module; None:
-            tensor parallelism can't divide it.
-        sequence_parallel: Whether the plan says what sees a part of the sequence too.
-        summary: One line for ``axonlaunch ls models``; None: the docstring's first.
+        name: Name of the model.
+        config: Dataclass with a ``name`` field that defines the keys of the group ``model``; the
+            decorated object is called with an instance. If None, it is called with the keys of
+            ``model.arguments``.
+        layers: Path of the ``nn.ModuleList`` of repeated blocks; None if the module is one unit.
+        ends: Attributes of the module that only the first and only the last pipeline stage keeps.
+            The forward must skip blocks and attributes that are None. If None, the module can't be
+            cut, unless it is a plain ``nn.Sequential``.
+        inputs: Kind of input of the module.
+        loss: Maps ``(outputs, targets)`` to the sum over counted targets; None for cross entropy.
+        initializers: Maps a module to the initializers of its parameters; None if the module
+            initializes itself.
+        tensor_plan: Patterns of module names to styles, or a function that returns them for a
+            module. None if tensor parallelism can't split the model.
+        sequence_parallel: Whether the plan also says which modules see only a part of the sequence.
+        summary: One line for ``axonlaunch ls models``; by default the first line of the docstring.
 
     Raises:
-        ValueError: The name is taken, or the configuration is no dataclass with a name.
+        ValueError: The name is already registered, or ``config`` is not a dataclass with a field
+            ``name``.
     """
 
     def make_spec(build: Callable[[Any], nn.Module]) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Blocks that are made alike: what a few of them show holds for all.
+"""Compares the repeated blocks of a model, so that a few of them can represent all.
 
 Building and running a hundred equal blocks without storage takes a hundred times as long as one.
 """
@@ -11,44 +11,44 @@ from typing import Any
 from torch import nn
 
 FEW = 3
-"""A first block, a last one, and one that has neighbours."""
+"""Number of representative blocks: the first, the last, and one with two neighbours."""
 
 
 def are_alike(module: nn.Module, layers: str, *, index_names: tuple[str, ...] = ()) -> bool:
-    """Say whether blocks are equal, in all that can be seen without running them.
+    """Return whether all blocks are equal, as far as can be determined without running them.
 
-    They are then in an ``nn.ModuleList``, so that a module can do with fewer.
+    The blocks must be in an ``nn.ModuleList``, so that some of them can be removed.
 
     Args:
-        module: What holds them.
-        layers: Path of their list.
-        index_names: Attributes that hold a block's number, by which it does nothing else.
+        module: Module that contains the blocks.
+        layers: Path of the list of blocks.
+        index_names: Attributes that hold the number of a block without effect on its computation.
     """
     blocks = module.get_submodule(layers)
     if not isinstance(blocks, nn.ModuleList):
         return False
-    here = [block for block in blocks if not getattr(block, "is_stand_in", False)]
-    return len({looks(block, index_names) for block in here}) == 1
+    present = [block for block in blocks if not getattr(block, "is_stand_in", False)]
+    return len({block_key(block, index_names) for block in present}) == 1
 
 
 def with_first_blocks(module: nn.Module, layers: str, count: int) -> nn.Module:
-    """Return a copy that has as many of the first blocks."""
+    """Return a copy of a module with only the first ``count`` blocks."""
     blocks = module.get_submodule(layers)
     assert isinstance(blocks, nn.ModuleList)
-    few = copy.deepcopy(blocks[:count]) if count < len(blocks) else None
-    return copy.deepcopy(module, {} if few is None else {id(blocks): few})
+    first_blocks = copy.deepcopy(blocks[:count]) if count < len(blocks) else None
+    return copy.deepcopy(module, {} if first_blocks is None else {id(blocks): first_blocks})
 
 
 def representative(
     module: nn.Module, layers: str, *, index_names: tuple[str, ...] = ()
 ) -> nn.Module:
-    """Return a copy with a few of the blocks if all are alike, and the module itself otherwise."""
+    """Return a copy with ``FEW`` blocks if all blocks are equal, otherwise the module itself."""
     alike = are_alike(module, layers, index_names=index_names)
     return with_first_blocks(module, layers, FEW) if alike else module
 
 
-def looks(block: nn.Module, index_names: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return what distinguishes a block without running it: modules, shapes, settings."""
+def block_key(block: nn.Module, index_names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return a key of modules, shapes and settings that is the same for equal blocks."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     settings = [
         (name, key, value)

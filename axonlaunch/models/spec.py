@@ -1,6 +1,6 @@
-"""What an engine must know of a model beside the module itself.
+"""Describes models to engines: loss, blocks, tensor plan and other facts that a module lacks.
 
-It holds plain values and imports no torch, so that listing models stays fast.
+This module holds plain values and does not import torch, so listing models stays fast.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TensorPlan: TypeAlias = "Mapping[str, str] | Callable[[nn.Module], Mapping[str, 
 
 
 class ModelOutputs(NamedTuple):
-    """What a forward returns that has a loss of its own beside that of its logits.
+    """Logits and auxiliary loss of a forward.
 
     Attributes:
-        logits: [..., C].
-        auxiliary_loss: 0-dim; what it adds to the mean loss of this micro-batch's targets.
+        logits: Logits [..., C].
+        auxiliary_loss: Scalar tensor that is added to the mean loss of this micro-batch.
     """
 
     logits: Tensor
@@ -41,16 +41,17 @@ Dim = int | str
 
 @dataclass(frozen=True)
 class BlockFlow:
-    """What passes through a model's blocks.
+    """Modules and tensors around a model's blocks, which a pipeline needs to cut the model.
 
     Attributes:
-        before: Modules whose parameters are used before the first block, by full names, in turn.
-        after: Modules whose parameters are used after the last block.
-        shapes: What each of ``before`` returns: numbers, or ``BATCH``, ``LENGTH`` or ``TOKENS``,
-            which is their product.
-        written: Those of ``before`` whose output the model changes in place.
-        returns: Of each block: elements of the tuple that it returns, hidden states first; None:
-            it returns them alone.
+        before: Full names of the modules with parameters that are used before the first block, in
+            order.
+        after: Full names of the modules with parameters that are used after the last block.
+        shapes: Output shape of each module in ``before``. A dimension is a number, or ``BATCH``,
+            ``LENGTH`` or ``TOKENS`` (batch size times length).
+        written: Modules in ``before`` with an output that the model changes in place.
+        returns: For each block, the number of elements of the tuple that it returns (hidden states
+            first), or None if it returns only hidden states.
         problem: Why a pipeline can't cut between the blocks; empty if it can.
     """
 
@@ -64,48 +65,50 @@ class BlockFlow:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """How a model is built, started, split and judged.
+    """Describes how a model is built, initialized, split and trained.
 
     Attributes:
-        build: Typed configuration to module. Called under ``torch.device("meta")`` when
-            ``initializers`` is given, on the CPU under the seed otherwise.
-        loss: ``(outputs, targets)`` to the *sum* over counted targets, an fp32 scalar; a target of
-            ``IGNORE_INDEX`` does not count. Outputs are a tensor, or ``ModelOutputs``.
-        layers: Path of the ``nn.ModuleList`` of repeated blocks, the unit of sharding,
-            recomputation and compilation; None where the module is one unit.
-        inputs: What the module is fed.
-        initializers: Module to ``{parameter name: how it starts}``; None where the module starts
-            itself. The module may be a pipeline stage that lacks some parts.
-        tensor_plan: How tensor parallelism divides it: patterns of module names to styles (see
-            ``engines.tensor_plan``), or what gives them for a module, which may be such a stage.
-            None: it can't be divided.
-        sequence_parallel: Whether the plan says what sees a part of the sequence too.
-        ends: Attributes that only the first, and only the last, pipeline stage keeps; the others
-            set them, and the blocks that they leave out, to None. None: see ``flow``.
-        flow: What passes through its blocks; a stage then runs the whole model's forward, in which
-            stand-ins take the place of what other stages keep. None: without ends it can't be cut.
-        adapt: The spec and a typed configuration to the spec of the model that it describes; None:
-            nothing of the spec depends on it.
-        mixes_samples: Whether a sample's loss depends on what else is in its micro-batch, beside
-            batch normalisation.
-        max_positions: Longest sequence; None: as the configuration says, if it does.
-        runs_without_values: Whether a forward that fails on tensors without values fails on others
-            too, unless it asks for a value; a model of anybody's may not.
-        index_names: Attributes of modules in a block that hold its number, by which it does nothing
-            else than the others.
-        untraceable: Why it can't be run on tensors without values; empty if it can.
-        refused_axes: ``{axis: why}`` of what divides no such model: tensor, pipeline or context.
-        positions: Attributes that know of positions, an ``nn.Embedding`` of them or a
-            ``RotaryTable``, in a model whose ``Attention`` is causal; None: see ``divide``.
-        divide: Lets a module, or a stage, compute on parts of sequences; None: without positions
-            they can't be divided.
-        head: Path of the module that makes the logits of hidden states, one after another; None:
-            it is not known.
-        undivided: Why ``divide`` would not give what the whole gives; empty if it does.
-        unpackable: Why rows can't hold several documents; empty if its forward takes ``positions``
-            of tokens in their documents, and lets none attend to another.
-        divides_documents: Whether a part of such a row keeps them apart too: by ``divide``, or by
-            the model's attribute ``find_documents``, which engines replace.
+        build: Maps the typed configuration to a module. It is called under ``torch.device("meta")``
+            if ``initializers`` is set, otherwise on the CPU with the seed set.
+        loss: Maps ``(outputs, targets)`` to the *sum* over counted targets, an fp32 scalar. Targets
+            equal to ``IGNORE_INDEX`` don't count. Outputs are a tensor or ``ModelOutputs``.
+        layers: Path of the ``nn.ModuleList`` of repeated blocks, which are the unit of sharding,
+            recomputation and compilation; None if the module is one unit.
+        inputs: Kind of input of the module.
+        initializers: Maps a module to ``{parameter name: initializer}``; None if the module
+            initializes itself. The module may be a pipeline stage without some of the parts.
+        tensor_plan: Plan for tensor parallelism: patterns of module names to styles
+            (see ``engines.tensor_plan``), or a function that returns them for a module or pipeline
+            stage. None if the model can't be split.
+        sequence_parallel: Whether the plan also says which modules see only a part of the sequence.
+        ends: Attributes that only the first and only the last pipeline stage keeps. Other stages
+            set them, and the blocks that they lack, to None. If ``ends`` is None, ``flow`` is used.
+        flow: Returns the modules and tensors around the blocks. Each stage then runs the whole
+            model's forward, with placeholders for the modules of other stages. If ``flow`` and
+            ``ends`` are None, the model can't be cut.
+        adapt: Maps this spec and a typed configuration to the spec for that configuration; None if
+            the spec does not depend on the configuration.
+        mixes_samples: Whether a sample's loss depends on other samples in its micro-batch for a
+            reason other than batch normalization.
+        max_positions: Longest sequence; None uses the value in the configuration, if any.
+        runs_without_values: Whether a forward that fails on tensors without values also fails on
+            tensors with values, unless it needs a value. False for models of unknown origin.
+        index_names: Attributes that hold the number of a block without effect on its computation.
+        untraceable: Why the model can't be run on tensors without values; empty if it can.
+        refused_axes: ``{axis: reason}`` for axes (tensor, pipeline or context) that can't split any
+            such model.
+        positions: Attributes that depend on positions, an ``nn.Embedding`` of positions or a
+            ``RotaryTable``, in a model with causal ``Attention``. If None, ``divide`` is used.
+        divide: Lets a module or stage compute on parts of sequences. If ``divide`` and
+            ``positions`` are None, sequences can't be split.
+        head: Path of the module that maps hidden states to logits, position by position; None if
+            unknown.
+        undivided: Returns why ``divide`` would change results; empty if it would not.
+        unpackable: Returns why a row can't hold several documents. Empty if the forward takes
+            ``positions`` of tokens within their documents and keeps documents from attending to
+            each other.
+        divides_documents: Whether documents also stay separate in parts of a row, either through
+            ``divide`` or through the model's attribute ``find_documents``, which engines replace.
     """
 
     build: Callable[[Any], nn.Module]
@@ -132,12 +135,12 @@ class ModelSpec:
     refused_axes: Mapping[str, str] = field(default_factory=dict)
 
     def plan(self, module: nn.Module) -> dict[str, str]:
-        """Return the tensor plan for a module; empty where there is none."""
+        """Return the tensor plan for a module, or an empty dict."""
         plan = self.tensor_plan(module) if callable(self.tensor_plan) else self.tensor_plan
         return dict(plan or {})
 
     def blocks(self, module: nn.Module) -> dict[str, nn.Module]:
-        """Return the repeated blocks that a module holds, by their full names, in order.
+        """Return a module's repeated blocks by full name, in order.
 
         Raises:
             ConfigError: The module has nothing at ``layers``.
@@ -157,30 +160,30 @@ class ModelSpec:
         }
 
     def undivided_sequences(self) -> str:
-        """Return why ranks can't each compute a part of its sequences; empty if they can."""
-        if why := self.refused_axes.get("context"):
-            return why
+        """Return why ranks can't each compute a part of a sequence; empty if they can."""
+        if reason := self.refused_axes.get("context"):
+            return reason
         if self.divide is not None:
-            why = self.undivided()
-            return why and f"its sequences can't be divided: {why}"
+            reason = self.undivided()
+            return reason and f"its sequences can't be divided: {reason}"
         if self.positions is None:
             return "the model can't compute on a part of a sequence; use 1"
         return ""
 
     def head_of(self, module: nn.Module) -> nn.Module | None:
-        """Return the head that a module, or a stage of it, has; None where it has none."""
+        """Return the head of a module or stage, or None if it has no head."""
         try:
             head = module.get_submodule(self.head or "")
-        except AttributeError:  # None in its place
+        except AttributeError:  # the attribute is None
             return None
         if self.head is None or getattr(head, "is_stand_in", False):
             return None
         return head
 
     def repeats(self, module: nn.Module) -> bool:
-        """Say whether a module's blocks are equal, in all that can be seen without running them.
+        """Return whether all blocks are equal, as far as can be determined without running them.
 
-        They are then in an ``nn.ModuleList``, so that a module can do with fewer.
+        The blocks must be in an ``nn.ModuleList``, so that some of them can be removed.
         """
         if not self.blocks(module):
             return False
@@ -189,7 +192,7 @@ class ModelSpec:
         return are_alike(module, self.layers or "", index_names=self.index_names)
 
     def representative(self, module: nn.Module) -> nn.Module:
-        """Return a copy of few blocks where those show what all do, else the module itself."""
+        """Return a copy with few blocks if all blocks are equal, otherwise the module itself."""
         if not self.blocks(module):
             return module
         from axonlaunch.models.repeated_blocks import representative
@@ -198,14 +201,14 @@ class ModelSpec:
 
 
 def takes_positions() -> str:
-    """Say that nothing keeps a model from being fed packed rows."""
+    """Return an empty reason; the ``unpackable`` of models that support packed rows."""
     return ""
 
 
 def not_a_tensor(outputs: object) -> ConfigIssue:
-    """Return the problem that a model's forward returned something else than a tensor."""
+    """Return the problem for a forward that does not return a tensor."""
     kind = type(outputs).__name__
     part = ".logits" if hasattr(outputs, "logits") else "[0]" if isinstance(outputs, tuple) else ""
     example = f", as in return outputs{part}" if part else ""
-    message = f"its forward returns {kind}, not a tensor; return the logits alone{example}"
+    message = f"its forward returns {kind}, not a tensor; return only the logits{example}"
     return ConfigIssue("model", message)

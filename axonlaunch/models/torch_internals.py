@@ -1,7 +1,8 @@
-"""The private names of torch that models and what is above them stand on: all of them here.
+"""All private names of torch that models and the packages above them use.
 
-``tests/house/test_private_names.py`` pins each: when torch moves one, it says which, and the fix
-belongs in this file alone. Those of ``torch.distributed`` are in ``comm/torch_internals.py``.
+``tests/house/test_private_names.py`` tests each name. When torch moves one, the test names it, and
+only this file has to change. Private names of ``torch.distributed`` are in
+``comm/torch_internals.py``.
 """
 
 from __future__ import annotations
@@ -48,47 +49,47 @@ UNTRACEABLE = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
-"""What torch raises for an operation that needs values, or that has no fake kernel."""
+"""Errors that torch raises for operations that need values or have no fake kernel."""
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what all views of a storage share; another storage may get it after this one."""
+    """Return a number that identifies a storage; a later storage may get the same number."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Say whether autograd takes a tensor for a view of another."""
+    """Return whether autograd treats a tensor as a view of another one."""
     return tensor._is_view()
 
 
 def bare_fake(meta: Tensor, device: torch.device) -> Any:
-    """Return a fake tensor of a device over one of the meta device, without a mode yet."""
-    made = Tensor._make_subclass(
+    """Return a fake tensor on a device from a meta tensor, without a mode."""
+    fake = Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
-    torch._C._set_throw_on_mutable_data_ptr(made)
-    return made
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    return fake
 
 
 def dispatch_keys(tensor: Tensor) -> Any:
-    """Return what decides which kernels an operation on the tensor runs."""
+    """Return the dispatch keys of a tensor, which select the kernels of its operations."""
     return torch._C._dispatch_key_set(tensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return what a DTensor holds, and another tensor as it is.
+    """Return the local tensor of a DTensor; other tensors are returned unchanged.
 
-    ``to_local`` would make a view, also of a freed storage, and takes longer.
+    ``to_local`` is slower, and it makes a view even if the storage has been freed.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def is_cast_by_autocast(operation: str) -> bool:
-    """Say whether CUDA's autocast decides the dtype of an operation, ``"aten::rms_norm"``."""
+    """Return whether CUDA's autocast sets the dtype of an operation like ``"aten::rms_norm"``."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operation, "AutocastCUDA")
 
 
 def in_backward() -> bool:
-    """Say whether this thread computes gradients; what is recomputed for them counts."""
+    """Return whether this thread is in a backward pass, including its recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)

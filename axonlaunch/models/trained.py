@@ -1,6 +1,6 @@
-"""Which parameters of a model are trained: patterns of their names decide.
+"""Selects the parameters of a model to train, by patterns of their names.
 
-It looks at a whole model, on any device, before anything divides it.
+The model must be unsharded, on any device.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from axonlaunch.config.schema import TrainConfig
 
 
 def choose_trained(module: nn.Module, train: TrainConfig) -> None:
-    """Freeze a whole model's parameters, in place, and then train some of those that are frozen.
+    """Freeze parameters of an unsharded model in place, then unfreeze some of them again.
 
-    A pattern that matches nothing is passed over, for a module may be smaller than the run's.
+    Patterns without a match are ignored, because a module may be smaller than the run's model.
 
     Args:
-        module: Undivided.
-        train: Has the patterns.
+        module: Unsharded model.
+        train: Configuration with the patterns.
     """
     for patterns, is_trained in ((train.freeze, False), (train.unfreeze, True)):
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -31,11 +31,11 @@ def choose_trained(module: nn.Module, train: TrainConfig) -> None:
 
 
 def frozen_problems(module: nn.Module, train: TrainConfig) -> Iterator[ConfigIssue]:
-    """Yield the patterns that match no parameter, and a run that would train nothing.
+    """Yield patterns that match no parameter, and runs that would train nothing.
 
     Args:
-        module: Whole, as ``choose_trained`` left it.
-        train: Has the patterns.
+        module: Unsharded model, after ``choose_trained``.
+        train: Configuration with the patterns.
     """
     if not train.freeze and not train.unfreeze:
         return

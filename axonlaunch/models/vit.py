@@ -1,7 +1,7 @@
 """ViT: a transformer over an image's patches, with learned positions and mean pooling.
 
-Plain code for one device; ``None`` in place of a part makes it a pipeline stage without it. Mean
-pooling in place of a class token follows Beyer et al., Better plain ViT baselines (2022).
+Plain single-device code. On a pipeline stage, missing parts are ``None``. Mean pooling instead of a
+class token follows Beyer et al., Better plain ViT baselines (2022).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from axonlaunch.models.spec import ModelSpec
 
 
 class ViT(nn.Module):
-    """Logits of an image's class."""
+    """Image classifier that returns logits."""
 
     embed_patches: nn.Conv2d | None
     embed_positions: nn.Embedding | None
@@ -44,7 +44,7 @@ class ViT(nn.Module):
         self.config = config
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images [B, C, H, W] (a later stage: hidden states) to logits [B, classes]."""
+        """Map images [B, C, H, W] (on later stages: hidden states) to logits [B, classes]."""
         if self.embed_patches is not None and self.embed_positions is not None:
             x = self.embed_patches(x).flatten(2).transpose(1, 2)
             x = x + self.embed_positions(torch.arange(x.shape[1], device=x.device))

@@ -1,1 +1,1 @@
-"""The operating system's side: processes, caches, disks, formatting."""
+"""Access to the operating system: processes, caches, disks, and formatting of values."""

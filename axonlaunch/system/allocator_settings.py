@@ -1,8 +1,8 @@
-"""Settings of torch's GPU allocator, which are made before torch is imported.
+"""Settings of torch's GPU allocator, which must be made before torch is imported.
 
-Segments of fixed sizes leave gaps that no later tensor fits: gigabytes of a run that is close to
-the device's memory. Ranks that axonlaunch starts grow them, as torchtitan's do, unless the user has
-settings of his own.
+Segments of fixed size leave gaps that later tensors do not fit into. If a run needs almost all of
+the device's memory, gaps can be gigabytes. Therefore ranks use expandable segments, as torchtitan
+does, unless the user has configured the allocator.
 
 Source: PyTorch, "CUDA semantics", and ``c10/core/AllocatorConfig.cpp`` of 2.13.
 """
@@ -16,28 +16,28 @@ from dataclasses import dataclass
 from typing import Any
 
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""In torch's order: of those that are set it reads the first alone."""
-_OURS = "expandable_segments:True"
+"""Environment variables in torch's order; torch reads only the first one that is set."""
+_DEFAULT = "expandable_segments:True"
 _SETTING = re.compile(r"(\w+):(\[[^\]]*\]|[^,\[]*)")
 _MIB = 2**20
 _INTERVALS = 16
-"""Powers of two from 1 MiB on, each of which sizes can be rounded in by a rule of its own."""
+"""Number of intervals between powers of two, from 1 MiB, with separate rules for rounding."""
 
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """What of its settings decides how much torch's allocator reserves.
+    """Settings that determine how much memory torch's allocator reserves.
 
     Attributes:
-        expandable: Whether segments grow.
-        max_split_size: Bytes from which on a block is never split.
-        max_rounding: Bytes by which a block that is not split may be larger than what it is for.
-        large_segment: Bytes that it asks for at least, of tensors above 1 MiB.
-        divisions: Of the sizes between 2^n and 2^(n+1) MiB: how many parts they are divided into, a
-            size being rounded up to the next; 0 and 1: none.
-        max_locked_rounding: Bytes up to which a block of page-locked host memory is rounded up to a
-            power of two.
-        not_replayed: Names of those that are set and that ``caching_allocator`` does not follow.
+        expandable: Whether segments can grow.
+        max_split_size: Size in bytes from which blocks are never split.
+        max_rounding: Bytes by which an unsplit block may be larger than the requested size.
+        large_segment: Minimum bytes of a segment for tensors above 1 MiB.
+        divisions: Number of parts of each interval from 2^n to 2^(n+1) MiB; sizes are rounded up to
+            the next part. 0 and 1 do not divide.
+        max_locked_rounding: Size in bytes up to which blocks of page-locked host memory are rounded
+            up to a power of two.
+        not_replayed: Names of configured settings that ``caching_allocator`` does not simulate.
     """
 
     expandable: bool = False
@@ -49,7 +49,7 @@ class AllocatorSettings:
     not_replayed: tuple[str, ...] = ()
 
     def page_locked(self, num_bytes: int) -> int:
-        """Return what torch takes of page-locked host memory for a block of so many bytes.
+        """Return the bytes of page-locked host memory that torch allocates for a block.
 
         Source: PyTorch, ``aten/src/ATen/core/CachingHostAllocator.h``, ``allocate``.
         """
@@ -59,57 +59,57 @@ class AllocatorSettings:
 
     @classmethod
     def of(cls, text: str) -> AllocatorSettings:
-        """Read what a variable says; a value that torch would refuse is not replayed."""
-        known: dict[str, Any] = {}
-        unknown = []
+        """Parse a variable's text. Values that torch would reject are listed as not replayed."""
+        values: dict[str, Any] = {}
+        not_replayed = []
         for name, value in _SETTING.findall("".join(text.split())):
             try:
                 if name == "expandable_segments":
-                    known["expandable"] = value == "True"
+                    values["expandable"] = value == "True"
                 elif name == "max_split_size_mb":
-                    known["max_split_size"] = int(value) * _MIB
+                    values["max_split_size"] = int(value) * _MIB
                 elif name == "max_non_split_rounding_mb":
-                    known["max_rounding"] = int(value) * _MIB
+                    values["max_rounding"] = int(value) * _MIB
                 elif name == "large_segment_size_mb":
-                    known["large_segment"] = int(value) * _MIB
-                elif name in _OF_LOCKED:
-                    largest = min(int(value) * _MIB, known.get("max_locked_rounding", sys.maxsize))
-                    known["max_locked_rounding"] = largest
+                    values["large_segment"] = int(value) * _MIB
+                elif name in _PAGE_LOCKED:
+                    limit = min(int(value) * _MIB, values.get("max_locked_rounding", sys.maxsize))
+                    values["max_locked_rounding"] = limit
                 elif name == "roundup_power2_divisions":
-                    known["divisions"] = _divisions(value)
-                elif name in _OF_SIZE and value != "native":
-                    unknown.append(name)
+                    values["divisions"] = _divisions(value)
+                elif name in _AFFECTS_SIZE and value != "native":
+                    not_replayed.append(name)
             except ValueError:
-                unknown.append(name)
-        return cls(**known, not_replayed=tuple(sorted(unknown)))
+                not_replayed.append(name)
+        return cls(**values, not_replayed=tuple(sorted(not_replayed)))
 
 
-_OF_LOCKED = {"pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"}
-# The others are about threads, locks and errors.
-_OF_SIZE = {"backend", "garbage_collection_threshold", "per_process_memory_fraction"}
+_PAGE_LOCKED = {"pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"}
+# Other settings are about threads, locks and errors.
+_AFFECTS_SIZE = {"backend", "garbage_collection_threshold", "per_process_memory_fraction"}
 
 
 def grow_segments() -> None:
-    """Let this process, and those that it starts, grow segments; call it before torch is there."""
-    if _said() is None:
-        os.environ[_VARIABLES[-1]] = _OURS
+    """Enable expandable segments for this process and its children; call before importing torch."""
+    if _user_settings() is None:
+        os.environ[_VARIABLES[-1]] = _DEFAULT
 
 
 def settings_of_ranks() -> AllocatorSettings:
     """Return the settings of ranks that this process would start."""
-    said = _said()
-    return AllocatorSettings.of(_OURS if said is None else said)
+    settings = _user_settings()
+    return AllocatorSettings.of(_DEFAULT if settings is None else settings)
 
 
-def _said() -> str | None:
+def _user_settings() -> str | None:
     return next((os.environ[name] for name in _VARIABLES if name in os.environ), None)
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """Return the parts of each interval, as ``4`` or ``[256:1,512:2,>:4]`` says.
+    """Return the number of parts of each interval from text like ``4`` or ``[256:1,512:2,>:4]``.
 
-    An interval that is not named is rounded as nothing, but for those below the first and, with
-    ``>``, those above the last.
+    Intervals below the first named one use its value, those above the last named one the value of
+    ``>``. All other intervals are not divided.
     """
     if not value.startswith("["):
         return (int(value),) * _INTERVALS

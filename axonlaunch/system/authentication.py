@@ -1,7 +1,8 @@
-"""Messages that only a holder of a run's token can write, and only for the place they are read at.
+"""Signed messages between the members of a run, in torch's store.
 
-torch's store keeps bytes for whoever connects. So each message names its run, round, sender and the
-key it stands under, and carries an HMAC over all of it; it is JSON, and nothing else is read.
+Any process that connects to the store can read and write it. Therefore each message contains its
+run, round, sender and the store key, with an HMAC over all of these and the content. Messages are
+JSON.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 MOST_BYTES = 4 * 2**20
-"""The longest message that is read. A store holds values of 8 MiB at most."""
+"""Maximum size of a message. A store holds values of up to 8 MiB."""
 _DIGEST = "sha256"
 _PURPOSE = b"axonlaunch messages 1"
 _HEX = 64
 
 
 class ForgedMessageError(Exception):
-    """A message was not written by a holder of the token, or not for this place."""
+    """A message was not signed with the run's token, or it was written for another key or run."""
 
 
 def derive_key(token: bytes) -> bytes:
     """Derive the key of a run's messages from its token by HKDF-SHA256 (RFC 5869).
 
-    Without a token (``b""``) the key is known to everybody: messages of two runs are still kept
-    apart, and strangers' are not.
+    Without a token (``b""``) the key is public. Messages of different runs are still distinguished,
+    but anyone can forge messages.
     """
     return hkdf_sha256(token, info=_PURPOSE)
 
@@ -38,7 +39,7 @@ def hkdf_sha256(secret: bytes, *, info: bytes) -> bytes:
     """Derive 32 bytes for a purpose, without a salt (RFC 5869).
 
     One block of output is one step of "expand" (section 2.3): ``HMAC(PRK, info | 0x01)``. Without a
-    salt "extract" (2.2) takes zeros of the hash's length.
+    salt, "extract" (2.2) uses zeros of the hash's length.
     """
     pseudorandom = hmac.digest(bytes(hashlib.sha256().digest_size), secret, _DIGEST)
     return hmac.digest(pseudorandom, info + b"\x01", _DIGEST)
@@ -46,13 +47,13 @@ def hkdf_sha256(secret: bytes, *, info: bytes) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What a member of a run writes its messages with, and reads the others'.
+    """Credentials with which a member of a run signs its messages and verifies those of others.
 
     Attributes:
-        key: Of ``derive_key``.
-        run: The run's random name: a message of another run with the same token is refused.
-        round: The attempt at the run: a message of an earlier one is refused.
-        sender: Who this is, as in ``node 1`` or ``rank 3``.
+        key: Key from ``derive_key``.
+        run: Random name of the run; messages of other runs with the same token are rejected.
+        round: Number of the attempt at the run; messages of earlier attempts are rejected.
+        sender: Name of this member, such as ``node 1`` or ``rank 3``.
     """
 
     key: bytes = field(repr=False)
@@ -62,22 +63,25 @@ class Credentials:
 
     @classmethod
     def random(cls, *, sender: str) -> Self:
-        """Make those of a new run whose members get theirs from this process."""
+        """Create credentials of a new run. This process must distribute them to the members."""
         key = derive_key(secrets.token_bytes(32))
         return cls(key=key, run=secrets.token_hex(8), sender=sender)
 
     def of(self, sender: str) -> Self:
-        """Return the same for another member."""
+        """Return the credentials of another member."""
         return dataclasses.replace(self, sender=sender)
 
     def seal(self, name: str, content: Any) -> bytes:
-        """Write a message.
+        """Return a signed message.
 
         Args:
-            name: The key it is to stand under.
+            name: Store key of the message.
             content: Plain values.
+
+        Raises:
+            ValueError: The message is longer than ``MOST_BYTES``.
         """
-        # The body is signed as it is sent, so nobody needs to write the same JSON twice.
+        # The signature covers the bytes as sent, so JSON formatting does not matter.
         message = {
             "run": self.run,
             "round": self.round,
@@ -91,15 +95,16 @@ class Credentials:
         return self._digest(body) + body
 
     def open(self, name: str, sealed: bytes, *, sender: str | None = None) -> Any:
-        """Read a message.
+        """Verify a signed message and return its content.
 
         Args:
-            name: The key it stood under.
-            sealed: As ``seal`` wrote it.
-            sender: Who must have written it; None: any member.
+            name: Store key of the message.
+            sealed: Message returned by ``seal``.
+            sender: Required sender; None accepts any member.
 
         Raises:
-            ForgedMessageError: It was not, or not under this key in this round of this run.
+            ForgedMessageError: The signature is wrong, or the message was written by another sender
+                or for another key, round or run.
         """
         if len(sealed) > MOST_BYTES:
             raise ForgedMessageError(f"{name}: {len(sealed)} bytes are not a message of this run")
@@ -110,7 +115,7 @@ class Credentials:
             message = json.loads(body)
             content = message.pop("content")
         except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
-            # Without a token anybody can sign.
+            # Without a token anyone can sign messages.
             raise ForgedMessageError(f"{name}: is not a message") from error
         expected = {
             "run": self.run,
@@ -119,8 +124,8 @@ class Credentials:
             "name": name,
         }
         if message != expected:
-            wrong = [key for key in expected if message.get(key) != expected[key]]
-            raise ForgedMessageError(f"{name}: was written for another {' and '.join(wrong)}")
+            different = [key for key in expected if message.get(key) != expected[key]]
+            raise ForgedMessageError(f"{name}: was written for another {' and '.join(different)}")
         return content
 
     def _digest(self, body: bytes) -> bytes:

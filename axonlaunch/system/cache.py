@@ -1,4 +1,4 @@
-"""The user's cache folder, and files in it that are written whole or not at all."""
+"""The user's cache folder and atomic writing of files in it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return what is ours of the user's cache, by the XDG base directory specification."""
+    """Return this package's folder in the user's cache (XDG base directory specification)."""
     configured = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache"
     return base / "axonlaunch"
 
 
 def keep(file: Path, text: str) -> None:
-    """Write a file of the cache at once; where the folder can't be written, none is kept."""
-    partial = file.with_suffix(f".{os.getpid()}")  # of its own, for several may write at once
+    """Write a cache file atomically; do nothing if the folder can't be written."""
+    partial = file.with_suffix(f".{os.getpid()}")  # unique, because several processes may write
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text)
@@ -30,7 +30,7 @@ def keep(file: Path, text: str) -> None:
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """Return a hash of every file of this package, which its version does not distinguish."""
+    """Return a hash of this package's source files, which changes more often than its version."""
     package = Path(__file__).resolve().parent.parent
     digest = sha256()
     for file in sorted(package.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Free space and free inodes of the disk that a folder is on, or will be on once it is made."""
+"""Free space and free inodes of the disk of a folder, which need not exist yet."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from axonlaunch.system.formatting import GIB, MIB
 
 _FEW_INODES = 100
-"""A run makes more files than this within minutes."""
+"""A run creates more files than this within minutes."""
 
 
 def free_bytes(folder: Path) -> tuple[Path, int]:
-    """Return the nearest folder that exists, from this one upwards, and its disk's free bytes."""
+    """Return the nearest existing folder, from this one upwards, and its disk's free bytes."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -21,7 +21,7 @@ def free_bytes(folder: Path) -> tuple[Path, int]:
 
 
 def free_inodes(folder: Path) -> int | None:
-    """Return how many files and folders can still be made; None if the disk has no such limit."""
+    """Return how many files and folders can still be created; None if there is no such limit."""
     existing, _ = free_bytes(folder)
     status = os.statvfs(existing)
     return status.f_favail if status.f_files else None
@@ -30,12 +30,12 @@ def free_inodes(folder: Path) -> int | None:
 def shortage(folder: Path) -> tuple[str, str]:
     """Return the free space of a full disk, and advice: ``("0.00 GiB free", "free some space")``.
 
-    A disk without free inodes refuses new files however much space it has:
+    A disk without free inodes can't take new files even if it has space:
     ``("4.51 GiB but 0 inodes free", "delete some files, ...")``.
     """
     _, free = free_bytes(folder)
     inodes, left = free_inodes(folder), f"{free / GIB:.2f} GiB"
-    # Some file systems count as free inodes what fits into the free space.
+    # Some file systems derive the number of free inodes from the free space.
     if inodes is None or inodes >= _FEW_INODES or free < MIB:
         return f"{left} free", "free some space"
     advice = "delete some files, however small (each takes an inode)"

@@ -1,6 +1,6 @@
-"""Opens and writes files in folders that others may have prepared.
+"""Opens and writes files in folders that may have been prepared by other users.
 
-Links, FIFOs, sockets and devices are refused, whoever put them there, and so is what is too large.
+Links, FIFOs, sockets, devices and files that are too large are errors.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 _NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
-"""What opening a link, a socket or a folder fails with."""
+"""Error numbers of opening a link, a socket or a folder."""
 
 
 LOCKS = Path("/proc/locks")
-"""Where the kernel lists the locks of this node."""
+"""File in which the kernel lists the locks of this node."""
 _BLOB = r"blobs/([0-9a-f]{40,64})"
 
 
 LARGEST_MODEL_FILE = 256 << 20
-"""Bytes of a file of a model's folder other than weights, such as ``tokenizer.json``."""
+"""Maximum bytes of a file in a model folder other than weights, such as ``tokenizer.json``."""
 
 
 class NotRegularError(OSError):
-    """A path that should be a regular file leads elsewhere, or to something else."""
+    """A path that should be a regular file is a link or a special file."""
 
 
 class TooLargeError(OSError):
-    """A file is larger than any of its kind."""
+    """A file is larger than the limit for its kind."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class FileCopy:
     """Content and permissions of a small file.
 
     Attributes:
-        content: All of it.
-        mode: Read and write permissions for a copy, which its owner may always read and write.
+        content: Complete content.
+        mode: Read and write permissions for a copy; the owner can always read and write it.
     """
 
     content: bytes
@@ -52,16 +52,16 @@ class FileCopy:
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a regular file, or one of a remote place, to read it.
+    """Open a regular file or a remote file for reading.
 
-    What is looked at is what was opened, so that nobody can swap it in between; and a FIFO that
-    nobody writes to is not waited for.
+    The check uses the opened descriptor, so the file can't be exchanged between check and use.
+    Opening does not wait for a FIFO without a writer.
 
     Raises:
-        NotRegularError: It is a link, a FIFO, a socket, a folder or a device.
-        OSError: It can't be opened.
+        NotRegularError: The path is a link, a FIFO, a socket, a folder or a device.
+        OSError: The file can't be opened.
     """
-    if not isinstance(path, str | Path):  # ``upath``'s, of a place that knows files alone
+    if not isinstance(path, str | Path):  # a path of ``upath``: remote storage has only files
         remote: io.BufferedReader = cast("Any", path).open("rb")
         return remote
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -69,22 +69,22 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def why_no_folder(path: Path) -> str:
-    """Say what is at a path where a folder is wanted and there is none."""
+    """Return the reason why a path is not a folder."""
     return "is a file, not a folder" if path.exists() else "there is no such folder"
 
 
 def read_text(path: str | os.PathLike[str], *, at_most: int) -> str:
-    """Read a regular file of UTF-8, or one of a remote place.
+    """Read a regular file or a remote file in UTF-8.
 
     Args:
-        path: The file.
-        at_most: Bytes.
+        path: Path of the file.
+        at_most: Maximum size in bytes.
 
     Raises:
-        NotRegularError: It is something else.
-        TooLargeError: It is larger.
-        OSError: It can't be read.
-        UnicodeDecodeError: It is not UTF-8; a ``ValueError``.
+        NotRegularError: The path is not a regular file.
+        TooLargeError: The file is larger than ``at_most``.
+        OSError: The file can't be read.
+        UnicodeDecodeError: The content is not UTF-8; this is a ``ValueError``.
     """
     with open_regular(path) as stream:
         content = stream.read(at_most + 1)
@@ -95,16 +95,16 @@ def read_text(path: str | os.PathLike[str], *, at_most: int) -> str:
 
 
 def read_copy(path: str | os.PathLike[str], *, at_most: int) -> FileCopy:
-    """Read a local regular file, with its permissions, to write it elsewhere.
+    """Read a local regular file with its permissions, to write a copy.
 
     Args:
-        path: The file.
-        at_most: Largest size in bytes; a larger file is not read.
+        path: Path of the file.
+        at_most: Maximum size in bytes; a larger file is not read.
 
     Raises:
-        NotRegularError: It is a link, a FIFO, a socket, a folder or a device.
-        TooLargeError: It is larger.
-        OSError: It can't be read.
+        NotRegularError: The path is a link, a FIFO, a socket, a folder or a device.
+        TooLargeError: The file is larger than ``at_most``.
+        OSError: The file can't be read.
     """
     with open_regular(path) as stream:
         status = os.fstat(stream.fileno())
@@ -115,37 +115,38 @@ def read_copy(path: str | os.PathLike[str], *, at_most: int) -> FileCopy:
 
 
 def why_not_read(file: Path, error: OSError) -> str:
-    """Say why a file of a foreign folder was not read, and how to replace a link."""
+    """Return why a file in a foreign folder was not read; for a link, also what to do."""
     if isinstance(error, NotRegularError) and file.is_symlink():
         return f"{error.strerror} but a link out of its folder; put a copy of the file in its place"
     return str(error.strerror or error)
 
 
 def inside_folder(file: Path, *, depth: int = 0) -> Path:
-    """Return the target of a link to a file of the same folder or to a blob of the Hub's cache.
+    """Return the target of a link to a file in the same folder or to a blob of the Hub's cache.
 
     All other paths are returned unchanged, so that ``open_regular`` refuses links out of a folder.
 
     Args:
-        file: File of a folder that others may have prepared.
-        depth: Folders between the model's folder and the file.
+        file: File in a folder that may have been prepared by another user.
+        depth: Number of folders between the model's folder and the file.
     """
     if not file.is_symlink():
         return file
     target = str(file.readlink())
-    is_beside = "/" not in target and target not in ("", ".", "..")
-    return file.with_name(target) if is_beside else hub_blob(file, depth=depth)
+    in_same_folder = "/" not in target and target not in ("", ".", "..")
+    return file.with_name(target) if in_same_folder else hub_blob(file, depth=depth)
 
 
 def hub_blob(file: Path, *, depth: int = 0) -> Path:
-    """Return the file that a snapshot in Hugging Face's cache links to; others unchanged.
+    """Return the target of a link in a snapshot of Hugging Face's cache; other paths unchanged.
 
-    All files of a snapshot are links to ``../../blobs/<digest>``, in the folder of their
-    repository. Whoever made that folder could have put the same content there.
+    All files of a snapshot are links to ``../../blobs/<digest>`` in the folder of their repository.
+    Following them is no risk, because the creator of that folder could have put the same content
+    into the snapshot.
 
     Args:
         file: File of a snapshot.
-        depth: Folders between the snapshot and the file.
+        depth: Number of folders between the snapshot and the file.
     """
     above = "../" * (2 + depth)
     if file.is_symlink() and (blob := re.fullmatch(re.escape(above) + _BLOB, str(file.readlink()))):
@@ -155,62 +156,66 @@ def hub_blob(file: Path, *, depth: int = 0) -> Path:
 
 
 def create_file(path: str | os.PathLike[str], *, mode: int = 0o666) -> BinaryIO:
-    """Open a file that is not there yet, to write it.
+    """Create a new file for writing.
 
     Args:
-        path: The file.
+        path: Path of the file.
         mode: Permissions, which the process's umask reduces.
 
     Raises:
-        FileExistsError: Something is there, be it a link that leads nowhere.
-        OSError: It can't be made.
+        FileExistsError: The path exists, even as a dangling link.
+        OSError: The file can't be created.
     """
     return os.fdopen(new_descriptor(path, mode=mode), "wb")
 
 
 def new_descriptor(path: str | os.PathLike[str], *, mode: int = 0o666) -> int:
-    """Return a descriptor of what ``create_file`` opens."""
+    """Create a new file as ``create_file`` does, and return its descriptor."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, mode)
 
 
-def appending_descriptor(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor that adds to a regular file, which is made where there is none.
+def appending_descriptor(path: str | os.PathLike[str], *, creates: bool = True) -> int:
+    """Return a descriptor that appends to a regular file.
+
+    Args:
+        path: Path of the file.
+        creates: Whether a missing file is created; otherwise it is an error.
 
     Raises:
-        NotRegularError: It is something else.
-        OSError: It can't be opened.
+        NotRegularError: The path is not a regular file.
+        OSError: The file can't be opened.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return _regular(path, flags)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return _regular(path, flags | (os.O_CREAT if creates else 0))
 
 
-def append_text(path: str | os.PathLike[str], text: str) -> None:
-    """Add to a regular file, as ``appending_descriptor`` does."""
-    with os.fdopen(appending_descriptor(path), "a") as stream:
+def append_text(path: str | os.PathLike[str], text: str, *, creates: bool = True) -> None:
+    """Append text to a regular file; see ``appending_descriptor``."""
+    with os.fdopen(appending_descriptor(path, creates=creates), "a") as stream:
         stream.write(text)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file of UTF-8 as ``replace`` does."""
+    """Write a text file in UTF-8 atomically; see ``replace``."""
     replace(path, text.encode())
 
 
 def replace(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Write a file so that a reader sees the old or the new one, never half of it.
+    """Write a file atomically: a reader sees either the old or the new content.
 
-    A link in its place is replaced, not followed.
+    An existing link is replaced, not followed.
 
     Args:
-        path: The file.
-        content: All of it.
+        path: Path of the file.
+        content: Complete content.
         mode: Permissions, which the process's umask reduces.
 
     Raises:
-        OSError: It can't be written; nothing is left of it.
+        OSError: The file can't be written. No partial file is left.
     """
     partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)  # of a process that was killed, or somebody's link
+    partial.unlink(missing_ok=True)  # left by a killed process, or a link of another user
     try:
         with create_file(partial, mode=mode) as stream:
             stream.write(content)
@@ -221,16 +226,16 @@ def replace(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 
 def write_copy(path: os.PathLike[str], copy: FileCopy) -> None:
-    """Write a file with at most the permissions of the one that it is a copy of.
+    """Write a copy of a file with at most the permissions of the original.
 
-    A remote place has no permissions.
+    Remote files have no permissions.
 
     Args:
-        path: The file, local or remote.
-        copy: What to write.
+        path: Path of the copy, local or remote.
+        copy: Content and permissions of the original.
 
     Raises:
-        OSError: It can't be written, or its folder is a link.
+        OSError: The file can't be written, or its folder is a link.
     """
     if not isinstance(path, Path):
         cast("Any", path).write_bytes(copy.content)
@@ -241,7 +246,7 @@ def write_copy(path: os.PathLike[str], copy: FileCopy) -> None:
 
 
 def modified_at(path: Path) -> float:
-    """Return when a file was last written, in seconds since 1970; 0 if that can't be found out."""
+    """Return the modification time of a file in seconds since 1970; 0 if unknown."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -249,10 +254,10 @@ def modified_at(path: Path) -> float:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a path exists; unlike ``Path.exists`` it passes over no error but that.
+    """Return whether a path exists; unlike ``Path.exists`` this does not hide other errors.
 
     Raises:
-        OSError: That can't be found out.
+        OSError: The path can't be checked.
     """
     try:
         path.stat()
@@ -263,11 +268,11 @@ def is_there(path: Path) -> bool:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold a folder, which the kernel lets go of however the process ends.
+    """Lock a folder. The kernel releases the lock however the process ends.
 
     Raises:
-        BlockingIOError: Another process holds it.
-        OSError: It can't be opened, or is no folder.
+        BlockingIOError: Another process has locked the folder.
+        OSError: The folder can't be opened, or the path is not a folder.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -278,32 +283,33 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process of this node has locked a folder, which is asked without touching it.
+    """Return whether a process of this node has locked a folder, from the kernel's list of locks.
 
-    Trying the lock would refuse who takes it just then.
+    Trying to take the lock could make another process fail that takes it at the same moment.
     """
     try:
-        place = f"{_device(folder)}:{folder.stat().st_ino}"
+        inode = f"{_device(folder)}:{folder.stat().st_ino}"
         with LOCKS.open(encoding="ascii") as stream:
-            return any(line.split()[5] == place for line in stream)
+            return any(line.split()[5] == inode for line in stream)
     except (OSError, AttributeError, IndexError, TypeError, ValueError):
         return False
 
 
 def _device(folder: Path) -> str:
-    """Return the device of a folder's disk, as the kernel lists locks: ``08:01``, in hexadecimal.
+    """Return the device of a folder's disk as in the list of locks: ``08:01``, in hexadecimal.
 
-    ``stat`` has another for a part of a btrfs; that of its mount is the same.
+    For a btrfs subvolume ``stat`` reports another device than the list of locks, which has that of
+    the mount.
 
     Raises:
-        OSError: It can't be found out.
+        OSError: The device can't be determined.
     """
     descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
     try:
-        about = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+        description = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
     finally:
         os.close(descriptor)
-    [mount] = re.findall(r"^mnt_id:\s*(\d+)$", about, re.MULTILINE)
+    [mount] = re.findall(r"^mnt_id:\s*(\d+)$", description, re.MULTILINE)
     mounts = Path("/proc/self/mountinfo").read_text()
     [device] = re.findall(rf"^{mount} \d+ (\d+:\d+) ", mounts, re.MULTILINE)
     major, _, minor = device.partition(":")

@@ -1,6 +1,6 @@
-"""Calls of functions in forked processes: what they return, yield or raise, with its traceback.
+"""Calls functions in forked processes and passes on their results, yielded values and exceptions.
 
-A function is named, ``"module:function"``, so that the caller need not import it.
+A function is named as ``"module:function"``, so the caller does not import it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from axonlaunch.system.forkserver import Starter, become_independent, fork
 from axonlaunch.system.targets import load_target
 
 _GRACE_S = 0.3
-"""Seconds in which other calls report what the failure of one did to them."""
+"""Seconds to wait for failures of other calls after the first failure."""
 _DYING_S = 1.0
-"""Seconds that killed processes get at most to be gone: one that nobody reaps never is."""
+"""Maximum seconds to wait for the end of killed processes. One that is never reaped stays."""
 
 
 def call(context: Starter, target: str, *args: Any, task: str = "") -> Any:
-    """Run ``"module:function"`` in a forked process and return what it returns.
+    """Run ``"module:function"`` in a forked process and return its result.
 
     Args:
-        context: What starts the process.
-        target: The function.
-        args: Its arguments.
-        task: What the process does, as in "estimating memory", for the message when it dies.
+        context: Context that starts the process.
+        target: Name of the function.
+        args: Arguments of the function.
+        task: Task of the process, such as "estimating memory"; used in the message if it dies.
 
     Raises:
-        Exception: What the function raised; its ``__cause__`` shows the traceback that it had in
-            the process.
+        Exception: The exception of the function; its ``__cause__`` shows the traceback in the
+            process.
         ProcessDiedError: The process died without an answer.
-        RuntimeError: The function raised what can't be pickled.
+        RuntimeError: The function raised an exception that can't be pickled.
     """
     try:
         [result] = call_together(context, target, [args], task=task)
@@ -46,21 +46,21 @@ def call(context: Starter, target: str, *args: Any, task: str = "") -> Any:
         error = failed.errors[0]
     else:
         return result
-    raise error  # out here, so that the caller sees the process's failure and none of ours
+    raise error  # outside of the except block, so that the exception has no context
 
 
 def stream(
     context: ForkServerContext, target: str, *args: Any, task: str = ""
 ) -> Generator[Any, None, Any]:
-    """Run a generator ``"module:function"`` in a forked process; yield what it yields as it comes.
+    """Run a generator ``"module:function"`` in a forked process and yield its values immediately.
 
-    Arguments are those of ``call``.
+    The arguments are those of ``call``.
 
     Returns:
-        What it returned.
+        The return value of the generator.
 
     Raises:
-        Exception: What the function raised.
+        Exception: The exception of the generator.
         ProcessDiedError: The process died without an answer.
     """
     call = ForkedCall(context, target, args, task=task)
@@ -76,10 +76,10 @@ def stream(
 
 
 class CallsFailedError(Exception):
-    """Of calls that depend on each other some failed; the others were ended.
+    """Some of several dependent calls failed; the other calls were ended.
 
     Attributes:
-        errors: What each that failed raised, by its index.
+        errors: Exceptions by index of the failed call.
     """
 
     def __init__(self, errors: dict[int, Exception]) -> None:
@@ -90,27 +90,26 @@ class CallsFailedError(Exception):
 def call_together(
     context: Starter, target: str, arguments: Sequence[tuple[Any, ...]], *, task: str = ""
 ) -> list[Any]:
-    """Run ``"module:function"`` in a forked process for each arguments, all at once.
+    """Run ``"module:function"`` in several forked processes at the same time.
 
     Args:
-        context: What starts the processes.
-        target: The function.
-        arguments: The arguments of each call.
-        task: What the processes do, as in ``call``.
+        context: Context that starts the processes.
+        target: Name of the function.
+        arguments: Arguments of each call.
+        task: Task of the processes, as in ``call``.
 
     Returns:
-        What each returned.
+        The result of each call.
 
     Raises:
-        CallsFailedError: One raised, or died without an answer.
+        CallsFailedError: A call raised an exception or its process died without an answer.
     """
     calls = [ForkedCall(context, target, args, task=task) for args in arguments]
     errors: dict[int, Exception] = {}
     try:
         pending = {call.connection: index for index, call in enumerate(calls)}
         while pending:
-            # After one failed the others soon report what it did to them: which is the cause is for
-            # the caller to find.
+            # After one failure other calls soon fail because of it. The caller finds the cause.
             ready = wait([*pending], timeout=_GRACE_S if errors else None)
             if not ready:
                 break
@@ -128,40 +127,40 @@ def call_together(
 
 
 class RemoteTracebackError(Exception):
-    """The cause of an exception that was raised in another process: its traceback there."""
+    """Cause of an exception from another process; contains the traceback in that process."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
 
 
 class ForkedCall:
-    """A function that runs in another process.
+    """A function call in another process.
 
     Attributes:
-        result: What it returned, once ``receive`` took it; of a generator what it yielded last.
-        is_done: Whether it returned.
+        result: Received result, or the last received value of a generator.
+        is_done: Whether the function has ended.
     """
 
     def __init__(
         self, context: Starter, target: str, args: tuple[Any, ...], *, task: str = ""
     ) -> None:
-        """Begin to run ``"module:function"``; arguments as ``call``'s."""
+        """Start ``"module:function"``; the arguments are those of ``call``."""
         self.result: Any = None
         self.is_done = False
         self._task = task or f"running {target}"
-        self.connection, theirs = context.Pipe(duplex=False)
-        self._process = fork(context, "axonlaunch.system.forked_call:answer", theirs, target, args)
-        theirs.close()
+        self.connection, sender = context.Pipe(duplex=False)
+        self._process = fork(context, "axonlaunch.system.forked_call:answer", sender, target, args)
+        sender.close()
 
     def is_ready(self, *, within_s: float = 0.0) -> bool:
-        """Return whether ``receive`` would not wait; wait for that some seconds."""
+        """Return whether a message can be received, after waiting at most ``within_s`` seconds."""
         return self.connection.poll(within_s)
 
     def receive(self) -> Exception | None:
-        """Take what the function returned, yielded or raised; return the last of these."""
+        """Receive the next message: store a value in ``result``, or return an exception."""
         try:
             kind, content = self.connection.recv()
-        except (EOFError, OSError):  # OSError: in the middle of a message
+        except (EOFError, OSError):  # OSError: the process died in the middle of a message
             self._process.join()
             return ProcessDiedError(self._task, self._process.exitcode)
         if kind == "yielded":
@@ -172,14 +171,15 @@ class ForkedCall:
         if kind == "raised":
             error, text = content
             assert isinstance(error, Exception)
-            # Tracebacks don't pickle: as concurrent.futures does, theirs is shown as the cause.
+            # Tracebacks can't be pickled, so the text is shown as the cause, as concurrent.futures
+            # does.
             error.__cause__ = RemoteTracebackError(text)
             return error
         self.result = content
         return None
 
     def end(self) -> None:
-        """Leave no process behind, nor any of its group's."""
+        """End the process and its process group."""
         if not self._process.has_ended:
             self._process.kill_group()
             self._process.join()
@@ -189,7 +189,7 @@ class ForkedCall:
 
 
 def _wait_for_group(leader: int) -> None:
-    """Wait until those that were killed with their leader are gone, which takes them a moment."""
+    """Wait until the killed processes of a group have ended."""
     deadline = time.monotonic() + _DYING_S
     with suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < deadline:
@@ -198,9 +198,9 @@ def _wait_for_group(leader: int) -> None:
 
 
 def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
-    """Call a function and send what it returned, yielded or raised; never returns."""
+    """Call a function and send its result, yielded values or exception. This never returns."""
     become_independent()
-    os.dup2(2, 1)  # standard output is the command's own
+    os.dup2(2, 1)  # standard output is only for the command's result
     try:
         result = load_target(target)(*args)
         if isinstance(result, Generator):
@@ -211,10 +211,10 @@ def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
     except SystemExit as error:
         ended = RuntimeError(f"a module ended the process with status {error.code}")
         message = ("raised", (ended, "".join(traceback.format_exception(error))))
-    except BaseException as error:  # a panic of Rust code is no Exception
+    except BaseException as error:  # a panic in Rust code is not an Exception
         failed = RuntimeError(f"{type(error).__name__}: {error}")
         message = ("raised", (failed, "".join(traceback.format_exception(error))))
-    with suppress(BrokenPipeError):  # who asked may have been killed
+    with suppress(BrokenPipeError):  # the caller may have been killed
         connection.send(message)
     connection.close()
     # Skip interpreter teardown with torch loaded, which takes up to a second.
@@ -222,21 +222,21 @@ def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
 
 
 def _portable(error: Exception) -> tuple[Exception, str]:
-    """Return an exception that pickles, and the traceback that it has here.
+    """Return a picklable exception and the traceback as text.
 
-    One that does not (it holds a lock, or its ``__init__`` takes other arguments than ``args``)
-    becomes a RuntimeError with its name.
+    An exception that can't be pickled (because it holds a lock, or because its ``__init__`` takes
+    other arguments than ``args``) becomes a RuntimeError with its name.
     """
     text = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a class's own pickling raises
+    except Exception:  # custom pickling code may raise anything
         return RuntimeError(f"{type(error).__name__}: {error}"), text
     return error, text
 
 
 def _send_all(results: Generator[Any, None, Any], connection: Connection) -> Any:
-    """Send what a generator yields; return what it returns."""
+    """Send the values of a generator, and return its return value."""
     while True:
         try:
             item = next(results)

@@ -1,7 +1,7 @@
 """Runs functions in forked copies of this process, a few at a time, and returns their results.
 
-What a copy changes, in torch or elsewhere, ends with it, but for what it adds to a memory that all
-of them are given. It refuses nothing: what a function raises is raised here.
+Changes that a copy makes, in torch or elsewhere, end with it. The only exception is a shared memory
+dictionary, to which every copy can add entries. Exceptions of a function are raised here.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ def map_forked(
     memory: dict[Any, Any] | None = None,
     until: float | None = None,
 ) -> list[Result]:
-    """Call each function in a process of its own.
+    """Call each function in a separate process.
 
     Args:
-        functions: Their results can be pickled; they themselves need not be.
-        task: What each process does, as in "tracing a step", for the message when one dies.
-        at_once: Processes that run side by side; None: one a core of this process.
-        memory: This process's: what a copy adds to it is added here, and copies that begin later
-            find it there. It can be pickled.
-        until: ``time.monotonic()`` after which nothing is waited for; None: never.
+        functions: Functions to call. Their results must be picklable; the functions need not be.
+        task: Task of each process, such as "tracing a step"; used in the message if one dies.
+        at_once: Maximum number of concurrent processes; None allows one for each core of this
+            process.
+        memory: Dictionary in this process. Entries that a copy adds are added to it, and copies
+            that begin later see them. Entries must be picklable.
+        until: Deadline in ``time.monotonic()``; None waits without limit.
 
     Returns:
-        Their results, in order.
+        Results of the functions, in order.
 
     Raises:
-        Exception: What the first function that failed raised.
-        TimeoutError: It is ``until``, and some are not done.
+        Exception: The exception of the first function that failed.
+        TimeoutError: The deadline has passed before all functions were done.
         ProcessDiedError: A process ended without a result.
     """
-    known: dict[Any, Any] = {} if memory is None else memory
+    shared: dict[Any, Any] = {} if memory is None else memory
     limit = at_once or len(os.sched_getaffinity(0))
     running: dict[int, tuple[int, int]] = {}
     results: dict[int, Result] = {}
@@ -58,14 +59,14 @@ def map_forked(
         while waiting or running:
             while waiting and len(running) < limit:
                 index, function = waiting.pop(0)
-                running[index] = _fork(function, known)
+                running[index] = _fork(function, shared)
             left = None if until is None else max(0.0, until - time.monotonic())
-            answering = wait([pipe for _, pipe in running.values()], timeout=left)
-            if not answering:
+            ready = wait([pipe for _, pipe in running.values()], timeout=left)
+            if not ready:
                 raise TimeoutError(f"{len(running) + len(waiting)} functions are not done")
-            for index in [n for n, (_, pipe) in running.items() if pipe in answering]:
-                results[index], learned = _answer(*running.pop(index), task=task)
-                known.update(learned)
+            for index in [n for n, (_, pipe) in running.items() if pipe in ready]:
+                results[index], added = _receive(*running.pop(index), task=task)
+                shared.update(added)
     finally:
         for process, pipe in running.values():
             os.kill(process, 9)
@@ -75,30 +76,30 @@ def map_forked(
 
 
 def _fork(function: Callable[[], Any], memory: dict[Any, Any]) -> tuple[int, int]:
-    ours, theirs = os.pipe()
+    reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # From Python 3.12: other threads' locks stay as they are in the copy. It takes none.
+        # Python 3.12 warns that locks of other threads stay locked in the copy. It takes no locks.
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if process:
-        os.close(theirs)
-        return process, ours
+        os.close(writer)
+        return process, reader
     try:
-        os.close(ours)
-        with os.fdopen(theirs, "wb") as pipe:
+        os.close(reader)
+        with os.fdopen(writer, "wb") as pipe:
             pipe.write(_outcome(function, memory))
-    finally:  # whatever happens, the copy must not continue as its parent
+    finally:  # the copy must never continue with the code of its parent
         os._exit(0)
 
 
 def _outcome(function: Callable[[], Any], memory: dict[Any, Any]) -> bytes:
-    before = len(memory)
+    previous_size = len(memory)
     try:
         torch.set_num_threads(1)
         result = function()
-        return pickle.dumps((True, result, [*memory.items()][before:]))
+        return pickle.dumps((True, result, [*memory.items()][previous_size:]))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         try:
@@ -110,13 +111,13 @@ def _outcome(function: Callable[[], Any], memory: dict[Any, Any]) -> bytes:
         return pickle.dumps((False, error, ()))
 
 
-def _answer(process: int, pipe: int, *, task: str) -> Any:
+def _receive(process: int, pipe: int, *, task: str) -> Any:
     with os.fdopen(pipe, "rb") as file:
         content = file.read()
     _, status = os.waitpid(process, 0)
-    if status or not content:  # it may have died while it wrote
+    if status or not content:  # the process may have died while writing
         raise ProcessDiedError(task, os.waitstatus_to_exitcode(status))
-    done, result, learned = pickle.loads(content)
+    done, result, added = pickle.loads(content)
     if not done:
         raise result
-    return result, learned
+    return result, added

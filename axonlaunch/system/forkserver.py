@@ -1,17 +1,19 @@
-"""A process that has imported torch once, and from which every rank is forked.
+"""The fork server: a process that imports torch once and from which every rank is forked.
 
-The parent itself never imports torch. Measured against a fresh interpreter a rank, 8 ranks start
-in the time of one import. Nothing here knows what a rank does.
+The parent process never imports torch. With the server, 8 ranks start in the time of one import of
+torch.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
@@ -25,30 +27,34 @@ from axonlaunch.system.process_state import state
 from axonlaunch.system.targets import load_target
 
 Starter: TypeAlias = ForkServerContext | SpawnContext
-"""What starts a process: the warm server, or a new interpreter where there is none."""
+"""Context that starts processes: forked from the warm server, or as a new interpreter."""
 
 PRELOADED = ["axonlaunch.launch.local.preload"]
 _IMPORT_S = 300.0
-"""Seconds in which the server has to answer first, for which it imports torch."""
+"""Timeout of the server's first answer in seconds, before which it imports torch."""
 _ANSWER_S = 30.0
-"""Seconds in which it has to answer from then on: it does nothing but fork."""
+"""Timeout of later answers in seconds, for which the server only forks."""
 _STOPPED_S = 3.0
-"""Seconds in which it has to answer while it is stopped (SIGSTOP)."""
+"""Timeout of an answer in seconds while the server is stopped (SIGSTOP)."""
+_ENDING_S = 1.0
+"""Maximum seconds to wait for the end of a server that has closed a connection."""
 _TURN_S = 0.1
 _answered: set[int] = set()
-"""Servers that have answered."""
+"""Process ids of servers that have answered."""
 
 
 class ForkServerError(RuntimeError):
-    """The server does not answer: it was stopped or killed, or can't import what ranks need."""
+    """The server does not answer: it was stopped or killed, or it can't import a module."""
 
 
 @contextmanager
 def warm(*, preload: Sequence[str] = ()) -> Iterator[ForkServerContext]:
-    """Start the server in the background, and end it on leaving; one that runs is left running.
+    """Start the server in the background and end it with the context.
+
+    A server that is already running is used and left running.
 
     Args:
-        preload: Modules to import beside the usual ones.
+        preload: Modules to import in addition to the usual ones.
     """
     context = multiprocessing.get_context("forkserver")
     if _server()._forkserver_pid is not None:
@@ -65,10 +71,10 @@ def warm(*, preload: Sequence[str] = ()) -> Iterator[ForkServerContext]:
 
 @contextmanager
 def on_demand(*, preload: Sequence[str] = ()) -> Iterator[Callable[[], ForkServerContext]]:
-    """Return what starts the server when it is first called, and end it on leaving.
+    """Yield a function that starts the server on its first call; end the server with the context.
 
     Args:
-        preload: Modules to import beside the usual ones.
+        preload: Modules to import in addition to the usual ones.
     """
     with ExitStack() as stack:
 
@@ -81,7 +87,7 @@ def on_demand(*, preload: Sequence[str] = ()) -> Iterator[Callable[[], ForkServe
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Keep what this process and those that it starts share where no other user can reach it."""
+    """Keep files shared with started processes in a folder that only this user can enter."""
     with temporary_folders.temporary_folder() as folder, _sockets_in(folder):
         temporary_folders.keep_kernels(folder)
         yield
@@ -89,9 +95,10 @@ def private_files() -> Iterator[None]:
 
 @contextmanager
 def _sockets_in(folder: Path) -> Iterator[None]:
-    """Let multiprocessing, here and in what is forked, put its sockets into a folder.
+    """Make multiprocessing put its sockets into a folder, here and in forked processes.
 
-    Its own would be left in TMPDIR by whoever is killed, and has too long a path below a long one.
+    Its default folder is in TMPDIR. Killed processes leave it behind, and its path is too long for
+    sockets if TMPDIR is long.
     """
     process: Any = multiprocessing.current_process()
     settings: dict[str, Any] = process._config
@@ -100,18 +107,19 @@ def _sockets_in(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        settings["tempdir"] = configured  # None: multiprocessing makes its own when it needs it
+        settings["tempdir"] = configured  # None: multiprocessing creates a folder when needed
 
 
 def _run_server() -> None:
-    """Start the server, unless it runs."""
-    # Blocked while the server starts, and so in it and whatever it forks until they say otherwise:
-    # Ctrl-C in the terminal, its end and a scheduler's word reach all of this group, and are the
-    # parent's to handle. Without its server it would know nothing of the ranks any more.
+    """Start the server if it does not run."""
+    # These signals are blocked while the server starts. The server and the processes that it forks
+    # inherit that until they unblock them. Ctrl-C, the end of the terminal and a scheduler's
+    # signals reach the whole process group, but only the parent must handle them. If they ended
+    # the server, the parent could not learn the ranks' status any more.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         with without_working_folder():
-            resource_tracker.ensure_running()  # it unblocks what is blocked next
+            resource_tracker.ensure_running()  # unblocks the signals that the next line blocks
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
             _server().ensure_running()
     finally:
@@ -124,9 +132,9 @@ def _server() -> Any:
 
 @contextmanager
 def without_working_folder() -> Iterator[None]:
-    """Keep a new interpreter from importing a ``torch.py`` of the working folder in torch's place.
+    """Prevent new interpreters from importing a ``torch.py`` in the working folder as torch.
 
-    What it starts in turn finds the environment as its user left it.
+    Processes that such an interpreter starts see the user's environment unchanged.
     """
     safe_path = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -140,7 +148,7 @@ def without_working_folder() -> Iterator[None]:
 
 
 def stop() -> None:
-    """End the server at once, even in the middle of its imports, or stopped."""
+    """Kill the server, even while it imports modules or is stopped."""
     server = _server()
     pid = server._forkserver_pid
     if pid is None:
@@ -152,10 +160,10 @@ def stop() -> None:
 
 
 class _ByName:
-    """A function that pickles as its name, ``"module:function"``, and is found where it arrives.
+    """Pickles as a reference to a function, ``"module:function"``, which is imported on unpickling.
 
-    So ``_ByName("a.b:main")`` here is ``a.b.main`` in the forked process: what sends it need not
-    import it, and nothing stands between the process and its function.
+    ``_ByName("a.b:main")`` in the parent becomes the function ``a.b.main`` in the forked process,
+    so the parent does not import it and the process needs no wrapper function.
     """
 
     def __init__(self, target: str) -> None:
@@ -166,17 +174,18 @@ class _ByName:
 
 
 def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
-    """Run ``"module:function"`` in another process; the parent need not import it.
+    """Run ``"module:function"`` in another process without importing it here.
 
     Args:
-        context: What starts it.
-        target: Of the function. It calls ``enter`` first, unless it only waits.
-        args: Its own, which pickle.
+        context: Context that starts the process.
+        target: Name of the function.
+        args: Picklable arguments of the function.
 
     Raises:
         ForkServerError: The server does not answer.
+        OSError: The system has not enough resources for the server, such as open files.
     """
-    # Typed as a function: that is what it is when the process calls it.
+    # In the other process the unpickled object is a function.
     function = cast("Callable[..., object]", _ByName(target))
     process = context.Process(target=function, args=args, daemon=True)
     if isinstance(context, SpawnContext):
@@ -189,6 +198,8 @@ def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
         with _deadline(pid):
             process.start()
     except (EOFError, ConnectionError) as error:
+        if _exit_status(pid) == errno.EMFILE:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
         message = (
             "the fork server, which starts ranks, does not answer: it was stopped or killed, or "
             "had no memory or too few open files (ulimit -n) left; run the command again"
@@ -198,18 +209,35 @@ def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
     return ForkedProcess(process, server=pid)
 
 
+def _exit_status(pid: int | None) -> int | None:
+    """Return the exit status of a server that is about to end; None for a signal, or if it runs.
+
+    The preloaded module ends a server that may have no more open files with ``errno.EMFILE``.
+    """
+    deadline = time.monotonic() + _ENDING_S
+    while pid is not None and time.monotonic() < deadline:
+        try:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:  # another process started it
+            return None
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else None
+        time.sleep(0.01)
+    return None
+
+
 @contextmanager
 def _deadline(pid: int | None) -> Iterator[None]:
-    """Kill the server where it does not answer in time, and with it the wait for an answer.
+    """Kill the server if it does not answer in time, which ends the wait for its answer.
 
     Args:
-        pid: The server; None where it is not this process' own.
+        pid: Process id of the server; None if this process did not start it.
     """
     is_over = threading.Event()
 
     def watch(pid: int) -> None:
         waited = stopped = 0.0
-        # Counted in turns, not by the clock: this process may have been stopped too (Ctrl-Z).
+        # Counts turns instead of clock time, because this process may be stopped too (Ctrl-Z).
         while waited < (_ANSWER_S if pid in _answered else _IMPORT_S) and stopped < _STOPPED_S:
             if is_over.wait(_TURN_S):
                 return
@@ -217,7 +245,7 @@ def _deadline(pid: int | None) -> Iterator[None]:
             stopped = stopped + _TURN_S if state(pid) in ("T", "t") else 0.0
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
-            # Until it has ended the next call would take it for one that answers.
+            # Wait for its end. Otherwise the next call would try to use it.
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
     if pid is None:
@@ -233,23 +261,23 @@ def _deadline(pid: int | None) -> Iterator[None]:
 
 
 def become_independent() -> None:
-    """Make this forked process what it would be if a shell had started it."""
+    """Reset inherited state of the server, as if a shell had started this process."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    sys.excepthook = sys.__excepthook__  # the server's own is terse
-    # Locks of libraries are of the kind that they are in a process that a shell started; those of
-    # a fork server's children have names, and whoever ends at once leaves them behind.
+    sys.excepthook = sys.__excepthook__  # the server has a hook for short messages
+    # Libraries then create the same kind of locks as in a process started by a shell. The locks of
+    # children of a fork server have names and are left behind if a process ends without cleanup.
     multiprocessing.set_start_method(None, force=True)
-    # A user's DataLoader may have workers, which Python refuses a process that ends with its
-    # parent; they are of the rank's group, and end with it.
+    # Python does not allow daemon processes to have children, but a user's DataLoader may need
+    # workers. They are in the rank's process group and end with it.
     process: Any = multiprocessing.current_process()
     process._config["daemon"] = False
 
 
 def lead_group() -> None:
-    """Make this forked process, and what it starts, a group that ends when the parent is gone.
+    """Put this forked process and its children into a group that is killed if the parent ends.
 
-    Ctrl-C in the terminal does not reach it. The kernel's parent-death signal would not do: the
-    parent of a forked process is the fork server.
+    Ctrl-C in the terminal does not reach the group. The kernel's parent-death signal can't be used,
+    because the parent of a forked process is the fork server.
     """
     os.setpgid(0, 0)
     threading.Thread(target=_die_with_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Bytes and counts as people read them; one way of writing each, for every table and message."""
+"""Formats bytes, counts and times in the same way for all tables and messages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ UNITS = {GIB: "GiB", MIB: "MiB"}
 
 
 def size(number: float) -> str:
-    """Write bytes in three figures, as MiB or GiB."""
+    """Format bytes as MiB or GiB with three significant digits."""
     unit = unit_of(number)
     return f"{figures(number / unit)} {UNITS[unit]}"
 
 
 def figures(number: float) -> str:
-    """Write a number in three figures, without an exponent."""
+    """Format a number with three significant digits, without an exponent."""
     if number == 0:
         return "0"
     if abs(number) >= 100:
@@ -23,12 +23,12 @@ def figures(number: float) -> str:
 
 
 def unit_of(number: float) -> int:
-    """Return the unit in which a number of bytes has at most three figures before the point."""
+    """Return GiB or MiB, so that the number has few digits before the decimal point."""
     return GIB if number >= 999.5 * MIB else MIB
 
 
 def quantity(number: float) -> str:
-    """Write a count in three figures: ``813``, ``1.84M``, ``41.2k``."""
+    """Format a count with three significant digits: ``813``, ``1.84M``, ``41.2k``."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -36,7 +36,7 @@ def quantity(number: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """Say how long ago something was: ``3 min ago``."""
+    """Format a past time: ``3 min ago``."""
     seconds = max(0.0, seconds)
     for unit_s, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= unit_s:

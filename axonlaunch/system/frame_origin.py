@@ -1,6 +1,6 @@
-"""Whose code a frame of a stack runs: this package's, torch's, Python's, or somebody else's.
+"""Determines from a file path if a stack frame is in this package, torch, Python or user code.
 
-It goes by the file's path alone: the frame may be of a process that is gone, or of another node.
+Only the path is used, because the frame may be from an ended process or from another node.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from typing import Literal, TypeAlias
 
 Owner: TypeAlias = Literal["axonlaunch", "torch", "python", "user"]
 
-_OURS = f"{Path(__file__).parent.parent}{os.sep}"
-_PYTHONS = f"{sysconfig.get_path('stdlib')}{os.sep}"
-_PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
-_TORCHS = re.compile(_PACKAGES.pattern + r"torch[/\\]")
+_THIS_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
+_STDLIB = f"{sysconfig.get_path('stdlib')}{os.sep}"
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_TORCH = re.compile(_INSTALLED.pattern + r"torch[/\\]")
 
 
 def frame_owner(file: str) -> Owner:
-    """Return whose code a file is; a user's is also that of any other package.
+    """Return the owner of a file; all packages except torch and this one count as user code.
 
     Args:
-        file: As frames name it. Code that was made and not read, ``<string>``, is Python's.
+        file: File name of a frame. Generated code, such as ``<string>``, counts as Python's.
     """
-    if file.startswith(_OURS):
+    if file.startswith(_THIS_PACKAGE):
         return "axonlaunch"
-    if _TORCHS.search(file):
+    if _TORCH.search(file):
         return "torch"
-    made = file.startswith("<") and file.endswith(">")
-    if made or (file.startswith(_PYTHONS) and not _PACKAGES.search(file)):
+    is_generated = file.startswith("<") and file.endswith(">")
+    if is_generated or (file.startswith(_STDLIB) and not _INSTALLED.search(file)):
         return "python"
     return "user"
 
 
 def place_in_user_code(error: BaseException) -> str:
-    """Return where a user's code raised an error, or called what did: `` (FILE:LINE)``.
+    """Return the innermost line of user code in the traceback of an error: `` (FILE:LINE)``.
 
-    The innermost frame of a user's own file goes before one of an installed package: where
-    ``build`` of ``models.py`` calls a library that fails, the line in ``models.py`` is shown.
+    User files take precedence over installed packages: if ``build`` in ``models.py`` calls a
+    library that fails, the result is the line in ``models.py``.
 
     Returns:
-        Text to append to a message; empty where the stack has no frame of a user's.
+        Text to append to a message; empty if the traceback has no frame of user code.
     """
     files = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
     users = [(file, line) for file, line in files if frame_owner(file) == "user"]
-    own = [(file, line) for file, line in users if not _PACKAGES.search(file)]
+    not_installed = [(file, line) for file, line in users if not _INSTALLED.search(file)]
     if not users:
         return ""
-    file, line = (own or users)[-1]
+    file, line = (not_installed or users)[-1]
     return f" ({file}:{line})"

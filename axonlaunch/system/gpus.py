@@ -1,4 +1,4 @@
-"""The GPUs of this node that this process sees, asked for without initialising CUDA in it."""
+"""Lists the GPUs visible to this process without initializing CUDA in it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from axonlaunch.system.forked_map import map_forked
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU that this process sees.
+    """A GPU visible to this process.
 
     Attributes:
-        name: Of its model, as the driver gives it.
-        memory_bytes: Its memory in all.
-        uuid: No other device has it, on any node.
+        name: Model name reported by the driver.
+        memory_bytes: Total memory in bytes.
+        uuid: Identifier that is unique across nodes.
     """
 
     name: str
@@ -28,14 +28,14 @@ class Device:
 
 
 def devices() -> list[Device]:
-    """Return the GPUs that this process sees, without initialising CUDA in it.
+    """Return the GPUs visible to this process without initializing CUDA in it.
 
-    A process that has initialised CUDA can't fork one that computes any more: the copy's driver
-    refuses, or its autograd ends it, even where it computes on the CPU alone. Therefore a copy of
-    this process is asked, once.
+    After CUDA is initialized, forked copies of a process can't compute any more, not even on the
+    CPU: the driver or autograd of the copy fails. Therefore the GPUs are queried once in a forked
+    copy.
 
     Raises:
-        RuntimeError: There is a device or a driver, and CUDA fails.
+        RuntimeError: There is a device or a driver, but CUDA fails.
     """
     if not has_nccl():
         return []
@@ -45,7 +45,7 @@ def devices() -> list[Device]:
 
 
 def device_count() -> int:
-    """Return how many GPUs this process sees; it may be left with CUDA initialised."""
+    """Return the number of visible GPUs. This may initialize CUDA in this process."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != "cuda" or not has_nccl():
         return 0
@@ -53,20 +53,20 @@ def device_count() -> int:
 
 
 def devices_of_rank() -> list[Device]:
-    """Return what ``devices`` does, at once: this process may be left with CUDA initialised."""
+    """Return the same as ``devices``, queried directly. This may initialize CUDA here."""
     if not has_nccl():
         return []
     properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [Device(about.name, about.total_memory, str(about.uuid)) for about in properties]
+    return [Device(gpu.name, gpu.total_memory, str(gpu.uuid)) for gpu in properties]
 
 
 def has_nccl() -> bool:
-    """Say whether this torch is built with NCCL (RCCL on ROCm), without which no GPU is used."""
+    """Return whether torch is built with NCCL (RCCL on ROCm), which runs on GPUs require."""
     return bool(dist.is_available() and dist.is_nccl_available())
 
 
 @cache
 def _ask(visible: str | None) -> tuple[Device, ...]:
-    """Ask a copy of this process; the argument is all that may change what it answers."""
+    """Query a forked copy. The argument is the cache key, because the result depends only on it."""
     del visible
     return tuple(map_forked([devices_of_rank], task="looking for GPUs")[0])

@@ -1,4 +1,4 @@
-"""What the node itself has, found without torch: parents that start ranks ask too."""
+"""Memory, cores and private folders of this node, without torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def available_bytes() -> int:
-    """Return the memory that can be used without swapping, in bytes, as far as the system says."""
+def free_memory_bytes() -> int:
+    """Return the bytes available without swapping; all physical memory if that is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         [kib] = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
@@ -22,15 +22,15 @@ def available_bytes() -> int:
 
 
 def threads(*, ranks: int) -> int:
-    """Return how many threads each of some ranks computes with, by this process' cores."""
+    """Return the number of threads for each rank: an equal share of this process's cores."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder, unless it is there, that this user alone can enter.
+    """Create a folder, if it does not exist, that only this user can enter.
 
     Raises:
-        OSError: It can't be made, or is another user's.
+        OSError: The folder can't be created or belongs to another user.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat(follow_symlinks=False)

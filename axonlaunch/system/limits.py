@@ -1,27 +1,27 @@
-"""What the system lets a process have; nothing here asks for more than it allows."""
+"""Resource limits of this process."""
 
 from __future__ import annotations
 
 import resource
 
 _FILES = 65536
-"""More than a node's ranks need, which connect each to each."""
+"""Number of open files that suffices for the ranks of a node, which all connect to each other."""
 
 
 def address_space() -> int | None:
-    """Return how many bytes a process may map (``ulimit -v``); None: as many as it wants.
+    """Return the maximum address space in bytes (``ulimit -v``); None if it is unlimited.
 
-    What is mapped is much more than what is used: libraries and the stacks of threads count too.
+    The address space is much larger than the memory in use: libraries and thread stacks count too.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def allow_open_files() -> None:
-    """Raise the number of files that this process, and what it starts, may have open.
+    """Raise the limit of open files for this process and its child processes.
 
-    The limit that shells set (1,024, on macOS 256) is for programs that use ``select``; what the
-    administrator allows is the hard one.
+    The usual soft limit (1,024, on macOS 256) exists for programs that use ``select``. The hard
+    limit is the administrator's.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)

@@ -1,4 +1,4 @@
-"""What Linux reports of a process or a thread; elsewhere nothing is known, and said to be so."""
+"""Reads the state of processes and threads from Linux's ``/proc``; unknown on other systems."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def state(pid: int, thread: int | None = None) -> str:
-    """Return the letter by which Linux reports what a thread does; empty where it reports nothing.
+    """Return Linux's state letter of a thread; empty if it is not reported.
 
     Args:
-        pid: A process.
-        thread: One of its threads; None is the first.
+        pid: Process id.
+        thread: Native id of a thread of the process; None selects the main thread.
     """
     try:
         return _letter(Path(f"/proc/{pid}/task/{thread or pid}/stat").read_bytes())
@@ -20,15 +20,15 @@ def state(pid: int, thread: int | None = None) -> str:
 
 
 def queued_s(thread: int) -> float | None:
-    """Return for how long a thread of this process was ready to run and got no core.
+    """Return how long a thread of this process was ready to run but waited for a core.
 
-    Other processes, more ranks than cores or a quota of a container had them.
+    Possible reasons are other processes, more ranks than cores, or a container's CPU quota.
 
     Args:
-        thread: Its native id.
+        thread: Native id of the thread.
 
     Returns:
-        Seconds since it started, by Linux's ``schedstat``; None where none is reported.
+        Total seconds since the thread started, from Linux's ``schedstat``; None if not reported.
     """
     try:
         return _waited_s(Path(f"/proc/self/task/{thread}/schedstat").read_bytes())
@@ -37,22 +37,22 @@ def queued_s(thread: int) -> float | None:
 
 
 class WatchedThread:
-    """A thread of this process that is looked at often: its files are opened once."""
+    """A thread of this process with open ``/proc`` files, for frequent reading."""
 
     def __init__(self, thread: int) -> None:
-        """Open them.
+        """Open the files.
 
         Args:
-            thread: Its native id.
+            thread: Native id of the thread.
 
         Raises:
-            OSError: Linux reports nothing of it.
+            OSError: There are no such files for the thread.
         """
         folder = Path(f"/proc/self/task/{thread}")
         self._files = [os.open(folder / name, os.O_RDONLY) for name in ("stat", "schedstat")]
 
     def look(self) -> tuple[str, float]:
-        """Return what ``state`` and ``queued_s`` do.
+        """Return the results of ``state`` and ``queued_s``.
 
         Raises:
             OSError: The thread has ended.

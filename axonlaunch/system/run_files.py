@@ -1,7 +1,4 @@
-"""The files of a run's folder by name, and the one that its ranks and its launcher both add to.
-
-What is in the others is known to who writes them.
-"""
+"""Names of the files in a run folder, and writing of the file that ranks and launcher share."""
 
 from __future__ import annotations
 
@@ -17,26 +14,26 @@ from axonlaunch.system.strict_json import finite
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 TOKENIZER = "tokenizer"
-"""Folder of the files of the tokenizer that a run was trained with."""
+"""Folder with the files of the run's tokenizer."""
 ORIGINS = "origins.json"
-"""What set each value of the configuration, by dotted key."""
+"""Source of each configuration value, by dotted key."""
 ESTIMATE = "estimate.json"
-"""The estimated peak of each distinct rank with its parts, as ``estimate`` finds it."""
+"""Estimated memory peak of each distinct rank with its parts, as computed by ``estimate``."""
 STEP_TIME = "step_time.json"
-"""The predicted time of a step with its parts, or why it is not predicted."""
+"""Predicted time of a step with its parts, or the reason why there is no prediction."""
 CRASH = "crash.json"
-"""Who failed first and why, in the folder of a run that failed."""
+"""Report of the first failed rank; exists only in the folder of a failed run."""
 EVENTS = "events.jsonl"
-"""What happened to a run beside its steps, in the order of time; attempts follow each other."""
+"""All events of a run except steps, in order of time, over all attempts."""
 
 
 def append_event(folder: Path, kind: str, fields: Mapping[str, Any]) -> None:
-    """Add an event: the time in seconds since 1970, its kind, its fields.
+    """Append an event with the time in seconds since 1970, its kind and its fields.
 
     Args:
-        folder: The run's.
-        kind: launched, started, saved, ...
-        fields: Plain values.
+        folder: Run folder.
+        kind: Kind of event: launched, started, saved, ...
+        fields: Plain values by name.
 
     Raises:
         OSError: The file can't be written.

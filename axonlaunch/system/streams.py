@@ -1,7 +1,7 @@
-"""Standard output and error of a process that outlives whoever reads them.
+"""Standard output and error of a process that may outlive the reader of its output.
 
-Writing to them raises nothing: what can't be shown is dropped, for a run is not ended by its
-console. Nothing here formats what is written.
+Writing never raises an exception. Output that can't be written is dropped, because a closed console
+must not end a run.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from contextlib import suppress
 from typing import Any, TextIO, cast
 
 _PASSING = (errno.EAGAIN, errno.ENOSPC, errno.EDQUOT)
-"""What may be over by the next line: a pipe or a disk that is full. A reader that has left, or a
-terminal that was closed (EPIPE, EIO), does not come back."""
+"""Errors that may be temporary: a full pipe or disk. After EPIPE or EIO, when the reader has ended
+or the terminal is closed, output is not possible any more."""
 
 
 def open_missing() -> None:
-    """Open /dev/null in place of standard descriptors that whoever started us closed (``>&-``).
+    """Open /dev/null for standard descriptors that the parent process closed (``>&-``).
 
-    Called before anything else opens a file: it would get the number of standard output, and take
-    what is printed.
+    This must be called before any other file is opened. Otherwise that file could get the number of
+    standard output and receive printed text.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
             silence(descriptor)
-    # Python has None for what it found closed.
+    # Python sets closed streams to None.
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def silence(*descriptors: int) -> None:
-    """Let what is written to descriptors go nowhere."""
+    """Redirect descriptors to /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
-        if descriptor == null:  # the lowest number that was free
+        if descriptor == null:  # the descriptor was closed, so os.open reused its number
             os.set_inheritable(null, True)
         else:
             os.dup2(null, descriptor)
@@ -46,32 +46,31 @@ def silence(*descriptors: int) -> None:
 
 
 def tolerant(stream: TextIO) -> TextIO:
-    """Return a stream that writes to another one and never raises."""
+    """Return a wrapper of a stream that never raises when writing."""
     return cast("TextIO", stream if isinstance(stream, _Tolerant) else _Tolerant(stream))
 
 
 def refusal(stream: TextIO) -> str | None:
-    """Return why a tolerant stream dropped something, at first; None where it dropped nothing."""
+    """Return the first error for which a tolerant stream dropped text; None if it dropped none."""
     return stream.refused if isinstance(stream, _Tolerant) else None
 
 
 class _Tolerant:
-    """Passes text on; errors end nothing.
+    """Passes text to a stream and ignores errors.
 
     Attributes:
-        refused: The first of them; None where there was none.
+        refused: Text of the first error; None without errors.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.refused: str | None = None
-        if hasattr(
-            stream, "reconfigure"
-        ):  # a character that the terminal lacks ends nothing either
+        if hasattr(stream, "reconfigure"):
+            # Characters that the terminal can't encode must not raise either.
             stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
-        """Write text, or drop it."""
+        """Write text; drop it on error."""
         try:
             return self._stream.write(text)
         except (OSError, ValueError) as error:
@@ -79,7 +78,7 @@ class _Tolerant:
             return len(text)
 
     def flush(self) -> None:
-        """Flush what was written, or drop it."""
+        """Flush written text; drop it on error."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
@@ -89,8 +88,8 @@ class _Tolerant:
         self.refused = self.refused or getattr(error, "strerror", None) or str(error)
         if isinstance(error, OSError) and error.errno in _PASSING:
             return
-        # What is buffered would be tried again at every flush, the last one at exit.
-        with suppress(OSError, ValueError):  # it is closed
+        # Otherwise every flush, including that at exit, would try to write the buffer again.
+        with suppress(OSError, ValueError):  # the stream may be closed
             silence(self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""JSON as other programs read it: Python writes ``NaN`` and ``Infinity``, which most refuse."""
+"""JSON without ``NaN`` and ``Infinity``, which Python writes but most other programs reject."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import re
 from typing import Any
 
 _SUSPECT = re.compile(rb"NaN|Infinity|\d{300}|[eE]\+?\d{3}")
-"""Matches text of every number that no float holds, and of few others."""
+"""Matches every number that a float can't represent, and few others."""
 
 
-def read_json(text: bytes) -> Any:
-    """Read JSON; numbers that no float holds (NaN, Infinity, 1e999, 10**400) become None.
+def parse_json(text: bytes) -> Any:
+    """Read JSON; numbers that a float can't represent (NaN, Infinity, 1e999, 10**400) become None.
 
     Raises:
-        ValueError: It is not JSON.
-        RecursionError: It is nested too deep.
+        ValueError: The text is not JSON.
+        RecursionError: The text is nested too deeply.
     """
-    if not _SUSPECT.search(text):  # such as all lines that a run writes
+    if not _SUSPECT.search(text):  # true for all lines that a run writes
         return json.loads(text)
     return json.loads(
         text,
@@ -29,7 +29,7 @@ def read_json(text: bytes) -> Any:
 
 
 def finite_number(value: str | float) -> float | None:
-    """Return a number, or the number in a text; None if no float holds it."""
+    """Return a number, or the number in a text; None if a float can't represent it."""
     try:
         number = float(value)
     except (OverflowError, ValueError):
@@ -40,7 +40,7 @@ def finite_number(value: str | float) -> float | None:
 
 
 def finite(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content with null for numbers that are infinite or not a number."""
+    """Return the content with None for infinite and NaN values."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in content.items()

@@ -1,6 +1,7 @@
-"""Functions and classes named by text, ``"package.module:attribute"``, and imported on use.
+"""Imports functions and classes by name, ``"package.module:attribute"``.
 
-Whoever names one need not import it: the parent names what only a rank imports.
+The name can be passed on without importing the module: the parent process names functions that only
+a rank imports.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ def load_target(target: str) -> Any:
     """Import ``"package.module:attribute"``.
 
     Raises:
-        ValueError: The text is not of that form.
+        ValueError: The text does not have this form.
         ImportError: The module or the attribute does not exist.
     """
     module_name, colon, attribute = target.partition(":")

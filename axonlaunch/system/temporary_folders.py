@@ -1,6 +1,7 @@
-"""Temporary folders that no run leaves behind, however it ends.
+"""Temporary folders that are deleted however a process ends.
 
-One that a killed process left is deleted by the next; the folder of a process that lives is not.
+The folder of a killed process is deleted by the next process that creates one. Folders of running
+processes are locked and kept.
 """
 
 from __future__ import annotations
@@ -18,52 +19,51 @@ from axonlaunch.system import cache, host
 _PREFIX = "axonlaunch-"
 _LOCK = ".lock"
 _LONGEST = 107 - len("/axonlaunch-01234567/listener-01234567")
-"""Bytes of a path below which the address of a socket fits: Linux takes 107."""
+"""Maximum bytes of the base path, so that socket addresses fit into Linux's limit of 107 bytes."""
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder that this user alone can enter, and delete it on leaving.
+    """Create a folder that only this user can enter, and delete it at the end of the context.
 
-    It is in TMPDIR, unless a socket's address below that would be too long or nothing can be made
-    there.
+    It is in TMPDIR unless socket addresses would be too long there or creating it fails.
 
     Raises:
-        OSError: No folder can be made anywhere.
+        OSError: No folder can be created in any location.
     """
-    made = _make()
-    lock = os.open(made / ".new", os.O_RDWR | os.O_CREAT, 0o600)
+    folder = _create_folder()
+    lock = os.open(folder / ".new", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        # The kernel lets go of the lock however this process ends. Nobody looks at a file of
-        # another name, so none is seen that is not locked yet.
+        # The kernel releases the lock however this process ends. The file gets its final name only
+        # after it is locked, so sweep never sees an unlocked file.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (made / ".new").rename(made / _LOCK)
-        yield made
+        (folder / ".new").rename(folder / _LOCK)
+        yield folder
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
 def keep_kernels(otherwise: Path) -> None:
-    """Have torch.compile keep its kernels where this user alone can write.
+    """Make torch.compile cache its kernels in a folder to which only this user can write.
 
-    Torch's own place, /tmp/torchinductor_<user>, can be made by anybody before, and what lies there
-    is loaded.
+    torch's default is /tmp/torchinductor_<user>. Another user could create it first, and torch
+    would load their files.
 
     Args:
-        otherwise: A private folder, for a user without a cache.
+        otherwise: Private folder to use if the user's cache folder can't be created.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     try:
         kernels = host.private_folder(cache.cache_folder() / "inductor")
-    except (OSError, RuntimeError):  # no home, or not a writable one
+    except (OSError, RuntimeError):  # there is no home folder, or it is not writable
         kernels = host.private_folder(otherwise / "inductor")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kernels)
 
 
-def _make() -> Path:
-    # Not tempfile.gettempdir(): it writes a file to try a folder, which a full disk refuses.
+def _create_folder() -> Path:
+    # Not tempfile.gettempdir(), which tests a folder by writing a file and fails on a full disk.
     configured = [os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP", "XDG_RUNTIME_DIR")]
     bases = [base for base in configured if base and len(os.fsencode(base)) <= _LONGEST]
     errors: list[OSError] = []
@@ -77,16 +77,16 @@ def _make() -> Path:
 
 
 def sweep(base: Path) -> None:
-    """Delete the folders of processes that were killed, this user's alone.
+    """Delete the temporary folders of this user's killed processes.
 
     Args:
-        base: The folder in which theirs are.
+        base: Folder that contains the temporary folders.
     """
-    for left in base.glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError):  # another user's, or deleted by another run meanwhile
-            lock = os.open(left, os.O_RDWR | os.O_NOFOLLOW)
+    for file in base.glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError):  # another user's folder, or one that another run has deleted
+            lock = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left.parent, ignore_errors=True)
+                shutil.rmtree(file.parent, ignore_errors=True)
             finally:
                 os.close(lock)

@@ -1,6 +1,7 @@
-"""Consoles that print text as it is: no emoji for ``:x:``, and no colours of rich's own choice.
+"""Rich consoles without emoji codes and syntax highlighting.
 
-What is printed is often a user's: paths, and targets such as ``package:X:``.
+Printed text often comes from users, such as paths or targets like ``package:X:``, and must not be
+changed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def console_on(stream: IO[str] | None = None, **options: Any) -> Console:
-    """Return a console of rich.
+    """Return a rich console.
 
     Args:
-        stream: Where it prints; None: standard output.
-        options: Others of ``rich.console.Console``.
+        stream: Output stream; None selects standard output.
+        options: Other options of ``rich.console.Console``.
     """
-    from rich.console import Console  # takes 40 ms, and a command may print JSON alone
+    from rich.console import Console  # takes 40 ms, and a command may print only JSON
 
     return Console(file=stream, highlight=False, emoji=False, **options)

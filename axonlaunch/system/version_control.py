@@ -1,6 +1,6 @@
-"""The commit of the folder that a program is started in, read from files.
+"""Reads the checked-out git commit of a folder from files.
 
-Git itself is not run: a repository's own configuration may name programs that it would start.
+git is not run, because a repository's configuration may name programs that git would start.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ _LARGEST = 1 << 20
 
 
 def commit_of(folder: Path) -> str | None:
-    """Return the commit that is checked out in a folder or above it; None where there is none.
+    """Return the commit checked out in a folder or a folder above; None without a repository.
 
-    Changes that are not committed are not seen.
+    Uncommitted changes are ignored.
     """
     for parent in (folder, *folder.parents):
         try:
@@ -29,8 +29,8 @@ def commit_of(folder: Path) -> str | None:
 def _git_folder(path: Path) -> Path | None:
     if path.is_dir():
         return path
-    kind, _, where = _read(path).partition(": ")  # of a worktree: "gitdir: /path"
-    return path.parent / where.strip() if kind == "gitdir" else None
+    kind, _, folder = _read(path).partition(": ")  # a worktree has a file with "gitdir: /path"
+    return path.parent / folder.strip() if kind == "gitdir" else None
 
 
 def _commit(git: Path) -> str | None:

@@ -1,1 +1,1 @@
-"""What each rank runs: the worker, the training loop, and its measurements."""
+"""Code that each rank runs: the worker, the training loop and its measurements."""

@@ -1,4 +1,4 @@
-"""What of torch is set for the whole process before a run's model is built."""
+"""Process-wide settings of torch for determinism, precision and attention kernels."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ Source: pytorch/pytorch#142132.
 
 
 def configure_arithmetic(config: TrainConfig) -> None:
-    """Choose kernels as a run's configuration says; before anything is computed.
+    """Set deterministic algorithms and matmul precision. Call this before any computation.
 
-    ``deterministic`` is what torchtitan sets: torch's own switch, without the filling of memory
-    that nobody has written yet (a kernel more for each buffer, and no protection where every
-    element is written), cuDNN's, and cuBLAS's workspace of fixed size.
+    ``deterministic`` sets the same options as torchtitan: torch's deterministic algorithms, cuDNN's
+    deterministic mode and a cuBLAS workspace of fixed size. torch's option to fill uninitialized
+    memory is off, because it costs a kernel for each buffer and has no effect if every element is
+    written.
 
     Source: pytorch/torchtitan, ``torchtitan/distributed/utils.py``, ``set_determinism``.
     """
     deterministic = config.deterministic
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic or config.compile:
+        torch.use_deterministic_algorithms(deterministic)
+    else:
+        torch.set_deterministic_debug_mode("default")  # the same, without an import of the compiler
     torch.backends.cudnn.deterministic = deterministic
-    filled: Any = torch.utils.deterministic  # a property that torch has not typed
-    filled.fill_uninitialized_memory = not deterministic
+    options: Any = torch.utils.deterministic  # the property has no type annotation
+    options.fill_uninitialized_memory = not deterministic
     if deterministic:
         torch.backends.cudnn.benchmark = False
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -44,9 +48,10 @@ def configure_arithmetic(config: TrainConfig) -> None:
 
 
 def attention_kernels(config: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Return in which ``scaled_dot_product_attention`` has the kernels that a run is to use.
+    """Return a context in which ``scaled_dot_product_attention`` uses the run's kernels.
 
-    torch puts cuDNN's first by itself, but only from a version of cuDNN on.
+    With ``auto`` on Hopper and Blackwell, cuDNN's kernel has the highest priority. torch chooses
+    this order by default only with newer versions of cuDNN.
     """
     if device.type != "cuda":
         return nullcontext()

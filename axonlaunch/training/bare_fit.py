@@ -1,4 +1,4 @@
-"""The training loop by itself: no loggers, no checkpoints, nobody who follows it."""
+"""The training loop without loggers, checkpoints and monitor."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def bare_fit(
     run_dir: Path,
     resumed: Checkpoint | None = None,
 ) -> tuple[list[StepLogged], list[Evaluated]]:
-    """Train as ``fit`` does; every rank calls this, and a loss that is no number ends it.
+    """Train as ``fit`` does. Every rank calls this. A loss that is not finite ends training.
 
     Args:
-        engine: Does a step; it may have done some already.
-        data: This rank's share of each global batch.
-        config: How long, and how often what.
-        world: Who takes part.
-        run_dir: A folder, into which nothing is written.
-        resumed: What the engine's state was loaded from; None: it has done no step.
+        engine: Engine that trains; it may have done steps already.
+        data: Loader of this rank's part of each global batch.
+        config: Configuration of the training loop.
+        world: The ranks that train.
+        run_dir: Run folder; nothing is written to it.
+        resumed: Checkpoint from which the engine's state was loaded; None if it has done no step.
 
     Returns:
-        What the loop reports on this rank.
+        The logged steps and the evaluations that the loop reports on this rank.
     """
     events: list[Event] = []
     with suppress(NotFiniteError):

@@ -1,6 +1,6 @@
-"""A conversation with a trained model, by the chat template of its tokenizer.
+"""A conversation with a trained model, in the chat template of its tokenizer.
 
-It holds what was said; a model without a template is refused.
+A tokenizer without a chat template is an error.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from axonlaunch.training.sampling import TrainedText
 
 
 class Conversation:
-    """What a user and a model say to each other.
+    """A conversation between a user and a model.
 
     Attributes:
-        messages: All of it, each with a role and content.
+        messages: All messages so far, each with a role and content.
     """
 
     def __init__(
@@ -28,21 +28,22 @@ class Conversation:
         top_k: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Begin.
+        """Begin a conversation.
 
         Args:
-            trained: The model.
-            tokens: Tokens of an answer at most.
-            temperature: Divides the logits; 0 takes the likeliest token.
-            top_k: Draw among so many likeliest tokens; None: among all.
-            seed: Random seed, of each answer.
+            trained: The trained model.
+            tokens: Maximum number of tokens of an answer.
+            temperature: Sampling temperature; 0 takes the most likely token.
+            top_k: Number of most likely tokens to sample from; None samples from all tokens.
+            seed: Random seed, used for every answer.
 
         Raises:
-            ConfigError: The tokenizer has no chat template, or one that takes no questions.
+            ConfigError: The tokenizer has no chat template, or its template accepts no user
+                messages.
         """
         self._trained = trained
         self._template = ChatTemplate(trained.tokenizer, marks_assistant=False)
-        self._how: dict[str, Any] = {
+        self._options: dict[str, Any] = {
             "max_new_tokens": tokens,
             "temperature": temperature,
             "top_k": top_k,
@@ -55,7 +56,7 @@ class Conversation:
             raise ConfigError([ConfigIssue("", f"--chat: {error}")]) from None
 
     def answer(self, text: str) -> str:
-        """Return what the model says to a message.
+        """Return the model's answer to a message.
 
         Raises:
             ConfigError: The message is empty.
@@ -63,17 +64,20 @@ class Conversation:
         if not text:
             raise ConfigError([ConfigIssue("", "--prompt: it is empty; give at least one word")])
         self.messages.append({"role": "user", "content": text})
-        prompt = self._template.prompt(self.messages)
-        tokens = self._trained.generate(prompt, is_over=self._is_over, **self._how)
+        try:
+            prompt = self._template.prompt(self.messages)
+        except ValueError as error:
+            raise ConfigError([ConfigIssue("", f"--chat: {error}")]) from None
+        tokens = self._trained.generate(prompt, is_over=self._is_over, **self._options)
         if tokens[-1] == self._trained.tokenizer.end:
             del tokens[-1]
-        written = self._trained.tokenizer.decode(tokens, special=True)
-        said = written.partition(self._end)[0] if self._end else written
-        self.messages.append({"role": "assistant", "content": said.strip()})
-        return said.strip()
+        text = self._trained.tokenizer.decode(tokens, special=True)
+        answer = (text.partition(self._end)[0] if self._end else text).strip()
+        self.messages.append({"role": "assistant", "content": answer})
+        return answer
 
     def _is_over(self, tokens: list[int]) -> bool:
-        """Say whether the model has ended its turn, or the text."""
+        """Return whether the model has ended its turn or the text."""
         tokenizer = self._trained.tokenizer
         if tokens[-1] == tokenizer.end:
             return True

@@ -1,6 +1,6 @@
-"""What an accelerator is used for while a run trains: its allocator, and what NVML reports.
+"""Reads an accelerator's allocator statistics and NVML counters while a run trains.
 
-It reads counters that the host has already; nothing here waits for the device.
+All counters are available on the host, so reading them does not wait for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NVML: dict[str, tuple[Callable[..., float], float]] = {
     "utilization": (lambda device: torch.cuda.utilization(device), 1e-2),
     "temperature_c": (lambda device: torch.cuda.temperature(device), 1.0),
 }
-"""Name to what asks for it, and the factor that makes the name's unit of its answer."""
+"""Maps the name of a field to a query and to the factor that converts its result."""
 _ALLOCATOR = {
     "reserved_bytes": "reserved_bytes.all.peak",
     "active_bytes": "active_bytes.all.peak",
@@ -32,10 +32,10 @@ _ALLOCATOR = {
 
 
 class DeviceUse:
-    """Reads what a device reports of itself.
+    """Reads the counters of a device.
 
     Attributes:
-        notes: What is not reported, and why.
+        notes: Counters that are not available, each with the reason.
     """
 
     def __init__(
@@ -46,31 +46,31 @@ class DeviceUse:
         peak: float | None = None,
         devices: int = 1,
     ) -> None:
-        """Find out what the device reports; a CPU nothing.
+        """Find out which counters the device has. A CPU has none.
 
         Args:
-            device: This rank's.
-            flops_per_step: That the model needs for all positions of a step, padding and what is
-                not counted in the loss too; None: they are not known.
-            peak: FLOP/s of one device, as ``peak_flops`` returns it.
-            devices: Of the world.
+            device: Device of this rank.
+            flops_per_step: Model FLOPs of a step for all positions, including padding and positions
+                without a target in the loss; None if unknown.
+            peak: Peak FLOP/s of one device, as returned by ``peak_flops``; None if unknown.
+            devices: Number of devices in the world.
         """
         self._device = device
-        self._shortest_s = None  # a step's, at an MFU of 1
+        self._shortest_s = None  # time of a step at an MFU of 1
         if flops_per_step is not None and peak is not None:
             self._shortest_s = flops_per_step / devices / peak
         self._is_cuda = device.type == "cuda"
-        self._asked = dict(_NVML)
+        self._queries = dict(_NVML)
         self.notes: tuple[str, ...] = ()
         if self._is_cuda and torch.version.hip is None and not importlib.util.find_spec("pynvml"):
             self._leave_out([*_NVML], "pip install nvidia-ml-py")
-        self.read(step_s=math.inf)  # so that what the device refuses is known at the start
+        self.read(step_s=math.inf)  # finds unavailable counters at the start
 
     def read(self, *, step_s: float) -> dict[str, Any]:
-        """Return numbers by the names of a logged step's fields.
+        """Return values by field name of a logged step.
 
         Args:
-            step_s: Seconds that a step took.
+            step_s: Duration of a step in seconds.
         """
         if not self._is_cuda:
             return {}
@@ -78,28 +78,28 @@ class DeviceUse:
         figures: dict[str, Any] = {name: stats.get(key, 0) for name, key in _ALLOCATOR.items()}
         if self._shortest_s is not None:
             figures["mfu"] = self._shortest_s / step_s
-        for name, (ask, factor) in list(self._asked.items()):
+        for name, (query, factor) in list(self._queries.items()):
             try:
-                figures[name] = ask(self._device) * factor
-            except Exception as error:  # pynvml's classes; a driver or a MIG slice may refuse any
+                figures[name] = query(self._device) * factor
+            except Exception as error:  # errors of pynvml: drivers and MIG slices may refuse any
                 self._leave_out([name], str(error))
         return figures
 
     def _leave_out(self, names: list[str], reason: str) -> None:
         for name in names:
-            del self._asked[name]
+            del self._queries[name]
         self.notes = (*self.notes, f"not logged: {', '.join(names)} ({reason})")
 
 
 def peak_flops(hardware: HardwareConfig | None, config: TrainConfig) -> float | None:
-    """Return the FLOP/s that MFU is a share of: the dense peak of the run's arithmetic.
+    """Return the dense peak FLOP/s of the run's arithmetic, relative to which MFU is computed.
 
     Args:
-        hardware: The run's, or what is known of its device.
-        config: Which arithmetic.
+        hardware: Hardware of the run or of its device; None if unknown.
+        config: Training configuration, which determines the arithmetic.
 
     Returns:
-        None where nobody published it.
+        The peak, or None if it is unknown.
     """
     if hardware is None:
         return None
@@ -111,7 +111,7 @@ def peak_flops(hardware: HardwareConfig | None, config: TrainConfig) -> float | 
 
 
 def hardware_of(device: torch.device) -> HardwareConfig | None:
-    """Return what our catalog has of an accelerator, by the name that torch gives it."""
+    """Return the catalog entry of an accelerator, found by its name in torch; None if missing."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,7 +1,4 @@
-"""When training ends because its evaluations stopped getting better.
-
-It counts; the loop evaluates and ends.
-"""
+"""Early stopping: counts evaluations since the loss last improved."""
 
 from __future__ import annotations
 
@@ -11,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass
 class EvaluationHistory:
-    """What evaluations found so far.
+    """History of the evaluation loss.
 
     Attributes:
-        best: The lowest loss, not a number until one is; None without an evaluation.
-        since: Evaluations after the one that found it.
+        best: Lowest loss so far; NaN if every loss was NaN, None before the first evaluation.
+        since: Number of evaluations after the one with the lowest loss.
     """
 
     best: float | None = None
     since: int = 0
 
     def add(self, loss: float) -> None:
-        """Note an evaluation; one that is not a number is no better than any."""
+        """Add the loss of an evaluation. NaN is never an improvement."""
         is_first_number = self.best is not None and math.isnan(self.best) and not math.isnan(loss)
         if self.best is None or is_first_number or loss < self.best:
             self.best, self.since = loss, 0
@@ -30,5 +27,8 @@ class EvaluationHistory:
             self.since += 1
 
     def is_exhausted(self, patience: int | None) -> bool:
-        """Say whether so many evaluations in a row have found no lower loss; None: no number is."""
+        """Return whether ``patience`` evaluations in a row have not improved the loss.
+
+        A patience of None never stops.
+        """
         return patience is not None and self.since >= patience

@@ -1,6 +1,6 @@
-"""When Python looks for cycles: every so many steps on all ranks, rather than whenever one fills.
+"""Runs Python's garbage collection in the same steps on all ranks.
 
-A rank that looks while the others do not is waited for by all of them.
+By default each rank collects at different times, and every time all other ranks wait for it.
 
 Source: pytorch/torchtitan, ``torchtitan/tools/utils.py``, ``GarbageCollection``.
 """
@@ -10,29 +10,29 @@ from __future__ import annotations
 import gc
 
 _YOUNG = 1
-"""Generation up to which is looked: what a step leaves behind is young, and to go through all that
-was ever imported takes as long as some steps."""
+"""Oldest generation that is collected. Garbage of a step is young, and a full collection, which
+visits all imported objects, takes as long as several steps."""
 
 
 class GarbageCollection:
-    """Takes over Python's collector for a training loop; a context."""
+    """Context that controls Python's garbage collector during a training loop."""
 
     def __init__(self, every: int) -> None:
-        """Prepare.
+        """Prepare the collector.
 
         Args:
-            every: Steps from one look to the next; 0: Python decides, as anywhere else.
+            every: Number of steps between collections; 0 leaves the timing to Python.
         """
         self._every = every
         self._was_enabled = False
 
     def step_done(self, step: int) -> None:
-        """Look, if it is time."""
+        """Collect garbage if the step is a multiple of ``every``."""
         if self._every and step % self._every == 0:
             gc.collect(_YOUNG)
 
     def __enter__(self) -> GarbageCollection:
-        """Stop Python from looking by itself."""
+        """Disable automatic collection."""
         if self._every:
             self._was_enabled = gc.isenabled()
             gc.disable()
@@ -40,6 +40,6 @@ class GarbageCollection:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let Python look again, if it did before."""
+        """Enable automatic collection again if it was enabled before."""
         if self._was_enabled:
             gc.enable()

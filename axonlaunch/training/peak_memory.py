@@ -1,6 +1,6 @@
-"""What this process holds of its device's memory, as the system or the allocator reports it.
+"""Measures this process's memory on its device, as reported by the system or the allocator.
 
-It measures; ``planning`` is where memory is estimated.
+Memory is estimated in ``planning``.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from axonlaunch.system import host, limits
 
 
 class PeakWatch(Protocol):
-    """Finds the peak of a run."""
+    """Measures the peak memory of a run."""
 
     def storing(self) -> AbstractContextManager[Any]:
-        """Surround whatever allocates the engine's storage."""
+        """Return a context for all code that allocates storage of the engine."""
 
     def step(self, engine: Engine) -> AbstractContextManager[None]:
-        """Surround a step of the run."""
+        """Return a context for one training step."""
 
     def peak_bytes(self) -> int | None:
-        """Return the most that was held; None where that is not known."""
+        """Return the peak memory; None if unknown."""
 
 
 class DevicePeak:
-    """The peak that an accelerator's allocator reports, from the second step on.
+    """The peak reported by an accelerator's allocator, from the second step on.
 
-    Until then it is that of what is done once: weights are read, kernels are tried out.
+    Earlier peaks include one-time work, such as loading weights and trying out kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,11 +42,11 @@ class DevicePeak:
         self._steps = 0
 
     def storing(self) -> AbstractContextManager[Any]:
-        """Do nothing: the allocator watches by itself."""
+        """Return an empty context, because the allocator tracks all memory."""
         return nullcontext()
 
     def step(self, engine: Engine) -> AbstractContextManager[None]:
-        """Forget, before the second step, what was held until then."""
+        """Reset the peak before the second step."""
         del engine
         self._steps += 1
         if self._steps == 2 and self._device.type != "cpu":
@@ -54,15 +54,15 @@ class DevicePeak:
         return nullcontext()
 
     def peak_bytes(self) -> int | None:
-        """Return what the allocator gave to tensors; None on a CPU, which has none to ask."""
+        """Return the peak of allocated bytes; None on a CPU, which has no such allocator."""
         return None if self._device.type == "cpu" else peak_memory_bytes(self._device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most that was held so far.
+    """Return the peak memory so far.
 
-    On an accelerator, bytes its allocator gave to tensors; on a CPU, this process's peak resident
-    set, the interpreter and libraries included.
+    On an accelerator this is the peak of bytes allocated for tensors. On a CPU it is the peak
+    resident set of this process, including the interpreter and libraries.
     """
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
@@ -70,22 +70,20 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def available_bytes(sharing: int) -> int:
-    """Return what other programs leave of a device's memory to one rank, its own included.
+def available_to_rank(sharing: int) -> int:
+    """Return the bytes of device memory available to one rank, including those it already uses.
 
     Args:
-        sharing: Ranks that share the host's memory, where there is no device of their own.
+        sharing: Number of ranks that share the host's memory, if there is no CUDA device.
     """
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved()
-    table = Path("/proc/meminfo")
-    if not table.exists():
+    if not Path("/proc/meminfo").exists():
         return host.memory_bytes() // sharing
-    free_kib = table.read_text().split("MemAvailable:")[1].split()[0]
     pages = Path("/proc/self/statm").read_text().split()[:2]
-    mapped, own = (int(number) * os.sysconf("SC_PAGE_SIZE") for number in pages)
-    free = int(free_kib) * 1024 // sharing
+    mapped, resident = (int(number) * os.sysconf("SC_PAGE_SIZE") for number in pages)
+    free = host.free_memory_bytes() // sharing
     if (limit := limits.address_space()) is not None:
         free = min(free, max(0, limit - mapped))
-    return free + own
+    return free + resident

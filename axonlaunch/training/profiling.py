@@ -1,6 +1,6 @@
-"""Traces of some steps: ``torch.profiler`` on the ranks that are asked for, and how they align.
+"""Records traces of selected steps and ranks with ``torch.profiler`` and aligns their clocks.
 
-It records and writes; what a trace shows is ``diagnostics.step_breakdown``'s.
+``diagnostics.step_breakdown`` analyzes the traces.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _MEMORY_EVENTS = 100_000
 
 
 class StepProfiler:
-    """Profiles a run's steps from the first to the last that is asked for; every rank has one."""
+    """Profiles a range of steps. Every rank has one."""
 
     def __init__(self, config: ProfileConfig, *, world: World, run_dir: Path) -> None:
-        """Prepare; where memory is asked for, its history is recorded from now on.
+        """Prepare profiling, and start to record memory history if it is configured.
 
         Args:
-            config: Which steps, on which ranks.
-            world: Who takes part.
-            run_dir: The traces go to its folder ``profile``.
+            config: Steps and ranks to profile.
+            world: The ranks that train.
+            run_dir: Run folder; traces are written to its folder ``profile``.
         """
         self._config = config
         self._world = world
@@ -63,45 +63,45 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Surround a step of training; every rank calls this for each.
+        """Return a context for a training step. Every rank calls this for each step.
 
-        A run that resumes after the first of the steps records those that are left, unless there
-        are traces from before: they show steps that were asked for, and stay.
+        A run that resumes within the range of steps profiles the remaining ones, unless there are
+        earlier traces, which are kept.
         """
         steps = self._config.steps
         if steps and step > steps[0] and not self._clocks and not self._is_over:
             self._is_over = step > steps[1] or self._has_traces()
         if not steps or self._is_over or step < steps[0]:
-            with self._memory_kept():
+            with self._snapshot_on_oom():
                 yield
             return
         if not self._clocks:
             self._start()
-        with self._memory_kept(), record_function(f"{step_breakdown.STEP} {step}"):
+        with self._snapshot_on_oom(), record_function(f"{step_breakdown.STEP} {step}"):
             yield
         if step >= steps[1]:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was recorded, if anything was; every rank calls this after the same step."""
+        """Write the traces, if any. Every rank calls this after the same step."""
         if not self._clocks or self._is_over:
             return
         self._is_over = True
         if self._takes_part:
             self._write()
         if self._world.world_size > 1:
-            all_gather_json(None)  # until all have written
+            all_gather_json(None)  # wait until all ranks have written
         if self._world.is_main:
             offsets = {rank: self._ahead(rank) for rank in self._config.ranks}
             step_breakdown.merge(self._run_dir, offsets_ns=offsets)
 
     def _has_traces(self) -> bool:
-        """Return whether a rank finds traces; all ask, for not all may see the same folder."""
+        """Return whether any rank finds traces. Ranks may not share a file system."""
         is_there = any(self._folder.glob("rank_*.json.gz"))
         return any(all_gather_json(is_there)) if self._world.world_size > 1 else is_there
 
     def _ahead(self, rank: int) -> int:
-        """Return by how many nanoseconds a rank's clock is ahead of the first profiled one's."""
+        """Return how many nanoseconds a rank's clock is ahead of the first profiled rank's."""
         host, clock = self._clocks[self._config.ranks[0]]
         return 0 if self._clocks[rank][0] == host else self._clocks[rank][1] - clock
 
@@ -114,12 +114,12 @@ class StepProfiler:
                 torch.cuda.synchronize(device)
             self._profile = profile(activities=activities)
             self._profile.start()
-        own: list[Any] = [socket.gethostname(), 0]
+        clock: list[Any] = [socket.gethostname(), 0]
         if self._world.world_size > 1:
             dist.all_reduce(torch.zeros((), device=device))
-            own[1] = time.time_ns()  # all leave it at about the same moment
-        gathered = all_gather_json(own) if self._world.world_size > 1 else [own]
-        self._clocks = [(str(host), int(clock)) for host, clock in gathered]
+            clock[1] = time.time_ns()  # all ranks leave the all-reduce at about the same time
+        gathered = all_gather_json(clock) if self._world.world_size > 1 else [clock]
+        self._clocks = [(str(host), int(nanoseconds)) for host, nanoseconds in gathered]
         if self._takes_part and device.type == "cpu":
             self._waits = _WaitSampler()
 
@@ -145,8 +145,8 @@ class StepProfiler:
         self._dump_memory()
 
     @contextmanager
-    def _memory_kept(self) -> Iterator[None]:
-        """Write the allocator's snapshot where a step runs out of memory."""
+    def _snapshot_on_oom(self) -> Iterator[None]:
+        """Write the allocator's snapshot if a step runs out of memory."""
         try:
             yield
         except Exception as error:
@@ -162,11 +162,11 @@ class StepProfiler:
 
 
 class _WaitSampler:
-    """Notes when the thread that makes it waits for other ranks, and along which axis.
+    """Records when the thread that creates it waits for other ranks, and along which mesh axis.
 
-    gloo's collectives end in threads of their own, and torch records no end of them. So the
-    thread is looked at a thousand times a second; the axis is that of the last collective that was
-    begun, which is what a thread waits for but where several are under way.
+    gloo's collectives end in separate threads, and torch does not record their end. Therefore the
+    thread's stack is sampled a thousand times a second. The axis is that of the last collective
+    that was begun, which can be wrong if several are in flight.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class _WaitSampler:
         self._sampler.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop sampling."""
         self._over.set()
         self._sampler.join()
 
@@ -185,15 +185,15 @@ class _WaitSampler:
         """Return the waits as events of a trace.
 
         Args:
-            recorded: The trace's own; those that begin a collective learn along which axis.
-            zero_ns: Where its times begin, since the epoch.
+            recorded: Events of the trace. The axis is added to those that begin a collective.
+            zero_ns: Start of the trace's time axis, in nanoseconds since the epoch.
         """
         begun = flight_recorder.begun_collectives()
         starts = [at for at, _ in begun]
 
         def axis_at(moment_ns: float) -> str:
-            place = bisect.bisect(starts, moment_ns)
-            return begun[place - 1][1] if place else "world"
+            count = bisect.bisect(starts, moment_ns)
+            return begun[count - 1][1] if count else "world"
 
         for event in recorded:
             if str(event.get("name")).startswith("c10d::"):

@@ -1,4 +1,4 @@
-"""Decides which row of its data a resumed run reads first, on every rank alike."""
+"""Decides on all ranks which row of its data a resumed run reads first."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from axonlaunch.data.origin import Origin, changed_data_issues, find_differences
 def place_rows(
     loader: Loader, config: RunConfig, dataset: Dataset, resumed: Checkpoint | None, *, world: World
 ) -> tuple[str, ...]:
-    """Set where a loader's rows begin; every rank calls this.
+    """Set the first row that a loader reads. Every rank calls this.
 
     Args:
-        loader: This rank's.
-        config: The run's.
-        dataset: What ``config.data`` describes.
-        resumed: The checkpoint that was loaded; None: the run begins.
-        world: The ranks.
+        loader: Loader of this rank.
+        config: Configuration of the run.
+        dataset: Dataset described by ``config.data``.
+        resumed: Checkpoint that was loaded; None if the run starts from step 0.
+        world: The ranks that train.
 
     Returns:
         Notes for the user.
 
     Raises:
-        ConfigError: The data is not that of the checkpoint, and the configuration does not say to
-            go on from its first row.
+        ConfigError: The data differs from that of the checkpoint and
+            ``checkpoint.changed_data`` is ``error``.
     """
     if resumed is None:
         return ()
@@ -37,15 +37,15 @@ def place_rows(
     if resumed.origin is None:
         return ()
     saved = Origin.from_dict(resumed.origin)
-    now = describe_rows(config, dataset, like=saved) if world.is_main else None
-    is_changed = world.is_main and any(find_differences(saved, now))
+    current = describe_rows(config, dataset, like=saved) if world.is_main else None
+    is_changed = world.is_main and any(find_differences(saved, current))
     if not any_rank(is_changed, world=world):
         return ()
     if config.checkpoint.changed_data == "error":
         message = f"the main rank found that the data is not that of {resumed.path}"
         issues = [ConfigIssue("checkpoint.changed_data", message, "error")]
         if world.is_main:
-            issues = changed_data_issues(saved, now, where=resumed.path, data=config.data)
+            issues = changed_data_issues(saved, current, where=resumed.path, data=config.data)
         raise ConfigError(issues)
     loader.first_row_at = resumed.samples
     return (

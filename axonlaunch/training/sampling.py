@@ -1,7 +1,8 @@
-"""Text from a saved run, or from exported weights, in this process alone.
+"""Generates text from a saved run or from exported weights, in a single process.
 
-It is for models of text, as bytes, by a tokenizer that was kept, by the run's own dataset, or by
-that of a folder of transformers, whatever layout trained them; others are refused.
+The model may have been trained with any layout. Its tokenizer is the one kept in the run folder,
+the text methods of the run's custom dataset, or that of a transformers model folder; models trained
+on text as bytes need none. Models that were not trained on text are an error.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
 
 _EXPORTED = "config.json"
 _CONTEXT = 2048
-"""Tokens that a model is shown whose configuration has no longest sequence."""
+"""Context length of a model if its configuration has no maximum sequence length."""
 
 
 class _DatasetText(ByteTokenizer):
-    """The text side of a dataset, in the form of a tokenizer.
+    """The text methods of a dataset, with the interface of a tokenizer.
 
     Attributes:
-        length: Tokens of a sample.
+        length: Number of tokens in a sample.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -46,23 +47,24 @@ class _DatasetText(ByteTokenizer):
         self.vocab_size, self.length = dataset.num_classes, dataset.sample_shape[0]
 
     def encode(self, text: str) -> list[int]:
-        """Turn a text that is to be continued into tokens."""
+        """Convert a prompt to tokens."""
         return self._dataset.encode(text)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Turn tokens into text."""
+        """Convert tokens to text."""
         del special
         return self._dataset.decode(tokens)
 
 
 @dataclass(frozen=True)
 class TrainedText:
-    """A trained model of text.
+    """A trained language model and its tokenizer.
 
     Attributes:
-        model: Tokens [1, T] to logits [1, T, vocab], where the tokenizer may have fewer tokens.
-        context_length: Tokens that it was trained to look at.
-        tokenizer: What makes them.
+        model: Maps tokens [1, T] to logits [1, T, vocab]. The tokenizer may have fewer than vocab
+            tokens.
+        context_length: Sequence length of training.
+        tokenizer: Tokenizer of the model.
     """
 
     model: Callable[[Tensor], Tensor]
@@ -70,9 +72,9 @@ class TrainedText:
     tokenizer: Tokenizer
 
     def generate(self, prompt: Sequence[int], **options: Any) -> list[int]:
-        """Return the tokens that continue a prompt; ``models.generation`` says by which options.
+        """Return the tokens that continue a prompt, up to the tokenizer's end-of-text token.
 
-        The tokenizer's end of a text ends them.
+        The options are those of ``models.generation.generate``.
         """
         from axonlaunch.models.generation import generate
 
@@ -84,19 +86,19 @@ class TrainedText:
 
 
 def load_text_model(folder: Path, *, trusted: bool = False) -> TrainedText:
-    """Load a run's newest checkpoint, or a folder of safetensors.
+    """Load a run's newest checkpoint or a folder of safetensors files.
 
     Args:
-        folder: Of the run, or of the weights and their ``config.json``.
-        trusted: Whether code that the run's configuration names may run.
+        folder: Run folder, or folder with weights and their ``config.json``.
+        trusted: Whether to run code that the run's configuration names.
 
     Raises:
-        ConfigError: The folder holds no weights, or not those of a model of text, or a run's
+        ConfigError: The folder has no weights, the model was not trained on text, or the
             configuration names code and is not trusted.
     """
     is_exported = (folder / _EXPORTED).is_file() and not (folder / CONFIG).is_file()
     return TrainedText(
-        *(_load_exported(folder) if is_exported else _of_run(folder, trusted=trusted))
+        *(_load_exported(folder) if is_exported else _load_run(folder, trusted=trusted))
     )
 
 
@@ -110,44 +112,44 @@ def continue_prompt(
     seed: int,
     trusted: bool = False,
 ) -> str:
-    """Load a run's newest checkpoint, or a folder of safetensors, and continue a prompt.
+    """Load a run's newest checkpoint or a folder of safetensors files, and continue a prompt.
 
     Args:
-        folder: Of the run, or of the weights and their ``config.json``.
-        prompt: Text.
-        tokens: Tokens to add.
-        temperature: Divides the logits; Sampling temperature; 0 = greedy.
-        top_k: Draw among so many likeliest tokens; None: among all.
+        folder: Run folder, or folder with weights and their ``config.json``.
+        prompt: Text to continue.
+        tokens: Maximum number of tokens to generate.
+        temperature: Sampling temperature; 0 takes the most likely token.
+        top_k: Number of most likely tokens to sample from; None samples from all tokens.
         seed: Random seed.
-        trusted: Whether code that the run's configuration names may run.
+        trusted: Whether to run code that the run's configuration names.
 
     Raises:
-        ConfigError: The folder holds no weights, or not those of a model of text, or a run's
+        ConfigError: The folder has no weights, the model was not trained on text, or the
             configuration names code and is not trusted.
     """
     if not prompt:
         raise ConfigError([ConfigIssue("", "--prompt: it is empty; give at least one character")])
     trained = load_text_model(folder, trusted=trusted)
-    written = trained.generate(
+    generated = trained.generate(
         trained.tokenizer.encode(prompt),
         max_new_tokens=tokens,
         temperature=temperature,
         top_k=top_k,
         seed=seed,
     )
-    return trained.tokenizer.decode(written)
+    return trained.tokenizer.decode(generated)
 
 
-def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
-    """Return a run's model, how many tokens it was trained to look at, and what makes them."""
+def _load_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
+    """Return a run's model, its context length and its tokenizer."""
     saved = config.read_frozen(folder, trusted=trusted)
     newest = checkpoint.latest(folder)
     if newest is None:
         message = f"{folder}: the run has no checkpoint; train with checkpoint.every=N"
         raise ConfigError([ConfigIssue("", message)])
-    own = _of_its_dataset(saved.data)
-    tokenizer = own or load_kept(folder) or _of_its_model(saved)
-    length = own.length if own else getattr(saved.data, "sequence_length", None)
+    dataset_text = _text_of_custom_dataset(saved.data)
+    tokenizer = dataset_text or load_kept(folder) or _tokenizer_of_model(saved)
+    length = dataset_text.length if dataset_text else getattr(saved.data, "sequence_length", None)
     if tokenizer is None or length is None:
         length = _length(saved.data, where=f"{folder}: the run")
     import torch
@@ -166,11 +168,11 @@ def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
     return model, length, tokenizer or ByteTokenizer()
 
 
-def _of_its_dataset(data: Any) -> _DatasetText | None:
-    """Return what makes tokens of a run on a dataset of one's own; None: it is none, or no text.
+def _text_of_custom_dataset(data: Any) -> _DatasetText | None:
+    """Return the text methods of a custom dataset; None for included datasets and without text.
 
     Raises:
-        ConfigError: The dataset can't be made here.
+        ConfigError: The dataset can't be built here.
     """
     if DATASETS.is_included(data.name) and not isinstance(data, CustomDataConfig):
         return None
@@ -180,8 +182,8 @@ def _of_its_dataset(data: Any) -> _DatasetText | None:
     return _DatasetText(dataset) if dataset.is_text else None
 
 
-def _of_its_model(saved: RunConfig) -> Tokenizer | None:
-    """Return the tokenizer in the folder of a run's model; None: it has none, or saw bytes."""
+def _tokenizer_of_model(saved: RunConfig) -> Tokenizer | None:
+    """Return the tokenizer in the model folder of a run; None without one or with byte data."""
     if not isinstance(saved.model, HuggingFaceConfig) or _is_text(saved.data):
         return None
     from axonlaunch.models.hf import files
@@ -191,7 +193,7 @@ def _of_its_model(saved: RunConfig) -> Tokenizer | None:
 
 
 def _load_exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
-    """Return the same of a folder of safetensors."""
+    """Return the model, context length and tokenizer of a folder of safetensors files."""
     from axonlaunch.checkpoint import weights
     from axonlaunch.models.build import build_model
 
@@ -203,12 +205,14 @@ def _load_exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
         length = None
     else:
         described, data = weights.describe_folder(folder)
-        known = tokenizer is not None
-        length = data.sequence_length if known else _length(data, where=f"{folder}: its model")
+        has_tokenizer = tokenizer is not None
+        length = (
+            data.sequence_length if has_tokenizer else _length(data, where=f"{folder}: its model")
+        )
     model = build_model(described).eval()
     if length is None:
-        own: Any = model
-        length = getattr(own.config, "max_position_embeddings", None) or _CONTEXT
+        untyped_model: Any = model
+        length = getattr(untyped_model.config, "max_position_embeddings", None) or _CONTEXT
     if wrong := weights.differences(folder, described, model):
         message = f"{folder}: its weights are not those of its {_EXPORTED}: {weights.first(wrong)}"
         raise ConfigError([ConfigIssue("", message)])
@@ -217,10 +221,10 @@ def _load_exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
 
 
 def _length(data: Any, *, where: str) -> int:
-    """Return the sequence length of data that is text.
+    """Return the sequence length of text data.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The data is not text.
     """
     if _is_text(data):
         return int(data.sequence_length)
@@ -228,8 +232,8 @@ def _length(data: Any, *, where: str) -> int:
     tokens = f" with {vocabulary} tokens" if vocabulary else ""
     texts = [name for name, facts in DATASETS.known_facts().items() if facts.is_text]
     message = (
-        f"{where} is of data={data.name}{tokens}; only a model of text can be sampled, of "
-        f"data={one_of(texts)}"
+        f"{where} was trained on data={data.name}{tokens}; only models trained on text can be "
+        f"sampled: data={one_of(texts)}"
     )
     raise ConfigError([ConfigIssue("", message)])
 

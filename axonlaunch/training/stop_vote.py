@@ -1,4 +1,4 @@
-"""Whether any rank was asked to stop, agreed on by all without waiting for a device."""
+"""Agreement of all ranks on whether to stop, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -15,52 +15,51 @@ _Answer = Callable[[], bool]
 
 
 class StopVote:
-    """Sums in each step over the world what each rank was asked.
+    """Counts in each step the ranks that received a stop request.
 
-    On a CPU the sum is of the step itself. On a GPU the device sums, in the order of its own work,
-    and the host reads the sum of the step before: that one is there, while the device is still busy
-    with what was launched since. So a run on GPUs stops one step later, and its hosts exchange
-    nothing.
+    On a CPU the count is that of the current step. On a GPU the device sums the votes, and the host
+    reads the sum of the previous step, which is complete while the device still works on the
+    current step. A run on GPUs therefore stops one step later, and its hosts exchange no messages.
     """
 
     def __init__(self, world: World) -> None:
-        """Prepare to vote; every rank makes one.
+        """Prepare to vote. Every rank creates one.
 
         Args:
-            world: Who votes.
+            world: The ranks that vote.
         """
         self._world = world
         self._lag = 1 if world.device.type == "cuda" else 0
         self._answers: deque[_Answer] = deque()
 
     def cast(self, *, stop: bool) -> None:
-        """Take what this rank was asked; every rank calls this once a step, before it."""
-        asked = torch.full((), int(stop), device=self._world.device)
+        """Vote. Every rank calls this once per step, before the step."""
+        votes = torch.full((), int(stop), device=self._world.device)
         work = None
         if self._world.world_size > 1:
-            work = dist.all_reduce(asked, async_op=True)
-        self._answers.append(_on_host(asked, work) if self._lag else _of_work(asked, work))
+            work = dist.all_reduce(votes, async_op=True)
+        self._answers.append(_on_host(votes, work) if self._lag else _of_work(votes, work))
 
     def anyone(self) -> bool:
-        """Return the same answer on every rank; called once a step, after it."""
+        """Return whether any rank voted to stop, the same on every rank; call once after a step."""
         return len(self._answers) > self._lag and self._answers.popleft()()
 
 
-def _of_work(asked: Tensor, work: dist.Work | None) -> _Answer:
+def _of_work(votes: Tensor, work: dist.Work | None) -> _Answer:
     def answer() -> bool:
         if work is not None:
             work.wait()
-        return bool(asked)
+        return bool(votes)
 
     return answer
 
 
-def _on_host(asked: Tensor, work: dist.Work | None) -> _Answer:
-    """Let the device copy its sum to the host once it has it."""
+def _on_host(votes: Tensor, work: dist.Work | None) -> _Answer:
+    """Make the device copy the sum of the votes to the host asynchronously."""
     if work is not None:
-        work.wait()  # the device's stream does; the host continues
-    copied = torch.empty_like(asked, device="cpu", pin_memory=True)
-    copied.copy_(asked, non_blocking=True)
+        work.wait()  # only the device's stream waits; the host continues
+    copied = torch.empty_like(votes, device="cpu", pin_memory=True)
+    copied.copy_(votes, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
 

@@ -1,8 +1,4 @@
-"""The training loop.
-
-It decides when to step, log, evaluate and save; how is the engine's, the data's and the
-checkpoint's.
-"""
+"""The training loop: decides when to train, log, evaluate and save."""
 
 from __future__ import annotations
 
@@ -49,13 +45,13 @@ from axonlaunch.training.stop_vote import StopVote
 
 @dataclass
 class _Progress:
-    """Numbers since the last logged step, and of the whole run."""
+    """Values accumulated since the last logged step and over the whole run."""
 
     loss: float | None = None
     eval_loss: float | None = None
     evaluated_at: int | None = None
     evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
-    seen: torch.Tensor | int | None = 0
+    tokens_seen: torch.Tensor | int | None = 0
     skipped: torch.Tensor | None = None
     tokens_since: torch.Tensor | int = 0
     tokens: int = 0
@@ -65,21 +61,22 @@ class _Progress:
     waited: float = 0.0
     started: bool = False
 
-    def leave_out_since(self, moment: float) -> None:
-        """Leave what was not a step, from a moment to now, out of the time a step takes."""
+    def exclude_since(self, moment: float) -> None:
+        """Exclude the time from a moment to now from the measured step time."""
         self.since += time.perf_counter() - moment
 
-    def take_logged(self, *, loss: float) -> tuple[float, float, float]:
-        """Take a logged step.
+    def begin_interval(self, *, loss: float) -> tuple[float, float, float]:
+        """Begin a new interval after a logged step.
 
         Returns:
-            Seconds of a step since the last one and of its wait for data, and targets a second.
+            Mean seconds per step in the last interval, mean seconds of waiting for data per step,
+            and targets per second.
         """
         tokens = int(self.tokens_since)
         now = time.perf_counter()
         seconds = (now - self.since) / self.steps_since
         waited = self.waited / self.steps_since
-        if self.started:  # the first step also pays for what is done once
+        if self.started:  # the first step includes one-time work
             self.tokens += tokens
             self.seconds += now - self.since
         self.started = True
@@ -104,23 +101,24 @@ def fit(
     resumed: Checkpoint | None = None,
     blocks: Sequence[nn.Module] = (),
 ) -> Finished:
-    """Train until the last step, or a rank asks to stop, or evaluations get no better.
+    """Train until the last step, until a rank requests a stop, or until early stopping.
 
     Every rank calls this.
 
     Args:
-        engine: Does a step; it may have done some already.
-        data: This rank's share of each global batch.
-        config: How long, and how often what.
-        world: Who takes part.
-        monitor: Follows this rank. Where it asks one to stop, all stop after the same step.
-        watch: Finds the peak of this rank's memory.
-        profiler: Records the steps that it was asked for.
-        use: Reads what the device reports, at logged steps.
-        tracer: Traces the modules of some steps; None: of no step.
-        saver: Writes checkpoints, as often as it says; None: there are none.
-        resumed: What the engine's state was loaded from; None: it has done no step.
-        blocks: This rank's of the model, by which ranks with GPUs are compared.
+        engine: Engine that trains; it may have done steps already.
+        data: Loader of this rank's part of each global batch.
+        config: Configuration of the training loop.
+        world: The ranks that train.
+        monitor: Monitor of this rank. If one of them requests a stop, all ranks stop after the same
+            step.
+        watch: Measures this rank's peak memory.
+        profiler: Profiles the configured steps.
+        use: Reads device counters at logged steps.
+        tracer: Traces the modules in selected steps; None traces no step.
+        saver: Saves checkpoints at its interval; None saves none.
+        resumed: Checkpoint from which the engine's state was loaded; None if it has done no step.
+        blocks: Blocks of the model on this rank, whose times are compared across ranks with GPUs.
     """
     num_steps = config.num_steps
     if resumed is not None and resumed.data is not None:
@@ -150,7 +148,7 @@ def fit(
             loop.evaluate()
         interrupted = not is_over and _do_steps(loop, saver, collection)
         profiler.finish()
-        if is_over and config.eval_batches:  # it was stopped after its last save
+        if is_over and config.eval_batches:  # the earlier run was stopped before this evaluation
             loop.evaluate()
     progress = loop.progress
     done = Finished(
@@ -167,10 +165,10 @@ def fit(
 
 
 def _do_steps(loop: _Loop, saver: Saver | None, collection: GarbageCollection) -> bool:
-    """Do steps until the last, and what is due after each.
+    """Train the remaining steps, and evaluate and save when due.
 
     Returns:
-        Whether a rank's wish to stop ended them: before the last, and no evaluation did.
+        Whether a requested stop ended training before the last step, and not early stopping.
     """
     config, engine, num_steps = loop.config, loop.engine, loop.config.num_steps
     interrupted = stopped = False
@@ -186,19 +184,19 @@ def _do_steps(loop: _Loop, saver: Saver | None, collection: GarbageCollection) -
                 stopped = True
                 loop.monitor.report(_early_stop_note(loop.progress.evaluations, config))
         if saver is not None:
-            is_early = interrupted or stopped
-            loop.save(saver, is_early=is_early, is_due=is_saved, ends=is_early or last)
+            ends_early = interrupted or stopped
+            loop.save(saver, ends_early=ends_early, is_due=is_saved, ends=ends_early or last)
         collection.step_done(step)
     return interrupted and not stopped and engine.step < num_steps
 
 
 @dataclass(kw_only=True)
 class _Loop:
-    """What each round of the loop does: a step, and what may come after it.
+    """Parts of the training loop, with a method for each action: step, evaluate, save.
 
     Attributes:
-        backward: The engine's, or what traces it.
-        progress: Numbers of the run so far.
+        backward: ``backward`` of the engine or of the tracer.
+        progress: Accumulated values of the run.
     """
 
     engine: Engine
@@ -217,36 +215,36 @@ class _Loop:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether evaluations have got no better for as long as training waits for that."""
+        """Whether the evaluation loss has not improved for ``train.early_stop`` evaluations."""
         return self.progress.evaluations.is_exhausted(self.config.early_stop)
 
     def step(self, step: int, *, is_logged: bool, is_saved: bool) -> bool:
-        """Do a step; return whether a rank was asked to stop after it."""
+        """Train one step; return whether a rank requested a stop."""
         progress = self.progress
         began = time.perf_counter()
         with self.profiler.step(step):
-            progress.leave_out_since(began)
+            progress.exclude_since(began)
             self.vote.cast(stop=self.monitor.stop())
             rate = self.engine.learning_rate()
             result = self._train(self._read(), is_logged=is_logged, is_saved=is_saved)
             progress.steps_since += 1
             progress.tokens_since = progress.tokens_since + result.tokens
             if result.skipped is not None:
-                counted = progress.skipped
-                progress.skipped = result.skipped + (0 if counted is None else counted)
-            if progress.seen is not None:
-                progress.seen = progress.seen + result.tokens
+                previous = progress.skipped
+                progress.skipped = result.skipped + (0 if previous is None else previous)
+            if progress.tokens_seen is not None:
+                progress.tokens_seen = progress.tokens_seen + result.tokens
             if is_logged:
                 self._log(result, step=step, rate=rate)
             else:
                 self.monitor.report(StepDone(step))
             interrupted = self.vote.anyone()
             ended = time.perf_counter()
-        progress.leave_out_since(ended)
+        progress.exclude_since(ended)
         return interrupted
 
     def evaluate(self) -> None:
-        """Report the loss over what is held out, of each of its parts."""
+        """Report the loss on the held-out data, in total and for each of its parts."""
         started = time.perf_counter()
         dataset = self.data.dataset
         parts = getattr(dataset, "eval_parts", {})
@@ -263,7 +261,7 @@ class _Loop:
         loss = float(total / count.clamp(min=1))
         self.progress.eval_loss, self.progress.evaluated_at = loss, self.engine.step
         self.progress.evaluations.add(loss)
-        self.progress.leave_out_since(started)
+        self.progress.exclude_since(started)
         self.monitor.report(
             Evaluated(
                 self.engine.step,
@@ -275,18 +273,18 @@ class _Loop:
             )
         )
 
-    def save(self, saver: Saver, *, is_early: bool, is_due: bool, ends: bool) -> None:
-        """Save where that is due or training ends, and report what was saved since.
+    def save(self, saver: Saver, *, ends_early: bool, is_due: bool, ends: bool) -> None:
+        """Save a checkpoint if it is due or training ends, and report completed saves.
 
         Args:
-            saver: Writes it.
-            is_early: Training ends before its last step.
-            is_due: As often as configured, it is time to.
-            ends: Training ends.
+            saver: Saver that writes the checkpoint.
+            ends_early: Whether training ends before its last step.
+            is_due: Whether a checkpoint is due at this step.
+            ends: Whether training ends.
         """
         started = time.perf_counter()
         self._begin("saving")
-        if is_early and not is_due:  # the step was not checked
+        if ends_early and not is_due:  # this step's loss and gradients were not checked
             raise_if_nonfinite_parameters(self.engine, world=self.world)
         saved = []
         if ends or is_due:
@@ -298,14 +296,14 @@ class _Loop:
                 samples=self.engine.step * self.config.global_batch_size,
                 loss=progress.loss,
                 eval_loss=progress.eval_loss if is_evaluated else None,
-                tokens=None if progress.seen is None else int(progress.seen),
+                tokens=None if progress.tokens_seen is None else int(progress.tokens_seen),
                 best_eval_loss=progress.evaluations.best,
                 evaluations_since=progress.evaluations.since,
                 data=self.data.state(self.engine.step),
             )
         for save in [*saved, *(saver.close() if ends else saver.take_completed())]:
             self.monitor.report(Saved(save.step, str(save.path), save.seconds, save.stalled_s))
-        self.progress.leave_out_since(started)
+        self.progress.exclude_since(started)
 
     def _begin(self, phase: str) -> None:
         self.monitor.report_phase(phase, step=self.engine.step)
@@ -322,7 +320,7 @@ class _Loop:
         self._begin("stepping")
         with self.watch.step(self.engine):
             loss, tokens = self.backward(batch)
-            # fp16 leaves out updates by gradients that are not finite, and halves its scale.
+            # fp16 skips updates with gradients that are not finite, and halves its scale.
             is_fp16 = self.config.precision == "fp16"
             norm = None
             if is_saved or (is_logged and not is_fp16):
@@ -335,19 +333,19 @@ class _Loop:
             return result
 
     def _epoch(self, step: int) -> float | None:
-        """Return how often the data was seen; None: a stream does not say how long it is."""
+        """Return the number of passes over the data; None for streams of unknown length."""
         samples = self.data.dataset.num_samples
-        seen = step * self.config.global_batch_size - self.data.first_row_at
-        return seen / samples if samples else None
+        samples_read = step * self.config.global_batch_size - self.data.first_row_at
+        return samples_read / samples if samples else None
 
     def _log(self, result: StepResult, *, step: int, rate: float) -> None:
-        """Report the step's numbers; this waits for the device, which unlogged steps never do."""
+        """Report the values of a step. This waits for the device; steps without a log never do."""
         progress = self.progress
         times, slowest = self.stragglers.compare(step=step) or (None, None)
         loss, tokens = float(result.loss), int(result.tokens)
         norm = None if result.grad_norm is None else float(result.grad_norm)
         skipped = None if progress.skipped is None else int(progress.skipped)
-        seconds, waited, tokens_per_s = progress.take_logged(loss=loss)
+        seconds, waited, tokens_per_s = progress.begin_interval(loss=loss)
         self.monitor.report(
             StepLogged(
                 step=step,
@@ -359,7 +357,7 @@ class _Loop:
                 step_s=seconds,
                 peak_memory_bytes=peak_memory_bytes(self.world.device),
                 epoch=self._epoch(step),
-                tokens_seen=None if progress.seen is None else int(progress.seen),
+                tokens_seen=None if progress.tokens_seen is None else int(progress.tokens_seen),
                 data_wait_s=waited,
                 slowest=slowest,
                 skipped=skipped,
@@ -372,17 +370,17 @@ class _Loop:
 
 
 def _progress(resumed: Checkpoint | None) -> _Progress:
-    """Return the numbers of a run that begins, or that a checkpoint holds."""
+    """Return the values at the start of a run, or those in the resumed checkpoint."""
     if resumed is None:
         return _Progress()
     history = EvaluationHistory(resumed.best_eval_loss, resumed.evaluations_since)
-    return _Progress(loss=resumed.loss, evaluations=history, seen=resumed.tokens)
+    return _Progress(loss=resumed.loss, evaluations=history, tokens_seen=resumed.tokens)
 
 
 def _early_stop_note(evaluations: EvaluationHistory, config: TrainConfig) -> Noted:
     return Noted(
-        f"train.early_stop={config.early_stop}: training ends, as {evaluations.since} evaluations "
-        f"found no lower loss than {evaluations.best:.4f}"
+        f"train.early_stop={config.early_stop}: training ends, because {evaluations.since} "
+        f"evaluations found no lower loss than {evaluations.best:.4f}"
     )
 
 

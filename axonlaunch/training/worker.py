@@ -1,6 +1,6 @@
-"""What each rank runs: one frozen configuration in, a trained run out.
+"""Trains one frozen configuration on each rank: builds the data, the engine and the training loop.
 
-It connects the rooms; how ranks were started, and who reads the events, is not its business.
+This module does not depend on how ranks are started or on how events are shown.
 """
 
 from __future__ import annotations
@@ -33,9 +33,17 @@ from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
-from axonlaunch.events import NOBODY, Counted, Finished, Listener, Monitor, Noted, Started
+from axonlaunch.events import (
+    NOBODY,
+    Finished,
+    Listener,
+    Monitor,
+    Noted,
+    Started,
+)
 from axonlaunch.models.build import spec_for
 from axonlaunch.system import gpus
+from axonlaunch.system.units import Counted
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
@@ -53,13 +61,13 @@ def run(
     monitor: Monitor = NOBODY,
     cpu_peak: Callable[[RunConfig], PeakWatch] | None = None,
 ) -> Finished:
-    """Train as a resolved configuration says; every rank of the world calls this.
+    """Train a resolved configuration. Every rank of the world calls this.
 
     Args:
-        config: Checked, with ``run_dir`` resolved.
-        world: Its ranks.
-        monitor: Follows this rank; events reach that of the main rank alone.
-        cpu_peak: Makes what finds the peak of a CPU's memory; None: it is not found.
+        config: Checked configuration with ``run_dir`` resolved.
+        world: The ranks that train.
+        monitor: Monitor of this rank. Only that of the main rank receives events.
+        cpu_peak: Builds the measurement of peak memory on a CPU; None measures none there.
     """
     monitor.report_phase("building", step=None)
     configure_arithmetic(config.train)
@@ -78,8 +86,8 @@ def run(
     monitor.report_phase("loading", step=None)
     resumed = load_run_state(config, engine, world)
     row_notes = place_rows(loader, config, dataset, resumed.checkpoint, world=world)
-    report, notes, loggers = _on_main(
-        monitor.report, resumed.checkpoint, config, world, counted=_counted(dataset)
+    report, notes, loggers = _main_rank_outputs(
+        monitor.report, resumed.checkpoint, config, world, counted=_unit_of(dataset)
     )
     monitor = dataclasses.replace(monitor, report=report)
     if world.is_main:
@@ -88,7 +96,7 @@ def run(
     notes = (
         *getattr(dataset, "notes", ()),
         *notes,
-        *_put_superseded_aside(resumed.checkpoint, storage.root(config), world),
+        *_move_superseded_aside(resumed.checkpoint, storage.root(config), world),
         *_remove_partial_saves(storage.root(config), world),
         *_notes(config, world),
         *data_notes(config, dataset),
@@ -122,10 +130,10 @@ def run(
 
 
 def load_run_state(config: RunConfig, engine: Engine, world: World) -> Resumed:
-    """Load the checkpoint to resume from; where there is none, initial weights.
+    """Load the checkpoint to resume from, or initial weights without a checkpoint.
 
-    Checkpoints that leave frozen weights out (an adapter's) need the initial weights under them.
-    Every rank calls this.
+    Checkpoints without frozen weights (those of adapters) need the initial weights too. Every rank
+    calls this.
     """
     if not config.saves_frozen:
         load_initial_weights(engine, config, world=world)
@@ -136,7 +144,7 @@ def load_run_state(config: RunConfig, engine: Engine, world: World) -> Resumed:
 
 
 def _keep_tokenizer(config: RunConfig, dataset: Dataset) -> None:
-    """Write the tokenizer into the run's folder and beside its checkpoints."""
+    """Write the tokenizer to the run folder and to the folder of its checkpoints."""
     if isinstance(dataset, AnyText):
         folders = {Path(config.run_dir), storage.root(config)} if config.checkpoint.every else ()
         for folder in folders:
@@ -144,7 +152,7 @@ def _keep_tokenizer(config: RunConfig, dataset: Dataset) -> None:
 
 
 def _device_use(config: RunConfig, engine: Engine, dataset: Dataset, world: World) -> DeviceUse:
-    """Return what measures how well devices are used."""
+    """Return the measurement of device use and MFU."""
     return DeviceUse(
         world.device,
         flops_per_step=_flops_per_step(config, engine, dataset),
@@ -162,14 +170,14 @@ def _started_event(
     resumed: Resumed,
     notes: tuple[str, ...],
 ) -> Started:
-    """Return the event that begins a run."""
+    """Return the event for the start of a run."""
     return Started(
         run_dir=config.run_dir,
         layout=str(Layout.of(config, world_size=world.world_size)),
         device=str(world.device),
         parameters=engine.num_parameters,
         samples=dataset.num_samples or None,
-        counted=_counted(dataset),
+        counted=_unit_of(dataset),
         step=engine.step,
         steps=config.train.num_steps,
         resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
@@ -178,8 +186,8 @@ def _started_event(
     )
 
 
-def _counted(dataset: Dataset) -> Counted:
-    """Return what the loss has a target for."""
+def _unit_of(dataset: Dataset) -> Counted:
+    """Return the unit that has a target in the loss."""
     return "samples" if dataset.kind == "structured" else dataset.kind
 
 
@@ -192,7 +200,10 @@ def _saver(
     resumed: Resumed,
     monitor: Monitor,
 ) -> Saver | None:
-    """Return what saves checkpoints, whose folder then says what they belong to; None: nothing."""
+    """Return the saver of checkpoints, after describing the run in their folder.
+
+    Return None if the run saves no checkpoints.
+    """
 
     def describe() -> dict[str, Any] | None:
         origin = describe_rows(config, loader.dataset) if world.is_main else None
@@ -203,8 +214,8 @@ def _saver(
     root = storage.root(config)
     if world.is_main:
         storage.describe(config)
-        # Who resumes in its own folder was compared with what is recorded there: to hash all
-        # weights of the base takes minutes.
+        # A run that resumes in its own folder was already compared with the recorded base. Hashing
+        # all weights of the base takes minutes.
         if resumed.checkpoint is None or not is_of(resumed.checkpoint.path, root):
             record_base(config)
     return Saver(
@@ -228,16 +239,17 @@ def _saver(
 def _tokenising_ahead(
     config: RunConfig, dataset: Dataset, world: World
 ) -> AbstractContextManager[object]:
-    """Let one rank of each node tokenise what it is not yet time for."""
+    """Return a context in which one rank of each node tokenizes later shards in advance."""
     if not isinstance(dataset, ShardedRows) or world.local_rank:
         return nullcontext()
     return dataset.tokenising_ahead(config.tokenizer)
 
 
 def _flops_per_step(config: RunConfig, engine: Engine, dataset: Dataset) -> float | None:
-    """Return what MFU counts; None where a sample is no sequence of tokens.
+    """Return the model FLOPs of a step for MFU; None if samples are not sequences of tokens.
 
-    Padding is computed as any position is, and so are those whose targets the loss leaves out.
+    All positions count, including padding and positions without a target in the loss, because they
+    are computed too.
     """
     if dataset.kind != "tokens":
         return None
@@ -248,9 +260,10 @@ def _flops_per_step(config: RunConfig, engine: Engine, dataset: Dataset) -> floa
 def _watch(
     config: RunConfig, world: World, cpu_peak: Callable[[RunConfig], PeakWatch] | None
 ) -> PeakWatch:
-    """Return what finds the peak of this rank's memory.
+    """Return the measurement of this rank's peak memory.
 
-    On a CPU, which has no allocator to ask, nothing sees what compiled kernels allocate.
+    On a CPU, ``cpu_peak`` can't see allocations of compiled kernels and is not used with
+    ``train.compile``.
     """
     if cpu_peak is None or world.device.type != "cpu" or config.train.compile:
         return DevicePeak(world.device)
@@ -258,7 +271,7 @@ def _watch(
 
 
 def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
-    """Load the checkpoint that the configuration names."""
+    """Load the checkpoint that ``checkpoint.resume`` selects."""
     resume = config.checkpoint.resume
     if resume == "never":
         return Resumed(None, {})
@@ -275,14 +288,14 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
         )
     else:
         raise checkpoint.CorruptCheckpointError(
-            f"{resume}: there is no complete checkpoint in it any more"
+            f"{resume}: the complete checkpoint that was found here before the start is gone"
         )
     if resumed.checkpoint is not None:
         engine.load_state_dict(resumed.state)
     return resumed
 
 
-def _on_main(
+def _main_rank_outputs(
     report: Listener,
     resumed: Checkpoint | None,
     config: RunConfig,
@@ -290,9 +303,9 @@ def _on_main(
     *,
     counted: Counted,
 ) -> tuple[Listener, tuple[str, ...], AbstractContextManager[object]]:
-    """Return what takes events on this rank, what is to be said of earlier files, and the loggers.
+    """Return this rank's event listener, notes about earlier files, and a context for loggers.
 
-    On the main rank those are files and the given listener, on others nothing is.
+    On the main rank the listener writes files and calls ``report``; on other ranks it does nothing.
     """
     if not world.is_main:
         return lambda event: None, (), nullcontext()
@@ -307,52 +320,50 @@ def _on_main(
     return loggers, loggers.notes, loggers
 
 
-def _put_superseded_aside(resumed: Checkpoint | None, root: Path, world: World) -> list[str]:
-    """Put aside what the run saved later than what it resumes from, and name it."""
+def _move_superseded_aside(resumed: Checkpoint | None, root: Path, world: World) -> list[str]:
+    """Move checkpoints aside that are later than the resumed one, and return notes on them."""
     return put_later_aside(resumed, root) if resumed and world.is_main else []
 
 
 def _remove_partial_saves(root: Path, world: World) -> list[str]:
-    """Delete what interrupted saves left, and name it."""
-    left = checkpoint.sweep_partial(root) if world.is_main else []
-    return [
-        f"checkpoints/{name}: deleted, a save that was interrupted had left it" for name in left
-    ]
+    """Delete the files of interrupted saves, and return notes on them."""
+    names = checkpoint.sweep_partial(root) if world.is_main else []
+    return [f"checkpoints/{name}: deleted (left by an interrupted save)" for name in names]
 
 
 def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
-    """Say what a setting can't do on this device, or in this world."""
+    """Return notes on settings that have no or little effect on this device or in this world."""
     notes = []
     strategy = config.strategy
     layout = Layout.of(config, world_size=world.world_size)
     is_hybrid = layout.facts.shards_parameters and strategy.fsdp.sharding == "hybrid_shard"
     if is_hybrid and layout.dp_replicate == 1:
         notes.append(
-            "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
-            "strategy.fsdp.replicate=2 makes two"
+            "strategy.fsdp.sharding=hybrid_shard: there is one replica, as with full_shard; "
+            "strategy.fsdp.replicate=2 creates two"
         )
     notes += device_notes(world)
     offload = strategy.fsdp.cpu_offload
     if offload != "none" and world.device.type == "cpu":
         notes.append(
             f"strategy.fsdp.cpu_offload={offload}: the device is the CPU, "
-            "so what is offloaded is in host memory already"
+            "so offloaded tensors are in host memory anyway"
         )
     if config.train.profile.memory and world.device.type == "cpu":
         notes.append(
-            "train.profile.memory=true: the device is the CPU, which has no allocator whose "
-            "history could be recorded"
+            "train.profile.memory=true: the device is the CPU, which has no allocator history to "
+            "record"
         )
     if config.train.precision != "fp32" and world.device.type == "cpu":
         notes.append(
-            f"train.precision={config.train.precision}: many CPUs have no arithmetic for it, "
-            "so it may be slower than fp32"
+            f"train.precision={config.train.precision}: many CPUs have no native arithmetic for "
+            "it, so it may be slower than fp32"
         )
     return (*notes, *arithmetic_notes(config.train, world.device))
 
 
 def arithmetic_notes(train: TrainConfig, device: torch.device) -> Iterator[str]:
-    """Say that a GPU has faster arithmetic than it is asked for: fp32 is the default of both keys.
+    """Yield a note if a GPU has faster arithmetic than fp32, the default of both keys, uses.
 
     Source: NVIDIA, "A100 Tensor Core GPU Architecture", 2020: TF32 from compute capability 8.0 on.
     """
@@ -367,25 +378,25 @@ def arithmetic_notes(train: TrainConfig, device: torch.device) -> Iterator[str]:
 
 
 def device_notes(world: World) -> Iterator[str]:
-    """Say that devices are there and the run is on the CPU, or that ranks share a device."""
+    """Yield a note if the run is on the CPU although there are devices, or if ranks share one."""
     if world.device.type == "cpu" and (devices := gpus.device_count()):
         yield (
-            f"launch.device=cpu: the ranks compute on the CPU, and rank 0 sees {devices} "
-            f"{'device' if devices == 1 else 'devices'}; a rank for each would use them: "
+            f"launch.device=cpu: the ranks compute on the CPU, although rank 0 sees {devices} "
+            f"{'device' if devices == 1 else 'devices'}; to use one rank per device, write "
             f"launch.device=cuda launch.nproc={devices}"
         )
     if world.device.type != "cpu" and world.backend is not Backend.NCCL and world.world_size > 1:
-        whose = "are those of all ranks" if world.backend is Backend.MOCK else "are its own"
+        counted = "include all ranks" if world.backend is Backend.MOCK else "are only its own"
         yield (
-            f"launch.backend={world.backend}: ranks share {world.device} to be debugged on it, "
-            f"which is slow; the main rank's memory figures {whose}"
+            f"launch.backend={world.backend}: ranks share {world.device}, which is slow and meant "
+            f"for debugging; the main rank's memory figures {counted}"
         )
 
 
 def data_notes(config: RunConfig, dataset: Dataset) -> Iterator[str]:
-    """Say that a pretrained model is fed bytes, which are not the tokens that it knows."""
+    """Yield a note if a pretrained model is trained on bytes instead of its tokens."""
     if config.is_pretrained and dataset.is_text and not isinstance(dataset, AnyText):
         yield (
-            f"data={config.data.name}: its tokens are bytes, which are not those that the "
-            "pretrained model knows; data=documents reads text by the model's own tokenizer"
+            f"data={config.data.name}: its tokens are bytes, but the pretrained model has its own "
+            "tokenizer; data=documents reads text with that tokenizer"
         )

@@ -29,8 +29,8 @@ from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.tracing import cuda_norm
+from axonlaunch.planning.tracing.engine_categories import host_categories
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
-from axonlaunch.planning.tracing.stage_trace import host_categories
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.system import forked_map
 from axonlaunch.system.allocator_settings import AllocatorSettings

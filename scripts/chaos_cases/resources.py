@@ -87,6 +87,8 @@ def run_folder_is_gone(lab: Lab, chance: random.Random, log: Log) -> None:
         assert ended.status in (0, 1), f"exit status {ended.status}: {ended.text[-1500:]}"
     else:
         _judge(command, ended, "is gone")
+        if ended.status:  # a save that began before the removal may have left its checkpoint
+            shutil.rmtree(command.folder / "runs/run", ignore_errors=True)
     _complete(lab, command)
 
 

@@ -51,7 +51,7 @@ from axonlaunch.diagnostics.step_breakdown import STEP, breakdown
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import construct
-from axonlaunch.models.flops import looked_up_parameters, training_flops_per_token
+from axonlaunch.models.flops import ModelFlops
 from axonlaunch.models.initialization import materialize
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
@@ -293,13 +293,7 @@ def _wait(device: torch.device) -> None:
 def _flops(config: RunConfig, positions: int) -> float:
     with torch.device("meta"):
         model = construct(config.model, seed=0)
-    return training_flops_per_token(
-        parameters=sum(p.numel() for p in model.parameters()),
-        looked_up=looked_up_parameters(model),
-        layers=getattr(config.model, "num_hidden_layers", 0),
-        hidden_size=getattr(config.model, "hidden_size", 0),
-        positions=positions,
-    )
+    return ModelFlops.of(model).per_token(positions)
 
 
 def _peak(config: RunConfig, device: torch.device) -> float | None:

@@ -26,7 +26,7 @@ SMALL = [
     *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
     *("train.global_batch_size=4", "train.eval_batches=0", "launch.nproc=2", "strategy=ddp"),
     *("launch.backend=mock", "checkpoint.every=2", "checkpoint.keep_last=9"),
-    *("sample.max_new_tokens=0", "model.max_position_embeddings=64", "model.vocab_size=512"),
+    *("model.max_position_embeddings=64", "model.vocab_size=512"),
 ]
 
 

@@ -57,8 +57,12 @@ def test_the_same_optimizer_resumes(optimizer: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "resumed", "message"),
     [
-        (MOMENTUM, NO_MOMENTUM, "optimizer.momentum=0.0: * has states momentum_buffer; use what"),
-        (NO_MOMENTUM, MOMENTUM, "optimizer.momentum=0.9: * has no states; use 0, as it was saved"),
+        (MOMENTUM, NO_MOMENTUM, "optimizer.momentum=0.0: * has states momentum_buffer; use the"),
+        (
+            NO_MOMENTUM,
+            MOMENTUM,
+            "optimizer.momentum=0.9: * has no states; use 0, as in the",
+        ),
         (
             MOMENTUM,
             "optimizer=adamw",

@@ -12,11 +12,39 @@ from axonlaunch.cli.early_server import early_server, preloads
 from axonlaunch.system import forkserver
 
 MODULE = "axonlaunch.models.hf.preload"
+COMPILER = "axonlaunch.planning.tracing.preload"
 
 
 @pytest.mark.parametrize("word", ["model=hf", "+model=hf", "model.name=hf"])
 def test_a_model_of_transformers_is_imported_for_all_ranks_at_once(word: str) -> None:
-    assert preloads(["strategy=fsdp", word]) == [MODULE]
+    assert preloads(["strategy=fsdp", word], traces=False) == [MODULE]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "train.compile=true",
+        "train.deterministic=true",
+        "strategy=pipeline",
+        "+strategy=hybrid",
+        "strategy.pipeline.degree=2",
+        "strategy=auto",
+    ],
+)
+def test_the_compiler_is_imported_for_all_ranks_at_once_by_runs_that_use_it(word: str) -> None:
+    assert preloads(["model=gpt", word], traces=False) == [COMPILER]
+
+
+@pytest.mark.parametrize("line", ["estimate", "plan", "verify", "train --dry-run"])
+def test_the_compiler_is_imported_once_by_commands_that_trace_a_step(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(
+        forkserver, "warm", lambda *, preload: started.append(preload) or nullcontext()
+    )
+    with early_server([*line.split(), "strategy=fsdp"]):
+        assert started == [[COMPILER]]
 
 
 @pytest.mark.slow
@@ -28,7 +56,7 @@ def test_what_is_imported_for_all_ranks_has_transformers_models_imported() -> No
 
 @pytest.mark.parametrize("overrides", [None, [], ["model=gpt", "data=text"]])
 def test_other_models_import_no_more_than_before(overrides: list[str] | None) -> None:
-    assert preloads(overrides) == []
+    assert preloads(overrides, traces=False) == []
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,10 @@ def test_a_run_its_export_and_that_imported_write_the_same_text(trained: Served)
 @pytest.mark.parametrize(
     ("folder", "message"),
     [
-        ("runs/tokens", "runs/tokens: the run is of data=synthetic_tokens with 256 tokens; only "),
-        ("exported/tokens", "exported/tokens: its model is of data=synthetic_tokens with 256 "),
-        ("imported/tokens", "imported/tokens: the run is of data=synthetic_tokens with 256 "),
-        ("runs/images", "runs/images: the run is of data=synthetic_images; only a model of text"),
+        ("runs/tokens", "runs/tokens: the run was trained on data=synthetic_tokens with "),
+        ("exported/tokens", "exported/tokens: its model was trained on data=synthetic_tokens "),
+        ("imported/tokens", "imported/tokens: the run was trained on data=synthetic_tokens "),
+        ("runs/images", "runs/images: the run was trained on data=synthetic_images; only "),
         (
             "exported/images",
             "exported/images/config.json: is of model=mlp; only gpt, llama and hf ",

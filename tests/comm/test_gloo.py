@@ -102,7 +102,7 @@ if RANK == 1:
     (_, first), (_, second) = run_ranks(
         WORLD + "original = gloo._prove\n" + pretender + patient + START
     )
-    assert "the connection that stands for it answered without the run's key" in first
+    assert "the connection to it answered without the run's key" in first
     assert "total" not in first + second
 
 
@@ -127,7 +127,7 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_the_world_says() -
 def test_a_rank_whose_keys_are_deleted_is_named_and_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gloo, "_LOOK_AGAIN", timedelta(seconds=0.1))
+    monkeypatch.setattr(gloo, "_CHECK_INTERVAL", timedelta(seconds=0.1))
     store, is_over = dist.HashStore(), threading.Event()
 
     def erase() -> None:

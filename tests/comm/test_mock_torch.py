@@ -120,7 +120,7 @@ def test_all_to_all_with_even_and_uneven_parts() -> None:
 
 def test_parts_that_do_not_fit_are_an_error_on_every_rank() -> None:
     def exchange(world: World) -> None:
-        with pytest.raises(CommError, match=r"does not fit what it is to hold, float32 \[2\]"):
+        with pytest.raises(CommError, match=r"does not fit the result float32 \[2\]"):
             dist.all_to_all([torch.zeros(1)] * 2, [torch.zeros(2)] * 2)
         with pytest.raises(CommError, match=r"the output float32 \[3\] does not fit"):
             dist.all_gather([torch.zeros(3)] * 2, torch.zeros(2))

@@ -85,7 +85,7 @@ def test_a_world_has_at_least_one_rank(size: int) -> None:
 
 
 def test_a_time_limit_is_positive() -> None:
-    with pytest.raises(ValueError, match="timeout_s=0: a time limit is more than 0 seconds"):
+    with pytest.raises(ValueError, match="timeout_s=0: must be more than 0 seconds"):
         World.mock(1, timeout_s=0)
 
 
@@ -199,7 +199,7 @@ def test_worlds_run_one_after_another_never_at_once() -> None:
         World.mock(2).run(lambda _: None)
 
     failure = failure_of(nest, size=1)
-    assert "a mock world is running in this process already" in str(failure)
+    assert "a mock world is already running in this process" in str(failure)
 
 
 def test_a_world_can_run_in_a_thread() -> None:
@@ -298,4 +298,4 @@ def test_a_rank_may_close_its_world() -> None:
 
 def test_world_init_inside_a_mock_rank_is_refused() -> None:
     failure = failure_of(lambda _: World.init(), size=1)
-    assert "this process has a world (or a torch default group) already" in str(failure)
+    assert "this process already has a world (or a torch default group)" in str(failure)

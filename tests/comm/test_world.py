@@ -248,7 +248,7 @@ def test_a_world_of_one_needs_no_port_and_leaves_nothing() -> None:
             assert (world.rank, world.world_size, world.is_main) == (0, 1, True)
             assert world.device == torch.device("cpu")
             assert world.new_group([0]).ranks == (0,)
-            with pytest.raises(ValueError, match=r"has a world .* already"):
+            with pytest.raises(ValueError, match=r"already has a world"):
                 World.init()
         world.close()
         assert not dist.is_initialized()
@@ -274,7 +274,7 @@ def test_a_failure_to_join_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_time_limit_is_positive() -> None:
-    with pytest.raises(ValueError, match="timeout_s=-1: a time limit is more than 0 seconds"):
+    with pytest.raises(ValueError, match="timeout_s=-1: must be more than 0 seconds"):
         World.init(timeout_s=-1)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from axonlaunch import config
-from axonlaunch.config import ConfigError, as_written, to_tree, to_yaml
+from axonlaunch.config import ConfigError, to_interpolations, to_tree, to_yaml
 from axonlaunch.config.environment_values import EnvironmentText
 from axonlaunch.config.loggers import CustomLoggerConfig
 from axonlaunch.config.origins import origins_of
@@ -46,7 +46,7 @@ def test_a_secret_of_the_environment_is_in_the_configuration_and_not_in_its_yaml
 def test_a_secret_survives_a_pickle_and_is_not_in_what_nodes_compare() -> None:
     loaded = pickle.loads(pickle.dumps(copy.deepcopy(config.load([LOGGER]))))
     assert key_of(loaded) == SECRET
-    assert "hunter2" not in str(as_written(to_tree(loaded)))
+    assert "hunter2" not in str(to_interpolations(to_tree(loaded)))
 
 
 def test_a_node_takes_its_own_value_and_names_a_variable_that_it_lacks(
@@ -92,7 +92,7 @@ def test_texts_with_environment_variables_are_written_with_their_names(
     folder = "run_dir='${oc.env:API_KEY}'"
     loaded = config.load([folder, f"checkpoint.path='{text}'"])
     assert loaded.checkpoint.path == value
-    path = as_written(to_tree(loaded))["checkpoint"]["path"]
+    path = to_interpolations(to_tree(loaded))["checkpoint"]["path"]
     assert path == written
     assert config.parse_frozen(to_yaml(loaded)).checkpoint.path == value
 

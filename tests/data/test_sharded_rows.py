@@ -83,6 +83,26 @@ def test_a_pass_has_each_row_once_and_the_next_one_another_order(files: list[Pat
         assert sorted(first[start:end]) == list(range(start, end))
 
 
+def test_each_later_pass_has_the_rows_of_each_shard_in_another_order(files: list[Path]) -> None:
+    dataset = made(files, packing="none")
+    rows = sum(count for count, _ in dataset.shard_rows())
+    passes = [order_of(dataset, np.arange(rows) + n * rows, seed=3) for n in range(4)]
+    for start, end in itertools.pairwise(dataset._first_rows):
+        orders = {tuple(part[(part >= start) & (part < end)]) for part in passes}
+        assert len(orders) == len(passes)
+
+
+@pytest.mark.parametrize("filling", [{"packing": "none"}, {"sequence_length": 48}])
+def test_rows_are_counted_for_each_packing_and_length(
+    files: list[Path], filling: dict[str, Any]
+) -> None:
+    """Also where a run with other rows has left its counts beside the same tokens."""
+    before = made(files).shard_rows()
+    after = made(files, **filling).shard_rows()
+    assert before != after
+    assert all(counted == filled for counted, filled in [*before, *after])
+
+
 def test_the_order_is_the_same_however_it_is_asked_for(files: list[Path]) -> None:
     """By one shard or several, from the first step or a later one, in this process or the next."""
     whole = made(files)

@@ -18,14 +18,15 @@ TARGET = re.compile(r"(axonlaunch|torch)(\.\w+)+:\w+")
 CHANGED_COPIES = {
     *("changed", "completed", "copied", "enlarged", "extended", "mapped", "merged", "moved"),
     *("numbered", "orthogonalized", "placed", "prepared", "reduced", "replaced", "resolved"),
-    *("rounded", "scaled", "shifted", "shortened", "starred", "thinned", "turned", "uncounted"),
+    *("rounded", "scaled", "shifted", "shortened", "thinned", "uncounted"),
 }
 """What functions return that have such a name."""
 IRREGULAR = {"built", "found", "given", "held", "kept", "known", "made", "seen", "sent", "written"}
 
 
-def test_no_file_of_the_package_is_longer_than_the_house_allows() -> None:
-    assert not {source.path for source in sources() if source.length > 400}
+def test_no_file_of_the_package_has_more_than_600_lines() -> None:
+    """Above 400 lines, scripts/check prints a warning."""
+    assert not {source.path for source in sources() if source.length > 600}
 
 
 def test_no_public_name_stands_for_two_things_in_two_modules() -> None:

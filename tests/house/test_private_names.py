@@ -27,6 +27,7 @@ INTERNALS = {
     "engines/pipeline/named_stage.py",
     "engines/precision/policy.py",
     "engines/tensor/torch_internals.py",
+    "launch/local/torch_internals.py",  # the compiler, before its import
     "launch/multinode/torch_internals.py",
     "models/torch_internals.py",
     "planning/tracing/fake_inductor.py",  # the compiler

@@ -31,4 +31,5 @@ def test_pickles_are_read_in_these_files_alone() -> None:
         "launch/multinode/rendezvous_state.py",  # what this process just pickled
         "system/forked_call.py",  # what this process just pickled, and from the parent's pipe
         "system/forked_map.py",  # from a child
+        "system/isolated.py",  # from a forked copy, and in it from the process that forked it
     }

@@ -17,7 +17,7 @@ from axonlaunch.launch.failures import hints
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.preflight.devices import memory_of_a_rank
 from axonlaunch.system import host, limits
-from axonlaunch.training.peak_memory import available_bytes
+from axonlaunch.training.peak_memory import available_to_rank
 
 MIB = 2**20
 
@@ -28,9 +28,9 @@ def test_what_a_rank_had_ends_at_ulimit_v(monkeypatch: pytest.MonkeyPatch) -> No
     pages = [int(number) for number in Path("/proc/self/statm").read_text().split()[:2]]
     mapped, own = (number * os.sysconf("SC_PAGE_SIZE") for number in pages)
     monkeypatch.setattr(limits, "address_space", lambda: mapped + 100 * MIB)
-    assert abs(available_bytes(1) - (own + 100 * MIB)) < 50 * MIB
+    assert abs(available_to_rank(1) - (own + 100 * MIB)) < 50 * MIB
     monkeypatch.setattr(limits, "address_space", lambda: mapped // 2)
-    assert abs(available_bytes(1) - own) < 50 * MIB
+    assert abs(available_to_rank(1) - own) < 50 * MIB
 
 
 def test_ulimit_v_is_read_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,9 +45,9 @@ def test_the_hint_of_an_out_of_memory_error_names_ulimit_v(monkeypatch: pytest.M
     report = Report(rank=0, kind="error", reason="", cause="memory", memory_bytes=700 * MIB)
     monkeypatch.setattr(limits, "address_space", lambda: 6000 * MIB)
     assert hints.hint(report, loaded) == (
-        "axonlaunch estimate shows what each rank needs; there were 700 MiB for it (ulimit -v lets "
-        "a process map 5.86 GiB, which its libraries and threads take part of; ulimit -v unlimited "
-        "removes that limit)"
+        "axonlaunch estimate shows what each rank needs; 700 MiB were available (ulimit -v limits "
+        "the address space of a process to 5.86 GiB, including its libraries and threads; ulimit "
+        "-v unlimited removes the limit)"
     )
     monkeypatch.setattr(limits, "address_space", lambda: None)
     assert "ulimit" not in hints.hint(report, loaded)

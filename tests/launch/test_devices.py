@@ -59,11 +59,15 @@ def test_ranks_are_given_the_backend_and_the_device_that_auto_stands_for(
     [
         (0, ["launch.device=cuda"], "launch.device=cuda: this node has no accelerator"),
         (0, ["launch.device=cuda", "launch.backend=gloo"], "launch.device=cuda: this node has no"),
-        (8, ["launch.device=cpu", "launch.backend=nccl"], "launch.device=cpu: NCCL works on"),
+        (
+            8,
+            ["launch.device=cpu", "launch.backend=nccl"],
+            "launch.device=cpu: NCCL needs accelerators",
+        ),
         (
             1,
             ["launch.device=cuda", "launch.backend=gloo", "strategy=fsdp"],
-            "launch.backend=gloo: gloo reduces and broadcasts tensors of a GPU, .* use mock",
+            "launch.backend=gloo: gloo can reduce and broadcast GPU tensors, .* use mock",
         ),
     ],
 )
@@ -140,7 +144,7 @@ def test_ranks_of_another_launcher_have_the_devices_that_each_of_them_sees(
 def test_a_run_on_the_cpu_of_a_node_with_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("axonlaunch.system.gpus.device_count", lambda: 2)
     [note] = device_notes(_world("cpu", "gloo"))
-    assert "the ranks compute on the CPU, and rank 0 sees 2 devices" in note
+    assert "the ranks compute on the CPU, although rank 0 sees 2 devices" in note
     assert "launch.device=cuda launch.nproc=2" in note
     assert [*device_notes(_world("cpu", "mock"))] == [note]
     assert not [*device_notes(_world("cuda", "nccl"))]
@@ -148,9 +152,9 @@ def test_a_run_on_the_cpu_of_a_node_with_devices_says_so(monkeypatch: pytest.Mon
 
 def test_ranks_that_share_a_device_say_whose_memory_is_measured() -> None:
     [threads], [processes] = (device_notes(_world("cuda", name)) for name in ("mock", "gloo"))
-    assert "ranks share cuda to be debugged on it" in threads
-    assert threads.endswith("memory figures are those of all ranks")
-    assert processes.endswith("memory figures are its own")
+    assert "ranks share cuda, which is slow and meant for debugging" in threads
+    assert threads.endswith("memory figures include all ranks")
+    assert processes.endswith("memory figures are only its own")
 
 
 @pytest.mark.parametrize(
@@ -181,11 +185,11 @@ def test_ranks_on_gloo_are_dealt_out_to_the_devices(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)
     monkeypatch.setattr(torch.cuda, "init", lambda: done.append("init"))
-    devices_of_ranks = [world._device(Backend.GLOO, rank, asked="cuda") for rank in range(3)]
+    devices_of_ranks = [world._device(Backend.GLOO, rank, requested="cuda") for rank in range(3)]
     assert devices_of_ranks == [torch.device("cuda", index) for index in (0, 1, 0)]
     assert done == [0, "init", 1, "init", 0, "init"]
-    with pytest.raises(ValueError, match="backend=nccl, device=cpu: NCCL works on GPUs alone"):
-        world._device(Backend.NCCL, 0, asked="cpu")
+    with pytest.raises(ValueError, match="backend=nccl, device=cpu: NCCL works only on GPUs"):
+        world._device(Backend.NCCL, 0, requested="cpu")
 
 
 def _world(device: str, backend: str) -> World:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Command
+from command import Command, wait_for
 from launchers import By, logged, needs
 
 MIB = 2**20
@@ -147,6 +147,57 @@ def test_a_run_folder_that_is_deleted_under_a_run(
     reported = _failed(process, tmp_path)
     assert f"the run folder {tmp_path}/run is gone" in reported
     assert "was it deleted or renamed, or its disk unmounted?" in reported
+
+
+def test_a_run_folder_whose_deletion_a_save_overtook_ends_the_run(
+    served: Command, faulty: list[str], tmp_path: Path
+) -> None:
+    process = _start(served, faulty, tmp_path, "checkpoint.every=5")
+    run = tmp_path / "run"
+    logged(run / "metrics.jsonl", 6)
+    shutil.rmtree(run / "logs")
+    for file in ("config.yaml", "metrics.jsonl"):
+        (run / file).unlink()
+    reported = _failed(process, tmp_path)
+    assert f"the run folder {run} is gone" in reported
+    assert not (run / "metrics.jsonl").exists()
+
+
+def test_a_metrics_file_that_is_deleted_under_a_run_ends_it(
+    served: Command, faulty: list[str], tmp_path: Path
+) -> None:
+    process = _start(served, faulty, tmp_path, "checkpoint.every=0")
+    metrics = tmp_path / "run/metrics.jsonl"
+    logged(metrics, 2)
+    metrics.unlink()
+    assert f"{metrics} is gone" in _failed(process, tmp_path)
+    assert not metrics.exists()
+
+
+def test_a_save_does_not_create_a_deleted_run_folder_again(
+    served: Command, faulty: list[str], tmp_path: Path
+) -> None:
+    # Only saves look at the folder.
+    saving = ["checkpoint.every=5", "checkpoint.async_save=false", "train.log_every=9999"]
+    process = _start(served, faulty, tmp_path, *saving)
+    wait_for((tmp_path / "run/checkpoints/step_5").is_dir, seconds=60)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)  # a save may have overtaken the first
+    assert f"the run folder {tmp_path}/run is gone" in _failed(process, tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [13, 14])
+def test_too_few_open_files_for_the_fork_server(
+    axonlaunch: Command, faulty: list[str], files: int
+) -> None:
+    needs("prlimit", root=False)
+    by = By(axonlaunch.folder, ["prlimit", f"--nofile={files}:{files}"])
+    ran = by("train", *faulty, "name=run", status=1)
+    expected = "Too many open files; allow more with ulimit -n, or use fewer ranks"
+    assert ran.stderr == f"error: {expected}\n"
+    axonlaunch.wait_until_gone(seconds=3)
 
 
 @pytest.mark.slow

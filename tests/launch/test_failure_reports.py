@@ -17,7 +17,7 @@ from axonlaunch.launch.failures.hints import hint
 from axonlaunch.launch.failures.report import Crash, Report, exit_reason, plain_ranks
 from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
 from axonlaunch.launch.output import console
-from axonlaunch.launch.output.console import _fold_ranks, _own_frames
+from axonlaunch.launch.output.console import _fold_ranks, _shown_frames
 
 
 def report(rank: int, kind: str, reason: str = "") -> Report:
@@ -79,7 +79,7 @@ def test_torchs_own_frames_are_left_out_but_for_the_innermost() -> None:
     torch = '  File "/v/site-packages/torch/nn/modules/module.py", line 1, in _call_impl\n    f()\n'
     own = '  File "/home/me/model.py", line 2, in forward\n    g()\n    ^^^\n'
     head, tail = "Traceback (most recent call last):\n", "ValueError: bad"
-    assert _own_frames(head + torch + own + torch + tail) == (
+    assert _shown_frames(head + torch + own + torch + tail) == (
         head + '  File "/home/me/model.py", line 2, in forward\n    g()\n' + torch + tail
     )
 
@@ -89,9 +89,9 @@ def test_our_own_frames_and_pythons_are_left_out_of_a_users_error_alone() -> Non
     python = f'  File "{futures.__file__}", line 2, in result\n    raise self._exception\n'
     theirs = '  File "/home/me/model.py", line 2, in forward\n    g()\n'
     head, tail = "Traceback (most recent call last):\n", "ValueError: bad"
-    assert _own_frames(head + ours + python + theirs + ours + tail) == head + theirs + tail
-    assert _own_frames(head + theirs + python + tail) == head + theirs + python + tail
-    assert _own_frames(head + ours + python + tail) == head + ours + python + tail
+    assert _shown_frames(head + ours + python + theirs + ours + tail) == head + theirs + tail
+    assert _shown_frames(head + theirs + python + tail) == head + theirs + python + tail
+    assert _shown_frames(head + ours + python + tail) == head + ours + python + tail
 
 
 def waiting(rank: int, *, begun: int, op: str = "", num_bytes: int = 8) -> Report:
@@ -208,6 +208,6 @@ def test_a_rank_whose_mapped_files_were_shortened_gets_a_hint(tmp_path: Path) ->
     keys = ["data=documents", f"data.files=[{tmp_path}/a.txt]", "data.cache_dir=/cache"]
     said = hint(killed, config.load(keys))
     assert "was shortened while it was read (tokens in /cache)" in said
-    assert "makes tokens again that were changed" in said
+    assert "tokenizes changed files again" in said
     said = hint(killed, config.load(["data=tokens", "data.path=/tokens.bin"]))
     assert "(data.path=/tokens.bin)" in said

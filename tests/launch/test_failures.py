@@ -281,7 +281,7 @@ def test_a_run_that_loads_nothing_keeps_the_metrics_of_the_one_before(served: Co
     metrics = served.folder / "runs/run/metrics.jsonl"
     (served.folder / "runs/run/summary.json").unlink()  # it was killed
     ran = served.train(*overrides, "seed=4")
-    assert "metrics.jsonl: of a run before, which this one does not resume; it is kept as " in (
+    assert "metrics.jsonl: it is from an earlier run, which this run does not resume; " in (
         " ".join(ran.stdout.split())
     )
     assert served.losses("run") != before

@@ -63,7 +63,7 @@ def test_a_panic_in_a_forked_call_is_an_error_with_its_traceback() -> None:
         (-15, "signal 15 (SIGTERM); another program ended it: run the command again"),
         (-40, "signal 40 (a real-time signal); another program"),
         (3, "it exited with status 3 and without an answer; look for a plug-in"),
-        (None, "how is unknown, as the fork server was ended or stopped"),
+        (None, "its status is unknown, because the fork server was ended or stopped"),
     ],
 )
 def test_a_dead_process_is_reported_with_its_task_signal_and_remedy(

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import TINY, Command
+from command import TINY, Command, wait_for
 from launchers import NodeNamespaces, ended, logged, node_namespaces
+from served import Server
 
 
 def without_launch(overrides: list[str]) -> list[str]:
@@ -259,3 +260,61 @@ def test_a_node_that_is_lost_is_done_without_and_the_losses_continue(
     losses = axonlaunch.losses("run")
     assert len(losses) == 16
     assert losses == pytest.approx(served.losses("local"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_node_that_is_killed_and_rejoins_an_elastic_run_takes_part_and_no_loss_differs(
+    axonlaunch: Command, served: Command, server: Server, faulty: list[str]
+) -> None:
+    overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=60", "checkpoint.every=2"]
+    overrides += ["train.global_batch_size=12"]
+    with node_namespaces(axonlaunch.folder, 3, server) as three:
+        world = [*elastic(three), "launch.nnodes=2:4", "name=run", "model.arguments={pause:0.5}"]
+
+        def start(node: int) -> Any:
+            return three.command(node).start("train", *overrides, *world)
+
+        processes = [start(node) for node in range(3)]
+        logged(axonlaunch.folder / "runs/run/metrics.jsonl", 5, seconds=120)
+        processes[2].send_signal(signal.SIGKILL)
+        processes[2].communicate(timeout=10)
+        wait_for(lambda: nodes_of(axonlaunch.folder / "runs/run") == [3, 2], seconds=60)
+        reported = ended([*processes[:2], start(2)], timeout=120)
+    assert [status for status, _, _ in reported] == [0, 0, 0], reported
+    assert "a new node joined: checkpointing and restarting with it" in reported[0][1]
+    assert nodes_of(axonlaunch.folder / "runs/run") == [3, 2, 3]
+    served("train", *overrides, "name=local", "launch.nproc=1")
+    losses = axonlaunch.losses("run")
+    assert len(losses) == 60
+    assert losses == pytest.approx(served.losses("local"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_node_that_rejoins_an_elastic_run_and_finds_it_done_ends_at_once(
+    axonlaunch: Command, server: Server, faulty: list[str]
+) -> None:
+    """While it waits without room, just after the end, and when node 0 is gone."""
+    overrides = [*without_launch(faulty), "strategy=fsdp", "train.steps=40", "checkpoint.every=0"]
+    overrides += ["train.global_batch_size=12"]
+    with node_namespaces(axonlaunch.folder, 3, server) as three:
+        world = [*elastic(three), "launch.nnodes=2:4", "launch.max_restarts=0", "name=run"]
+        world.append("model.arguments={pause:0.3}")
+
+        def start(node: int) -> Any:
+            return three.command(node).start("train", *overrides, *world)
+
+        processes = [start(node) for node in (0, 1)]
+        logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2, seconds=120)
+        waits = start(2)
+        assert [status for status, _, _ in ended(processes, timeout=120)] == [0, 0]
+        [(status, printed, errors)] = ended([waits], timeout=60)
+        assert status == 0, errors
+        assert "the run at 10.77.0.1:29500 is done: no step is left for this node" in printed
+        [(status, printed, errors)] = ended([start(2)], timeout=60)
+        assert status == 0, errors
+        assert "run is finished: it has trained all of its 40 steps" in printed
+        [(status, printed, errors)] = ended([start(0)], timeout=60)  # waits for no other node
+        assert status == 0, errors
+        assert "run is finished: it has trained all of its 40 steps" in printed

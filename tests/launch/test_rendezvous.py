@@ -17,7 +17,7 @@ import torch.distributed as dist
 from command import wait_for
 
 from axonlaunch.launch.multinode import rendezvous
-from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
+from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous, RunEndedError
 from axonlaunch.system.authentication import Credentials
 
 
@@ -114,3 +114,46 @@ def test_too_few_nodes_are_reported(port: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     with pytest.raises(TimeoutError):
         rounds(port, 0, first=True, timeout_s=1).next()
+
+
+@pytest.mark.parametrize("most", [2, 3], ids=["without room", "with room"])
+def test_a_node_that_waits_to_rejoin_is_told_at_once_that_the_run_has_ended(
+    port: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    second, first = (rounds(port, order, first=not order, most=most) for order in (1, 0))
+    with ThreadPoolExecutor() as threads:
+        [*threads.map(ElasticRendezvous.next, (second, first))]
+        again = threads.submit(rounds(port, 2, first=False, most=most, timeout_s=300).next)
+        wait_for(lambda: len(first._waiting()) == 1)
+        second.leave()
+        first.leave("failed")  # the store may go now: the node that waits has read it
+        assert again.done() or again.exception(timeout=0.5) is not None
+    ended = again.exception()
+    assert isinstance(ended, RunEndedError)
+    assert ended.status == "failed"
+
+
+def test_a_node_that_comes_after_the_end_is_told_while_node_0_reports(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    rounds(port, 0, first=True).leave("done")
+    with pytest.raises(RunEndedError) as ended:
+        rounds(port, 1, first=False, timeout_s=300).next()
+    assert ended.value.status == "done"
+
+
+def test_a_node_that_waits_learns_at_once_that_node_0_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    waiting = rounds(stores[0].port, 1, first=False, timeout_s=300)
+    with ThreadPoolExecutor() as threads:
+        alone = threads.submit(waiting.next)
+        wait_for(lambda: len(waiting._handler._state_holder.state.participants) == 1)
+        stores.clear()
+        ended = alone.exception(timeout=30)
+    assert isinstance(ended, RunEndedError)
+    assert ended.status == ""

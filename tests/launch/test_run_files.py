@@ -40,7 +40,7 @@ def test_a_run_whose_configuration_is_damaged_resumes_and_says_so(
     change(file)
     said = " ".join(served.train(*OVERRIDES, "train.steps=4").stdout.split())
     assert f"config.yaml: can't be read ({reason}" in said
-    assert "whether this run resumes with its settings is not known" in said
+    assert "so changed settings can't be reported" in said
     assert len(served.losses("run")) == 4
     assert file.read_text() == before.replace("  steps: 2", "  steps: 4")
 

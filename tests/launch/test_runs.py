@@ -37,9 +37,9 @@ def test_a_configuration_has_one_launcher_whose_functions_are_there(
 @pytest.mark.parametrize(
     ("batches", "render", "problem"),
     [
-        ([[], SLURM], False, "launch.name=slurm: the runs of a sweep have one launcher; start "),
+        ([[], SLURM], False, "launch.name=slurm: all runs of a sweep need the same launcher; "),
         ([NODES, NODES], False, "launch.nnodes=2: a sweep runs on one node; use 1, or start "),
-        ([[]], True, "launch.name=auto: the script of a SLURM job is asked for; use slurm"),
+        ([[]], True, "launch.name=auto: --render prints the script of a SLURM job; use slurm"),
     ],
 )
 def test_what_a_launcher_can_not_do_is_refused_before_anything_is_checked(

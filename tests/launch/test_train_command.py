@@ -147,7 +147,7 @@ def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(served: Command) -> No
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["model=mlp"], "model.name=mlp: is fed images, but data=synthetic_tokens gives tokens"),
+        (["model=mlp"], "model.name=mlp: needs images, but data=synthetic_tokens has tokens"),
         (["data.sequence_length=5000"], "data.sequence_length=5000: longer than model.max_"),
         (["model.vocab_size=100"], "model.vocab_size=100: data=synthetic_tokens has 256 tokens"),
         (["launch.backend=nccl"], "launch.backend=nccl: 2 ranks need an accelerator each"),
@@ -187,7 +187,7 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     ran = served.train(*overrides, "seed=4", status=2)
     assert (
-        "has already trained as many steps, with other settings than seed=4 (was 0); use more"
+        "has already trained this number of steps with other settings than seed=4 (was 0); use more"
         in ran.stderr
     )
     ran = served.train(*overrides, "train.steps=5", status=2)
@@ -204,7 +204,7 @@ def test_a_run_that_began_from_another_s_checkpoint_resumes_from_its_own(served:
     assert "resumed from runs/a/checkpoints/step_2" in served.train(*begun).stdout
     assert served.train(*begun).stdout.startswith("b is finished: ")
     longer = served.train(*begun, "train.steps=8")
-    assert "b has checkpoints of its own: resuming from them, not runs/a" in longer.stdout
+    assert "b already has checkpoints: resuming from them, not from runs/a" in longer.stdout
     assert "resumed from runs/b/checkpoints/step_6" in longer.stdout
     back = "checkpoint.resume=runs/b/checkpoints/step_6"  # on purpose
     again = served.train(*begun, "train.steps=8", back)

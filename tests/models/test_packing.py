@@ -75,7 +75,7 @@ def test_a_model_that_counts_positions_by_itself_says_why_it_can_not_be_packed()
     pytest.importorskip("transformers")
     config = HuggingFaceConfig(config=dict(hf_families.FAMILIES["bloom"]), init="random")
     assert spec_for(config).unpackable() == (
-        "it counts positions by itself, from 0, whatever it is given"
+        "it counts positions from 0 instead of using the positions it is given"
     )
 
 

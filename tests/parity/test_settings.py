@@ -8,6 +8,7 @@ from configured import run_config
 from covers import every, pairs
 from parity import assert_trains_as_one_process
 from parity_table import MODELS
+from rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch import data
@@ -43,6 +44,29 @@ def test_fp16_trains_as_one_process_in_fp16(layout: str) -> None:
     chosen = [*MODELS["gpt"], *overrides, "train.precision=fp16"]
     verdict = assert_trains_as_one_process(chosen, ranks, beyond=True)
     assert verdict.features["skipped steps"] == "0 of 2"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_gradients_of_fp32_are_summed_in_reduce_dtype(strategy: str) -> None:
+    def norm(reduce_dtype: str) -> float:
+        chosen = run_config(
+            [
+                *MODELS["gpt"],
+                *(f"strategy={strategy}", f"strategy.reduce_dtype={reduce_dtype}"),
+                *("launch.nproc=2", "train.global_batch_size=4"),
+            ]
+        )
+
+        def run(world: World) -> float:
+            engine, loader = rank_engine(chosen, world)
+            engine.backward(loader.batch(0))
+            return float(engine.gradient_norm())
+
+        return World.mock(2).run(run)[0]
+
+    exact, rounded = norm("fp32"), norm("bf16")
+    assert rounded != exact, "strategy.reduce_dtype=bf16 was ignored"
+    assert rounded == pytest.approx(exact, rel=0.01)
 
 
 @pytest.mark.deferred

@@ -71,9 +71,9 @@ def test_logits_over_all_tokens_are_no_problem(capfd: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("returns", "message"),
     [
-        ("object", "Outputs, not a tensor; return the logits alone, as in return outputs.logits"),
-        ("tuple", "tuple, not a tensor; return the logits alone, as in return outputs[0]"),
-        ("dict", "dict, not a tensor; return the logits alone"),
+        ("object", "Outputs, not a tensor; return only the logits, as in return outputs.logits"),
+        ("tuple", "tuple, not a tensor; return only the logits, as in return outputs[0]"),
+        ("dict", "dict, not a tensor; return only the logits"),
     ],
 )
 def test_what_is_no_tensor_is_named_with_what_to_return(returns: str, message: str) -> None:
@@ -82,9 +82,9 @@ def test_what_is_no_tensor_is_named_with_what_to_return(returns: str, message: s
 
 def test_an_embedding_or_outputs_of_fewer_tokens_than_the_data_are_named_with_their_sizes() -> None:
     [message] = reported(on_meta(tokens=49))
-    assert message == "its embedding embed has 49, and the data 50 tokens; make it 50 or more"
+    assert message == "its embedding embed has 49, but the data has 50 tokens; use 50 or more"
     [message] = reported(on_meta(classes=30))
-    assert message == "its outputs have 30, and the data 50 tokens; make it 50 or more"
+    assert message == "its outputs have 30, but the data has 50 tokens; use 50 or more"
 
 
 def test_an_embedding_of_positions_may_be_of_any_size() -> None:
@@ -96,7 +96,7 @@ def test_classes_of_images_are_compared_too() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 9))
     assert reported(model, IMAGES) == [
-        "its outputs have 9, and the data 10 classes; make it 10 or more"
+        "its outputs have 9, but the data has 10 classes; use 10 or more"
     ]
 
 

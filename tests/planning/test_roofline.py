@@ -101,6 +101,16 @@ def test_long_attention_is_faster_than_short() -> None:
     assert seconds(16384) > 1e12 / 5e13
 
 
+def test_attention_over_512_keys_has_half_the_speed_of_long_sequences() -> None:
+    roofline = Roofline(HARDWARE)
+
+    def seconds(keys: int) -> float:
+        key = AttentionOp("forward", 32, keys, keys, 128, torch.bfloat16)
+        return roofline.seconds(key, Amount(1, 0, 1e12))
+
+    assert seconds(512) == pytest.approx(2 * seconds(2**20), rel=0.01)
+
+
 @pytest.mark.parametrize("name", ["bf16_tflops", "matrix_efficiency", "multiprocessors"])
 def test_a_figure_that_is_missing_is_asked_for(name: str) -> None:
     roofline = Roofline(replace(HARDWARE, **{name: None}))  # type: ignore[arg-type]

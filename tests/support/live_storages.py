@@ -33,7 +33,8 @@ from axonlaunch.planning.tracing import (
     extrapolate_schedule,
     gloo_buffers,
 )
-from axonlaunch.planning.tracing.stage_trace import host_categories, measure_stage, step
+from axonlaunch.planning.tracing.engine_categories import host_categories
+from axonlaunch.planning.tracing.stage_trace import measure_stage, step
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
 from axonlaunch.system import forked_call
 

@@ -15,7 +15,7 @@ from axonlaunch.training import worker
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]
-TINY += ["sample.max_new_tokens=0", "train.log_every=1", "train.eval_batches=1"]
+TINY += ["train.log_every=1", "train.eval_batches=1"]
 TINY += ["train.eval_every=2", "scheduler=constant", "name=run"]
 
 

@@ -64,7 +64,7 @@ class Adam8bit(Optimizer):
 
 
 class Subclass(Tensor):
-    """A tensor that stands for others."""
+    """A tensor subclass."""
 
 
 class AdamOfSubclass(Adam8bit):

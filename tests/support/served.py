@@ -33,12 +33,13 @@ NEEDED = ("_forkserver_address", "_forkserver_authkey")
 WARMED = "warmed"
 """What the server imports beside what ranks do, and before it: a module beside this one."""
 TRANSFORMERS = "axonlaunch.models.hf.preload"
+COMPILER = "axonlaunch.planning.tracing.preload"
 
 Server = dict[str, Any]
 
 
 @contextmanager
-def serve(*, others: Sequence[str] = (TRANSFORMERS,)) -> Iterator[Server]:
+def serve(*, others: Sequence[str] = (COMPILER, TRANSFORMERS)) -> Iterator[Server]:
     """Keep a server; yield how it is reached.
 
     Args:

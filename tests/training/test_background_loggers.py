@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from logged_runs import lines, notes, train
 
 from axonlaunch.events import Event, StepLogged
 from axonlaunch.training import loggers
-from axonlaunch.training.loggers import background
+from axonlaunch.training.loggers import background, event_log
 from axonlaunch.training.loggers.base import Logger, RunInfo
 from axonlaunch.training.loggers.registry import register_logger
 
@@ -64,7 +65,7 @@ def run(folder: Path, *overrides: str, logger: str = "background_test") -> list[
 
 
 def before_close(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> None:
-    """Have a function called when training has ended, before loggers are told."""
+    """Have a function called after training, before loggers are closed."""
     closing = background.BackgroundLogger.begin_close
 
     def begin_close(self: background.BackgroundLogger, *, failed: bool) -> None:
@@ -81,8 +82,8 @@ def test_a_logger_that_hangs_at_its_start_delays_no_step_and_is_reported_once(
     events = run(tmp_path)
     [note] = notes(events)
     assert note == (
-        "loggers: background_test did not finish a call (when it was started) in the time that a "
-        "run waits for it at its end; the 8 logged steps or evaluations in its queue are lost"
+        "loggers: background_test did not finish a call (when it was started) in the time that "
+        "the end of a run waits for it; the 8 logged steps or evaluations in its queue are lost"
     )
     assert [line["step"] for line in lines(tmp_path / "run")] == [*range(1, 9)]
 
@@ -115,6 +116,7 @@ def test_a_logger_is_switched_off_after_three_failures_in_a_row(
         "step 1"
     )
     assert note.endswith("; after 3 failures in a row it is switched off")
+    assert note in (tmp_path / "run/events.jsonl").read_text()  # and so on the run's page
     assert not custom.closed
 
 
@@ -199,3 +201,14 @@ def test_a_dead_mlflow_server_delays_no_step_and_ends_no_run(
     assert steps == [*range(1, 9)]
     [note] = notes(events)
     assert note.startswith("loggers: mlflow did not finish a call (when it was started)")
+
+
+def test_events_that_can_not_be_written_are_reported_once_and_end_no_run(
+    tmp_path: Path, custom: type[Custom], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(event_log, "append_event", refuse)
+    [note] = notes(run(tmp_path, "checkpoint.every=2"))
+    assert note.startswith("loggers: events.jsonl can't be written, and training continues: OSErr")

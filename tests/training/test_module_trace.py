@@ -241,10 +241,12 @@ def test_steps_that_no_run_has_are_refused(steps: str) -> None:
 def test_all_elements_of_many_steps_or_of_more_than_the_disk_holds_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ConfigError, match="all elements of 17 steps would be written; name 16"):
+    with pytest.raises(
+        ConfigError, match="all elements of 17 steps would be written; list at most 16"
+    ):
         configured("mlp", *SINGLE, "train.steps=20", f"train.trace.steps={[*range(17)]}")
     monkeypatch.setattr(module_trace, "free_bytes", lambda folder: (folder, 1000))
-    with pytest.raises(ConfigError, match=r"all elements of 2 steps take .* MiB free; name"):
+    with pytest.raises(ConfigError, match=r"all elements of 2 steps take .* MiB free; use"):
         configured("mlp", *SINGLE)
 
 
@@ -295,7 +297,7 @@ def test_a_loop_traces_alike_in_micro_batches_and_in_a_wrapper(tmp_path: Path) -
 
 def test_a_loop_on_several_processes_is_refused() -> None:
     def refused(world: World) -> None:
-        with pytest.raises(ValueError, match="there are 2 processes, of which each sees a part"):
+        with pytest.raises(ValueError, match="there are 2 processes, and each sees only a part"):
             ax.trace(Plain(), "nowhere")
 
     World.mock(2).run(refused)

@@ -111,8 +111,8 @@ def test_updates_that_fp16_leaves_out_are_logged_with_the_loss_scale(tmp_path: P
 def test_fp16_does_not_leave_out_updates_for_ever(tmp_path: Path) -> None:
     always = ["model.arguments.at=1", "model.arguments.lasts=99", "train.steps=31"]
     message = refused(tmp_path, *FP16, *always)
-    assert message.startswith("gradients overflow fp16 in step 31 and before it, so that updates ")
-    assert message.endswith("; train.precision=bf16 has the range of fp32")
+    assert message.startswith("gradients overflow fp16 in step 31 and in steps before it: updates ")
+    assert message.endswith("; use train.precision=bf16, which has the range of fp32")
 
 
 def test_nor_does_it_save_where_the_loss_is_no_number(tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def test_training_ends_when_evaluations_get_no_better(tmp_path: Path) -> None:
     assert (finished.step, finished.interrupted) == (6, False)
     assert of(Saved, events)[-1].step == 6
     [note] = [event.text for event in of(Noted, events)]
-    assert note.startswith("train.early_stop=2: training ends, as 2 evaluations found no lower ")
+    assert note.startswith("train.early_stop=2: training ends, because 2 evaluations found no ")
     again = train(tmp_path, *STILL)
     assert not of(StepLogged, again)
     assert of(Finished, again)[0].step == 6

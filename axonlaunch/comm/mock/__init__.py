@@ -1,9 +1,10 @@
-"""The mock world: ranks as threads of one process, real collectives between them.
+"""The mock world: ranks are threads of one process with real collectives between them.
 
-``world`` starts the ranks; ``turn_scheduler`` lets one run at a time; ``exchange`` is where they
-exchange data, ``output`` what an operation fills; ``process_group``, ``work`` and ``store`` are
-what torch sees of it; ``torch_internals`` holds the private names of torch that it stands on.
-Nothing here uses an accelerator, a port or a second process.
+``world`` starts the ranks and ``turn_scheduler`` lets one of them run at a time. They exchange data
+through ``exchange``, and ``output`` is a tensor that an operation fills. ``process_group``,
+``work`` and ``store`` implement torch's interfaces. ``torch_internals`` contains the private names
+of torch that are used. No ports and no other processes are used, and no accelerator unless the
+ranks compute on one.
 """
 
 from axonlaunch.comm.mock.world import MockWorld

@@ -1,7 +1,7 @@
-"""Where ranks of a mock world meet: collectives that wait for all, messages that wait for two.
+"""Exchanges data between ranks of a mock world: collectives and point-to-point messages.
 
-Data moves only when every rank of a collective has come, or both ends of a message have, as on
-gloo and NCCL: a send waits for its receiver. It moves tensors; what they mean is not known here.
+Data moves only after every rank of a collective, or both ends of a message, have arrived, as on
+gloo and NCCL: a send waits for its receiver.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from axonlaunch.comm.errors import CommError, MismatchError, say_mismatch, say_ranks, say_tensor
+from axonlaunch.comm.errors import (
+    CommError,
+    MismatchError,
+    format_mismatch,
+    format_ranks,
+    format_tensor,
+)
 from axonlaunch.comm.mock.output import Output
 from axonlaunch.comm.mock.turn_scheduler import TurnScheduler
 
 here = threading.local()
-"""``exchange`` and ``rank`` of the mock world whose rank this thread is."""
+"""``exchange`` of the mock world and ``rank`` of this thread."""
 
 
 class CollectiveCall(NamedTuple):
-    """What a rank asks of its group; all ranks of a collective must ask the same.
+    """Description of a rank's call; all ranks of a collective must have the same one.
 
-    Formatted only when an error needs it: this is on the path of every collective.
+    It is formatted only for an error, because it is created in every collective.
     """
 
     name: str
@@ -50,28 +56,28 @@ def describe_call(name: str, tensors: Sequence[Tensor] = (), *, detail: str = ""
 
 
 class PendingOperation(ABC):
-    """Something that ranks wait for, and that may fail for all of them at once."""
+    """An operation that ranks wait for, and that may fail for all of them at once."""
 
     done = False
     _error: tuple[type[Exception], str] | None = None
 
     @abstractmethod
     def describe(self, finished: Set[int]) -> str:
-        """Say what is waited for, and which of the ``finished`` ranks never arrived."""
+        """Describe the operation, and which of the ``finished`` ranks never arrived."""
 
     def fail(self, kind: type[Exception], message: str) -> None:
         """End without a result."""
         self._error, self.done = (kind, message), True
 
     def raise_if_failed(self) -> None:
-        """Raise what it failed with: an exception of its own for each rank."""
+        """Raise the failure, as a separate exception object for each rank."""
         if self._error is not None:
             kind, message = self._error
             raise kind(message)
 
 
 class PendingCollective(PendingOperation):
-    """One collective of one group: who has come with what."""
+    """A collective of a group that not all ranks have joined yet."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
@@ -80,37 +86,39 @@ class PendingCollective(PendingOperation):
         self._payloads: dict[int, Any] = {}
 
     def describe(self, finished: Set[int]) -> str:
-        """Say what this is, who is missing, and who will never come."""
+        """Describe the collective, the missing ranks, and those that have finished."""
         missing = [rank for rank in self.ranks if rank not in self._calls]
-        never = [rank for rank in missing if rank in finished]
-        gone = f" ({say_ranks(never)} finished without arriving)" if never else ""
-        what = next(iter(self._labels.values()))
-        return f"{what} in group {list(self.ranks)}, waits for {say_ranks(missing)}{gone}"
+        finished_ranks = [rank for rank in missing if rank in finished]
+        note = (
+            f" ({format_ranks(finished_ranks)} finished without arriving)" if finished_ranks else ""
+        )
+        call = next(iter(self._labels.values()))
+        return f"{call} in group {list(self.ranks)}, waits for {format_ranks(missing)}{note}"
 
-    def arrive(self, rank: int, asked: CollectiveCall, label: str, payload: Any) -> bool:
-        """Take one rank in; return whether all have come.
+    def arrive(self, rank: int, call: CollectiveCall, label: str, payload: Any) -> bool:
+        """Record the arrival of a rank; return whether all have arrived.
 
-        Ranks that ask for different things fail together, also those still to come.
+        If ranks make different calls, they all fail, including those that have not arrived yet.
         """
-        self._calls[rank] = asked
-        self._labels[rank] = label or asked
+        self._calls[rank] = call
+        self._labels[rank] = label or call
         self._payloads[rank] = payload
-        if asked != next(iter(self._calls.values())) and not self.done:
-            self.fail(MismatchError, say_mismatch(self.ranks, self._labels))
+        if call != next(iter(self._calls.values())) and not self.done:
+            self.fail(MismatchError, format_mismatch(self.ranks, self._labels))
         return len(self._calls) == len(self.ranks)
 
     def finish(self, work: Callable[[list[Any]], None]) -> None:
-        """Do the work on what the ranks brought, in rank order."""
+        """Process the payloads of all ranks, in rank order."""
         if not self.done:
             try:
-                # Inference mode, so that what is written here leaves no trace in autograd, also
-                # in tensors that were made in it.
+                # Inference mode, so that writing is invisible to autograd and also works for
+                # inference tensors.
                 with torch.inference_mode():
                     work([self._payloads[rank] for rank in self.ranks])
                 self.done = True
             except Exception as error:
-                what = next(iter(self._labels.values()))
-                self.fail(CommError, f"{what} in group {list(self.ranks)}: {error}")
+                call = next(iter(self._labels.values()))
+                self.fail(CommError, f"{call} in group {list(self.ranks)}: {error}")
         self._payloads.clear()
 
 
@@ -122,12 +130,14 @@ class PendingMessage(PendingOperation):
         self.source: int | None = None
 
     def describe(self, finished: Set[int]) -> str:
-        """Say what was posted, and whether the other end can still come."""
-        way = "to" if self.verb == "send" else "from"
+        """Describe the message, and whether the other end can still arrive."""
+        preposition = "to" if self.verb == "send" else "from"
         peer = "any rank" if self.peer is None else f"rank {self.peer}"
         tag = f" with tag {self.tag}" if self.tag else ""
-        gone = " (it has finished)" if self.peer in finished else ""
-        return f"{self.verb} {way} {peer}{gone} of {say_tensor(self.content.tensor)}{tag}"
+        note = " (it has finished)" if self.peer in finished else ""
+        return (
+            f"{self.verb} {preposition} {peer}{note} of {format_tensor(self.content.tensor)}{tag}"
+        )
 
 
 class Exchange:
@@ -141,7 +151,7 @@ class Exchange:
         self._generations: Counter[Any] = Counter()
 
     def join_group(self, name: str, ranks: tuple[int, ...], rank: int) -> Any:
-        """Return a key for a group, the same on all its ranks, that no earlier group has had."""
+        """Return a unique key for a new group that is the same on all its ranks."""
         self._generations[name, ranks, rank] += 1
         return name, ranks, self._generations[name, ranks, rank]
 
@@ -150,18 +160,18 @@ class Exchange:
         key: tuple[Any, int],
         ranks: tuple[int, ...],
         rank: int,
-        asked: CollectiveCall,
+        call: CollectiveCall,
         payload: Any,
         work: Callable[[list[Any]], None],
         *,
         label: str = "",
     ) -> PendingCollective:
-        """Arrive at a collective; the last rank to come does the work and wakes the others."""
+        """Arrive at a collective; the last rank does the work and wakes the others."""
         self.turns.progress(rank)
         collective = self._collectives.get(key)
         if collective is None:
             collective = self._collectives[key] = PendingCollective(ranks)
-        if collective.arrive(rank, asked, label, payload):
+        if collective.arrive(rank, call, label, payload):
             del self._collectives[key]
             self.turns.device.wait()
             collective.finish(work)
@@ -171,35 +181,40 @@ class Exchange:
         return collective
 
     def post(self, group: Any, message: PendingMessage) -> None:
-        """Post one end of a message; move the data if the other end is there, first come first."""
+        """Post one end of a message; move the data if the other end was posted before.
+
+        Matching ends are paired in the order in which they were posted.
+        """
         self.turns.progress(message.rank)
         sending = message.verb == "send"
         receiver = message.peer if sending else message.rank
         address = (group, receiver, message.tag)
-        mine, theirs = (self._sends, self._receives) if sending else (self._receives, self._sends)
-        for other in theirs[address]:
+        own_queue, peer_queue = (
+            (self._sends, self._receives) if sending else (self._receives, self._sends)
+        )
+        for other in peer_queue[address]:
             send, receive = (message, other) if sending else (other, message)
             if receive.peer in (None, send.rank):
-                theirs[address].remove(other)
+                peer_queue[address].remove(other)
                 self.turns.device.wait()
                 deliver(send, receive)
                 self.turns.device.wait()
                 self.turns.wake([other.rank], other)
                 return
-        mine[address].append(message)
+        own_queue[address].append(message)
 
 
 def deliver(send: PendingMessage, receive: PendingMessage) -> None:
-    """Copy a message from one end to the other, or fail both where they don't fit.
+    """Copy a message from the sender to the receiver, or fail both if it does not fit.
 
-    As on real backends the number of elements counts, not the shape: torch's own pipelining
+    As on real backends, only the number of elements must match, not the shape: torch's pipelining
     sends ``[]`` and receives ``[1]``.
     """
     source, target = send.content.tensor, receive.content.tensor
     if source.dtype != target.dtype or source.numel() != target.numel():
         text = (
-            f"rank {send.rank} sends {say_tensor(source)} to rank {receive.rank}, which receives "
-            f"{say_tensor(target)}: give both the same shape and dtype"
+            f"rank {send.rank} sends {format_tensor(source)} to rank {receive.rank}, which "
+            f"receives {format_tensor(target)}: give both the same shape and dtype"
         )
         send.fail(MismatchError, text)
         receive.fail(MismatchError, text)

@@ -1,7 +1,7 @@
-"""A tensor that an operation fills, and when it does: at ``wait()``, if the rank may come to it.
+"""Output tensors of operations, which are filled when the rank waits for the operation.
 
-As on NCCL, what an asynchronous operation brings is there only after it was waited for: a rank
-that forgets to reads what stood there before.
+As on NCCL, the result of an asynchronous operation is available only after ``wait()``: a rank that
+does not wait reads the old values.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from torch import Tensor
 
 
 class Output:
-    """An output of one rank.
+    """An output of an operation on one rank.
 
     Attributes:
-        tensor: Where what arrives is to be in the end; out of autograd's sight: like a real
-            backend, it is written without a new version.
+        tensor: Tensor to fill. Like a real backend, it is written without autograd and without a
+            new version.
     """
 
     def __init__(self, tensor: Tensor, *, at_once: bool) -> None:
-        """Describe it.
+        """Describe the output.
 
         Args:
-            tensor: What the rank gave.
-            at_once: The rank waits in the same call, so that nothing need be kept for it.
+            tensor: Tensor that the rank passed to the operation.
+            at_once: Whether the rank waits within the same call, so that the result needs no
+                storage until then.
         """
         self.tensor = tensor.data
         self._at_once = at_once
-        self._kept: Tensor | None = None
+        self._result: Tensor | None = None
 
-    def write(self, source: Tensor, *, is_ours: bool = False) -> None:
-        """Take what arrives; ``is_ours`` says that no rank holds ``source``.
+    def write(self, source: Tensor, *, is_unshared: bool = False) -> None:
+        """Store a result; ``is_unshared`` says that no rank refers to ``source``.
 
         Raises:
             ValueError: It has another dtype or number of elements.
@@ -40,34 +41,34 @@ class Output:
         target = self.tensor
         if target.dtype != source.dtype or target.numel() != source.numel():
             raise ValueError(
-                f"the output {str(target.dtype)[6:]} {list(target.shape)} does not fit what it is "
-                f"to hold, {str(source.dtype)[6:]} {list(source.shape)}"
+                f"the output {str(target.dtype)[6:]} {list(target.shape)} does not fit the result "
+                f"{str(source.dtype)[6:]} {list(source.shape)}"
             )
-        arrived = source.reshape(target.shape)
+        result = source.reshape(target.shape)
         if self._at_once:
-            target.copy_(arrived)
+            target.copy_(result)
         else:
-            self._kept = arrived if is_ours else arrived.clone()
+            self._result = result if is_unshared else result.clone()
 
     def finish(self) -> bool:
-        """Put what was kept to its place; return whether there was any."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
+        """Copy a stored result to the tensor; return whether there was one."""
+        result, self._result = self._result, None
+        if result is not None:
             with torch.inference_mode():
-                self.tensor.copy_(kept)
-        return kept is not None
+                self.tensor.copy_(result)
+        return result is not None
 
 
 def outputs_of(tensors: Sequence[Tensor], *, at_once: bool) -> list[Output]:
-    """Make an output of each tensor."""
+    """Create an output for each tensor."""
     return [Output(tensor, at_once=at_once) for tensor in tensors]
 
 
 def write_all(outputs: Sequence[Output], sources: Sequence[Tensor]) -> None:
-    """Give each output its source.
+    """Write a source to each output.
 
     Raises:
-        ValueError: There are more of one than of the other, or one does not fit.
+        ValueError: The numbers of outputs and sources differ, or a source does not fit.
     """
     if len(outputs) != len(sources):
         raise ValueError(f"{len(outputs)} outputs for {len(sources)} inputs")

@@ -1,10 +1,10 @@
 """A torch process group between the rank threads of a mock world.
 
-It answers to the wire names of torch's ``ProcessGroup``, old and new, so that everything above
-runs unchanged; who meets whom, and whose turn it is, is decided elsewhere.
+It implements torch's ``ProcessGroup`` with its old and new method names, so that all code on top of
+it runs unchanged. Data exchange and scheduling are implemented elsewhere.
 """
 
-# The methods and their arguments are torch's, and documented there.
+# The methods and their arguments are those of torch's ProcessGroup and are documented there.
 # ruff: noqa: A002, ARG002, D102
 # mypy: disable-error-code="override,assignment"
 
@@ -42,7 +42,7 @@ _COMBINE: dict[Any, Callable[[Tensor, Tensor], Any]] = {
 
 
 def reduce_in_rank_order(tensors: Sequence[Tensor], op: Any) -> Tensor:
-    """Combine a tensor of each rank, the first rank's first, in their own dtype."""
+    """Combine the tensors of all ranks in rank order, in their dtype."""
     if op not in _COMBINE:
         raise ValueError(
             f"mock, like gloo, has no {op.name}: use SUM and divide "
@@ -55,7 +55,7 @@ def reduce_in_rank_order(tensors: Sequence[Tensor], op: Any) -> Tensor:
 
 
 class MockProcessGroup(dist.ProcessGroup):
-    """One rank's end of a group of a mock world."""
+    """One rank's end of a group in a mock world."""
 
     def __init__(self, rank: int, size: int, *, ranks: Sequence[int], name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -69,13 +69,13 @@ class MockProcessGroup(dist.ProcessGroup):
         self._coalesced: list[MockWork] | None = None
 
     def exchange(self, line: str) -> list[str]:
-        """Give each rank the line of every rank, by rank in the group."""
+        """Return the line of every rank, by rank in the group."""
         key = (self._key, self._num_calls)
         self._num_calls += 1
         return self._exchange(key, self._ranks, line)
 
     def exchange_with(self, peer: int, line: str) -> str:
-        """Give a global rank this rank's line, and return its line."""
+        """Exchange lines with a global rank and return its line."""
         pair = (min(self._global_rank, peer), max(self._global_rank, peer))
         key = ((self._key, pair), self._num_exchanges[peer])
         self._num_exchanges[peer] += 1
@@ -86,7 +86,7 @@ class MockProcessGroup(dist.ProcessGroup):
 
         def work(payloads: list[tuple[str, list[str]]]) -> None:
             for _, target in payloads:
-                target.extend(said for said, _ in payloads)
+                target.extend(payload_line for payload_line, _ in payloads)
 
         label = line.partition("|")[0]
         collective = self._world_exchange.join(
@@ -101,7 +101,7 @@ class MockProcessGroup(dist.ProcessGroup):
         self._work([collective], lines).wait()
         return lines
 
-    # Collectives, by their names on the wire.
+    # Collectives, by torch's names.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> MockWork:
         op = _op(opts)
@@ -110,11 +110,11 @@ class MockProcessGroup(dist.ProcessGroup):
             for outputs in zip(*payloads, strict=True):
                 total = reduce_in_rank_order([output.tensor for output in outputs], op)
                 for output in outputs:
-                    output.write(total, is_ours=True)
+                    output.write(total, is_unshared=True)
 
-        asked = describe_call("all_reduce", tensors, detail=op.name)
+        call = describe_call("all_reduce", tensors, detail=op.name)
         outputs = outputs_of(tensors, at_once=_waits(opts))
-        return self._collective(asked, outputs, work, tensors, outputs)
+        return self._collective(call, outputs, work, tensors, outputs)
 
     allreduce_coalesced = allreduce
 
@@ -124,11 +124,11 @@ class MockProcessGroup(dist.ProcessGroup):
         def work(payloads: list[list[Output]]) -> None:
             for outputs in zip(*payloads, strict=True):
                 total = reduce_in_rank_order([output.tensor for output in outputs], op)
-                outputs[root].write(total, is_ours=True)
+                outputs[root].write(total, is_unshared=True)
 
-        asked = describe_call("reduce", tensors, detail=f"{op.name} to rank {self._ranks[root]}")
+        call = describe_call("reduce", tensors, detail=f"{op.name} to rank {self._ranks[root]}")
         outputs = outputs_of(tensors, at_once=_waits(opts))
-        return self._collective(asked, outputs, work, tensors, outputs)
+        return self._collective(call, outputs, work, tensors, outputs)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> MockWork:
         root = opts.rootRank
@@ -139,9 +139,9 @@ class MockProcessGroup(dist.ProcessGroup):
                 if rank != root:
                     write_all(outputs, sources)
 
-        asked = describe_call("broadcast", tensors, detail=f"from rank {self._ranks[root]}")
+        call = describe_call("broadcast", tensors, detail=f"from rank {self._ranks[root]}")
         outputs = outputs_of(tensors, at_once=_waits(opts))
-        return self._collective(asked, outputs, work, tensors, outputs)
+        return self._collective(call, outputs, work, tensors, outputs)
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -179,18 +179,18 @@ class MockProcessGroup(dist.ProcessGroup):
             ):
                 write_all(targets, parts)
 
-        asked = describe_call("scatter", outputs, detail=f"from rank {self._ranks[root]}")
+        call = describe_call("scatter", outputs, detail=f"from rank {self._ranks[root]}")
         targets = outputs_of(outputs, at_once=_waits(opts))
         payload = (targets, [_raw(parts) for parts in inputs])
-        return self._collective(asked, payload, work, outputs, targets)
+        return self._collective(call, payload, work, outputs, targets)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> MockWork:
-        asked = describe_call(
+        call = describe_call(
             "reduce_scatter", [t for parts in inputs for t in parts], detail=_op(opts).name
         )
-        return self._reduce_scatter(asked, outputs, inputs, opts)
+        return self._reduce_scatter(call, outputs, inputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MockWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -198,18 +198,18 @@ class MockProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> MockWork:
-        asked = describe_call("reduce_scatter", inputs, detail=_op(opts).name)
+        call = describe_call("reduce_scatter", inputs, detail=_op(opts).name)
         parts = [self._split(tensor.contiguous()) for tensor in inputs]
-        return self._reduce_scatter(asked, outputs, parts, opts)
+        return self._reduce_scatter(call, outputs, parts, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MockWork:
         def work(payloads: list[tuple[list[Output], list[Tensor]]]) -> None:
             for rank, (targets, _) in enumerate(payloads):
                 write_all(targets, [sources[rank] for _, sources in payloads])
 
-        asked = CollectiveCall("all_to_all", f"of {inputs[0].dtype}" if inputs else "", ())
+        call = CollectiveCall("all_to_all", f"of {inputs[0].dtype}" if inputs else "", ())
         targets = outputs_of(outputs, at_once=_waits(opts))
-        return self._collective(asked, (targets, _raw(inputs)), work, outputs, targets)
+        return self._collective(call, (targets, _raw(inputs)), work, outputs, targets)
 
     def all_to_all_single(
         self,
@@ -241,7 +241,7 @@ class MockProcessGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> MockWork:
         return self._post("recv", tensors, None, tag)
 
-    # What torch asks of a group besides, and the older names (until torch 2.12) of the above.
+    # Other methods that torch calls, and older names (until torch 2.12) of the methods above.
 
     def getBackendName(self) -> str:  # noqa: N802
         return "mock"
@@ -280,7 +280,7 @@ class MockProcessGroup(dist.ProcessGroup):
 
     def _collective(
         self,
-        asked: CollectiveCall,
+        call: CollectiveCall,
         payload: Any,
         work: Callable[[list[Any]], None],
         result: Any,
@@ -289,7 +289,7 @@ class MockProcessGroup(dist.ProcessGroup):
         key = (self._key, self._num_calls)
         self._num_calls += 1
         collective = self._world_exchange.join(
-            key, self._ranks, self._global_rank, asked, payload, work
+            key, self._ranks, self._global_rank, call, payload, work
         )
         return self._work([collective], result, outputs)
 
@@ -309,13 +309,13 @@ class MockProcessGroup(dist.ProcessGroup):
                         write_all(parts, [sources[index] for _, sources in payloads])
 
         detail = "" if root is None else f"to rank {self._ranks[root]}"
-        asked = describe_call(name, inputs, detail=detail)
+        call = describe_call(name, inputs, detail=detail)
         targets = [outputs_of(parts, at_once=_waits(opts)) for parts in outputs]
         flat = [target for parts in targets for target in parts]
-        return self._collective(asked, (targets, _raw(inputs)), work, outputs, flat)
+        return self._collective(call, (targets, _raw(inputs)), work, outputs, flat)
 
     def _reduce_scatter(
-        self, asked: CollectiveCall, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
+        self, call: CollectiveCall, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
     ) -> MockWork:
         op = _op(opts)
 
@@ -323,14 +323,14 @@ class MockProcessGroup(dist.ProcessGroup):
             for index in range(len(outputs)):
                 for rank, (targets, _) in enumerate(payloads):
                     values = [parts[index][rank] for _, parts in payloads]
-                    targets[index].write(reduce_in_rank_order(values, op), is_ours=True)
+                    targets[index].write(reduce_in_rank_order(values, op), is_unshared=True)
 
         targets = outputs_of(outputs, at_once=_waits(opts))
         payload = (targets, [_raw(parts) for parts in inputs])
-        return self._collective(asked, payload, work, outputs, targets)
+        return self._collective(call, payload, work, outputs, targets)
 
     def _post(self, verb: str, tensors: list[Tensor], peer: int | None, tag: int) -> MockWork:
-        # The call is the same one for a rank that waits at once and one that does not.
+        # torch's call does not say whether the rank waits within it.
         outputs = outputs_of(tensors, at_once=False)
         messages = [PendingMessage(verb, self._global_rank, peer, o, tag) for o in outputs]
         for message in messages:
@@ -361,7 +361,7 @@ class MockProcessGroup(dist.ProcessGroup):
         return [flat[rank * part : (rank + 1) * part] for rank in range(size)]
 
     def _chunk(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """View a tensor as one part of dim 0 for each rank."""
+        """View a tensor as one part of dimension 0 for each rank."""
         if tensor.shape[0] % self.size():
             raise ValueError(f"dim 0 of {list(tensor.shape)} is not divisible by {self.size()}")
         return (
@@ -376,10 +376,10 @@ def _op(opts: Any) -> Any:
 
 
 def _waits(opts: Any) -> bool:
-    """Whether the caller waits before it returns: torch says so, C++ that it does not."""
+    """Return whether the caller waits before it returns; torch sets this, calls from C++ don't."""
     return opts is not None and not opts.asyncOp
 
 
 def _raw(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Alias tensors out of autograd's sight."""
+    """Return aliases of tensors that autograd does not track."""
     return [tensor.data for tensor in tensors]

@@ -1,8 +1,8 @@
-"""The device on which all ranks of a mock world compute: one CPU, or one GPU that they share.
+"""The device on which all ranks of a mock world compute: a CPU, or a GPU that they share.
 
-On a GPU kernels of the ranks are in flight on streams of their own, torch's and the engines', when
-a collective moves data between them. The device is waited for before and after, which is slow, and
-right for any streams; it is a world to find errors in.
+On a GPU, kernels of the ranks may be running on several streams of torch and the engines when a
+collective moves data. So the device is synchronized before and after each collective. This is slow
+but correct for any streams; the mock world is for finding errors.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.futures import Future
 
 
 class SharedDevice:
-    """What ranks that share a device have to do beside computing on it.
+    """Operations that ranks on a shared device need in addition to computing.
 
     Attributes:
-        device: Where they compute.
-        generators: torch's random generators that a rank's draws may come from.
+        device: Device of all ranks.
+        generators: torch's random generators that ranks may use.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,28 +32,28 @@ class SharedDevice:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is the host, for which nobody waits."""
+        """Whether the device is the CPU, which needs no synchronization."""
         return self.device.type == "cpu"
 
     def enter(self) -> None:
-        """Make it the current one of this thread: torch has one for each."""
+        """Make the device the current one of this thread."""
         if not self.is_cpu:
             torch.accelerator.set_device_index(self.device.index)
 
     def wait(self) -> None:
-        """Wait until all that was launched on it is done."""
+        """Wait until all kernels on the device have finished."""
         if not self.is_cpu:
             torch.accelerator.synchronize(self.device)
 
     def future(self) -> Future[Any]:
-        """Return a future that may hold tensors on it."""
+        """Return a future that may hold tensors on the device."""
         return Future() if self.is_cpu else Future(devices=[self.device])
 
     def random_states(self) -> list[torch.Tensor]:
-        """Return where each generator is."""
+        """Return the state of each generator."""
         return [generator.get_state() for generator in self.generators]
 
     def set_random_states(self, states: list[torch.Tensor]) -> None:
-        """Put each generator where it was."""
+        """Set the state of each generator."""
         for generator, state in zip(self.generators, states, strict=True):
             generator.set_state(state)

@@ -1,4 +1,4 @@
-"""A torch store between rank threads: to wait for a key is to pass the turn on."""
+"""A torch store for rank threads; waiting for a key gives the turn to another rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from axonlaunch.comm.errors import say_ranks
+from axonlaunch.comm.errors import format_ranks
 from axonlaunch.comm.mock.exchange import Exchange, here
 
-# The methods are torch's, and documented there.
+# The methods are those of torch's Store and are documented there.
 # ruff: noqa: D102
 
 
@@ -26,8 +26,10 @@ class _Keys:
 
     def describe(self, finished: Set[int]) -> str:
         missing = [key for key in self._keys if key not in self._values]
-        gone = f" ({say_ranks(sorted(finished))} finished without setting it)" if finished else ""
-        return f"store, waits for {', '.join(missing)}{gone}"
+        note = (
+            f" ({format_ranks(sorted(finished))} finished without setting it)" if finished else ""
+        )
+        return f"store, waits for {', '.join(missing)}{note}"
 
 
 class MockStore(dist.Store):
@@ -66,7 +68,7 @@ class MockStore(dist.Store):
     def num_keys(self) -> int:
         return len(self._values)
 
-    # The names under which C++ looks for these two.
+    # Names under which C++ looks up these two methods.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 

@@ -1,7 +1,7 @@
-"""The private names of torch that the mock world stands on: all of them, and nothing else.
+"""All private names of torch that the mock world uses.
 
-``tests/comm/test_mock_internals.py`` pins each name. When torch moves one, it says which, and
-the fix belongs in this file alone.
+``tests/comm/test_mock_internals.py`` tests each name. When torch moves one, the test names it, and
+only this file has to change.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _PROBE = "axonlaunch-isolation-probe"
 
 
 class WorldOfThread(threading.local):
-    """What ``torch.distributed`` knows of its groups, separately for each thread.
+    """``torch.distributed``'s record of process groups, separate for each thread.
 
-    Stands in for ``torch.distributed.distributed_c10d._World`` with the same attributes. (torch
-    has such a class for its own tests; in 2.11 it lacks ``comms``.)
+    It replaces ``torch.distributed.distributed_c10d._World`` and has the same attributes. (torch
+    has such a class for its own tests, but in 2.11 it lacks ``comms``.)
     """
 
     def __init__(self) -> None:
@@ -45,59 +45,62 @@ class WorldOfThread(threading.local):
 
 
 def threads_are_isolated() -> bool:
-    """Say whether each thread has its own table of process groups.
+    """Return whether each thread has a separate table of process groups.
 
-    torch can set this mode but not report it: register a group here, look for it from elsewhere.
+    torch can set this mode but not report it. So this registers a group here and looks for it from
+    another thread.
     """
     group = _cpp.ProcessGroup(0, 1)  # torch's table holds it weakly
     _cpp._register_process_group(_PROBE, group)
-    seen: list[bool] = []
+    found: list[bool] = []
 
     def look() -> None:
         try:
             _cpp._resolve_process_group(_PROBE)
         except RuntimeError:
-            seen.append(False)
+            found.append(False)
         else:
-            seen.append(True)
+            found.append(True)
 
     thread = threading.Thread(target=look, name="axonlaunch-isolation-probe")
     thread.start()
     thread.join()
     _cpp._unregister_process_group(_PROBE)
-    return not seen[0]
+    return not found[0]
 
 
 def outlive_cuda_guard() -> None:
-    """Make torch set up its stand-in for a missing CUDA device in this thread.
+    """Make torch create its replacement for a missing CUDA device in this thread.
 
-    A CUDA build of torch that sees no device makes it when the first FakeTensorMode is entered
-    (DTensor enters one), and loses it with the thread that did: later ones crash the process.
-    So the thread that runs a world, which outlives the rank threads, makes it first.
+    A CUDA build of torch without a device creates it when a thread first enters FakeTensorMode
+    (DTensor does), and loses it when that thread ends. Later uses crash the process. So the thread
+    that runs a world creates it first, because it outlives the rank threads.
     """
     if not torch.cuda.is_available():
         _torch._ensureCUDADeviceGuardSet()
 
 
 def forget_meshes_of_thread() -> None:
-    """Empty what torch remembers of device meshes for this thread, and keeps when it ends."""
+    """Clear this thread's cache of device meshes, which torch keeps after the thread ends."""
     _torch._clear_DTensor_sharding_propagator_cache()
 
 
 @functools.cache
 def _caches(module: ModuleType, _members: int) -> list[functools._lru_cache_wrapper[Any]]:
-    """Return the cached functions of a module and its classes, for as long as it has no more."""
+    """Return the cached functions of a module and its classes; cached until the module grows."""
     kinds = [member for member in vars(module).values() if isinstance(member, type)]
     members = [member for holder in (module, *kinds) for member in [*vars(holder).values()]]
     functions = [getattr(member, "__func__", member) for member in members]
-    return [one for one in functions if isinstance(one, functools._lru_cache_wrapper)]
+    return [
+        function for function in functions if isinstance(function, functools._lru_cache_wrapper)
+    ]
 
 
 def forget_meshes() -> None:
-    """Empty what torch remembers of device meshes for the whole process.
+    """Clear torch's process-wide caches of device meshes.
 
-    A mesh distinguishes threads by their identifiers, which the system gives out again: a mesh of
-    a later run would be taken for one of an earlier run, whose groups are gone.
+    A mesh distinguishes threads by their identifiers, which the system reuses. A mesh of a later
+    run would be mistaken for a mesh of an earlier run, whose groups no longer exist.
     """
     for name, module in sys.modules.copy().items():
         if name.startswith("torch.distributed.tensor"):
@@ -105,22 +108,22 @@ def forget_meshes() -> None:
                 cache.cache_clear()
     redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
     clear_planners = getattr(redistribute, "clear_redistribute_planner_cache", None)
-    if clear_planners is not None:  # torch 2.12 and later
+    if clear_planners is not None:  # exists since torch 2.12
         clear_planners()
 
 
 @contextlib.contextmanager
 def isolated_threads() -> Iterator[None]:
-    """Give each thread started inside its own ``torch.distributed``; put all back at the end.
+    """Give each thread that starts in this context a separate ``torch.distributed`` state.
 
-    What is put back: the default group and all that torch registers beside it, the isolation
-    mode, the rank that torch's C++ log lines carry, ``sys.excepthook``, which
-    ``init_process_group`` replaces, and the replica whose forward runs: each of several that take
-    turns leaves the one before, and the last of them, with its whole model, would stay.
+    Restored at the end are: the default group and other groups in torch's record, the isolation
+    mode, the rank in torch's C++ log lines, ``sys.excepthook`` (which ``init_process_group``
+    replaces), and DDP's active module. With several ranks taking turns, the last rank's active
+    module would stay referenced with its whole model.
     """
     outlive_cuda_guard()
-    replica = _DDP._active_ddp_module
-    world, hook, isolated = _python._world, sys.excepthook, threads_are_isolated()
+    active_module = _DDP._active_ddp_module
+    world, excepthook, isolated = _python._world, sys.excepthook, threads_are_isolated()
     _python._world = WorldOfThread()
     _cpp._set_thread_isolation_mode(True)
     try:
@@ -130,5 +133,5 @@ def isolated_threads() -> Iterator[None]:
         _cpp._set_thread_isolation_mode(isolated)
         _python._world = world
         _python._update_default_pg(world.default_pg)
-        _DDP._active_ddp_module = replica
-        sys.excepthook = hook
+        _DDP._active_ddp_module = active_module
+        sys.excepthook = excepthook

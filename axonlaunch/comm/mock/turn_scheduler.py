@@ -1,8 +1,8 @@
-"""Whose turn it is: of all rank threads one runs at a time, until it has to wait for another.
+"""Schedules rank threads: one runs at a time, until it has to wait for another.
 
-The turn goes to the rank that has been ready longest, so a run is the same every time. It also
-carries the random states of torch's generators, which each rank keeps for itself. It knows
-nothing of groups or tensors; what ranks wait for is anything that can say whether it is done.
+The rank that has been ready longest runs next, so a run is the same every time. The states of
+torch's random generators are switched together with the rank. Groups and tensors are unknown here:
+a rank can wait for any object that says whether it is done.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from axonlaunch.comm.errors import CommError, DeadlockError, PeerFailedError
 from axonlaunch.comm.mock.shared_device import SharedDevice
 
 _UNWIND_S = 2.0
-"""How long a rank that was given up may take to leave, before it is left behind."""
+"""Seconds that a stopped rank thread gets to end before it is abandoned."""
 
 
 class Awaited(Protocol):
-    """What a rank can wait for."""
+    """An object that a rank can wait for."""
 
     @property
     def done(self) -> bool:
-        """Whether a rank may continue."""
+        """Whether waiting ranks may continue."""
 
     def describe(self, finished: Set[int]) -> str:
-        """Say what is waited for, and which of the ``finished`` ranks never arrived."""
+        """Describe the operation, and which of the ``finished`` ranks never arrived."""
 
 
 class Failure(NamedTuple):
-    """The first thing that went wrong in a world."""
+    """The first failure of a world."""
 
     rank: int
     error: BaseException
 
 
 class TurnScheduler:
-    """The turns of the ranks of one mock world."""
+    """Scheduler of one mock world's ranks."""
 
     def __init__(
         self, world_size: int, *, timeout_s: float, device: SharedDevice | None = None
@@ -56,36 +56,36 @@ class TurnScheduler:
         for turn in self._turns:
             turn.acquire()
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._finished_event = threading.Event()
         self._ready = deque(range(world_size))
         self._awaited: list[Awaited | None] = [None] * world_size
         self._threads: list[threading.Thread | None] = [None] * world_size
         self._finished: set[int] = set()
-        self._lost: set[int] = set()
+        self._abandoned: set[int] = set()
         self._holder = -1
-        self._called_off = False
-        self._moved_at = 0.0
+        self._is_cancelled = False
+        self._last_progress = 0.0
         self._random_states = [self.device.random_states()] * world_size
 
-    # What rank threads call.
+    # Called by rank threads.
 
     def enter(self, rank: int) -> None:
         """Wait for this rank's first turn.
 
         Raises:
-            PeerFailedError: The world was called off.
+            PeerFailedError: The world was cancelled.
         """
         self._threads[rank] = threading.current_thread()
         self._turns[rank].acquire()
         self.device.set_random_states(self._random_states[rank])
-        if self._called_off:
+        if self._is_cancelled:
             self.check(rank)
 
     def check(self, rank: int) -> None:
-        """Refuse a world that has failed, and a thread that is not this rank's.
+        """Check that the world has not failed and that this is the rank's thread.
 
         Raises:
-            CommError: It is one of these.
+            CommError: The world has failed, or this is another thread.
         """
         if threading.current_thread() is not self._threads[rank]:
             raise CommError(
@@ -97,15 +97,15 @@ class TurnScheduler:
             self._raise_failure(rank, "communicating")
 
     def progress(self, rank: int) -> None:
-        """Note that a rank communicates, so that it does not count as late."""
+        """Record that a rank communicates, so that it does not time out."""
         self.check(rank)
-        self._moved_at = time.monotonic()
+        self._last_progress = time.monotonic()
 
     def wait(self, rank: int, awaited: Awaited) -> None:
         """Let other ranks run until ``awaited`` is done.
 
         Raises:
-            DeadlockError: No rank is left that could bring it about.
+            DeadlockError: All remaining ranks wait.
             PeerFailedError: A rank failed in the meantime.
         """
         if awaited.done:
@@ -117,9 +117,9 @@ class TurnScheduler:
             self._raise_failure(rank, f"waiting: {awaited.describe(frozenset())}")
 
     def pause(self, rank: int) -> None:
-        """Let the other ranks that can run do so before this one continues.
+        """Let other ready ranks run before this one continues.
 
-        This is no progress: ranks that only poll each other are late in the end.
+        This does not count as progress, so ranks that only poll each other time out.
         """
         self.check(rank)
         if self._ready:
@@ -128,7 +128,7 @@ class TurnScheduler:
             self.check(rank)
 
     def wake(self, ranks: Iterable[int], awaited: Awaited) -> None:
-        """Make those of ``ranks`` that wait for ``awaited`` ready, those after the holder first."""
+        """Make ranks that wait for ``awaited`` ready, in order from the current rank."""
         size = len(self._turns)
         for rank in sorted(ranks, key=lambda rank: (rank - self._holder) % size):
             if self._awaited[rank] is awaited:
@@ -136,102 +136,104 @@ class TurnScheduler:
                 self._ready.append(rank)
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """End this rank's turns, by an error or without."""
+        """End this rank's turns, with or without an error."""
         with self._lock:
-            if rank in self._lost:
+            if rank in self._abandoned:
                 return
             self._finished.add(rank)
-            self._moved_at = time.monotonic()
+            self._last_progress = time.monotonic()
             if error is not None:
                 self._fail(rank, error)
-            self._give_to(self._next())
+            self._resume(self._next())
 
-    # What the thread that runs the world calls.
+    # Called by the thread that runs the world.
 
     def supervise(self) -> None:
-        """Start the first rank; return when all have finished or been given up."""
-        self._moved_at = time.monotonic()
-        self._give_to(self._next())
+        """Start the first rank; return when all ranks have finished or been abandoned."""
+        self._last_progress = time.monotonic()
+        self._resume(self._next())
         try:
-            while not self._over.wait(self._moved_at + self._timeout_s - time.monotonic()):
+            while not self._finished_event.wait(
+                self._last_progress + self._timeout_s - time.monotonic()
+            ):
                 with self._lock:
-                    if time.monotonic() - self._moved_at >= self._timeout_s:
-                        self._take_from_holder(TimeoutError(self._say_who_is_late()))
-        except BaseException as error:  # Ctrl-C, a test's time limit: unwind the ranks first
+                    if time.monotonic() - self._last_progress >= self._timeout_s:
+                        self._take_from_holder(TimeoutError(self._describe_late_rank()))
+        except BaseException as error:  # Ctrl-C or a test's timeout: end the ranks first
             with self._lock:
                 self._take_from_holder(error)
-            self._over.wait(_UNWIND_S)
+            self._finished_event.wait(_UNWIND_S)
             raise
 
     def call_off(self, error: BaseException, *, num_started: int) -> None:
-        """Fail before the first turn, when only the first threads could be started."""
-        self._called_off = True
+        """Fail before the first turn, because only the first threads could be started."""
+        self._is_cancelled = True
         self._ready = deque(range(num_started))
         self._finished.update(range(num_started, len(self._turns)))
         self._fail(num_started, error)
 
     def join(self) -> None:
-        """Wait for the threads to end, a moment only for those that may never do so."""
+        """Wait for the threads to end, but only briefly for those that may never end."""
         deadline = time.monotonic() + _UNWIND_S
         for rank, thread in enumerate(self._threads):
             if thread is not None:
-                ends = self._over.is_set() and rank not in self._lost
-                thread.join(None if ends else max(0.0, deadline - time.monotonic()))
+                will_end = self._finished_event.is_set() and rank not in self._abandoned
+                thread.join(None if will_end else max(0.0, deadline - time.monotonic()))
 
     def _take_from_holder(self, error: BaseException) -> None:
-        """Fail the world from outside and continue without the rank that does not yield."""
+        """Record a failure of the current rank and continue without it."""
         holder = self._holder
         if holder >= 0:
-            self._moved_at = time.monotonic()
+            self._last_progress = time.monotonic()
             self._fail(holder, error)
-            self._lost.add(holder)
+            self._abandoned.add(holder)
             self._finished.add(holder)
             thread = self._threads[holder]
             if thread is not None and thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
                 )
-            self._give_to(self._next())
+            self._resume(self._next())
 
-    def _say_who_is_late(self) -> str:
+    def _describe_late_rank(self) -> str:
         rank = self._holder
         thread = self._threads[rank]
         frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
-        where = (
+        location = (
             f"; it is in {frame.f_code.co_name} at {Path(frame.f_code.co_filename).name}:"
             f"{frame.f_lineno}"
             if frame is not None
             else ""
         )
-        late = f"rank {rank} has not communicated for {self._timeout_s:g} s{where}"
-        return "; ".join([late, *self._waits()])
+        message = f"rank {rank} has not communicated for {self._timeout_s:g} s{location}"
+        return "; ".join([message, *self._waits()])
 
-    # The turns themselves; the lock is held, or the caller has the turn alone.
+    # Switching turns. The caller holds the lock, or is the only running rank.
 
     def _hand_over(self, rank: int) -> None:
         with self._lock:
-            if rank in self._lost:
+            if rank in self._abandoned:
                 self._raise_failure(rank, "late")
-            heir = self._next()
-            if heir != rank:
+            next_rank = self._next()
+            if next_rank != rank:
                 self._random_states[rank] = self.device.random_states()
-                self._give_to(heir)
-        if heir != rank:
+                self._resume(next_rank)
+        if next_rank != rank:
             self._turns[rank].acquire()
             self.device.set_random_states(self._random_states[rank])
 
     def _next(self) -> int:
-        """Choose who runs next; -1 when none is left."""
+        """Return the rank to run next, or -1."""
         waits = [] if self._ready else self._waits()
         if waits:
             rank = next(r for r, awaited in enumerate(self._awaited) if awaited is not None)
             self._fail(rank, DeadlockError("deadlock, every rank waits: " + "; ".join(waits)))
         return self._ready.popleft() if self._ready else -1
 
-    def _give_to(self, rank: int) -> None:
+    def _resume(self, rank: int) -> None:
         self._holder = rank
         if rank < 0:
-            self._over.set()
+            self._finished_event.set()
         else:
             self._turns[rank].release()
 

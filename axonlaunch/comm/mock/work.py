@@ -1,4 +1,4 @@
-"""What a rank thread holds of an operation that is not done yet: torch's ``Work``."""
+"""torch's ``Work`` for an operation of a mock world that may not be finished yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from axonlaunch.comm.mock.turn_scheduler import TurnScheduler
 
 
 class MockWork(dist.Work):
-    """What a rank gets for an asynchronous operation."""
+    """Handle of a rank for an asynchronous operation."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class MockWork(dist.Work):
         self._outputs = outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
-        """Let other ranks run until the operation is done; the world's own time limit holds."""
+        """Let other ranks run until the operation has finished; the world's time limit applies."""
         for operation in self._operations:
             self._turns.wait(self._rank, operation)
             operation.raise_if_failed()
@@ -41,7 +41,7 @@ class MockWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Say whether it is done, after a turn for each rank that could bring it about."""
+        """Return whether the operation has finished, after giving each ready rank a turn."""
         if not all(operation.done for operation in self._operations):
             self._turns.pause(self._rank)
         done = all(operation.done for operation in self._operations)
@@ -50,7 +50,7 @@ class MockWork(dist.Work):
         return done
 
     def get_future(self) -> Future[Any]:
-        """Wait, then return a completed future: C++ waits for it while it has the turn."""
+        """Wait, then return a completed future, because C++ would wait for it without yielding."""
         self.wait()
         future = self._turns.device.future()
         future.set_result(self._result)
@@ -61,11 +61,11 @@ class MockWork(dist.Work):
         return self._result
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Wait for the operation."""
         self.wait()
 
     def _finish(self) -> None:
-        """Put what arrived to its place: only now may this rank read it."""
+        """Copy results to their tensors, which this rank may read from now on."""
         arrived = [output for output in self._outputs if output.finish()]
         if arrived:
             self._turns.device.wait()

@@ -1,9 +1,9 @@
 """A world of rank threads in one process: real collectives, one rank running at a time.
 
-Nothing here needs a network or a second process, and on a CPU a run gives the same bits every
-time. On a GPU all ranks compute on the same one. Ranks share what a process shares:
-``os.environ``, the default dtype, module state, and the random state of ``random`` and NumPy (those
-of torch's generators are each rank's own).
+There is no network and no second process. On a CPU, a run gives the same bits every time. On a GPU,
+all ranks compute on the same device. Ranks share everything that is global in a process:
+``os.environ``, the default dtype, module state, and the random state of ``random`` and NumPy. The
+states of torch's generators are separate for each rank.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-# Its functions keep the default group of the moment of import as the default of an argument, so
-# it must not be a rank that imports it first.
+# Its functions store the current default group as the default of an argument at import, so it must
+# not be imported by a rank first.
 import torch.distributed.nn.functional
 
 from axonlaunch.comm.backend import Backend
@@ -33,18 +33,18 @@ from axonlaunch.comm.mock.turn_scheduler import TurnScheduler
 P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W")
-"""The world of one rank: ``comm.World``, or what a subclass of it is."""
+"""World of one rank: ``comm.World`` or a subclass."""
 
 _one_at_a_time = threading.Lock()
 
 
 class MockWorld(Generic[W]):
-    """A world whose ranks are threads; ``run`` calls a function on each of them.
+    """A world with threads as ranks; ``run`` calls a function on each of them.
 
     Attributes:
-        world_size: The number of ranks.
-        timeout_s: How long a rank may compute without communicating before it is given up.
-        device: Where all ranks compute.
+        world_size: Number of ranks.
+        timeout_s: Maximum time in seconds that a rank may compute without communicating.
+        device: Device on which all ranks compute.
     """
 
     def __init__(
@@ -55,21 +55,22 @@ class MockWorld(Generic[W]):
         timeout_s: float = 60.0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Describe it; ``World.mock`` is how users do.
+        """Describe the world; users call ``World.mock`` instead.
 
         Args:
-            world_size: The number of ranks.
-            join: Makes a rank's world on its default process group: ``World``.
-            timeout_s: How long a rank may compute without communicating.
+            world_size: Number of ranks.
+            join: Creates a rank's world on its default process group: ``World``.
+            timeout_s: Maximum time in seconds that a rank may compute without communicating.
             device: ``cpu``, or ``cuda`` for one GPU that all ranks share.
 
         Raises:
-            ValueError: There is no rank, or no time, or no such device.
+            ValueError: ``world_size`` or ``timeout_s`` is not positive, or the device does not
+                exist.
         """
         if world_size < 1:
             raise ValueError(f"world_size={world_size}: a world has at least one rank")
         if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s}: a time limit is more than 0 seconds")
+            raise ValueError(f"timeout_s={timeout_s}: must be more than 0 seconds")
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.device = torch.device(device)
@@ -82,17 +83,18 @@ class MockWorld(Generic[W]):
     def run(self, fn: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call ``fn(world, *args, **kwargs)`` on every rank and return the results by rank.
 
-        Every rank starts with the random states that torch's generators have here, which are
-        left as they were.
+        Every rank starts with the current states of torch's random generators. Afterwards the
+        states are restored.
 
         Raises:
-            RankFailedError: A rank raised, was late by ``timeout_s``, or all ranks waited for
-                each other; ``rank`` is the first, its exception the ``__cause__``.
-            CommError: A mock world is running in this process already.
+            RankFailedError: A rank raised an exception or exceeded ``timeout_s``, or all ranks
+                waited for each other. ``rank`` is the first such rank, and ``__cause__`` is its
+                exception.
+            CommError: A mock world is already running in this process.
         """
         if not _one_at_a_time.acquire(blocking=False):
             raise CommError(
-                "a mock world is running in this process already: they share torch's state, so "
+                "a mock world is already running in this process: they share torch's state, so "
                 "run one after another"
             )
         try:
@@ -145,7 +147,7 @@ class MockWorld(Generic[W]):
             for rank, thread in enumerate(threads):
                 try:
                     thread.start()
-                except RuntimeError as error:  # the system has no thread left
+                except RuntimeError as error:  # the system can't create more threads
                     turns.call_off(error, num_started=rank)
                     break
             turns.supervise()
@@ -160,7 +162,7 @@ class MockWorld(Generic[W]):
         return [results[rank] for rank in range(self.world_size)]
 
     def _join(self, rank: int, store: dist.Store, device: torch.device) -> W:
-        """Make this thread's default process group and its world."""
+        """Create this thread's default process group and its world."""
         timeout = timedelta(seconds=self.timeout_s)
         dist.init_process_group(
             Backend.MOCK.value,
@@ -180,7 +182,7 @@ class MockWorld(Generic[W]):
 
 
 def _create_group(options: Any, _: Any) -> MockProcessGroup:
-    """Make this rank's end of a group, for ``init_process_group`` and ``new_group``."""
+    """Create this rank's end of a group; called by ``init_process_group`` and ``new_group``."""
     ranks = options.global_ranks_in_group or range(options.group_size)
     return MockProcessGroup(
         options.group_rank, options.group_size, ranks=ranks, name=options.group_id

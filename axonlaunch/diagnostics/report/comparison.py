@@ -8,8 +8,8 @@ from typing import Any
 from axonlaunch.config.errors import plain
 from axonlaunch.diagnostics.report.life import cost
 from axonlaunch.diagnostics.report.run_record import RunRecord
-from axonlaunch.events import rate_in
 from axonlaunch.system.formatting import size
+from axonlaunch.system.units import rate_in
 
 _OWN = ("name", "run_dir")
 """Of every run its own."""
@@ -53,8 +53,8 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 
 def _rates(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[Any]]]:
     """Yield a row for each unit that runs count: tokens/s, images/s."""
-    for unit in dict.fromkeys(run.counted for run in runs):
-        yield f"{unit}/s", [rate_of(run) if run.counted == unit else None for run in runs]
+    for unit in dict.fromkeys(run.unit for run in runs):
+        yield f"{unit}/s", [rate_of(run) if run.unit == unit else None for run in runs]
 
 
 def rate_of(run: RunRecord) -> Any:

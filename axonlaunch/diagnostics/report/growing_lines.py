@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.system.files import open_regular
-from axonlaunch.system.strict_json import read_json
+from axonlaunch.system.strict_json import parse_json
 
 LARGEST_READ = 1 << 30
 """Bytes of a file that are read: metrics of 100,000 steps are 30 MB."""
@@ -57,7 +57,7 @@ class GrowingLines:
         self._tail = (self._tail + whole + newline)[-_TAIL:]
         for text in whole.split(b"\n") if newline else ():
             try:
-                line = read_json(text)
+                line = parse_json(text)
             except (ValueError, RecursionError):
                 line = None
             if isinstance(line, dict):

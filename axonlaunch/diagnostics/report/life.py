@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from axonlaunch.diagnostics.lost_peer import reason_of
+from axonlaunch.diagnostics.lost_peer import failure_reason
 from axonlaunch.diagnostics.report.run_record import RunRecord
 
 
@@ -47,7 +47,7 @@ def spans(run: RunRecord) -> list[Span]:
         attempts.append(Span("evaluation", event["time"], event["time"], text))
     last = None
     for event in run.of_kind("failed"):
-        text = f"rank {event.get('rank')}: {reason_of(event)}"
+        text = f"rank {event.get('rank')}: {failure_reason(event)}"
         if text != last:  # every node says it
             attempts.append(Span("failure", event["time"], event["time"], text))
         last = text

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from axonlaunch.config.errors import plain
-from axonlaunch.diagnostics.lost_peer import plain_reason, reason_of
+from axonlaunch.diagnostics.lost_peer import failure_reason, plain_reason
 from axonlaunch.diagnostics.report.comparison import changed_settings, rate_of, results, with_units
 from axonlaunch.diagnostics.report.downsampling import indices_to_keep
 from axonlaunch.diagnostics.report.life import (
@@ -24,7 +24,7 @@ from axonlaunch.diagnostics.report.life import (
 )
 from axonlaunch.diagnostics.report.run_record import RunRecord
 from axonlaunch.diagnostics.report.step_parts import steps_of
-from axonlaunch.events import Counted
+from axonlaunch.system.units import Counted
 
 _BUCKETS = 800
 """Of a curve: four points each, more than a screen has pixels."""
@@ -51,7 +51,7 @@ def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """
     return {
         "curves": CURVES,
-        "counted": " or ".join(dict.fromkeys(run.counted for run in runs)),
+        "counted": " or ".join(dict.fromkeys(run.unit for run in runs)),
         "runs": [_of_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
         "configurations": changed_settings(runs) if len(runs) > 1 else [],
         "results": with_units(results(runs)) if len(runs) > 1 else [],
@@ -86,8 +86,8 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("nodes", ", ".join(nodes_of_run(run))),
         ("started", _moment(run.events[0]["time"]) if run.events else None),
         ("in steps", _duration(step_seconds(run))),
-        (run.counted, _thousands(counted)),
-        (f"{run.counted}/s", _thousands(rate_of(run))),
+        (run.unit, _thousands(counted)),
+        (f"{run.unit}/s", _thousands(rate_of(run))),
         ("cost", _cost(run)),
         ("goodput", None if share is None else f"{share:.1%} of the time was in steps that count"),
         ("proof", _proof(summary.get("proof"))),
@@ -160,7 +160,7 @@ def _counts(run: RunRecord) -> list[float]:
     """Return the targets between each logged step and the one before, as many a step as in it."""
     counts, before = [], 0
     for line in run.steps:
-        count = _finite(line.get(run.counted)) or 0.0
+        count = _finite(line.get(run.unit)) or 0.0
         counts.append(count * max(0, line["step"] - before))
         before = line["step"]
     return counts
@@ -225,7 +225,7 @@ def _crash(run: RunRecord) -> dict[str, Any] | None:
     keys = ("rank", "world_size", "host", "kind", "reason", "doing", "step", "traceback", "hint")
     followers = run.crash.get("followers")
     return {key: run.crash.get(key) for key in keys} | {
-        "reason": reason_of(run.crash),
+        "reason": failure_reason(run.crash),
         "followers": [
             f"rank {follower.get('rank')}: {plain_reason(str(follower.get('reason')))}"
             for follower in (followers if isinstance(followers, list) else [])

@@ -17,7 +17,6 @@ from typing import Any, Literal, cast, get_args
 from axonlaunch.config import CONFIG
 from axonlaunch.config.plain import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
-from axonlaunch.events import Counted, rate_in
 from axonlaunch.system.files import is_locked, open_regular
 from axonlaunch.system.run_files import (
     CRASH,
@@ -28,7 +27,8 @@ from axonlaunch.system.run_files import (
     STEP_TIME,
     SUMMARY,
 )
-from axonlaunch.system.strict_json import finite_number, read_json
+from axonlaunch.system.strict_json import finite_number, parse_json
+from axonlaunch.system.units import Counted, rate_in
 
 RunStatus = Literal["running", "done", "interrupted", "failed", "killed", "unknown", "unreadable"]
 
@@ -88,7 +88,7 @@ class RunRecord:
         return next(iter(reversed(self.of_kind(_STARTED))), {})
 
     @property
-    def counted(self) -> Counted:
+    def unit(self) -> Counted:
         """What the loss had a target for, by which ``metrics.jsonl`` names its numbers."""
         counted = self.started.get("counted")
         if isinstance(counted, str) and counted in get_args(Counted):
@@ -295,7 +295,7 @@ class _Files:
         if content is None:
             return None
         try:
-            value = read_json(content)
+            value = parse_json(content)
             if not isinstance(value, dict):
                 raise TypeError("not an object")
         except (ValueError, TypeError, RecursionError) as error:

@@ -1,12 +1,12 @@
 """Finds the states that an optimizer keeps of a parameter of a given shape, by one update of it.
 
 Optimizers that quantize their states do so for large parameters only, and keep scales of blocks of
-elements and tables of codes beside them. What the small parameters of ``probe`` show holds for
+elements and tables of codes in addition. What the small parameters of ``probe`` show holds for
 small parameters. States that are tensor subclasses are refused, as a checkpoint saves plain ones.
 
 An example, bitsandbytes' ``AdamW8bit`` of a parameter of shape (128, 64): ``state1`` is uint8 of
 shape (128, 64) with ``absmax1`` of shape (32,) and ``qmap1`` of shape (256,); of shape (6, 4) it is
-fp32 and alone.
+fp32, without the others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FixedShape:
     shape: Shape
 
     def __call__(self, parameter: Shape) -> Shape:
-        """Return it, for a parameter of any shape."""
+        """Return the fixed shape."""
         del parameter
         return self.shape
 
@@ -124,12 +124,12 @@ def _representative(shape: Shape) -> tuple[Shape, int]:
 
 
 def _extended(size: Shape, larger: Shape, times: int) -> Shape | None:
-    """Return a state's size after so many more additions of rows; None: it does not grow evenly.
+    """Return a state's size after rows were added several times; None if it does not grow evenly.
 
     Args:
         size: The state's size for the smaller parameter.
         larger: The size after rows were added once.
-        times: How often they are added.
+        times: Number of additions.
     """
     if len(size) != len(larger) or sum(a != b for a, b in zip(size, larger, strict=True)) > 1:
         return None

@@ -1,1 +1,1 @@
-"""Why a run failed: the root cause among what ranks report, hangs, and hints."""
+"""Finds out why a run failed: root cause among the ranks' reports, hangs, and hints."""

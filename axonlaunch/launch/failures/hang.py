@@ -1,8 +1,8 @@
-"""Where a rank is that makes no progress, asked from outside: its stack, its open collectives.
+"""Locates a rank that makes no progress, by its stack and its open collectives.
 
-A rank's ``faulthandler`` writes its threads' stacks to its log when it gets ``SIGNAL``, even while
-it waits in C code, and a thread of it writes what torch recorded of its collectives. A process that
-is stopped says nothing; the system says so in its place.
+On ``SIGNAL`` a rank's ``faulthandler`` writes the stacks of its threads to the log, even while C
+code runs, and one of its threads writes torch's record of collectives. The state of a process that
+does not respond, such as a stopped one, is read from the operating system.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from axonlaunch.system.process_state import state
 
 SIGNAL = signal.SIGUSR1
 FLIGHT_RECORD = ".flight_record"
-"""What a log's name ends in where it is not a log but torch's dump of collectives."""
+"""File name suffix of torch's dump of collectives, which is next to the rank's log."""
 _ANSWER_S = 2.0
 _RECORD_S = 15.0
-"""For the record of a rank whose stack has come: NCCL's asks the device, which may be busy, what of
-each collective is done."""
+"""Seconds to wait for the record of a rank that has written its stack. NCCL queries the state of
+each collective on the device, which may be busy."""
 _PREFIX = "axonlaunch collectives: "
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _RANK = re.compile(r"axonlaunch[/\\]launch[/\\](local[/\\]rank_process|external[/\\]rank)\.py")
 _BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py")
 _WRAPPERS = ("wrapper", "_call_with_frames_removed", "inner")
 _SHOWN = 7
-"""Frames of a stack that people are shown, the innermost."""
+"""Number of stack frames to show, counted from the innermost."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One call: what, and where in the source."""
+    """One frame of a stack: function name and source location."""
 
     file: str
     line: int
@@ -56,13 +56,13 @@ class Frame:
 
 @dataclass(frozen=True)
 class HangLocation:
-    """Where a rank is.
+    """The location of a rank in its code.
 
     Attributes:
-        is_waiting: For other ranks.
-        doing: What it does, in half a sentence.
-        stack: Its main thread's frames for people, the innermost last.
-        record: Of its collectives; None where it reported none.
+        is_waiting: Whether the rank waits for other ranks.
+        doing: Description of its activity, as a part of a sentence.
+        stack: Frames of its main thread as text, the innermost last.
+        record: Record of its collectives; None if it wrote none.
     """
 
     is_waiting: bool
@@ -71,7 +71,7 @@ class HangLocation:
     record: Record | None = None
 
     def to_report(self, about: Report, *, timeout_s: float) -> Report:
-        """Return the report of a rank that made no progress for some seconds."""
+        """Add the location to the report of a rank that made no progress for ``timeout_s``."""
         kind: FailureKind = "waiting" if self.is_waiting else "hang"
         reason = self.doing
         if not self.is_waiting:
@@ -82,11 +82,11 @@ class HangLocation:
 
 
 def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, HangLocation]:
-    """Ask ranks where they are.
+    """Locate ranks by sending ``SIGNAL`` and reading their logs.
 
     Args:
-        pids: Process of each rank.
-        logs: Log of each rank.
+        pids: Process id of each rank.
+        logs: Path of each rank's log.
     """
     sizes = {rank: _size(logs[rank]) for rank in pids}
     for pid in pids.values():
@@ -94,26 +94,26 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, HangLocation]:
             os.kill(pid, SIGNAL)
         except ProcessLookupError:
             continue
-    places: dict[int, HangLocation] = {}
-    silent = dict(pids)
-    asked = time.monotonic()
-    while silent:
-        waited = time.monotonic() - asked
-        if waited > (_RECORD_S if places.keys() & silent.keys() else _ANSWER_S):
+    locations: dict[int, HangLocation] = {}
+    pending = dict(pids)
+    began = time.monotonic()
+    while pending:
+        waited = time.monotonic() - began
+        if waited > (_RECORD_S if locations.keys() & pending.keys() else _ANSWER_S):
             break
         time.sleep(0.05)
-        for rank, pid in list(silent.items()):
-            written = _since(logs[rank], sizes[rank])
+        for rank, pid in list(pending.items()):
+            written = _text_after(logs[rank], sizes[rank])
             if frames := main_stack(written):
-                where, record = locate(frames, is_asleep=state(pid) == "S"), _record(written)
-                places[rank] = replace(where, record=record)
+                location, record = locate(frames, is_asleep=state(pid) == "S"), _record(written)
+                locations[rank] = replace(location, record=record)
                 if record is not None:
-                    del silent[rank]
-    return {rank: places.get(rank) or _silent(state(pid)) for rank, pid in pids.items()}
+                    del pending[rank]
+    return {rank: locations.get(rank) or _unresponsive(state(pid)) for rank, pid in pids.items()}
 
 
 def write(log: Path) -> None:
-    """Add this process's record to its log, and put torch's own form of it beside the log."""
+    """Append this process's record to its log, and write torch's dump next to the log."""
     line = f"{_PREFIX}{flight_recorder.take().to_json()}\n".encode()
     with os.fdopen(files.appending_descriptor(log), "ab", buffering=0) as stream:
         stream.write(line)
@@ -121,23 +121,23 @@ def write(log: Path) -> None:
 
 
 def locate(frames: list[Frame], *, is_asleep: bool) -> HangLocation:
-    """Say from a rank's frames, the innermost first, whether it waits for others, and in what."""
+    """Return a rank's location from its frames, the innermost first."""
     frames = [*dropwhile(lambda frame: is_passed_through(frame.file), frames)] or frames
-    own = [frames[0], *(frame for frame in frames[1:] if frame_owner(frame.file) != "torch")]
-    stack = "\n".join(f"  {frame}" for frame in reversed(own[:_SHOWN]))
+    shown = [frames[0], *(frame for frame in frames[1:] if frame_owner(frame.file) != "torch")]
+    stack = "\n".join(f"  {frame}" for frame in reversed(shown[:_SHOWN]))
     if not waits((frame.file for frame in frames), is_asleep=is_asleep):
         return HangLocation(False, f"is in {frames[0]}", stack)
     if _BACKWARD.search(frames[0].file):
         return HangLocation(True, "waiting in a collective of backward", stack)
-    inside = [*takewhile(lambda frame: frame_owner(frame.file) == "torch", frames)]
-    named = [frame.name for frame in inside if frame.name not in _WRAPPERS]
-    if not named or len(inside) == len(frames):
+    in_torch = [*takewhile(lambda frame: frame_owner(frame.file) == "torch", frames)]
+    names = [frame.name for frame in in_torch if frame.name not in _WRAPPERS]
+    if not names or len(in_torch) == len(frames):
         return HangLocation(True, f"waiting in {frames[0]}", stack)
-    return HangLocation(True, f"waiting in {named[-1]}, called by {frames[len(inside)]}", stack)
+    return HangLocation(True, f"waiting in {names[-1]}, called by {frames[len(in_torch)]}", stack)
 
 
 def main_stack(text: str) -> list[Frame]:
-    """Return the frames of the thread that trains, the innermost first, of ``faulthandler``'s."""
+    """Return the training thread's frames from ``faulthandler`` output, the innermost first."""
     for block in text.split("most recent call first):\n")[1:]:
         frames = []
         for line in block.splitlines():
@@ -153,12 +153,12 @@ def main_stack(text: str) -> list[Frame]:
 def _record(text: str) -> Record | None:
     for line in text.splitlines(keepends=True):
         if line.startswith(_PREFIX) and line.endswith("\n"):
-            with suppress(ValueError, LookupError, TypeError):  # a user's own line may look so
+            with suppress(ValueError, LookupError, TypeError):  # user output may look the same
                 return Record.of(json.loads(line.removeprefix(_PREFIX)))
     return None
 
 
-def _silent(letter: str) -> HangLocation:
+def _unresponsive(letter: str) -> HangLocation:
     if letter in ("T", "t"):
         return HangLocation(False, "is stopped by a signal (SIGSTOP or SIGTSTP)", "")
     if letter == "D":
@@ -170,7 +170,7 @@ def _size(log: Path) -> int:
     return log.stat().st_size if log.exists() else 0
 
 
-def _since(log: Path, size: int) -> str:
+def _text_after(log: Path, size: int) -> str:
     if not log.exists():
         return ""
     with log.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""What to do about a failure, where that is known."""
+"""Advice about failures with a known cause."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from axonlaunch.config.data import TokensConfig
 from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
-from axonlaunch.data import token_cache
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.planning.estimate import cached_estimate, forecast, prepared, suggest_changes
 from axonlaunch.system import limits
+from axonlaunch.system.cache import cache_folder
 from axonlaunch.system.disk import free_bytes, shortage
 from axonlaunch.system.formatting import size
 
 
 def hint(report: Report, config: RunConfig, context: ForkServerContext | None = None) -> str:
-    """Return what to do about a failure; empty where it is not known.
+    """Return advice about a failure; empty if the cause is unknown.
 
     Args:
-        report: Of the rank that failed first.
-        config: The run's.
-        context: Of the warm fork server, by which memory is estimated.
+        report: Report of the rank that failed first.
+        config: Configuration of the run.
+        context: Context of the warm fork server, which estimates memory; None gives no estimate.
     """
     cause, _, rest = report.cause.partition(" ")
     if cause == "memory":
         return _memory(report, config, context)
     if cause == "disk":
         folder, _ = free_bytes(Path(config.run_dir))
-        left, what_to_do = shortage(folder)
+        left, remedy = shortage(folder)
         return (
-            f"the disk of {folder} has {left}; {what_to_do}, or use another "
+            f"the disk of {folder} has {left}; {remedy}, or use another "
             "run_dir, checkpoint.keep_last=1 or a larger checkpoint.every"
         )
     if cause == "files":
@@ -75,60 +75,63 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
         return _bus_error(config)
     if cause == "types" and config.train.precision == "bf16":
         return (
-            "train.precision=bf16: a forward reads weights in bf16, and something in fp32, as a "
-            "table that is no parameter, was added to what it computes or multiplied with it; "
-            "cast that in the model, table.to(x.dtype), or use train.precision=fp32"
+            "train.precision=bf16: weights are bf16 in a forward, but the model combines them with "
+            "an fp32 tensor, such as a table that is not a parameter; cast it in the model, "
+            "table.to(x.dtype), or use train.precision=fp32"
         )
     return ""
 
 
 def _bus_error(config: RunConfig) -> str:
-    """Name the files that a rank maps, and say what to do after one of them was shortened."""
+    """Return advice for a SIGBUS, with the files that a rank maps and that may have shrunk."""
     files, again = (
         "weights that it was loading",
         "the same command goes on from the last checkpoint",
     )
     if isinstance(config.data, TextRowsConfig):
-        files = f"tokens in {token_cache.folder_of(config.data.cache_dir)}"
-        again += ", and makes tokens again that were changed"
+        files = f"tokens in {config.data.cache_dir or cache_folder() / 'tokens'}"
+        again += " and tokenizes changed files again"
     elif isinstance(config.data, TokensConfig):
         files = f"data.path={config.data.path}"
     return (
         f"a file that the rank had mapped was shortened while it was read ({files}), or its disk "
-        f"failed, or /dev/shm is full; leave such files alone while a run reads them: {again}"
+        f"failed, or /dev/shm is full; do not change such files while a run reads them: {again}"
     )
 
 
 def _memory(report: Report, config: RunConfig, context: ForkServerContext | None) -> str:
-    """Say what the highest rank needs beside what it had, and the smallest changes that fit."""
-    had = report.memory_bytes
-    there = "" if had is None else f"; there were {size(had)} for it"
+    """Compare the memory that the largest rank needs with the available memory.
+
+    The advice includes the smallest changes that fit.
+    """
+    available = report.memory_bytes
+    note = "" if available is None else f"; {size(available)} were available"
     limit = limits.address_space()
     if limit is not None and config.launch.device != "cuda":
-        there += (
-            f" (ulimit -v lets a process map {size(limit)}, which its libraries and threads take "
-            "part of; ulimit -v unlimited removes that limit)"
+        note += (
+            f" (ulimit -v limits the address space of a process to {size(limit)}, including its "
+            "libraries and threads; ulimit -v unlimited removes the limit)"
         )
     if context is None:
-        return f"axonlaunch estimate shows what each rank needs{there}"
+        return f"axonlaunch estimate shows what each rank needs{note}"
     hardware = config.hardware or HardwareConfig(name="device")
-    if config.launch.device != "cuda":  # on no GPU no allocator has a cache, nor CUDA a context
+    if config.launch.device != "cuda":  # without CUDA there is no allocator cache and no context
         hardware = HardwareConfig(name="cpu")
     config = dataclasses.replace(config, hardware=hardware)
     try:
         estimate = cached_estimate(context, config)
-        fits = had is not None and estimate.process_bytes < had
-        # Where the estimate says that it fits, less is still what is asked for.
-        memory = int(0.9 * estimate.process_bytes) if fits or had is None else had
-        asked = with_values(hardware, {"memory_gib": memory / GIB})
-        smaller = prepared(context, dataclasses.replace(config, hardware=asked))
+        fits = available is not None and estimate.process_bytes < available
+        # If the run should have fit, look for changes that need 10% less than the estimate.
+        memory = int(0.9 * estimate.process_bytes) if fits or available is None else available
+        target = with_values(hardware, {"memory_gib": memory / GIB})
+        smaller = prepared(context, dataclasses.replace(config, hardware=target))
         changes = [*suggest_changes(context, smaller, forecast(context, smaller))]
     except (ConfigError, RuntimeError, OSError) as error:
-        return f"axonlaunch estimate shows what each rank needs{there} ({error})"
+        return f"axonlaunch estimate shows what each rank needs{note} ({error})"
     highest = max(estimate.ranks, key=lambda rank: rank.peak_bytes)
     breakdown = ", ".join(
         f"{name} {size(part)}" for name, part in highest.breakdown.items() if part
     )
-    ways = "".join(f"\n  {' '.join(change.overrides)}" for change in changes[:3])
-    less = f"\nsmallest changes that need less:{ways}" if ways else ""
-    return f"the highest rank needs {size(estimate.process_bytes)} ({breakdown}){there}{less}"
+    overrides = "".join(f"\n  {' '.join(change.overrides)}" for change in changes[:3])
+    advice = f"\nsmallest changes that need less:{overrides}" if overrides else ""
+    return f"the highest rank needs {size(estimate.process_bytes)} ({breakdown}){note}{advice}"

@@ -1,7 +1,4 @@
-"""How a run ended, on the node that started its ranks or in a rank that others started.
-
-It is what is known when no rank is left; how the run is reported is for others to decide.
-"""
+"""The outcome of a run, as known to a node's launcher or to a rank after the run has ended."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from axonlaunch.launch.failures.report import Crash
 
 @dataclass
 class Outcome:
-    """How a run ended.
+    """The outcome of a run.
 
     Attributes:
-        finished: What its ranks reported, where all came to an end.
-        crash: Why it failed, where it did.
-        killed: Whether it was ended without waiting for a step.
-        stop_requested: Whether it was asked to stop meanwhile, by a person or a scheduler.
+        finished: Merged results of the ranks; None if not all finished.
+        crash: The failure; None if the run did not fail.
+        killed: Whether the run was killed without waiting for the end of a step.
+        stop_requested: Whether a user or a scheduler requested a stop during the run.
     """
 
     finished: Finished | None = None
@@ -29,12 +26,12 @@ class Outcome:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether somebody wanted it to end, also where it then failed while stopping."""
+        """Whether a user or a scheduler ended the run, even if it failed while stopping."""
         return self.stop_requested or was_interrupted(self)
 
 
 def was_interrupted(outcome: Outcome) -> bool:
-    """Whether a person or a scheduler ended a run."""
+    """Return whether a user or a scheduler ended the run."""
     if outcome.crash is not None:
         return outcome.crash.first.kind == "interrupted"
     return outcome.killed or (outcome.finished is not None and outcome.finished.interrupted)

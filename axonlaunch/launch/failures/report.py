@@ -1,7 +1,7 @@
-"""How a rank failed, and how a run did.
+"""Records of the failure of a rank (``Report``) and of a run (``Crash``).
 
-Plain records that travel between processes and nodes as JSON; whoever failed needs to have said
-nothing himself.
+They are sent between processes and nodes as JSON. A report can be made without a message from the
+rank that failed.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The failure of a rank, or of all of a node's.
+    """The failure of a rank, or of all ranks of a node.
 
     Attributes:
-        rank: Whose it was.
-        kind: What sort of failure.
-        reason: One line: the exception, or the signal, or the status.
-        traceback: The rank's own; None where it died without one.
-        host: Its host name.
-        log: Its log on that node.
-        step: Optimizer steps it had done; None before the first.
-        doing: What it did then.
-        cause: What is known to help against it: ``memory``, ``disk``, ``files``, ``folder``,
-            ``loss``, ``types``, ``module NAME``, ``refused`` or nothing.
-        memory_bytes: What its device had for this run, where memory ran out.
-        record: Of its collectives, where it was asked.
+        rank: Global rank that failed.
+        kind: Kind of failure.
+        reason: One line: the exception, the signal or the exit status.
+        traceback: Traceback of the rank; None if it ended without one.
+        host: Host name of the rank's node.
+        log: Path of the rank's log on that node.
+        step: Number of optimizer steps done; None before training.
+        doing: Phase of the rank at the time of the failure.
+        cause: Known cause, which selects the hint: ``memory``, ``disk``, ``files``, ``folder``,
+            ``loss``, ``types``, ``module NAME`` or ``refused``; empty if unknown.
+        memory_bytes: Bytes of device memory that this rank could use, if memory ran out.
+        record: Record of the rank's collectives, if it was requested.
     """
 
     rank: int
@@ -66,33 +66,33 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what ``to_json`` wrote; what a later version added is left out."""
-        known = {field.name for field in dataclasses.fields(cls)}
+        """Read the output of ``to_json``, without fields that a later version added."""
+        fields = {field.name for field in dataclasses.fields(cls)}
         content: dict[str, Any] = json.loads(text)
         if content.get("record") is not None:
             content["record"] = Record.of(content["record"])
-        return cls(**{key: value for key, value in content.items() if key in known})
+        return cls(**{key: value for key, value in content.items() if key in fields})
 
 
 @dataclass(frozen=True)
 class Crash:
-    """Why a run failed.
+    """The failure of a run.
 
     Attributes:
-        first: The first failure.
-        followers: Other ranks that failed after it, each with what it said.
+        first: The first failure, which is the root cause.
+        followers: Rank and reason of each later failure.
     """
 
     first: Report
     followers: tuple[tuple[int, str], ...]
 
     def to_json(self) -> str:
-        """Write it in one line."""
+        """Write the crash in one line."""
         return json.dumps([self.first.to_json(), self.followers])
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what ``to_json`` wrote."""
+        """Read the output of ``to_json``."""
         first, followers = json.loads(text)
         return cls(Report.from_json(first), tuple((rank, reason) for rank, reason in followers))
 
@@ -103,12 +103,12 @@ def report_of_rank(
     """Return the report of a rank of this node.
 
     Args:
-        rank: Whose it is.
-        kind: What sort of failure.
-        reason: One line; empty where it is yet to be found.
-        log: The rank's.
-        step: Optimizer steps it has done; None before the first.
-        doing: What it was last seen to do.
+        rank: Global rank.
+        kind: Kind of failure.
+        reason: One line; empty if it is not yet known.
+        log: Path of the rank's log.
+        step: Number of optimizer steps done; None before training.
+        doing: Last recorded phase of the rank.
     """
     return Report(
         rank=rank,
@@ -133,42 +133,42 @@ def report_of_system(error: Exception, *, rank: int) -> Report:
 
 
 def cause_of(error: BaseException) -> str:
-    """Name what of this node ran out: ``disk``, open ``files``, or nothing."""
+    """Return the exhausted resource of this node: ``disk``, ``files`` (open files) or ``""``."""
     if isinstance(error, OSError) and error.errno in _CAUSES:
         return _CAUSES[error.errno]
-    text = str(error).lower()  # errors of saves and of torch's are of other kinds
-    return next((cause for number, cause in _CAUSES.items() if _says(text, number)), "")
+    text = str(error).lower()  # errors of saves and of torch are not an OSError
+    return next((cause for number, cause in _CAUSES.items() if _is_about(text, number)), "")
 
 
-def _says(text: str, number: int) -> bool:
+def _is_about(text: str, number: int) -> bool:
     return os.strerror(number).lower() in text
 
 
 def plain_error(error: OSError) -> str:
-    """Write what the system refused, and of which file: ``No space left on device: a/b``."""
+    """Return an error of the system with the file's path: ``No space left on device: a/b``."""
     return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
 
 
 def plain_ranks(numbers: list[int]) -> str:
-    """Write ranks with their runs shortened: ``ranks 0, 4-7``."""
-    runs: list[list[int]] = []
+    """Return ranks as text, with consecutive ones as a range: ``ranks 0, 4-7``."""
+    ranges: list[list[int]] = []
     for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
         else:
-            runs.append([number, number])
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(shown)}"
+            ranges.append([number, number])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(texts)}"
 
 
 def exit_reason(status: int | None) -> str:
-    """Say how a process ended that reported nothing itself."""
+    """Return the reason for the failure of a process that sent no report."""
     if status is not None and status < 0:
         name = signal.Signals(-status).name
         hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
         return f"killed by {name}{hint}"
     if status is None:
         return (
-            "ended, and how is not known: the fork server that would report it is gone or stopped"
+            "ended with an unknown status: the fork server that would report it is gone or stopped"
         )
     return f"exited with status {status} before the end of training"

@@ -1,6 +1,6 @@
-"""Who of several ranks failed first, judged by what each reported.
+"""Determines which of several ranks failed first, from their reports.
 
-It reads reports and nothing else, so that every node of a run would judge alike.
+The result depends only on the reports, so every node of a run comes to the same one.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ _SUSPICION: dict[FailureKind, int] = {
     "connection": 5,
     "waiting": 6,
 }
-"""Whom to blame first. A process that died without a word pulls its peers' connections down; an
-error of a rank's own is not about a connection; one that only says that another rank was gone, or
-that waits for another, is never the first where there is any other.
+"""Order of blame, most likely root cause first. A killed process breaks its peers' connections, so
+signals come before errors. A rank that only lost a connection, or that waits for others, is blamed
+only if there is no other failure.
 """
 
 
 def find_root_cause(reports: Sequence[Report]) -> Crash:
-    """Blame signals first, then errors that are not about connections, then the earliest.
+    """Return the first failure and the ranks that failed after it.
 
-    Where all wait, it is the one that others wait for and that waits for none of them.
+    Signals come before errors, errors before lost connections, and earlier reports before later
+    ones. If all ranks wait, the first failure is that of a rank that others wait for and that does
+    not wait for any of them.
     """
     missing = _missing(reports)
     reports = [_with_collective(report, missing.get(report.rank, [])) for report in reports]
-    missed = {rank for calls in missing.values() for call in calls for rank in call.ranks}
+    awaited = {rank for calls in missing.values() for call in calls for rank in call.ranks}
     first = min(
         reports,
         key=lambda report: (
             _SUSPICION[report.kind],
-            report.rank not in missed or any(call.ranks for call in missing.get(report.rank, [])),
+            report.rank not in awaited or any(call.ranks for call in missing.get(report.rank, [])),
         ),
     )
     if first.kind == "waiting":
@@ -51,11 +53,13 @@ def find_root_cause(reports: Sequence[Report]) -> Crash:
 
 @dataclass(frozen=True)
 class MissingPeers:
-    """What a collective that a rank has begun still waits for.
+    """The ranks that have not joined a collective which another rank has begun.
 
     Attributes:
-        ranks: Those that have not begun it, as far as is known.
-        never_joined: The same, as the end of a sentence; empty where every rank has begun it.
+        call: The collective.
+        ranks: Ranks that have not begun it, and ranks without a record.
+        never_joined: Description of these ranks, as the end of a sentence; empty if every rank has
+            begun the same collective.
     """
 
     call: OpenCollective
@@ -64,36 +68,36 @@ class MissingPeers:
 
 
 def _missing(reports: Sequence[Report]) -> dict[int, list[MissingPeers]]:
-    """Return for each rank that reported its collectives what those that are open wait for."""
+    """Return the missing peers of each open collective, by rank that reported a record."""
     records = {report.rank: report.record for report in reports if report.record is not None}
-    mute = {report.rank for report in reports if report.record is None}
+    unrecorded = {report.rank for report in reports if report.record is None}
     return {
-        rank: [_waited_for(call, records, mute) for call in record.open]
+        rank: [_missing_peers(call, records, unrecorded) for call in record.open]
         for rank, record in records.items()
     }
 
 
-def _waited_for(
-    call: OpenCollective, records: Mapping[int, Record], mute: set[int]
+def _missing_peers(
+    call: OpenCollective, records: Mapping[int, Record], unrecorded: set[int]
 ) -> MissingPeers:
-    there = {rank: records[rank] for rank in call.ranks if rank in records}
-    absent = [r for r, record in there.items() if record.begun.get(call.group, 0) < call.number]
-    silent = [rank for rank in call.ranks if rank in mute]
-    which = f", which {plain_ranks(absent)} never joined" if absent else ""
-    which += f", {plain_ranks(silent)} could not be asked" if silent else ""
-    for rank, record in there.items():
+    members = {rank: records[rank] for rank in call.ranks if rank in records}
+    absent = [r for r, record in members.items() if record.begun.get(call.group, 0) < call.number]
+    silent = [rank for rank in call.ranks if rank in unrecorded]
+    text = f", which {plain_ranks(absent)} never joined" if absent else ""
+    text += f", {plain_ranks(silent)} could not be asked" if silent else ""
+    for rank, record in members.items():
         for other in record.open:
             same = (other.group, other.number) == (call.group, call.number)
             if same and not other.is_like(call):
-                which += f", where rank {rank} is in {other.op} of {other.num_bytes:,} bytes"
-    return MissingPeers(call, (*absent, *silent), which)
+                text += f", where rank {rank} is in {other.op} of {other.num_bytes:,} bytes"
+    return MissingPeers(call, (*absent, *silent), text)
 
 
 def _with_collective(report: Report, missing: Sequence[MissingPeers]) -> Report:
-    """Add to a hanging rank's report the collective that it is in, and who never joined it.
+    """Add to a hanging rank's report its open collective and the peers that never joined it.
 
-    A rank whose own code hangs, with a collective open that another has not come to, waits for that
-    one: on an accelerator all of a rank's Python may be far ahead of its device.
+    A rank that hangs outside a collective also counts as waiting if it has an open collective which
+    a peer has not joined: with an accelerator, Python may be far ahead of the device.
     """
     if not missing:
         return report
@@ -107,9 +111,9 @@ def _with_collective(report: Report, missing: Sequence[MissingPeers]) -> Report:
 
 
 def is_conclusive(reports: Sequence[Report]) -> bool:
-    """Whether one of the reports is a cause, rather than a consequence of another failure.
+    """Return whether one of the reports is a cause and not the consequence of another failure.
 
-    A rank that hangs with a collective open may wait in it for a rank that has not reported yet.
+    A rank that hangs with an open collective may wait in it for a rank that has not reported yet.
     """
     return any(
         report.kind not in ("connection", "waiting")

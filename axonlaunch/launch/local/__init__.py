@@ -1,1 +1,1 @@
-"""Ranks of this node: forked, supervised, ended."""
+"""Starts, supervises and ends the ranks of this node."""

@@ -1,7 +1,7 @@
-"""Ranks of this node: a port nobody can take, a share of the cores each, one supervisor.
+"""Launches the ranks of this node, with a reserved port, cores for each rank and a supervisor.
 
-The parent imports no torch unless the run has other nodes; whatever else needs it runs in a
-process forked from the warm server.
+The parent imports torch only if the run has other nodes. All other work with torch is done in
+processes forked from the warm server.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ RANK = "axonlaunch.launch.local.rank_process:main"
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of one attempt at a run meet.
+    """The rendezvous of the ranks for one attempt at a run.
 
     Attributes:
-        address: Of the rank or process that listens.
-        port: Its port.
-        credentials: What all of its ranks sign with.
-        listener: The bound socket that rank 0 is to take over; None where somebody else listens.
-        node_rank: Which node this is.
-        others: The other nodes; None where there is none.
+        address: Address of the rank or process that listens.
+        port: Port of the rank or process that listens.
+        credentials: Credentials with which the launcher and all its ranks sign messages.
+        listener: Bound socket for rank 0; None if another process listens.
+        node_rank: Number of this node.
+        others: The other nodes; None if the run has one node.
     """
 
     address: str
@@ -59,10 +59,10 @@ class Rendezvous:
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
-    """Check a run against this node, and resolve what was left to it.
+    """Check a run against this node and resolve the values that depend on it.
 
     Raises:
-        ConfigError: It can't be run here.
+        ConfigError: This node can't run the configuration.
     """
     issues: list[ConfigIssue] = []
     with gathering(issues):
@@ -92,17 +92,17 @@ def _resolve(config: RunConfig, options: LaunchOptions) -> RunConfig:
 
 
 def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any]]:
-    """Run all ranks of a configuration on this node, and report the result.
+    """Run all ranks of a configuration on this node and report the result.
 
     Args:
-        config: As ``check`` returned it.
-        options: Of the command.
+        config: Configuration returned by ``check``.
+        options: Options of the launch.
 
     Returns:
-        The exit status and what was written to ``summary.json``.
+        The exit status and the content of ``summary.json``.
 
     Raises:
-        ConfigError: The port is taken or the folder can't be made; nothing was started.
+        ConfigError: The port is in use or the folder can't be created; nothing was started.
     """
     context = options.context
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
@@ -120,15 +120,15 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         restarts = 0
         try:
             outcome = run_ranks(config, context, rendezvous, record, console)
-            most = config.launch.max_restarts
-            while outcome.crash is not None and not outcome.was_stopped and restarts < most:
+            limit = config.launch.max_restarts
+            while outcome.crash is not None and not outcome.was_stopped and restarts < limit:
                 restarts += 1
                 console.stop()
                 report_crash(config, outcome.crash, context)
-                console.line(f"restart {restarts} of {most}")
-                with _rendezvous(config) as restarted_at:
+                console.line(f"restart {restarts} of {limit}")
+                with _rendezvous(config) as new_rendezvous:
                     outcome = run_ranks(
-                        config, context, restarted_at, record, console, restarted=True
+                        config, context, new_rendezvous, record, console, restarted=True
                     )
         finally:
             console.stop()
@@ -144,7 +144,7 @@ def run_ranks(
     *,
     restarted: bool = False,
 ) -> Outcome:
-    """Start this node's ranks for one attempt at a run, and follow them to their end."""
+    """Start this node's ranks for one attempt at a run and supervise them until they end."""
     count = num_ranks(config)
     console.wait("starting 1 rank" if count == 1 else f"starting {count} ranks")
     heartbeats = HeartbeatTable.of(_processes(config), context)
@@ -160,11 +160,11 @@ def run_ranks(
     )
     pickled = pickle.dumps(config)
     try:
-        for place in _places(config, rendezvous, heartbeats, restarted):
-            ours, theirs = context.Pipe(duplex=False)
-            process = forkserver.fork(context, RANK, pickled, place, theirs)
-            theirs.close()
-            supervisor.ranks.append(Rank(place.rank, place.local_rank, process, ours, place.log))
+        for spec in _rank_specs(config, rendezvous, heartbeats, restarted):
+            receiver, sender = context.Pipe(duplex=False)
+            process = forkserver.fork(context, RANK, pickled, spec, sender)
+            sender.close()
+            supervisor.ranks.append(Rank(spec.rank, spec.local_rank, process, receiver, spec.log))
     except (forkserver.ForkServerError, OSError) as error:
         return supervisor.fail_start(report_of_system(error, rank=first + len(supervisor.ranks)))
     except BaseException:
@@ -178,10 +178,10 @@ def _processes(config: RunConfig) -> int:
     return 1 if config.launch.backend == "mock" else config.launch.nproc
 
 
-def _places(
+def _rank_specs(
     config: RunConfig, rendezvous: Rendezvous, heartbeats: HeartbeatTable, restarted: bool
 ) -> list[RankSpec]:
-    """Return what each process of this node gets beside the configuration."""
+    """Return the specification of each process of this node."""
     processes = _processes(config)
     first = rendezvous.node_rank * processes
     cores = None
@@ -214,10 +214,10 @@ def _places(
 
 @contextmanager
 def _rendezvous(config: RunConfig) -> Iterator[Rendezvous]:
-    """Hold the rendezvous' port, on loopback, until rank 0 has taken it over.
+    """Bind the port of the rendezvous on the loopback address until rank 0 has taken it over.
 
     Raises:
-        ConfigError: The port is taken.
+        ConfigError: The port is in use.
     """
     credentials = Credentials.random(sender="launcher")
     if config.launch.backend == "mock":
@@ -225,7 +225,7 @@ def _rendezvous(config: RunConfig) -> Iterator[Rendezvous]:
         return
     port = config.launch.master_port
     with socket.socket() as bound:
-        # A restart takes the port again that connections of the last attempt still linger on.
+        # Lets a restart bind the port while closed connections of the last attempt linger.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind((LOOPBACK, 0 if port == "auto" else port))

@@ -1,6 +1,7 @@
-"""What passes between the parent and a rank's process; torch-free, for the parent is.
+"""Messages between the parent and a rank's process.
 
-Events of the run and reports of failures travel beside these.
+The module imports no torch, because the parent does not. Events and failure reports are sent over
+the same connection.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ from axonlaunch.system.authentication import Credentials
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Where a rank is to be, and how it finds the others.
+    """Describes one rank: its numbers, its rendezvous and its share of the node.
 
     Attributes:
-        rank: Among ``world_size``.
-        world_size: Ranks of the run.
-        local_rank: Among ``local_world_size``.
-        local_world_size: Ranks on this node.
-        master_addr: Where the ranks meet.
-        port: Of the rendezvous there.
-        credentials: What this rank signs with. They come here by inheritance alone.
-        listener: The bound socket for the rank that is to listen, None elsewhere; no port is ever
-            free for others to take.
-        log: File that takes what this process prints.
-        heartbeats: Where it says how far it is, at ``local_rank``.
-        threads: For the CPU's parallel loops.
-        cores: This rank's share of the node; None leaves the choice to the system.
-        restarted: Whether this is a later attempt at the run, from its own last checkpoint on.
+        rank: Global rank, below ``world_size``.
+        world_size: Number of ranks of the run.
+        local_rank: Rank on this node, below ``local_world_size``.
+        local_world_size: Number of ranks on this node.
+        master_addr: Address of the rendezvous.
+        port: Port of the rendezvous.
+        credentials: Credentials with which this rank signs messages. A process only inherits them;
+            they are never sent.
+        listener: Bound socket for the rank that listens; None for other ranks. The parent holds the
+            port until then, so no other process can take it.
+        log: File that receives the output of this process.
+        heartbeats: Table in which the rank reports its progress, at index ``local_rank``.
+        threads: Number of threads for parallel loops on the CPU.
+        cores: CPU cores of this rank; None leaves the choice to the system.
+        restarted: Whether this is a later attempt that starts from the run's last checkpoint.
     """
 
     rank: int
@@ -52,7 +54,7 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a rank's work."""
+    """Reports that a rank has finished its work."""
 
     rank: int
     finished: Finished

@@ -1,8 +1,9 @@
-"""Imported once by the fork server: whatever a rank would otherwise import by itself.
+"""Imports the modules that ranks need; the fork server imports this module once.
 
-Torch imports some of it only when first used, which would cost every rank a second.
+Torch imports some of these modules on first use, which would cost every rank a second.
 """
 
+import errno
 import gc
 import importlib
 import os
@@ -14,7 +15,7 @@ from axonlaunch.system import allocator_settings
 MODULES = (
     "numpy.ma",
     "yaml",
-    "torch._dynamo",
+    "torch._dynamo.config",
     "torch.distributed._functional_collectives",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -27,25 +28,47 @@ MODULES = (
 )
 
 
-def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Say in a line why the server ends; whoever asks it next reports the rest."""
-    del trace
-    if issubclass(kind, EOFError):  # who asked has gone in the middle of it, and says why itself
+def _print_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print in one line why the server ended. Its next client reports the consequences.
+
+    If the server ran out of open files, its exit status says so and the parent reports it.
+    """
+    if issubclass(kind, EOFError):  # the client ended during a request and reports why itself
         return
+    if os.getpid() == _SERVER and _is_out_of_files(error, trace):
+        os._exit(errno.EMFILE)
     print(f"the fork server ended: {kind.__name__}: {error}", file=sys.stderr)
 
 
-sys.excepthook = _say
-# It was for this process alone; what a rank starts shall find what its user expects.
+def _is_out_of_files(error: BaseException, trace: TracebackType | None) -> bool:
+    """Return whether an error shows that this process can't open more files.
+
+    The kernel drops file descriptors that are sent to such a process. Python then finds fewer than
+    announced ("Len is 4 but msg[0] is 5") or none.
+    """
+    if isinstance(error, OSError):
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_name == "recvfds"
+
+
+_SERVER = os.getpid()
+sys.excepthook = _print_error
+# The variable was set only for this process; processes that a rank starts must not inherit it.
 os.environ.pop("PYTHONSAFEPATH", None)
-# Imports make next to no garbage; looking for it would take a fifth of their time.
+# Imports create almost no garbage, and collecting it would take a fifth of their time.
 gc.disable()
-# torch may read it when it is imported.
+# Set allocator options before torch is imported, because torch may read them then.
 allocator_settings.grow_segments()
+importlib.import_module("axonlaunch.launch.local.torch_internals").defer_compiler()
 for module in MODULES:
     importlib.import_module(module)
-with sys.modules["torch"].profiler.record_function("imported"):  # by the first one, where torch has
-    pass  # a monitor of CUPTI
-# Ranks share these objects' pages for as long as no garbage collection touches them.
+# The first use of record_function imports more modules in builds of torch with a CUPTI monitor.
+with sys.modules["torch"].profiler.record_function("imported"):
+    pass
+# Ranks share the memory pages of these objects until a garbage collection writes to them.
 gc.freeze()
 gc.enable()

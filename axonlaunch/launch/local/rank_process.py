@@ -1,6 +1,7 @@
-"""The process of a rank, from its first line to its last: signals, world, work, exit status.
+"""Runs a rank's process: signal handling, joining the world, training and exit status.
 
-It sends the parent events, then how it ended. What a rank computes is ``worker``'s.
+The process sends events to its parent, then a message about its end. ``training.worker`` does the
+training.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from axonlaunch.system import files, forkserver, streams
 from axonlaunch.system.authentication import ForgedMessageError
 from axonlaunch.training import worker
 from axonlaunch.training.nonfinite import NotFiniteError
-from axonlaunch.training.peak_memory import available_bytes
+from axonlaunch.training.peak_memory import available_to_rank
 
 _GRACE_S = 60.0
-"""How much longer than ``launch.timeout_s`` torch waits: who watches the ranks is to find a hang
-first, for torch blames whoever noticed it."""
+"""Seconds that torch waits longer than ``launch.timeout_s``. The supervisor should find a hang
+first, because torch blames the rank that noticed it."""
 
 
-# Their messages say it all, without a traceback.
+# Errors with messages that need no traceback.
 _PLAIN = (
     checkpoint.CorruptCheckpointError,
     SaveError,
@@ -61,37 +62,37 @@ _PLAIN = (
 )
 
 
-_OF_TYPES = ("same dtype", "scalar type", "should be the same")
-"""What torch's operations say of tensors that are not of one type."""
+_TYPE_MISMATCH = ("same dtype", "scalar type", "should be the same")
+"""Phrases in torch's error messages about tensors of different types."""
 
 
-def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
-    """Be a rank, or under the mock backend all of them; never returns.
+def main(pickled: bytes, spec: RankSpec, connection: Connection) -> None:
+    """Run a rank, or all ranks with the mock backend. This function never returns.
 
     Args:
-        pickled: The resolved configuration. It may name a user's classes, whose import is a rank's
-            work: what it prints is in the log, and what it raises is reported.
-        place: Which rank this is.
-        connection: Takes events, then how the rank ended.
+        pickled: Pickled resolved configuration. User-defined classes that it names are imported
+            here, so that the log receives their output and their errors are reported.
+        spec: Description of this rank.
+        connection: Receives events, then the message about the rank's end.
     """
-    forkserver.lead_group()  # Ctrl-C reaches the parent alone, which asks us to stop
+    forkserver.lead_group()  # Ctrl-C reaches only the parent, which tells this process to stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     forkserver.become_independent()
     status = 1
     try:
-        redirect(place.log)
+        redirect(spec.log)
         config: RunConfig = pickle.loads(pickled)
         configuration.import_code(config)
-        if place.restarted and checkpoint.find_checkpoint(storage.root(config)) is not None:
+        if spec.restarted and checkpoint.find_checkpoint(storage.root(config)) is not None:
             config = configuration.with_values(config, {"checkpoint.resume": "auto"})
-        claim_cores(place)
+        claim_cores(spec)
         train = partial(
             worker.run,
             config,
-            monitor=monitor(place, report=connection.send, stop=asked.is_set),
+            monitor=monitor(spec, report=connection.send, stop=stop.is_set),
             cpu_peak=CpuPeakMemory,
         )
         if config.launch.backend == "mock":
@@ -102,82 +103,82 @@ def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
             )
             finished = merge_finished(mock.run(train))
         else:
-            # Not in a with statement: an error is reported before anything waits for the peers.
-            world = join_world(config, place)
+            # Not in a with statement, so that an error is reported before anything waits for peers.
+            world = join_world(config, spec)
             finished = train(world)
             world.close()
-        connection.send(Done(place.rank, finished))
+        connection.send(Done(spec.rank, finished))
         status = 0
     except BaseException as error:
-        connection.send(report_of(error, place))
-        time.sleep(0.05)  # the parent shows it, and follows the log no further
+        connection.send(report_of(error, spec))
+        time.sleep(0.05)  # Let the parent show the report and stop following the log.
         traceback.print_exception(error)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Interpreter teardown with torch loaded takes up to a second, and has nothing left to do.
+        # Skip interpreter teardown, which takes up to a second with torch loaded.
         os._exit(status)
 
 
-def monitor(place: RankSpec, *, report: Listener, stop: Callable[[], bool]) -> Monitor:
-    """Return what follows a rank whose heartbeats go where its parent reads them."""
+def monitor(spec: RankSpec, *, report: Listener, stop: Callable[[], bool]) -> Monitor:
+    """Return a monitor that writes heartbeats to the table which the parent reads."""
     return Monitor(
         report=report,
-        report_phase=partial(place.heartbeats.report_phase, place.local_rank),
+        report_phase=partial(spec.heartbeats.report_phase, spec.local_rank),
         stop=stop,
     )
 
 
-def join_world(config: RunConfig, place: RankSpec) -> World:
-    """Join the world as the rank that this process was started as."""
+def join_world(config: RunConfig, spec: RankSpec) -> World:
+    """Join the world as the rank that the specification describes."""
     environment = RankEnvironment(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        master_addr=place.master_addr,
-        master_port=place.port,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        local_rank=spec.local_rank,
+        local_world_size=spec.local_world_size,
+        master_addr=spec.master_addr,
+        master_port=spec.port,
         alone=False,
     )
-    # A user's code, and libraries, look for them there; nothing of ours does.
+    # For user code and libraries that read these variables; this package does not.
     os.environ.update(environment.variables())
     if config.train.deterministic:
-        # NCCL reads them once. A ring adds up in the order of its ranks; a switch that adds up what
-        # passes through it does not, and which of the two is faster NCCL's tuner decides again.
+        # NCCL reads these variables once. A ring sums in the order of its ranks. A reduction in the
+        # network switch (NVLS) does not, and NCCL's tuner may choose differently in each run.
         # Source: NVIDIA, Megatron Core, "Deterministic Training", NCCL_ALGO.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("NCCL_ALGO", "Ring")
-    waits_s = config.launch.timeout_s + _GRACE_S
+    timeout_s = config.launch.timeout_s + _GRACE_S
     return World.join(
         environment,
         backend=config.launch.backend,
         device=config.launch.device,
-        timeout_s=waits_s,
-        store=_store(place, waits_s),
-        # Micro-batches pass between pairs of stages in both directions at a time.
+        timeout_s=timeout_s,
+        store=_store(spec, timeout_s),
+        # Pipeline stages exchange micro-batches in pairs, in both directions at the same time.
         connects_at_once=config.strategy.pipeline.degree == 1,
     )
 
 
-def _store(place: RankSpec, timeout_s: float) -> dist.Store:
+def _store(spec: RankSpec, timeout_s: float) -> dist.Store:
     store = dist.TCPStore(
-        place.master_addr,
-        place.port,
-        is_master=place.listener is not None,
+        spec.master_addr,
+        spec.port,
+        is_master=spec.listener is not None,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=None if place.listener is None else place.listener.detach(),
+        master_listen_fd=None if spec.listener is None else spec.listener.detach(),
     )
-    keys = f"axonlaunch/{place.credentials.run}/{place.credentials.round}/ranks"
-    return AuthenticatedStore(dist.PrefixStore(keys, store), place.credentials)
+    keys = f"axonlaunch/{spec.credentials.run}/{spec.credentials.round}/ranks"
+    return AuthenticatedStore(dist.PrefixStore(keys, store), spec.credentials)
 
 
 def redirect(log: Path) -> None:
-    """Send what Python and C code print to the rank's log, and stacks when they are asked for."""
+    """Redirect output of Python and C code to the rank's log, and write stacks there on request."""
     try:
         target = files.appending_descriptor(log)
     except OSError:
-        streams.silence(1, 2)  # what is said of it is the parent's to show
+        streams.silence(1, 2)  # the parent shows the error
         raise
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
@@ -186,58 +187,59 @@ def redirect(log: Path) -> None:
     sys.stdout = streams.tolerant(os.fdopen(1, "w", buffering=1, closefd=False))
     sys.stderr = streams.tolerant(os.fdopen(2, "w", buffering=1, closefd=False))
     faulthandler.enable()
-    _answer(log)
+    _write_stacks_on_signal(log)
 
 
-def _answer(log: Path) -> None:
-    """Write stacks, and what torch recorded of collectives, on each ``stacks.SIGNAL``.
+def _write_stacks_on_signal(log: Path) -> None:
+    """Write stacks and torch's record of collectives to the log on each ``hang.SIGNAL``.
 
-    The main thread may wait in C code for ever, where no handler of Python's runs: stacks are
-    written by the signal's own, and a thread learns of it by the file that wakes event loops.
+    The main thread may hang in C code, where Python's signal handlers do not run. Therefore
+    ``faulthandler`` writes the stacks from its C handler, and a thread writes the record when the
+    signal arrives on the wakeup file descriptor.
     """
     signal.signal(hang.SIGNAL, lambda number, frame: None)
     faulthandler.register(hang.SIGNAL, all_threads=True, chain=True)
-    come, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def record() -> None:
-        while numbers := os.read(come, 64):
+        while numbers := os.read(reader, 64):
             if hang.SIGNAL in numbers:
                 hang.write(log)
 
     threading.Thread(target=record, name="flight record", daemon=True).start()
 
 
-def claim_cores(place: RankSpec) -> None:
-    """Take this rank's share of the node's cores."""
-    if place.cores is not None:
-        os.sched_setaffinity(0, place.cores)
-    torch.set_num_threads(place.threads)
+def claim_cores(spec: RankSpec) -> None:
+    """Pin this process to its cores and set its number of threads."""
+    if spec.cores is not None:
+        os.sched_setaffinity(0, spec.cores)
+    torch.set_num_threads(spec.threads)
 
 
-def report_of(error: BaseException, place: RankSpec) -> Report:
+def report_of(error: BaseException, spec: RankSpec) -> Report:
     """Describe an exception that ends this rank."""
     text: str | None = "".join(traceback.format_exception(error))
-    rank = place.rank
+    rank = spec.rank
     if isinstance(error, RankFailedError):
         rank, error = error.rank, error.__cause__ or error
     if isinstance(error, _PLAIN):
         text = None
     reason = f"{type(error).__name__}: {str(error).strip() or type(error).__name__}"
     cause = _cause(error)
-    if isinstance(error, OSError) and not place.log.parent.is_dir():
-        reason, cause = f"the run folder {place.log.parents[1]} is gone", "folder"
+    if gone := _find_deleted(error, spec.log.parents[1]):
+        reason, cause = f"{gone} is gone", "folder"
     elif isinstance(error, OSError) and cause:
         reason = plain_error(error)
     if cause in ("disk", "files", "folder"):
         text = None
-    heartbeat = place.heartbeats.read(place.local_rank)
+    heartbeat = spec.heartbeats.read(spec.local_rank)
     report = report_of_rank(
         rank,
         "connection" if _is_connection(error) else "error",
         reason,
-        log=place.log,
+        log=spec.log,
         step=heartbeat.step,
         doing=heartbeat.phase,
     )
@@ -246,12 +248,23 @@ def report_of(error: BaseException, place: RankSpec) -> Report:
         traceback=text,
         log="" if cause == "folder" else report.log,
         cause=cause,
-        memory_bytes=available_bytes(place.local_world_size) if is_out_of_memory(error) else None,
+        memory_bytes=available_to_rank(spec.local_world_size) if is_out_of_memory(error) else None,
     )
 
 
+def _find_deleted(error: BaseException, run_folder: Path) -> str:
+    """Return the deleted file or run folder that caused an error; empty for other errors."""
+    if not isinstance(error, OSError | SaveError):
+        return ""
+    if not (run_folder / "logs").is_dir():
+        return f"the run folder {run_folder}"
+    file = Path(str(getattr(error, "filename", "")))
+    is_missing = isinstance(error, FileNotFoundError) and run_folder in file.parents
+    return str(file) if is_missing else ""
+
+
 def _cause(error: BaseException) -> str:
-    """Name the known cause of an error, by which the report chooses its advice."""
+    """Return the known cause of an error, which selects the hint; empty if unknown."""
     text = str(error).lower()
     if is_out_of_memory(error):
         return "memory"
@@ -263,7 +276,7 @@ def _cause(error: BaseException) -> str:
         return f"module {error.name}"
     if isinstance(error, ConnectionRefusedError) or "connection refused" in text:
         return "refused"
-    if "bfloat16" in text and any(words in text for words in _OF_TYPES):
+    if "bfloat16" in text and any(words in text for words in _TYPE_MISMATCH):
         return "types"
     return ""
 
@@ -271,11 +284,11 @@ def _cause(error: BaseException) -> str:
 def _is_connection(error: BaseException) -> bool:
     """Return whether an error is due to a lost peer rather than to this rank."""
     if isinstance(error, UnreachableRankError):
-        return False  # nobody failed before it
+        return False  # this is the first failure
     if isinstance(error, dist.DistNetworkError | ConnectionError):
         return True
-    # NCCL raises DistBackendError for failures of its own as well: two ranks on one device, a full
-    # /dev/shm, an interface that is not there. Only its text says which it is.
+    # NCCL also raises DistBackendError for other failures: two ranks on one device, a full
+    # /dev/shm, a missing network interface. Only the text distinguishes them.
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(phrase in text for phrase in _LOST_PEER)
 

@@ -1,6 +1,7 @@
-"""Watches a node's ranks from outside: passes their events on, ends them all, says who failed.
+"""Supervises a node's ranks: passes their events on, detects failures and ends all ranks.
 
-It needs no word from a rank to judge it: a signal, an exit status, or no progress is enough.
+A failure is detected without a message from the rank: by a signal, an exit status, or lack of
+progress.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from axonlaunch.system.forked_process import ForkedProcess
 from axonlaunch.system.streams import silence
 
 SETTLE_S = 0.3
-"""How long to wait after the first failure: peers report a closed connection before the culprit
-has been reaped."""
+"""Seconds to wait after the first failure report. Peers may report a closed connection before the
+process that failed has been reaped."""
 
 
 @dataclass
 class Rank:
-    """A rank's process and the connection that it reports over.
+    """A rank's process and the connection over which it reports.
 
     Attributes:
-        number: The rank, or the first of those that are its threads.
-        index: Which of this node's processes it is.
+        number: Global rank; the first one if the ranks are threads of one process.
+        index: Index of the process among those of this node.
     """
 
     number: int
@@ -54,7 +55,7 @@ class Rank:
     open: bool = True
 
     def close(self) -> None:
-        """Hear no more of it."""
+        """Close the connection."""
         self.connection.close()
         self.open = False
 
@@ -63,41 +64,41 @@ class RemoteNodes(Protocol):
     """The other nodes of a run."""
 
     def failure(self) -> bool:
-        """Return whether one of them has failed, or is lost."""
+        """Return whether another node has failed or is lost."""
 
     def root_cause(self, reports: list[Report]) -> Crash:
-        """Agree with them on who failed first; ``reports`` are this node's failures."""
+        """Agree with the other nodes on the first failure; ``reports`` are those of this node."""
 
     def request_stop(self) -> None:
-        """Let them know that this node was asked to stop."""
+        """Tell the other nodes that this node received a request to stop."""
 
     def is_stopping(self) -> bool:
-        """Return whether one of them was."""
+        """Return whether another node received a request to stop."""
 
     def is_awaited(self) -> bool:
-        """Return whether a node waits to join, which it could after a restart."""
+        """Return whether a new node waits to join, which requires a restart."""
 
     def finish(self, finished: list[Finished], *, again: bool) -> list[Finished] | Crash:
-        """Wait until they have ended too; return what all ranks reported, in their order.
+        """Wait for the other nodes to end, and return the results of all ranks in rank order.
 
         Args:
-            finished: What this node's ranks reported.
-            again: Whether a new start is to follow.
+            finished: Results of this node's ranks.
+            again: Whether a restart follows.
         """
 
 
 @dataclass
 class Supervisor:
-    """Follows the ranks of a node until none is left.
+    """Supervises the ranks of a node until all have ended.
 
     Attributes:
-        ranks: Its processes.
-        heartbeats: How far each is.
-        timeout_s: Seconds without progress after which a rank hangs.
-        report: Takes their events.
-        tick: Is called ten times a second.
-        announce: Takes a line for the user.
-        others: The run's other nodes; None where there is none.
+        ranks: Processes of this node's ranks.
+        heartbeats: Progress of each rank.
+        timeout_s: Seconds without progress after which a rank counts as hanging.
+        report: Receives the events of the ranks.
+        tick: Function that is called ten times a second.
+        announce: Receives a line for the user.
+        others: The run's other nodes; None if the run has one node.
     """
 
     ranks: list[Rank]
@@ -111,11 +112,11 @@ class Supervisor:
     _makes_room: bool = False
 
     def run(self) -> Outcome:
-        """Return when every process has ended."""
+        """Supervise the ranks until every process has ended, and return the outcome."""
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup wants it
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             numbers.append(signal.SIGHUP)
-        previous = {number: signal.signal(number, self._note) for number in numbers}
+        previous = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             outcome = self._follow()
             is_stopping = self.others is not None and self.others.is_stopping()
@@ -126,7 +127,7 @@ class Supervisor:
             self.kill()
 
     def fail_start(self, report: Report) -> Outcome:
-        """End the ranks that were started, because another one could not be."""
+        """End the ranks that were started after another one failed to start."""
         self.kill()
         crash = (
             find_root_cause([report]) if self.others is None else self.others.root_cause([report])
@@ -134,7 +135,7 @@ class Supervisor:
         return Outcome(crash=crash)
 
     def kill(self) -> None:
-        """End every rank and whatever it started, and wait until they are gone."""
+        """Kill every rank and all processes that it started, and wait until they have ended."""
         for rank in self.ranks:
             rank.process.kill_group()
         for rank in self.ranks:
@@ -165,7 +166,7 @@ class Supervisor:
                 return self._outcome()
 
     def _failure(self) -> Crash | None:
-        """Return why the run failed, if it did."""
+        """Return the root cause if the run has failed, else None."""
         if any(self._has_failed(rank) for rank in self.ranks):
             reports = self._settle_failures()
         elif hanging := self._hanging():
@@ -177,7 +178,7 @@ class Supervisor:
         return find_root_cause(reports) if self.others is None else self.others.root_cause(reports)
 
     def _stop(self) -> None:
-        """Ask the ranks to stop after this step, all nodes' alike."""
+        """Request that this node's ranks stop after the current step."""
         for rank in self.ranks:
             rank.process.signal(signal.SIGTERM)
 
@@ -199,7 +200,7 @@ class Supervisor:
         return Outcome(killed=True)
 
     def _listen(self, *, timeout: float) -> None:
-        """Take what ranks sent; a connection that ends has nothing more to say."""
+        """Receive the messages of ranks, and close connections that have ended."""
         connections = {rank.connection: rank for rank in self.ranks if rank.open}
         running = [r.process.sentinel for r in self.ranks if not r.process.has_ended]
         for ready in wait([*connections, *running], timeout=timeout):
@@ -208,15 +209,16 @@ class Supervisor:
             rank = connections[ready]
             try:
                 while rank.connection.poll():
-                    self._take(rank, rank.connection.recv())
+                    self._receive(rank, rank.connection.recv())
             except (EOFError, OSError):
                 rank.close()
         for rank in self.ranks:
-            # What it forked, a loader's workers, may hold the other end: no end of file would come.
+            # Forked processes, such as data workers, may hold the other end open, so there may be
+            # no end of file.
             if rank.open and rank.process.has_ended and not rank.connection.poll():
                 rank.close()
 
-    def _take(self, rank: Rank, message: object) -> None:
+    def _receive(self, rank: Rank, message: object) -> None:
         if isinstance(message, Report):
             rank.failure = message
         elif isinstance(message, Done):
@@ -229,7 +231,7 @@ class Supervisor:
         return rank.failure is not None or (ended and rank.finished is None)
 
     def _settle_failures(self) -> list[Report]:
-        """Return who has failed, in the order of failing, once the first had time to be found."""
+        """Return the failures in order, after a pause in which the first one can be detected."""
         order = [rank for rank in self.ranks if self._has_failed(rank)]
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline:
@@ -241,7 +243,7 @@ class Supervisor:
         ]
 
     def _hanging(self) -> list[Rank]:
-        """Return the ranks that still run, once one of them has not moved for too long."""
+        """Return the running ranks if one has made no progress for ``timeout_s``, else nothing."""
         running = [rank for rank in self.ranks if rank.finished is None]
         oldest = min(
             (self.heartbeats.read(rank.index).at for rank in running), default=time.monotonic()
@@ -249,14 +251,17 @@ class Supervisor:
         return running if time.monotonic() - oldest > self.timeout_s else []
 
     def _locate(self, ranks: list[Rank]) -> list[Report]:
-        """Ask hanging ranks where they are; who waits for others is not the first to blame."""
+        """Locate hanging ranks by their stacks, and return a report for each.
+
+        Reports of ranks with fewer steps come first.
+        """
         processes = {rank.index: rank for rank in ranks}
-        places = hang.ask(
+        locations = hang.ask(
             {index: rank.process.pid for index, rank in processes.items()},
             {index: rank.log for index, rank in processes.items()},
         )
         reports = [
-            places[index].to_report(self._report(rank, "hang"), timeout_s=self.timeout_s)
+            locations[index].to_report(self._report(rank, "hang"), timeout_s=self.timeout_s)
             for index, rank in processes.items()
         ]
         return sorted(reports, key=lambda report: report.step or 0)
@@ -267,9 +272,9 @@ class Supervisor:
             rank.number, kind, reason, log=rank.log, step=heartbeat.step, doing=heartbeat.phase
         )
 
-    def _note(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         del frame
         self._signals.append(number)
         if number == signal.SIGHUP:  # the terminal is gone, and writing to it would fail
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel both send it
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # both the shell and the kernel send it
             silence(*range(3))

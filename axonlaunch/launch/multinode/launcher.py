@@ -1,6 +1,6 @@
-"""One of several nodes of a run, which starts its own ranks beside the others'.
+"""Launches this node's ranks of a run on several nodes.
 
-What fails is started again where that may help, with the nodes that are left.
+A failed attempt is restarted with the remaining nodes if a restart can help.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from axonlaunch.launch.failures.outcome import was_interrupted
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local.launcher import run_ranks
 from axonlaunch.launch.multinode import token
-from axonlaunch.launch.multinode.membership import NodeMembership, unsaid
+from axonlaunch.launch.multinode.membership import NodeMembership
+from axonlaunch.launch.multinode.node_settings import unsaid
+from axonlaunch.launch.multinode.run_end import finished_without_node_0
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, report_crash
 from axonlaunch.planning.background_estimate import BackgroundEstimate
@@ -25,10 +27,12 @@ from axonlaunch.verification.runner import prove_layout
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
-    """Return the configuration as it is: ``launch`` checks it, and reports to the other nodes.
+    """Check the configuration in a dry run; otherwise return it unchanged.
+
+    ``launch`` runs the checks itself, because it reports problems to the other nodes.
 
     Raises:
-        ConfigError: Nothing is to be launched, and it can't be run on this node.
+        ConfigError: In a dry run, this node can't run the configuration.
     """
     if not options.dry_run:
         return config
@@ -40,7 +44,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
         if token.read_token(config.launch) is None:
             token.missing_token(config.launch, address="")
     with gathering(issues):
-        if config.launch.node_rank == 0:  # its folder is the run's
+        if config.launch.node_rank == 0:  # the run folder is that of node 0
             run_dir.check_run_dir(config)
     if issues:
         raise ConfigError(issues)
@@ -58,26 +62,29 @@ def _resolve(config: RunConfig, options: LaunchOptions) -> RunConfig:
 
 
 def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any] | None]:
-    """Run this node's ranks beside those of the others, again where that may help.
+    """Run this node's ranks together with those of other nodes, with restarts if they can help.
 
     Args:
-        config: With what the environment says of ``launch``.
-        options: Of the command.
+        config: Configuration with the environment's ``launch`` values.
+        options: Options of the launch.
 
     Returns:
-        The exit status and, on node 0, what was written to ``summary.json``: now, or before where
-        the run was finished.
+        The exit status and, on node 0, the content of ``summary.json``; that of an earlier launch
+        if the run was already finished.
 
     Raises:
-        ConfigError: The nodes can't meet, or differ; no rank was started.
+        ConfigError: The nodes can't meet or have different configurations. No rank was started.
     """
     context = options.context
     problems: list[ConfigIssue] = []
-    with gathering(problems):  # which are reported to the other nodes
+    with gathering(problems):  # problems are reported to the other nodes
         config = _resolve(config, options)
     if missing := unsaid(config):
         raise ConfigError([*problems, *missing])
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
+    if not problems and (finished := finished_without_node_0(config)) is not None:
+        console.log(finished)
+        return 0, None
     proof = None
     if not problems and config.launch.node_rank == 0:
         try:
@@ -100,7 +107,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
                 attempt = me.rendezvous(folder)
                 if attempt is None:
                     me.leave()
-                    return 0, me.summary
+                    return me.status, me.summary
                 config, rendezvous = attempt
                 prediction = BackgroundEstimate(context, config)
                 record.prediction = folder.enter_context(closing(prediction))
@@ -120,7 +127,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
                 )
         finally:
             console.stop()
-        me.leave()
+        me.leave(outcome)
         if rendezvous.node_rank == 0:
             return finish_run(config, outcome, record, console, context=context)
     if outcome.crash is not None:

@@ -1,14 +1,14 @@
-"""The nodes of a run: how one meets the others, and agrees with them on what is to be run.
+"""Connects a node with the other nodes of a run and agrees with them on the configuration.
 
-They meet at node 0. Torch's store carries their messages; every node composes and
-checks the same overrides itself, and a difference is reported before a rank starts.
+Nodes exchange messages over torch's store on node 0. Every node composes and checks the same
+overrides. Differences are reported before a rank starts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,26 +17,32 @@ import torch.distributed as dist
 
 from axonlaunch import config as configuration
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.rendezvous import is_own, meet_at
+from axonlaunch.comm.rendezvous import meet_at
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import nodes, num_ranks
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.local.launcher import Rendezvous
-from axonlaunch.launch.multinode import run_identity, token
+from axonlaunch.launch.multinode import run_end, run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.multinode.handshake import handshake, member_name
-from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
+from axonlaunch.launch.multinode.node_settings import (
+    is_elastic,
+    is_first,
+    meeting_port,
+    node_order,
+    ranks_of_node,
+)
+from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous, RunEndedError
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import log_event
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 NODE_LOST_S = 5.0
-"""Seconds of silence after which a node is lost: its processes have to be gone in ten."""
+"""Seconds of silence after which a node is lost. Its processes must have ended after ten."""
 _OWN = ("launch.node_rank", "launch.token_file", "name", "run_dir")
-"""What may differ between nodes: each says the first two itself, node 0 decides the others.
-"""
+"""Keys that may differ between nodes. Each node sets the first two; node 0 decides the others."""
 _FORGED = (
     "what is in the store there was not written by a node of this run: give every node the "
     "same launch.token_file, and let no one else reach the port"
@@ -44,12 +50,13 @@ _FORGED = (
 
 
 class NodeMembership:
-    """This node, over all attempts at a run.
+    """Membership of this node in a run, over all attempts.
 
     Attributes:
-        attempts: How many there were before this one.
-        restarts: Those of them that failed; the others made room for a node.
-        summary: Of a run that was finished before, on node 0.
+        attempts: Number of earlier attempts.
+        restarts: Number of earlier attempts that failed; the others ended to admit a new node.
+        summary: Summary of a run that was already finished, on node 0; otherwise None.
+        status: Exit status of a node that takes part in no attempt.
     """
 
     def __init__(
@@ -61,34 +68,34 @@ class NodeMembership:
         composed: Composed | None = None,
         launched_by: str = "",
     ) -> None:
-        """Listen on node 0, or reach it.
+        """Listen as node 0, or connect to it.
 
         Args:
-            config: As given to this node.
-            problems: What it can't run it for.
-            console: Takes lines for the user.
-            composed: What the run's files, overrides and environment say on this node.
-            launched_by: What is the same in all starts of the run by its scheduler.
+            config: Configuration of this node.
+            problems: Reasons why this node can't run the configuration.
+            console: Console that shows lines to the user.
+            composed: Composed files, overrides and environment of the run on this node.
+            launched_by: Name that is the same in all starts of the run by its scheduler.
 
         Raises:
-            ConfigError: The address is not node 0's, its port is taken, nobody answers, or the
-                token can't be read.
+            ConfigError: The address is not that of node 0, its port is in use, no process answers,
+                or the token can't be read.
         """
         self._given = config
         self._problems = problems
         self._console = console
         self._composed, self._launched_by = composed, launched_by
-        self._hosts = _is_first(config)
+        self._hosts = is_first(config)
         secret = token.read_token(config.launch)
         if secret is None:
-            where = f"{config.launch.master_addr}:{_port(config)}"
+            where = f"{config.launch.master_addr}:{meeting_port(config)}"
             warning = token.missing_token(config.launch, address=where)
             if self._hosts:
                 console.line(warning)
-        # It listens for as long as this is held.
+        # Node 0 listens as long as this store object exists.
         if not self._hosts:
             which = "" if config.launch.node_rank == "auto" else f" {config.launch.node_rank}"
-            where = f"{config.launch.master_addr}:{_port(config)}"
+            where = f"{config.launch.master_addr}:{meeting_port(config)}"
             console.line(f"node{which}: joining {where}")
         self._held = self._open(listens=self._hosts)
         self._credentials = self._name_run(derive_key(secret or b""))
@@ -97,10 +104,11 @@ class NodeMembership:
         self._peers: Coordinator | None = None
         self.attempts = self.restarts = 0
         self.summary: dict[str, Any] | None = None
+        self.status = 0
 
     def _open(self, *, listens: bool) -> dist.Store:
-        """Connect to where the nodes meet."""
-        launch, port = self._given.launch, _port(self._given)
+        """Connect to the store of the run."""
+        launch, port = self._given.launch, meeting_port(self._given)
         timeout = timedelta(seconds=launch.timeout_s)
         try:
             return meet_at(launch.master_addr, port, listens=listens, timeout=timeout)
@@ -117,10 +125,10 @@ class NodeMembership:
             ) from None
 
     def _name_run(self, key: bytes) -> Credentials:
-        """Name the run on node 0, learn its name elsewhere.
+        """Choose the name of the run on node 0; on other nodes read it.
 
         Raises:
-            ConfigError: Who answers there is not of this run.
+            ConfigError: The process that listens does not belong to this run.
         """
         if self._hosts:
             return run_identity.publish_identity(self._held, key)
@@ -128,21 +136,36 @@ class NodeMembership:
         try:
             return run_identity.learn(self._held, key, timeout_s=launch.timeout_s)
         except TimeoutError:
-            message = f"what listens at port {_port(self._given)} there is not an axonlaunch run"
+            message = (
+                f"what listens at port {meeting_port(self._given)} there is not an axonlaunch run"
+            )
         except ForgedMessageError:
             message = _FORGED
         raise ConfigError([ConfigIssue("launch.master_addr", message, launch.master_addr)])
 
     def rendezvous(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous] | None:
-        """Meet the others for an attempt; return what all run, and where the ranks meet.
+        """Meet the other nodes for an attempt.
 
-        None where the run was finished before, which is said.
+        Args:
+            folder: Keeps the run folder locked on node 0.
+
+        Returns:
+            The common configuration and the rendezvous of the ranks; None if the run has already
+            ended, which is printed.
 
         Raises:
-            ConfigError: The nodes can't meet, or differ.
+            ConfigError: The nodes can't meet or have different configurations.
         """
         launch = self._given.launch
-        now, store = self._round(), self._open(listens=False)
+        if self._hosts and self._ends_at_once():
+            return None
+        try:
+            now, store = self._round(), self._open(listens=False)
+        except RunEndedError as ended:
+            where = f"{launch.master_addr}:{meeting_port(self._given)}"
+            self.status, said = run_end.exit_status_and_line(ended.status, where=where)
+            self._console.log(said)
+            return None
         credentials = dataclasses.replace(
             self._credentials, round=now.number, sender=member_name(now.member)
         )
@@ -168,7 +191,7 @@ class NodeMembership:
             nonces=nonces,
             member=now.member,
             members=now.members,
-            first_ranks=[node * _count(self._given) for node in range(now.members)],
+            first_ranks=[node * ranks_of_node(self._given) for node in range(now.members)],
             lost_s=NODE_LOST_S,
             are_nodes=True,
             newcomers=partial(self._newcomers, now),
@@ -184,7 +207,7 @@ class NodeMembership:
         self._say(config, now.member)
         rendezvous = Rendezvous(
             address=launch.master_addr,
-            port=_port(config),
+            port=meeting_port(config),
             credentials=credentials,
             node_rank=now.member,
             others=peers,
@@ -192,7 +215,7 @@ class NodeMembership:
         return config, rendezvous
 
     def should_restart(self, outcome: Outcome) -> bool:
-        """Whether an attempt that ended so is followed by another, which then counts."""
+        """Return whether another attempt follows an outcome, and count it."""
         assert self._peers is not None
         if outcome.crash is None:
             again = self._peers.will_restart and not outcome.killed
@@ -203,23 +226,53 @@ class NodeMembership:
         self.attempts += again
         return again
 
-    def leave(self) -> None:
-        """Take part no longer; nodes that come later learn that the run has ended."""
+    def leave(self, outcome: Outcome | None = None) -> None:
+        """Leave the run. Nodes that wait or come later learn how it ended.
+
+        Args:
+            outcome: Outcome of the last attempt; None if the run was finished before.
+        """
         if self._rounds is not None:
-            self._rounds.leave()
+            self._rounds.leave("done" if outcome is None else run_end.status_of(outcome))
+
+    def _ends_at_once(self) -> bool:
+        """Whether an elastic run was finished before; tell nodes that come just now, on node 0.
+
+        Those that were there before node 0, and found the run finished in the folder that they
+        share with it, are gone: node 0 would wait in vain for the fewest nodes.
+        """
+        if self._frozen is not None or not is_elastic(self._given):
+            return False
+        with suppress(ConfigError):  # which is reported to all nodes that come
+            if (summary := run_dir.finished_summary(self._given)) is not None:
+                self.summary = summary
+                self._console.log(run_dir.finished_text(self._given, summary))
+                self._rendezvous_of_rounds().leave(stay_s=NODE_LOST_S)
+                self._rounds = None
+                return True
+        return False
 
     def _round(self) -> Attempt:
-        """Return the nodes of the next attempt.
+        """Wait for the next attempt and return it.
 
         Raises:
-            ConfigError: Too few came.
+            ConfigError: Too few nodes joined in time.
+            RunEndedError: The run ended before this node could take part.
         """
         launch = self._given.launch
         least, most = nodes(self._given)
-        order = 0 if launch.node_rank == "auto" else launch.node_rank
         if least == most and self.restarts == 0:
-            return Attempt(-1, order, most)
+            return Attempt(-1, node_order(self._given), most)
+        try:
+            return self._rendezvous_of_rounds().next()
+        except TimeoutError:
+            message = f"fewer than {least} nodes joined within launch.timeout_s="
+            problem = ConfigIssue("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
+            raise ConfigError([problem]) from None
+
+    def _rendezvous_of_rounds(self) -> ElasticRendezvous:
         if self._rounds is None:
+            least, most = nodes(self._given)
             store = self._open(listens=False)
             self._rounds = ElasticRendezvous(
                 run_identity.keys_of(store, self._credentials, "rounds"),
@@ -227,18 +280,13 @@ class NodeMembership:
                 first=self._hosts,
                 least=least,
                 most=most,
-                order=order,
-                timeout_s=launch.timeout_s,
+                order=node_order(self._given),
+                timeout_s=self._given.launch.timeout_s,
             )
-        try:
-            return self._rounds.next()
-        except TimeoutError:
-            message = f"fewer than {least} nodes joined within launch.timeout_s="
-            problem = ConfigIssue("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
-            raise ConfigError([problem]) from None
+        return self._rounds
 
     def _newcomers(self, now: Attempt) -> bool:
-        """Whether a node waits that could take part, and nothing is lost by a new start."""
+        """Return whether a node waits that can join, and a restart loses no progress."""
         if self._rounds is None or now.members == nodes(self._given)[1]:
             return False
         return self._given.checkpoint.every > 0 and self._rounds.newcomers() > 0
@@ -247,25 +295,25 @@ class NodeMembership:
         return {
             "host": socket.gethostname(),
             "config": configuration.flatten(
-                configuration.as_written(configuration.to_tree(self._given))
+                configuration.to_interpolations(configuration.to_tree(self._given))
             ),
             "problems": [str(problem) for problem in self._problems],
         }
 
     def _freeze(self, peers: Coordinator, met: list[dict[str, Any]], folder: ExitStack) -> None:
-        """Fix the configuration for all nodes, unless the run is finished; this one leads."""
-        asked = configuration.with_values(self._given, {"launch.node_rank": "auto"})
+        """Freeze the configuration for all nodes unless the run is finished. Node 0 calls this."""
+        shared = configuration.with_values(self._given, {"launch.node_rank": "auto"})
         try:
             _check_agreement(met)
-            if self._frozen is None and (summary := run_dir.finished_summary(asked)) is not None:
+            if self._frozen is None and (summary := run_dir.finished_summary(shared)) is not None:
                 self.summary = summary
-                _launch_nothing(peers, finished=run_dir.finished_text(asked, summary))
-                self._console.log(run_dir.finished_text(asked, summary))
+                _launch_nothing(peers, finished=run_dir.finished_text(shared, summary))
+                self._console.log(run_dir.finished_text(shared, summary))
                 return
             if self._frozen is None:
                 self._frozen = folder.enter_context(
                     run_dir.open_run_dir(
-                        asked,
+                        shared,
                         announce=self._console.line,
                         composed=self._composed,
                         launched_by=self._launched_by,
@@ -283,12 +331,12 @@ class NodeMembership:
         peers.publish("frozen", frozen)
 
     def _take(self, peers: Coordinator) -> None:
-        """Take the configuration that node 0 froze, and keep it here too.
+        """Receive the frozen configuration from node 0 and write it here too.
 
-        Of a run that was finished before there is none.
+        If the run is already finished, there is no configuration.
 
         Raises:
-            ConfigError: There is none, for the reasons that node 0 reports.
+            ConfigError: Node 0 reports problems or does not answer.
         """
         launch = self._given.launch
         try:
@@ -317,7 +365,7 @@ class NodeMembership:
     def _say(self, config: RunConfig, member: int) -> None:
         if member == 0:
             return
-        count, first = _count(config), member * _count(config)
+        count, first = ranks_of_node(config), member * ranks_of_node(config)
         which = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
         self._console.line(
             f"node {member} of {nodes(config)[1]}: {which} of {num_ranks(config)}; "
@@ -326,60 +374,28 @@ class NodeMembership:
 
 
 def _launch_nothing(peers: Coordinator, **why: Any) -> None:
-    """Publish to the other nodes why no rank is started."""
+    """Publish to the other nodes the reason why no rank is started."""
     peers.publish("frozen", why)
     peers.watch()
     peers.leave()
 
 
-def unsaid(config: RunConfig) -> list[ConfigIssue]:
-    """Report settings that a node needs to find the others and that are missing."""
-    launch, missing = config.launch, []
-    least, most = nodes(config)
-    if launch.node_rank == "auto" and least == most:
-        message = f"which of the {launch.nnodes} nodes is this? write 0 on the first"
-        missing.append(ConfigIssue("launch.node_rank", message, "auto"))
-    elif launch.node_rank != "auto" and launch.node_rank >= most:
-        message = f"the nodes are 0 to {most - 1} with launch.nnodes={launch.nnodes}"
-        missing.append(ConfigIssue("launch.node_rank", message, launch.node_rank))
-    if launch.master_addr == "auto":
-        message = "is required for a multi-node run; write the address that reaches node 0"
-        missing.append(ConfigIssue("launch.master_addr", message, "auto"))
-    if launch.backend == "mock":
-        message = "its ranks are threads of one process; use auto, or launch.nnodes=1"
-        missing.append(ConfigIssue("launch.backend", message, "mock"))
-    return missing
-
-
-def _count(config: RunConfig) -> int:
-    return 1 if config.launch.nproc == "auto" else config.launch.nproc
-
-
-def _port(config: RunConfig) -> int:
-    return 29500 if config.launch.master_port == "auto" else config.launch.master_port
-
-
-def _is_first(config: RunConfig) -> bool:
-    launch = config.launch
-    return launch.node_rank == 0 or (launch.node_rank == "auto" and is_own(launch.master_addr))
-
-
 def _check_agreement(met: list[dict[str, Any]]) -> None:
-    """Check that every node can run, and that all run the same configuration.
+    """Check that every node can run the configuration and that it is the same on all nodes.
 
     Raises:
-        ConfigError: Every problem of every node.
+        ConfigError: A node has problems or another configuration; all problems are listed.
     """
     first, problems = met[0]["config"], []
     for node, about in enumerate(met):
-        where = f"node {node} ({about['host']})"
-        problems += [ConfigIssue("", f"{where}: {problem}") for problem in about["problems"]]
+        name = f"node {node} ({about['host']})"
+        problems += [ConfigIssue("", f"{name}: {problem}") for problem in about["problems"]]
         if about["problems"] or met[0]["problems"]:
             continue
         for key in sorted({*first, *about["config"]} - {*_OWN}):
-            here, there = first.get(key), about["config"].get(key)
-            if here != there:
-                message = f"{where} has {plain(there)}; start every node with the same overrides"
-                problems.append(ConfigIssue(key, message, here))
+            expected, actual = first.get(key), about["config"].get(key)
+            if expected != actual:
+                message = f"{name} has {plain(actual)}; start every node with the same overrides"
+                problems.append(ConfigIssue(key, message, expected))
     if problems:
         raise ConfigError(problems)

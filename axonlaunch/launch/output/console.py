@@ -1,7 +1,4 @@
-"""What a run looks like in a terminal, and as plain lines where there is none.
-
-It shows events; it decides nothing.
-"""
+"""Shows the events of a run in a terminal, or as plain lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -46,12 +43,12 @@ from axonlaunch.system.streams import refusal
 from axonlaunch.system.terminal import console_on
 
 SLOW = 0.2
-"""Share of a step for which the others wait for a slow rank, from which it is reported."""
+"""Fraction of a step that other ranks must wait for a slow rank before it is reported."""
 _PERSISTENT = 4
-"""Logged steps in a row in which the same rank has to be that slow: a moment's work of the system
-makes any rank slow."""
+"""Consecutive logged steps in which the same rank must be slow before it is reported. Short work of
+the operating system can slow any rank down for a moment."""
 _SHOWN = 16
-"""Lines of a traceback that are shown, the last: the whole is in the log."""
+"""Number of traceback lines to show, counted from the end; the log contains all lines."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)"')
 
 
@@ -62,8 +59,9 @@ class RunConsole:
         """Prepare to show a run; nothing is printed yet.
 
         Args:
-            stream: Where to; standard output if None.
-            is_plain: Print lines even on a terminal, which may be a launcher's own.
+            stream: Output stream; None selects standard output.
+            is_plain: Whether to print plain lines even on a terminal, for example because it
+                belongs to a launcher.
         """
         self._console = console_on(
             stream or sys.stdout, soft_wrap=False, force_terminal=False if is_plain else None
@@ -78,7 +76,7 @@ class RunConsole:
 
     @property
     def refusal(self) -> str | None:
-        """Why something could not be shown; None where all was."""
+        """Reason why some output could not be written; None if all was written."""
         return refusal(cast("TextIO", self._console.file))
 
     def __call__(self, event: Event) -> None:
@@ -93,17 +91,17 @@ class RunConsole:
             case Evaluated():
                 self._show_evaluation(event)
             case Saved():
-                where = shortened(event.path)
-                beside = event.stalled_s < 0.9 * event.seconds
-                stood = f", of which training waited {event.stalled_s:.1f} s" if beside else ""
-                self.line(f"[dim]saved {escape(where)} in {event.seconds:.1f} s{stood}[/dim]")
+                path = shortened(event.path)
+                overlapped = event.stalled_s < 0.9 * event.seconds
+                stall = f", of which training waited {event.stalled_s:.1f} s" if overlapped else ""
+                self.line(f"[dim]saved {escape(path)} in {event.seconds:.1f} s{stall}[/dim]")
             case Noted():
                 self._note(event.text)
             case Finished():
                 self.stop()
 
     def wait(self, doing: str) -> None:
-        """Show a spinner with a text until there is something else to show."""
+        """Show a spinner with a text until other output follows."""
         self.stop()
         if self._console.is_terminal:
             self._status = self._console.status(doing)
@@ -114,11 +112,11 @@ class RunConsole:
         self._console.print(text)
 
     def log(self, text: str) -> None:
-        """Print a line as it is, however long: of the main rank, or of a step."""
+        """Print a line without markup and without wrapping it."""
         self._console.print(Text(text), soft_wrap=True)
 
     def stop(self) -> None:
-        """Remove the progress bar and leave the terminal as it was."""
+        """Remove the spinner and the progress bar."""
         if self._status is not None:
             self._status.stop()
             self._status = None
@@ -127,7 +125,7 @@ class RunConsole:
             self._progress = None
 
     def summary(self, rows: list[tuple[str, str]]) -> None:
-        """Print the run's figures, a line each."""
+        """Print the run's figures, one per line."""
         self.stop()
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
@@ -188,7 +186,7 @@ class RunConsole:
         self._straggler(event.slowest)
 
     def _straggler(self, slowest: Straggler | None) -> None:
-        """Report a rank that stays slow, and not again until it is another."""
+        """Report a rank that stays slow, once until another rank is slow."""
         if slowest is None:
             return
         slow = slowest.rank if slowest.cost >= SLOW else None
@@ -219,7 +217,7 @@ class RunConsole:
 
 
 def _of_gpu(event: StepLogged) -> list[str]:
-    """Return what a log line has of a GPU besides; on a terminal there is no room for it."""
+    """Return the GPU readings of a log line. A progress bar has no room for them."""
     if event.active_bytes is None:
         return []
     readings = (
@@ -228,55 +226,57 @@ def _of_gpu(event: StepLogged) -> list[str]:
         (event.temperature_c, "{:.0f} C"),
         (event.data_wait_s / event.step_s, "{:.0%} waiting for data"),
     )
-    said = [text.format(value) for value, text in readings if value is not None]
-    return [f"{size(event.active_bytes)} active", ", ".join(said)]
+    texts = [text.format(value) for value, text in readings if value is not None]
+    return [f"{size(event.active_bytes)} active", ", ".join(texts)]
 
 
 def show_hint(console: Console, hint: str) -> None:
-    """Print what to do about a failure."""
+    """Print advice about a failure."""
     console.print(Text("hint: ", style="bold yellow") + Text(hint, style="default"))
 
 
 def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Console:
-    """Print who failed first and why, on standard error; return what prints there."""
+    """Print which rank failed first and why on standard error, and return the console for it."""
     console = console_on(stderr=True)
     first = crash.first
-    verbs = {"hang": "", "waiting": "hung: ", "lost": "was lost: "}  # a hang's reason has its own
+    # The reason of a hang contains a verb.
+    verbs = {"hang": "", "waiting": "hung: ", "lost": "was lost: "}
     verb = verbs.get(first.kind, "failed first: ")
     body = Text(f"rank {first.rank} of {world_size} {verb}", style="bold")
     body.append(first.reason, style="bold red")
-    if where := _location(first, coords):
-        body.append(f"\n{where}", style="dim")
+    if location := _location(first, coords):
+        body.append(f"\n{location}", style="dim")
     if first.traceback:
-        body.append("\n\n" + _own_frames(first.traceback.rstrip()), style="default")
+        body.append("\n\n" + _shown_frames(first.traceback.rstrip()), style="default")
     for ranks, reason in _fold_ranks(crash.followers):
         reason = "the same" if reason == first.reason else reason
         body.append(f"\n{ranks}: {reason}", style="dim")
     console.print(Panel(body, title="run failed", title_align="left", border_style="red"))
     if first.log:
-        # Outside the panel, which would break a long path in two.
+        # Outside the panel, because the panel would wrap a long path.
         console.print(f"log: {escape(shortened(first.log))}", soft_wrap=True)
     return console
 
 
 def _location(report: Report, coords: dict[str, int]) -> str:
-    """Say where in the mesh, on which node and in which step a rank was."""
-    places = [" ".join(f"{axis}={index}" for axis, index in coords.items())] if coords else []
+    """Return a rank's mesh coordinates, node and step as text."""
+    parts = [" ".join(f"{axis}={index}" for axis, index in coords.items())] if coords else []
     if report.host:
-        places.append(f"on {report.host}")
+        parts.append(f"on {report.host}")
     if report.step is not None:
         doing = {"stepping": f"in step {report.step + 1}"}
-        places.append(doing.get(report.doing, f"{report.doing} after step {report.step}"))
+        parts.append(doing.get(report.doing, f"{report.doing} after step {report.step}"))
     elif report.doing:
-        places.append(f"{report.doing}, before the first step")
-    return ", ".join(places)
+        parts.append(f"{report.doing}, before the first step")
+    return ", ".join(parts)
 
 
-def _own_frames(text: str) -> str:
-    """Return the last lines of a traceback, without torch's own frames and without underlining.
+def _shown_frames(text: str) -> str:
+    """Return the last lines of a traceback, without frames of torch and without underlines.
 
-    Where it goes through a user's code, frames of this package and of Python's library are left out
-    too. A frame is its line and its source's; the innermost one is kept unless it is ours.
+    If the traceback contains frames of user code, frames of this package and of the standard
+    library are omitted too. A frame is its location line and its source line. The innermost frame
+    is kept unless it is one of this package.
     """
     frames: list[list[str]] = []
     for line in text.splitlines():
@@ -288,12 +288,13 @@ def _own_frames(text: str) -> str:
     calls = [
         (frame_owner(match["file"]), frame) for frame in frames if (match := _FRAME.match(frame[0]))
     ]
-    is_users = any(owner == "user" for owner, _ in calls)
-    left_out = {"torch", "python"} if is_users else {"torch"}
+    has_user_code = any(owner == "user" for owner, _ in calls)
+    libraries = {"torch", "python"} if has_user_code else {"torch"}
     hidden = {
         id(frame)
         for owner, frame in calls
-        if (owner in left_out and frame is not calls[-1][1]) or (owner == "axonlaunch" and is_users)
+        if (owner in libraries and frame is not calls[-1][1])
+        or (owner == "axonlaunch" and has_user_code)
     }
     first, *rest = (frame for frame in frames if id(frame) not in hidden)
     cut = [["  ..."]] if sum(map(len, rest)) > _SHOWN else []
@@ -303,7 +304,7 @@ def _own_frames(text: str) -> str:
 
 
 def _fold_ranks(followers: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]:
-    """Join ranks that said alike: ``ranks 1-7: connection closed``."""
+    """Group ranks by reason, as in ``ranks 1-7: connection closed``."""
     groups: dict[str, list[int]] = {}
     for rank, reason in followers:
         groups.setdefault(plain_reason(reason), []).append(rank)
@@ -311,7 +312,7 @@ def _fold_ranks(followers: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]
 
 
 def shortened(path: str) -> str:
-    """Write a path from the working folder where it is below it; a URL stays as it is."""
+    """Return a path relative to the working folder if it is inside; leave URLs unchanged."""
     if is_url(path):
         return path
     relative = os.path.relpath(path)

@@ -1,6 +1,6 @@
-"""A line on a terminal that says what the user waits for, and disappears afterwards.
+"""Shows a temporary status line on a terminal while the user waits.
 
-Where there is no terminal nothing is written.
+Nothing is written if standard error is not a terminal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from axonlaunch.system.terminal import console_on
 
 @contextmanager
 def spinner(doing: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal's standard error what is being done; yield what updates the text."""
+    """Show a text and a spinner on standard error; yield a function that replaces the text."""
     from rich.markup import escape
 
     with console_on(stderr=True).status(doing) as status:

@@ -1,7 +1,4 @@
-"""What is left of a run when it has ended: ``summary.json``, ``crash.json``, figures.
-
-It reports how the run went; nothing here ends it.
-"""
+"""Writes ``summary.json`` and ``crash.json`` at the end of a run and prints its figures."""
 
 from __future__ import annotations
 
@@ -18,7 +15,12 @@ from axonlaunch.checkpoint.resume_source import resume_of
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.url import is_url
-from axonlaunch.events import Counted, Event, Listener, Started, StepLogged
+from axonlaunch.events import (
+    Event,
+    Listener,
+    Started,
+    StepLogged,
+)
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, plain_error
@@ -33,19 +35,20 @@ from axonlaunch.system.files import append_text
 from axonlaunch.system.formatting import quantity, size
 from axonlaunch.system.run_files import CRASH, EVENTS, SUMMARY, append_event
 from axonlaunch.system.strict_json import finite
+from axonlaunch.system.units import Counted
 from axonlaunch.verification.result import Proof
 
 
 class RunRecorder:
-    """Passes events on, and keeps what the summary of a failed run needs.
+    """Passes events on and records the values that the summary needs, even if the run fails.
 
     Attributes:
-        prediction: Of the run's memory; begun with its first step.
+        prediction: Background estimate of memory and step time; begins with the first logged step.
         first_step_s: Seconds from the command to the first logged step.
         last: The last logged step.
-        counted: What the loss has a target for: tokens, images or samples.
-        proof: What is known of the layout; None: nobody asked for it.
-        corrupt: A line for each checkpoint that was corrupt, and put aside.
+        counted: Unit that has a target in the loss: tokens, images or samples.
+        proof: Proof of the layout; None if no proof was requested.
+        corrupt: A line for each corrupt checkpoint that was moved aside.
     """
 
     prediction: BackgroundEstimate
@@ -61,7 +64,7 @@ class RunRecorder:
         self._kept: set[str] = set()
 
     def __call__(self, event: Event) -> None:
-        """Take an event."""
+        """Record an event and pass it on."""
         if isinstance(event, Started):
             self._folder = Path(event.run_dir)
             self._keep_predictions()
@@ -76,7 +79,7 @@ class RunRecorder:
         self._listener(event)
 
     def _keep_predictions(self) -> None:
-        """Write predictions that have become known; the run's end reports what can't be written."""
+        """Write new predictions. Errors are ignored here and reported at the end of the run."""
         with suppress(OSError):
             for name, content in self.prediction.files().items():
                 if name not in self._kept:
@@ -85,7 +88,7 @@ class RunRecorder:
 
 
 class LogTail:
-    """Prints what is added to a log: the main rank's output reaches the console."""
+    """Prints new lines of the main rank's log on the console."""
 
     def __init__(self, log: Path, console: RunConsole) -> None:
         self._log = log
@@ -93,22 +96,22 @@ class LogTail:
         self._read = log.stat().st_size if log.exists() else 0
 
     def __call__(self) -> None:
-        """Print whole lines that are new."""
+        """Print complete lines that were added since the last call."""
         try:
             if self._log.stat().st_size <= self._read:
                 return
             with self._log.open("rb") as stream:
                 stream.seek(self._read)
-                whole, newline, _ = stream.read().rpartition(b"\n")
-        except OSError:  # not there yet, or not any more; what can be read later is shown later
+                lines, newline, _ = stream.read().rpartition(b"\n")
+        except OSError:  # The log does not exist now; a later call reads it.
             return
-        self._read += len(whole) + len(newline)
+        self._read += len(lines) + len(newline)
         if newline:
-            self._console.log(whole.decode(errors="replace"))
+            self._console.log(lines.decode(errors="replace"))
 
 
 def log_of(config: RunConfig, rank: int) -> Path:
-    """Return the file that takes what a rank prints."""
+    """Return the path of a rank's log."""
     return Path(config.run_dir) / "logs" / f"rank_{rank}.log"
 
 
@@ -123,9 +126,9 @@ def finish_run(
 ) -> tuple[int, dict[str, Any]]:
     """Write ``summary.json``, print the run's figures, and return the exit status.
 
-    In the order of what may go wrong, so that the most important is done first: the failure
-    summary, the deletion of an interrupted save, ``summary.json`` without an estimate, then the
-    estimate, which takes seconds and may be skipped by Ctrl-C, and ``summary.json`` with it.
+    The most important steps come first, because any of them may fail: the failure summary, the
+    deletion of an interrupted save, ``summary.json`` without an estimate, the estimate (which takes
+    seconds and can be skipped with Ctrl-C), and ``summary.json`` with the estimate.
 
         every rank done                 status done           exit status 0
         Ctrl-C, or killed by it         status interrupted    130, and how to resume
@@ -133,12 +136,13 @@ def finish_run(
         done, but the disk is full      status done           1
 
     Args:
-        config: The run's.
-        outcome: How its ranks ended.
-        record: What was reported while they ran.
-        console: Where the figures are shown.
-        context: Of the fork server: what a run that ran out of memory needs is then estimated.
-        again: What is to be added to the command to resume; None: the run's name.
+        config: Configuration of the run.
+        outcome: Outcome of its ranks.
+        record: Values recorded while the ranks ran.
+        console: Console on which the figures are printed.
+        context: Context of the fork server, which estimates memory if a rank ran out of it; None
+            gives no estimate.
+        again: Text to append to the command to resume the run; None appends the run's name.
     """
     finished = outcome.finished
     last = finished or record.last  # a run that failed is reported by its last logged step
@@ -160,12 +164,12 @@ def finish_run(
     if outcome.crash is not None:
         first = outcome.crash.first
         summary["failed_rank"], summary["reason"] = first.rank, first.reason
-        report_crash(config, outcome.crash, context)  # first: what follows may have no disk
-    if not is_url(config.checkpoint.path or ""):  # of a remote one the next run looks after
+        report_crash(config, outcome.crash, context)  # first, because the next steps need a disk
+    if not is_url(config.checkpoint.path or ""):  # the next run cleans up a remote folder
         try:
             checkpoint.sweep_partial(Path(config.checkpoint.path or config.run_dir))
         except OSError as error:
-            _say_refused("what an interrupted save has left could not be deleted", error)
+            _print_error("the files of an interrupted save could not be deleted", error)
     summary = finite(summary)
     is_written = _write(config, SUMMARY, summary)
     log_event(config, "ended", {"status": status, "step": summary["steps"]})
@@ -181,45 +185,45 @@ def finish_run(
         _log(config, f"the console did not take all that was printed: {console.refusal}\n")
     if interrupted:
         return 130, summary
-    # Who started this and looks at the summary alone must not take an older one for this run's.
+    # A caller that reads only summary.json must not mistake an older one for that of this run.
     return (0 if outcome.crash is None and is_written else 1), summary
 
 
 def _write(config: RunConfig, name: str, content: dict[str, Any]) -> bool:
-    """Write a JSON file of the run's folder; return whether that could be done."""
+    """Write a JSON file to the run folder; return whether that succeeded."""
     try:
         run_dir.write_json(Path(config.run_dir) / name, content)
     except OSError as error:
-        _say_refused(f"{name} could not be written", error)
+        _print_error(f"{name} could not be written", error)
         return False
     return True
 
 
 def _log(config: RunConfig, text: str) -> None:
-    """Add lines to rank 0's log, or print the first where it takes none."""
+    """Append lines to rank 0's log; if that fails, print the first line."""
     try:
         append_text(log_of(config, 0), text)
     except OSError as error:
-        _say_refused(text.partition("\n")[0], error)
+        _print_error(text.partition("\n")[0], error)
 
 
 def log_event(config: RunConfig, kind: str, fields: dict[str, Any]) -> None:
-    """Add a line to ``events.jsonl``, or say that it takes none."""
+    """Append a line to ``events.jsonl``; if that fails, print the error."""
     try:
         append_event(Path(config.run_dir), kind, fields)
     except OSError as error:
-        _say_refused(f"{EVENTS} could not be written", error)
+        _print_error(f"{EVENTS} could not be written", error)
 
 
-def _say_refused(what: str, error: OSError) -> None:
-    """Say what a full disk, or a folder that is gone, prevents; a run's end is reported anyway."""
-    print(f"{what}: {plain_error(error)}", file=sys.stderr)
+def _print_error(failure: str, error: OSError) -> None:
+    """Print an error of a full disk or a deleted folder, and go on with the report."""
+    print(f"{failure}: {plain_error(error)}", file=sys.stderr)
 
 
 def _estimate_fields(
     config: RunConfig, prediction: BackgroundEstimate, console: RunConsole, *, is_done: bool
 ) -> dict[str, float]:
-    """Return what the summary says of the estimate, which a run that was done waits for."""
+    """Return the estimate's fields of the summary. Wait for the estimate if the run is done."""
     if is_done:
         prediction.begin()
         console.wait("estimating peak memory (Ctrl-C to skip)")
@@ -243,7 +247,7 @@ def _estimate_fields(
 
 
 def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | None = None) -> None:
-    """Print the failure summary of a run, and write ``crash.json``."""
+    """Print the failure summary of a run and write ``crash.json``."""
     from axonlaunch.launch.failures import hints
 
     ranks = num_ranks(config)
@@ -260,7 +264,7 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
     first = crash.first
     about = {"rank": first.rank, "step": first.step, "kind": first.kind, "reason": first.reason}
     log_event(config, "failed", about)
-    # An estimate takes seconds, for which the failure summary does not wait.
+    # The hint comes after the failure summary, because it may need an estimate that takes seconds.
     hint = hints.hint(crash.first, config, context)
     if hint:
         show_hint(console, hint)
@@ -269,7 +273,7 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
 
 
 def coordinates(config: RunConfig, rank: int) -> dict[str, int]:
-    """Return a rank's place on the mesh axes that have more than one rank, the last fastest."""
+    """Return a rank's coordinates on the mesh axes with more than one rank, the last fastest."""
     layout = Layout.of(config, world_size=num_ranks(config))
     return {axis: n for axis, n in layout.coordinates(rank).items() if layout.axes[axis] > 1}
 
@@ -286,10 +290,11 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
         rows.append(("time to first step", f"{summary['first_step_s']:.1f} s"))
     peak, estimated = summary["measured_peak_bytes"], summary.get("predicted_peak_bytes")
     if peak is not None:
-        beside = "" if estimated is None else f", {size(estimated)} estimated"
-        # Beside it the console shows what the process holds; on a GPU both are the allocator's.
+        estimate = "" if estimated is None else f", {size(estimated)} estimated"
+        # On a CPU, step lines show memory of the process, but this row only memory of tensors. On a
+        # GPU both come from torch's allocator.
         tensors = "" if config.launch.device == "cuda" else " of tensors"
-        rows.append(("peak memory", f"{size(peak)}{tensors} per rank{beside}"))
+        rows.append(("peak memory", f"{size(peak)}{tensors} per rank{estimate}"))
     elif estimated is not None:
         rows.append(("peak memory", f"{size(estimated)} per rank estimated"))
     rows.append(("run folder", shortened(config.run_dir)))
@@ -305,6 +310,6 @@ def _how_to_resume(config: RunConfig, change: str) -> str:
         return f"the same command{change}; its checkpoints can't be read now: {error}"
     if last is None:
         return "no checkpoint was saved; the same command starts from step 0"
-    if resume_of(config) != "auto":  # never, or a checkpoint of its own that it went back to
+    if resume_of(config) != "auto":  # never, or an earlier checkpoint of the same run
         change += f"{' and' if change else ' with'} checkpoint.resume=auto"
     return f"the same command{change}, from step {last.step}"

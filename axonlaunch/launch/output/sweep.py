@@ -1,4 +1,4 @@
-"""The runs of a sweep beside each other: what distinguishes them, and how each ended."""
+"""Prints a header for each run of a sweep and a table that compares their results."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from rich.table import Table
 from rich.text import Text
 
 from axonlaunch.config import RunConfig
-from axonlaunch.events import rate_in
 from axonlaunch.launch.output.console import shortened
 from axonlaunch.system.formatting import quantity
 from axonlaunch.system.terminal import console_on
+from axonlaunch.system.units import rate_in
 
 _ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 
 
 def varied_overrides(runs: Sequence[Sequence[str]]) -> list[str]:
-    """Return of each run's overrides those that not all runs have, as one would write them."""
+    """Return for each run the overrides that are not common to all runs, as a user writes them."""
     common = set(runs[0]).intersection(*runs[1:])
     return [as_written([word for word in overrides if word not in common]) for overrides in runs]
 
 
 def as_written(overrides: Sequence[str]) -> str:
-    """Return overrides of a run as one would write them, without what Hydra's sweeper escapes."""
+    """Return a run's overrides as a user writes them, without the escapes of Hydra's sweeper."""
     return _ESCAPED.sub(r"\1", " ".join(overrides))
 
 
 def again(configs: Sequence[RunConfig]) -> str:
-    """Return what is to be added to a sweep's command so that it resumes."""
+    """Return the text to append to a sweep's command so that it resumes."""
     parents = {config.name.rpartition("/")[0] for config in configs}
     numbers = [config.name.rpartition("/")[2] for config in configs]
     is_numbered = numbers == [str(number) for number in range(len(configs))]
@@ -41,14 +41,14 @@ def again(configs: Sequence[RunConfig]) -> str:
 def print_run_header(
     variation: str, *, number: int, of: int, stream: TextIO, is_done: bool = False
 ) -> None:
-    """Print which run begins, or that it was done before.
+    """Print the header of a run that begins or was finished earlier.
 
     Args:
-        variation: What distinguishes it from the others.
-        number: From 1 on.
-        of: Runs of the sweep.
-        stream: Where to.
-        is_done: Whether it was done before, and nothing begins.
+        variation: Overrides that distinguish the run from the others.
+        number: Number of the run, counted from 1.
+        of: Number of runs in the sweep.
+        stream: Output stream.
+        is_done: Whether the run was finished by an earlier command.
     """
     done = " (finished before)" if is_done else ""
     text = Text(f"run {number} of {of}: {variation}{done}", style="bold")
@@ -58,19 +58,20 @@ def print_run_header(
 def print_sweep_table(
     variations: Sequence[str], summaries: Sequence[dict[str, Any]], *, stream: TextIO
 ) -> None:
-    """Print how each run ended, or that it was not started; the least loss stands out.
+    """Print the results of all runs; the run with the lowest loss is printed in bold.
 
     Args:
-        variations: What distinguishes each run from the others.
-        summaries: Of the runs that were started, in order.
-        stream: Where to.
+        variations: Overrides that distinguish each run from the others.
+        summaries: Summaries of the runs that were started, in order. The other runs are listed as
+            not started.
+        stream: Output stream.
     """
-    judged = (
+    compared = (
         "eval_loss"
         if any(summary.get("eval_loss") is not None for summary in summaries)
         else "loss"
     )
-    losses = [summary[judged] for summary in summaries if summary.get(judged) is not None]
+    losses = [summary[compared] for summary in summaries if summary.get(compared) is not None]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("run", overflow="fold")
     rates = [rate_in(summary) for summary in summaries]
@@ -80,7 +81,7 @@ def print_sweep_table(
     table.add_column("run folder", overflow="fold")
     for label, summary, (unit, rate) in zip(variations, summaries, rates, strict=False):
         speed = "" if rate is None else quantity(rate)
-        is_best = summary.get(judged) is not None and summary[judged] == min(losses)
+        is_best = summary.get(compared) is not None and summary[compared] == min(losses)
         failed = "" if summary["status"] == "done" else f" ({summary['status']})"
         table.add_row(
             label + failed,

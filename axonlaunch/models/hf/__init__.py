@@ -1,1 +1,1 @@
-"""Any causal language model of the installed transformers: described, built, read and written."""
+"""Causal language models of the installed transformers: configuration, construction, weights."""

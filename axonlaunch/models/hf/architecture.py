@@ -1,6 +1,6 @@
-"""Which architecture a configuration describes: ``config.json`` with overrides, typed and checked.
+"""Reads and checks the architecture of a model: ``config.json`` with overrides, as a typed object.
 
-It refuses what is no causal language model, what it can't train, and keys that nobody reads.
+Models that are not causal language models or can't be trained here, and unknown keys, are errors.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from axonlaunch.config.model import MOST_LAYERS, HuggingFaceConfig
 from axonlaunch.models.hf import files, library
 
 _CAUSAL_WITHOUT_A_FLAG = {"gpt_neox", "gpt_neox_japanese"}
-"""Have ``is_decoder`` and are causal whatever it is."""
+"""Models that have ``is_decoder`` but are always causal."""
 _NEVER_CAUSAL = {"xlnet": "predicts tokens in a random order"}
 _MODALITIES = ("vision_config", "audio_config")
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
-"""Keys by which a file chooses functions, of a repository on the Hub too."""
+"""Keys with which a file selects functions, possibly from a repository on the Hub."""
 _COUNTS = ("layers", "n_layer", "experts", "blocks")
-"""What keys end with that say how many of its parts a model has."""
+"""Endings of keys for numbers of blocks and experts."""
 _ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
-"""Keys of older files, which transformers takes into ``rope_parameters``."""
+"""Keys of older files, which transformers converts to ``rope_parameters``."""
 _EACH_BLOCK = "per_layer_config"
-"""What blocks have of their own, by their number, which newer versions take of every class."""
+"""Key for per-block settings by block number, which newer versions accept in every class."""
 
 
 def architecture(config: HuggingFaceConfig) -> Any:
     """Return transformers' typed configuration of a model.
 
     Raises:
-        ConfigError: It can't be read, or describes what can't be trained here.
+        ConfigError: It can't be read, or the model can't be trained here.
     """
     library.transformers()
     content = files.read_config(config)
-    kind = config.config.get("model_type", content.get("model_type"))
-    if content and kind != content.get("model_type"):
+    model_type = config.config.get("model_type", content.get("model_type"))
+    if content and model_type != content.get("model_type"):
         message = f"model.path is {content.get('model_type')}; remove this setting"
-        raise ConfigError([ConfigIssue("model.config.model_type", message, kind)])
+        raise ConfigError([ConfigIssue("model.config.model_type", message, model_type)])
     _refuse_quantised(content, config)
     _refuse_kernels(content, config)
-    typed = _remote(config, content) if _is_remote(config, content) else None
+    typed = _read_remote(config, content) if _is_remote(config, content) else None
     if typed is None:
-        _refuse_kind(kind, config)
-        typed = _type_content(config, content, str(kind))
+        _refuse_kind(model_type, config)
+        typed = _type_content(config, content, str(model_type))
     _refuse_untrainable(typed, config)
     typed.use_cache = False
     return typed
 
 
 def _type_content(config: HuggingFaceConfig, content: dict[str, Any], kind: str) -> Any:
-    """Put overrides over a file's content, and type all of it.
+    """Merge overrides into a file's content and create the typed configuration.
 
     Raises:
-        ConfigError: An override is unknown, or a value does not fit.
+        ConfigError: An override is unknown or a value is invalid.
     """
     cls = library.config_types()[kind]
     _refuse_unknown(config.config, cls, content, prefix="model.config")
-    merged = _merged(canonical(content, cls), canonical(config.config, cls))
+    merged = _merge(canonical(content, cls), canonical(config.config, cls))
     merged.pop("model_type", None)
     _shorten_lists(merged, content, cls)
     _refuse_oversized(merged, config)
@@ -69,37 +69,42 @@ def _type_content(config: HuggingFaceConfig, content: dict[str, Any], kind: str)
             typed = cls.from_dict(merged)
     except ConfigError:
         raise
-    except Exception as error:  # each class checks its own values, and raises what it likes
-        raise ConfigError([_wrong(config, error)]) from None
+    except Exception as error:  # each class validates values with errors of any type
+        raise ConfigError([_config_issue(config, error)]) from None
     typed.name_or_path = str(files.folder(config) or "")
     return typed
 
 
 def known_keys(cls: Any) -> set[str]:
     """Return the keys that a configuration class reads."""
-    own = {field.name for field in dataclasses.fields(cls)}
-    rope = _ROPE if "rope_parameters" in own else set()
-    each = {_EACH_BLOCK} if hasattr(cls, _EACH_BLOCK) else set()
-    return {key for key in own if not key.startswith("_")} | set(cls.attribute_map) | rope | each
+    field_names = {field.name for field in dataclasses.fields(cls)}
+    rope = _ROPE if "rope_parameters" in field_names else set()
+    per_block = {_EACH_BLOCK} if hasattr(cls, _EACH_BLOCK) else set()
+    return (
+        {key for key in field_names if not key.startswith("_")}
+        | set(cls.attribute_map)
+        | rope
+        | per_block
+    )
 
 
 def _refuse_unknown(
     overrides: Mapping[str, Any], cls: Any, content: Mapping[str, Any], *, prefix: str
 ) -> None:
-    """Refuse overrides that the class does not read, in nested configurations too.
+    """Refuse overrides that the class does not read, also in nested configurations.
 
     Raises:
-        ConfigError: It names each, and the nearest key.
+        ConfigError: Names each unknown key and the most similar known key.
     """
-    known, problems = known_keys(cls) | content.keys() | {"model_type"}, []
+    valid_keys, problems = known_keys(cls) | content.keys() | {"model_type"}, []
     nested = dict(cls.sub_configs)
     for key, value in overrides.items():
-        if key not in known and key not in library.keys_read_by_code(cls):
-            close = nearest(key, known)
-            meant = f"; did you mean {prefix}.{close}?" if close else ""
-            message = f"{cls.model_type} has no such key{meant}"
-            shown = ... if isinstance(value, dict) else value
-            problems.append(ConfigIssue(f"{prefix}.{key}", message, shown))
+        if key not in valid_keys and key not in library.keys_read_by_code(cls):
+            similar = nearest(key, valid_keys)
+            hint = f"; did you mean {prefix}.{similar}?" if similar else ""
+            message = f"{cls.model_type} has no such key{hint}"
+            shown_value = ... if isinstance(value, dict) else value
+            problems.append(ConfigIssue(f"{prefix}.{key}", message, shown_value))
         elif isinstance(value, Mapping) and hasattr(nested.get(key), "model_type"):
             inner = content.get(key) or {}
             _refuse_unknown(value, nested[key], inner, prefix=f"{prefix}.{key}")
@@ -108,17 +113,17 @@ def _refuse_unknown(
 
 
 def canonical(content: Mapping[str, Any], cls: Any) -> dict[str, Any]:
-    """Call each key as the class does: GPT-2's ``num_hidden_layers`` is ``n_layer``."""
+    """Rename keys to the class's names: GPT-2's ``num_hidden_layers`` becomes ``n_layer``."""
     return {cls.attribute_map.get(key, key): value for key, value in content.items()}
 
 
-def _merged(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content with overrides put in, key by key where both hold keys."""
+def _merge(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge overrides into the content, recursively for nested mappings."""
     merged = copy.deepcopy(dict(content))
     for key, value in overrides.items():
-        before = merged.get(key)
-        both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(before, value) if both else copy.deepcopy(value)  # type: ignore[arg-type]
+        old = merged.get(key)
+        is_nested = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(old, value) if is_nested else copy.deepcopy(value)  # type: ignore[arg-type]
     rope = merged.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in overrides:
         rope["rope_theta"] = overrides["rope_theta"]
@@ -126,60 +131,60 @@ def _merged(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 
 def _shorten_lists(merged: dict[str, Any], content: Mapping[str, Any], cls: Any) -> None:
-    """Cut lists that have an entry for each block to fewer blocks, as ``layer_types`` is."""
+    """Shorten lists with an entry for each block, like ``layer_types``, to fewer blocks."""
     key = cls.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    before, now = canonical(content, cls).get(key), merged.get(key)
-    if not isinstance(before, int) or not isinstance(now, int) or now >= before:
+    old_count, new_count = canonical(content, cls).get(key), merged.get(key)
+    if not isinstance(old_count, int) or not isinstance(new_count, int) or new_count >= old_count:
         return
     for name, value in merged.items():
-        if isinstance(value, list) and len(value) == before and value == content.get(name):
-            merged[name] = value[:now]
+        if isinstance(value, list) and len(value) == old_count and value == content.get(name):
+            merged[name] = value[:new_count]
 
 
 def _is_remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> bool:
-    """Say whether a model needs the code that comes with it, or shall use it.
+    """Return whether a model uses the code in its repository.
 
     Raises:
-        ConfigError: It needs it, and that is not allowed.
+        ConfigError: It needs this code, but ``trust_remote_code`` is off.
     """
-    brings = content.get("auto_map")
-    if not isinstance(brings, Mapping) or "AutoModelForCausalLM" not in brings:
+    auto_map = content.get("auto_map")
+    if not isinstance(auto_map, Mapping) or "AutoModelForCausalLM" not in auto_map:
         return False
     if config.trust_remote_code:
         return True
     if content.get("model_type") in library.causal_types():
         return False
-    code = str(brings["AutoModelForCausalLM"])
+    code = str(auto_map["AutoModelForCausalLM"])
     message = (
-        f"{config.path} brings its own code ({code}), which would be run; read it, and use true if "
+        f"{config.path} contains custom code ({code}) that would be run; read it, and use true if "
         "you trust it"
     )
     raise ConfigError([ConfigIssue("model.trust_remote_code", message, False)])
 
 
-def _remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> Any:
-    """Read a configuration by the code that comes with it.
+def _read_remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> Any:
+    """Read a configuration with the code in its repository.
 
     Raises:
-        ConfigError: That fails, or an override is unknown.
+        ConfigError: Reading fails, or an override is unknown.
     """
-    where = files.folder(config)
+    folder = files.folder(config)
     try:
         with library.quiet():
             typed = library.transformers().AutoConfig.from_pretrained(
-                str(where), trust_remote_code=True, local_files_only=True
+                str(folder), trust_remote_code=True, local_files_only=True
             )
             for key, value in config.config.items():
                 if key not in content and not hasattr(typed, key):
-                    close = nearest(key, [*content, *vars(typed)])
-                    meant = f"; did you mean model.config.{close}?" if close else ""
-                    message = f"its configuration has no such key{meant}"
+                    similar = nearest(key, [*content, *vars(typed)])
+                    hint = f"; did you mean model.config.{similar}?" if similar else ""
+                    message = f"its configuration has no such key{hint}"
                     raise ConfigError([ConfigIssue(f"model.config.{key}", message, value)])
                 setattr(typed, key, value)
     except ConfigError:
         raise
-    except Exception as error:  # code of others may fail in any way
-        raise ConfigError([_wrong(config, error)]) from None
+    except Exception as error:  # third-party code may fail in any way
+        raise ConfigError([_config_issue(config, error)]) from None
     return typed
 
 
@@ -198,15 +203,15 @@ def _refuse_quantised(content: Mapping[str, Any], config: HuggingFaceConfig) -> 
 
 
 def _refuse_kernels(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
-    """Refuse a file that names a repository of kernels, whose code transformers fetches and runs.
+    """Refuse a file that selects a repository of kernels, which transformers would run.
 
     Raises:
-        ConfigError: It does, at whatever depth.
+        ConfigError: A key at any depth names a repository.
     """
     for key, value in content.items():
-        named = [*value.values()] if isinstance(value, Mapping) else [value]
+        names = [*value.values()] if isinstance(value, Mapping) else [value]
         names_code = key.strip("_").removesuffix("_internal") in _IMPLEMENTATIONS
-        if names_code and any("/" in str(name) for name in named):
+        if names_code and any("/" in str(name) for name in names):
             message = (
                 f"its {files.CONFIG_FILE_NAME} has {key}={value}, whose code would be fetched "
             )
@@ -217,72 +222,76 @@ def _refuse_kernels(content: Mapping[str, Any], config: HuggingFaceConfig) -> No
 
 
 def _refuse_oversized(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
-    """Refuse more blocks or experts than any model has: each is an object, and takes time.
+    """Refuse more blocks or experts than any model has, because each takes time to build.
 
     Raises:
-        ConfigError: It names the first key with more.
+        ConfigError: Names the first key with a larger number.
     """
     for key, value in content.items():
         if isinstance(value, Mapping):
             _refuse_oversized(value, config)
         elif isinstance(value, int) and value > MOST_LAYERS and key.endswith(_COUNTS):
             message = f"{key}={value}: must be at most {MOST_LAYERS}"
-            where = "model.path" if config.path else "model.config"
-            raise ConfigError([ConfigIssue(where, message, config.path or ...)])
+            source_key = "model.path" if config.path else "model.config"
+            raise ConfigError([ConfigIssue(source_key, message, config.path or ...)])
 
 
 def _refuse_kind(kind: Any, config: HuggingFaceConfig) -> None:
-    """Refuse a ``model_type`` that is no causal language model's.
+    """Refuse a ``model_type`` that is not a causal language model.
 
     Raises:
-        ConfigError: It says which was meant.
+        ConfigError: Suggests the most similar type.
     """
     if kind in library.causal_types():
         return
     key = "model.path" if config.path else "model.config.model_type"
     value = config.path if config.path else kind
-    shown = f"model_type={kind} " if config.path else ""
+    prefix = f"model_type={kind} " if config.path else ""
     if kind in library.config_types():
-        message = f"{shown}is not a causal language model; give one that continues text"
+        message = f"{prefix}is not a causal language model; give one that continues text"
     else:
-        close = nearest(str(kind), library.causal_types())
-        meant = f"; did you mean {close}?" if close else ""
+        similar = nearest(str(kind), library.causal_types())
+        hint = f"; did you mean {similar}?" if similar else ""
         version = library.transformers().__version__
-        message = f"{shown}is not known to transformers {version}{meant}"
+        message = f"{prefix}is not known to transformers {version}{hint}"
     raise ConfigError([ConfigIssue(key, message, value)])
 
 
 def _refuse_untrainable(typed: Any, config: HuggingFaceConfig) -> None:
-    """Refuse what a causal language model's loss would train in silence, and wrongly.
+    """Refuse models that a causal language model's loss would train wrongly without an error.
 
     Raises:
-        ConfigError: It says what the model is.
+        ConfigError: Says what kind of model it is.
     """
     kind = typed.model_type
-    why = _NEVER_CAUSAL.get(kind, "")
+    reason = _NEVER_CAUSAL.get(kind, "")
     if getattr(typed, "is_encoder_decoder", False):
-        why = (
+        reason = (
             "is an encoder-decoder, which is not supported; set "
-            "model.config.is_encoder_decoder=false to train its decoder alone"
+            "model.config.is_encoder_decoder=false to train only its decoder"
         )
     elif any(getattr(typed, part, None) is not None for part in _MODALITIES):
-        why = "takes images or sound too, which is not supported; give its text model"
+        reason = "also takes images or sound, which is not supported; use its text model"
     elif getattr(typed, "is_decoder", True) is False and kind not in _CAUSAL_WITHOUT_A_FLAG:
-        why = "is an encoder, whose tokens see later ones; set model.config.is_decoder=true"
+        reason = (
+            "is an encoder, in which tokens attend to later ones; set model.config.is_decoder=true"
+        )
     elif getattr(typed, "causal", True) is False:
-        why = "sees later tokens; set model.config.causal=true"
-    if why:
+        reason = "attends to later tokens; set model.config.causal=true"
+    if reason:
         key = "model.path" if config.path else "model.config.model_type"
-        shown = f"model_type={kind} " if config.path else ""
-        raise ConfigError([ConfigIssue(key, f"{shown}{why}", config.path or kind)])
+        prefix = f"model_type={kind} " if config.path else ""
+        raise ConfigError([ConfigIssue(key, f"{prefix}{reason}", config.path or kind)])
 
 
-def _wrong(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
-    """Say in a line what transformers says of a configuration in many."""
+def _config_issue(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
+    """Shorten transformers' error about a configuration to one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__
     reason = str(cause).strip() if cause is not None and str(cause).strip() else " ".join(lines)
-    shown = config.config if config.config else ...
-    where = f"{config.path}/{files.CONFIG_FILE_NAME}: " if config.path else ""
-    message = f"{where}{reason or type(error).__name__}"
-    return ConfigIssue("model.config" if config.config else "model.path", message[:400], shown)
+    shown_value = config.config if config.config else ...
+    file_name = f"{config.path}/{files.CONFIG_FILE_NAME}: " if config.path else ""
+    message = f"{file_name}{reason or type(error).__name__}"
+    return ConfigIssue(
+        "model.config" if config.config else "model.path", message[:400], shown_value
+    )

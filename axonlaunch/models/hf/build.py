@@ -1,7 +1,7 @@
-"""From an architecture to a module: parameters without storage, buffers with values.
+"""Builds transformers models with recorded initialization: no storage for parameters.
 
-Its forward takes tokens and returns logits, beside a router's auxiliary loss if it has one. The
-authors' code is kept; a model that returns something else is refused.
+Buffers have values. The forward maps tokens to logits, with a router's auxiliary loss if there is
+one. The model's code is used unchanged.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from axonlaunch.models.spec import ModelOutputs
 
 _ATTENTION = {"auto": None, "sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""What a model calls the weight of its routers' loss."""
+"""Attributes with the weight of the routers' auxiliary loss."""
 
 
 class CausalLM(nn.Module):
-    """What a class of transformers is given: a forward from tokens to logits.
+    """Base class that gives a transformers class a forward from tokens to logits.
 
     Attributes:
-        _part_positions: Of the tokens of a part of a sequence, by their number; None: they are all.
-        _whole_positions: Positions in documents of a part's tokens to those of the whole rows'.
+        _part_positions: Maps the number of tokens in a part of a sequence to their positions; None
+            for full sequences.
+        _whole_positions: Gathers the positions in documents from a part of the rows to full rows.
     """
 
     _part_positions: Callable[[int], Tensor] | None = None
@@ -41,11 +42,14 @@ class CausalLM(nn.Module):
 
         Args:
             input_ids: Tokens.
-            positions: Of each token in its document, for rows that hold several, [samples, tokens].
+            positions: Position of each token in its document, [samples, tokens], if rows hold
+                several documents.
         """
         if positions is not None:
-            whole = self._whole_positions
-            with library.documents_apart(positions if whole is None else whole(positions)):
+            gather_positions = self._whole_positions
+            with library.documents_apart(
+                positions if gather_positions is None else gather_positions(positions)
+            ):
                 outputs: Any = super().forward(input_ids=input_ids, position_ids=positions)
         elif self._part_positions is None:
             outputs = super().forward(input_ids=input_ids)
@@ -61,10 +65,10 @@ class CausalLM(nn.Module):
 
 
 def build_recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Initializer]]:
-    """Build a model, and return how each of its parameters starts.
+    """Build a model and return it with the initializers of its parameters.
 
     Raises:
-        ConfigError: It can't be described, or its own code can't build it so.
+        ConfigError: The architecture can't be determined, or the model's code can't build it.
     """
     typed = architecture(config)
     attention = _ATTENTION[config.attention]
@@ -72,7 +76,7 @@ def build_recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Init
         library.choose_attention_kernel(typed, attention)
     recorder = WeightRecorder()
     try:
-        # Buffers get the values that the constructors compute, which no checkpoint has.
+        # Build on the CPU, so that buffers get their values, which are not in checkpoints.
         with library.quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), recorder:
             model: Any = library.transformers().AutoModelForCausalLM.from_config(
                 typed, dtype=torch.float32, trust_remote_code=config.trust_remote_code
@@ -83,7 +87,7 @@ def build_recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Init
             raise ValueError(f"its code gives {empty[0]} no values")
     except ConfigError:
         raise
-    except Exception as error:  # a constructor may refuse figures in any way
+    except Exception as error:  # a constructor may raise any error
         raise ConfigError([_failure(config, error)]) from error
     cls = type(model)
     model.__class__ = type(cls.__name__, (CausalLM, cls), {"__module__": cls.__module__})
@@ -92,7 +96,7 @@ def build_recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Init
 
 def untraceable(config: HuggingFaceConfig) -> str:
     """Return why a model can't be run on tensors without values; empty if it can."""
-    if config.attention == "flex":  # torch's compiler, which it calls, ends the process there
+    if config.attention == "flex":  # it calls torch's compiler, which would crash the process
         return "model.attention=flex can't be run without values; use sdpa to estimate"
     return ""
 
@@ -101,7 +105,7 @@ def _coefficient(model: Any) -> float:
     """Return the weight of a model's auxiliary loss.
 
     Raises:
-        ConfigError: It has none that is known here.
+        ConfigError: The model has no known attribute for it.
     """
     for owner in (model, model.config):
         for name in _COEFFICIENTS:

@@ -1,7 +1,8 @@
-"""Where each parameter of a model is among the tensors of a checkpoint, and back.
+"""Maps model parameters to the tensors of a checkpoint, and back.
 
-transformers renames tensors and packs experts while it reads, and undoes both when it writes; its
-own code is asked, with ``Laid`` in place of tensors, or on the tensors where it computes with them.
+transformers renames tensors and packs experts when it loads a checkpoint, and undoes both when it
+saves one. Its conversion code is run with ``Laid`` instead of tensors, or on the tensors if it
+computes with them.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from axonlaunch.models.pieces import CannotPlaceError, Laid, Read
 
 @dataclass(frozen=True)
 class Computed:
-    """A parameter that is computed from whole tensors of a checkpoint, and can't be read in part.
+    """A parameter that is computed from full tensors of a checkpoint and can't be read in part.
 
     Attributes:
-        name: Its own.
-        shape: Its own.
-        sources: The tensors' names.
-        convert: Them, by name, to parameters, by name.
+        name: Name of the parameter.
+        shape: Shape of the parameter.
+        sources: Names of the checkpoint's tensors.
+        convert: Maps tensors by name to parameters by name.
     """
 
     name: str
@@ -40,13 +41,13 @@ class Computed:
     def read(
         self, read: Read, offsets: Sequence[int], lengths: Sequence[int], into: Tensor
     ) -> None:
-        """Fill a tensor with a region of the parameter; all of it is in memory meanwhile.
+        """Fill a tensor with a region of the parameter; the full parameter is in memory meanwhile.
 
         Args:
-            read: Reads a source, by its name; an empty region is the whole.
-            offsets: First index of the region in each dim.
-            lengths: How many it has of each.
-            into: [*lengths]; written in place.
+            read: Reads a source by name; an empty region reads all of it.
+            offsets: First index of the region in each dimension.
+            lengths: Size of the region in each dimension.
+            into: Tensor [*lengths] to fill in place.
         """
         region = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
         values = self.convert({name: read(name, ()) for name in self.sources})[self.name]
@@ -55,11 +56,11 @@ class Computed:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a checkpoint has of a model.
+    """Sources of a model's parameters in a checkpoint.
 
     Attributes:
-        parameters: By name of the model: where its values are.
-        unexpected: Names of tensors that the model has no place for.
+        parameters: Source of each parameter by name.
+        unexpected: Names of tensors that the model does not use.
     """
 
     parameters: Mapping[str, Laid | Computed]
@@ -67,12 +68,12 @@ class Conversion:
 
 
 @dataclass
-class _Collected:
-    """What goes into one converter of transformers.
+class _ConverterInputs:
+    """Inputs of one of transformers' converters.
 
     Attributes:
-        converter: Its own; None: one tensor is taken as it is.
-        sources: By the pattern that they match, in order.
+        converter: The converter, or None if a single tensor is used unchanged.
+        sources: Tensor names by the pattern that they match, in order.
     """
 
     converter: Any
@@ -83,52 +84,53 @@ def conversion(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Convers
     """Find a model's parameters among a checkpoint's tensors, as ``from_pretrained`` does.
 
     Args:
-        model: Of transformers; without storage.
-        shapes: Of the checkpoint's tensors, by name.
+        model: Model of transformers, without storage.
+        shapes: Shapes of the checkpoint's tensors by name.
     """
-    wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    wanted |= {name for name, _ in model.named_buffers()}
-    collected: dict[str, _Collected] = {}
+    model_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    model_names |= {name for name, _ in model.named_buffers()}
+    collected: dict[str, _ConverterInputs] = {}
     unexpected = []
     for source, target, pattern, converter in library.targets(model, list(shapes)):
-        if target not in wanted:
+        if target not in model_names:
             unexpected.append(source)
             continue
-        entry = collected.setdefault(target, _Collected(converter))
+        entry = collected.setdefault(target, _ConverterInputs(converter))
         entry.sources[pattern or source].append(source)
     parameters: dict[str, Laid | Computed] = {}
     for target, entry in collected.items():
-        parameters |= _places(model, target, entry, shapes)
+        parameters |= _find_sources(model, target, entry, shapes)
     ignored = library.ignored_patterns(model)
-    left = [
+    not_ignored = [
         name
         for name in unexpected
         if not any(re.search(expression, name) for expression in ignored)
     ]
-    return Conversion(_by_first_name(model, parameters), tuple(left))
+    return Conversion(_by_first_name(model, parameters), tuple(not_ignored))
 
 
 def as_saved(
     model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, blocks: str | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters as ``save_pretrained`` writes them, a block at a time.
+    """Yield parameters as ``save_pretrained`` writes them, block by block.
 
     Args:
-        model: Of transformers; without storage.
-        tensors: Its parameters and their names, those of a block after another.
-        blocks: Path of the list of blocks, which are converted apart; None: all are together.
+        model: Model of transformers, without storage.
+        tensors: Names and values of its parameters; those of a block must be consecutive.
+        blocks: Path of the list of blocks, which are converted separately. None converts all
+            parameters together.
     """
 
-    def block(named: tuple[str, Tensor]) -> str:
+    def block(item: tuple[str, Tensor]) -> str:
         prefix = f"{blocks}."
-        return named[0].removeprefix(prefix).split(".")[0] if named[0].startswith(prefix) else ""
+        return item[0].removeprefix(prefix).split(".")[0] if item[0].startswith(prefix) else ""
 
     for _, group in groupby(tensors, key=block):
         yield from library.revert_conversion(model, dict(group)).items()
 
 
-def _places(
-    model: nn.Module, target: str, entry: _Collected, shapes: Mapping[str, Sequence[int]]
+def _find_sources(
+    model: nn.Module, target: str, entry: _ConverterInputs, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Laid | Computed]:
     if entry.converter is None:
         [[source, *_]] = entry.sources.values()
@@ -139,31 +141,34 @@ def _places(
         for pattern, names in entry.sources.items():
             for name in names:
                 converter.add_tensor(target, name, pattern, values[name])
-        made = converter.convert(target, model=model, config=model.config)
+        converted = converter.convert(target, model=model, config=model.config)
         return {
-            name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
+            name: tensor[0] if isinstance(tensor, list) else tensor
+            for name, tensor in converted.items()
         }
 
     names = [name for group in entry.sources.values() for name in group]
     try:
-        placed: dict[str, Laid | Computed] = convert({n: Laid.whole(n, shapes[n]) for n in names})
+        sources: dict[str, Laid | Computed] = convert({n: Laid.whole(n, shapes[n]) for n in names})
     except (CannotPlaceError, TypeError, AttributeError):
-        made = convert({name: torch.empty(tuple(shapes[name]), device="meta") for name in names})
+        converted = convert(
+            {name: torch.empty(tuple(shapes[name]), device="meta") for name in names}
+        )
         return {
             name: Computed(name, tensor.shape, tuple(names), convert)
-            for name, tensor in made.items()
+            for name, tensor in converted.items()
         }
-    return placed
+    return sources
 
 
 def _by_first_name(
     model: nn.Module, parameters: dict[str, Laid | Computed]
 ) -> dict[str, Laid | Computed]:
-    """Call what is tied by its first name, whichever of its names a checkpoint has."""
+    """Rename tied parameters to their first name; checkpoints may use any of their names."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = dict(parameters)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (own := first[id(parameter)]) != name and name in tied:
-            place = tied.pop(name)
-            tied.setdefault(own, place)
+        if (first_name := first[id(parameter)]) != name and name in tied:
+            source = tied.pop(name)
+            tied.setdefault(first_name, source)
     return tied

@@ -1,9 +1,9 @@
-"""The attention of transformers' models whose sequences are divided over ranks.
+"""Attention of transformers models with sequences that are split over ranks.
 
-It joins transformers' registry of attention functions under a name of its own. What a rank computes
-is what the function that was chosen before would compute for the rank's positions: the mask is that
-of the model, built from its own mask functions at the positions of this part, so that windows and
-chunks hold. What it is not offered, a model that attends by itself, ``sequence_mixing`` reports.
+It is registered in transformers' registry of attention functions. A rank computes the same as the
+previously selected function would compute for the rank's positions. The mask is built from the
+model's mask functions at the positions of this part, so windows and chunks stay correct. Models
+that don't use the registry are reported by ``sequence_mixing``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from axonlaunch.models.attention import SequenceParts
 from axonlaunch.models.hf import library
 
 NAME = "axonlaunch_divided"
-"""In transformers' registries, and of the attribute of a configuration that says how."""
+"""Name in transformers' registries, and of the configuration attribute with the ``_Division``."""
 
 
 @dataclass(frozen=True)
 class _Division:
-    """How attention is divided, and what it is that is divided.
+    """How a model's sequences are split.
 
     Attributes:
-        parts: Of sequences.
-        chosen: The function that attended before, by its name.
-        needs_mask: Whether attention without a mask is refused.
+        parts: Functions for parts of sequences.
+        chosen: Name of the previously selected attention function.
+        needs_mask: Whether attention without a mask is an error.
     """
 
     parts: SequenceParts
@@ -39,20 +39,22 @@ class _Division:
 
 
 def divide_attention(model: Any, parts: SequenceParts, *, needs_mask: bool = False) -> None:
-    """Let a model, or a stage of one, compute on parts of sequences, in place.
+    """Make a model or pipeline stage compute on parts of sequences, in place.
 
     Args:
-        model: One of its own, whose configuration nobody else has.
-        parts: How a rank reaches the others.
-        needs_mask: Whether attention without a mask is refused, by who looks for it.
+        model: Model with a configuration that no other model uses.
+        parts: Functions for parts of sequences.
+        needs_mask: Whether attention without a mask is an error; used by ``sequence_mixing``.
     """
     library.register_attention(NAME, attend=attend, mask=mask)
     model._part_positions = parts.positions
     model._whole_positions = lambda part: parts.gather(part[:, None, :, None])[:, 0, :, 0]
-    for config in {id(each): each for each in map(_config, model.modules()) if each}.values():
-        chosen = library.attention_kernel(config)
-        if chosen != NAME:
-            object.__setattr__(config, NAME, _Division(parts, chosen, needs_mask))
+    for config in {
+        id(config): config for config in map(_config, model.modules()) if config
+    }.values():
+        kernel = library.attention_kernel(config)
+        if kernel != NAME:
+            object.__setattr__(config, NAME, _Division(parts, kernel, needs_mask))
             library.replace_attention_kernel(config, NAME)
 
 
@@ -69,20 +71,21 @@ def mask(
     allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> Tensor | None:
-    """Return what a part's tokens may attend to, [B, 1, part, whole]; None: all before them.
+    """Return the mask of a part's tokens, [B, 1, part, whole]; None for causal attention.
 
-    Of rows that hold several documents, those of a token's own.
+    In rows that hold several documents, a token attends only to its document.
 
     Args:
-        batch_size: Samples.
-        q_length: Tokens of the part.
-        mask_function: Sample, head, position and other position to whether one sees the other.
-        config: The model's.
-        dtype: Of an additive mask.
-        device: Where it is needed.
-        attention_mask: Of padding.
-        local_size: A window or a chunk.
-        allow_is_causal_skip: Whether the function is causal but for ``local_size``.
+        batch_size: Number of samples.
+        q_length: Number of tokens in the part.
+        mask_function: Maps sample, head, query position and key position to whether the query
+            attends to the key.
+        config: Configuration of the model.
+        dtype: Dtype of an additive mask.
+        device: Device of the mask.
+        attention_mask: Padding mask.
+        local_size: Size of a window or chunk.
+        allow_is_causal_skip: Whether the function is causal except for ``local_size``.
 
     Raises:
         ValueError: Samples are padded.
@@ -90,23 +93,27 @@ def mask(
     if attention_mask is not None and not library.hides_nothing(attention_mask):
         raise ValueError("a padded sequence can't be divided over ranks")
     division: _Division = getattr(config, NAME)
-    whole = q_length * division.parts.ranks
+    full_length = q_length * division.parts.ranks
     positions = library.document_positions()
-    is_causal = allow_is_causal_skip and (local_size is None or whole <= local_size)
+    is_causal = allow_is_causal_skip and (local_size is None or full_length <= local_size)
     if is_causal and division.chosen == "sdpa" and positions is None:
         return None
     with division.parts.around():
-        here = division.parts.positions(q_length).to(device)[None, None, :, None]
-        there = torch.arange(whole, device=device)[None, None, None, :]
+        query_positions = division.parts.positions(q_length).to(device)[None, None, :, None]
+        key_positions = torch.arange(full_length, device=device)[None, None, None, :]
         sample = torch.arange(batch_size, device=device)[:, None, None, None]
         head = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
-        seen = mask_function(sample, head, here, there).expand(batch_size, -1, q_length, whole)
+        is_visible = mask_function(sample, head, query_positions, key_positions).expand(
+            batch_size, -1, q_length, full_length
+        )
         if positions is not None:
             documents = (positions == 0).cumsum(-1)
-            seen = seen & (documents[sample, here] == documents[sample, there])
+            is_visible = is_visible & (
+                documents[sample, query_positions] == documents[sample, key_positions]
+            )
         if division.chosen == "sdpa":
-            return seen
-        return torch.zeros((), dtype=dtype, device=device).where(seen, torch.finfo(dtype).min)
+            return is_visible
+        return torch.zeros((), dtype=dtype, device=device).where(is_visible, torch.finfo(dtype).min)
 
 
 def attend(
@@ -117,16 +124,17 @@ def attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend from a part's queries [B, heads, tokens, head_dim] to the whole sequence.
+    """Compute attention from a part's queries [B, heads, tokens, head_dim] to the full sequence.
 
-    Without a mask it is a ring, in which no rank holds more than two parts; with one, which a ring
-    does not take, keys and values are gathered and the function that was chosen does the rest.
+    Without a mask, ring attention is used, in which no rank holds more than two parts. Ring
+    attention does not support masks, so with a mask keys and values are gathered and passed to the
+    previously selected function.
 
     Returns:
-        [B, tokens, heads, head_dim], and probabilities if the function gives them.
+        [B, tokens, heads, head_dim], and the probabilities if the function returns them.
 
     Raises:
-        ValueError: The mask is not what ``mask`` returned.
+        ValueError: The mask is not a result of ``mask``.
     """
     division: _Division = getattr(module.config, NAME)
     with division.parts.around():
@@ -143,21 +151,23 @@ def _attend(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     if division.needs_mask and attention_mask is None:
-        raise ValueError(f"{type(module).__name__} attends without a mask of transformers'")
+        raise ValueError(f"{type(module).__name__} attends without a mask from transformers")
     parts, length = division.parts, query.shape[2]
-    whole = length * parts.ranks
+    full_length = length * parts.ranks
     if attention_mask is None:
         if division.chosen == "sdpa" and _fits_a_ring(module, key, value, options):
-            usual, scaling = query.shape[-1] ** -0.5, options.get("scaling")
-            if scaling is not None and scaling != usual:
-                query = query * (scaling / usual)
+            default_scale, scaling = query.shape[-1] ** -0.5, options.get("scaling")
+            if scaling is not None and scaling != default_scale:
+                query = query * (scaling / default_scale)
             return parts.attend(query, key, value).transpose(1, 2).contiguous(), None
         if _is_causal(module, options):
-            here = parts.positions(length).to(query.device)
-            attention_mask = (torch.arange(whole, device=query.device) <= here[:, None])[None, None]
-    elif attention_mask.shape[-2:] != (length, whole):
+            positions = parts.positions(length).to(query.device)
+            attention_mask = (torch.arange(full_length, device=query.device) <= positions[:, None])[
+                None, None
+            ]
+    elif attention_mask.shape[-2:] != (length, full_length):
         shape = tuple(attention_mask.shape)
-        raise ValueError(f"{type(module).__name__} attends by a mask {shape} of its own")
+        raise ValueError(f"{type(module).__name__} attends with a custom mask {shape}")
     inner = library.attention_function(division.chosen) or _eager(module)
     outputs: tuple[Tensor, Tensor | None] = inner(
         module, query, parts.gather(key), parts.gather(value), attention_mask, **options
@@ -180,7 +190,7 @@ def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
 
 
 def _eager(module: nn.Module) -> Any:
-    """Return the attention that a model's own file computes step by step."""
+    """Return the attention function that the model's source file defines."""
     for cls in type(module).__mro__:
         if function := getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None):
             return function

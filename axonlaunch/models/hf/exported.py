@@ -1,6 +1,6 @@
-"""What a folder of exported weights holds beside them, so that ``from_pretrained`` loads it.
+"""Writes the files next to exported weights that ``from_pretrained`` needs.
 
-It writes no weights.
+The weights are written elsewhere.
 """
 
 from __future__ import annotations
@@ -23,58 +23,63 @@ from axonlaunch.system.files import (
 )
 
 _OURS = (files.CONFIG_FILE_NAME, "*.safetensors.index.json", "*.bin.index.json")
-"""What is written again, or belongs to the weights that were read."""
+"""Files that are not copied, because they are written anew or describe the weights that were read.
+"""
 
 
 def config_json(config: HuggingFaceConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``: the file's, with what was overridden.
+    """Return the content of ``config.json``, including overrides.
 
     Raises:
-        ConfigError: The model can't be described.
+        ConfigError: The architecture can't be determined.
     """
-    derived = structure(config)
-    content: dict[str, Any] = json.loads(derived.typed.to_json_string(use_diff=True))
-    content.pop("use_cache", None)  # off for training alone
-    before = files.read_config(config)
-    content |= {key: before[key] for key in ("use_cache", "auto_map") if key in before}
-    content["architectures"] = [type(derived.model).__name__]
+    model_structure = structure(config)
+    content: dict[str, Any] = json.loads(model_structure.typed.to_json_string(use_diff=True))
+    content.pop("use_cache", None)  # off only during training
+    original = files.read_config(config)
+    content |= {key: original[key] for key in ("use_cache", "auto_map") if key in original}
+    content["architectures"] = [type(model_structure.model).__name__]
     return content
 
 
 def copy_besides(config: HuggingFaceConfig, folder: Path) -> list[str]:
-    """Copy a tokenizer's files and how text is generated; return the names of what was written.
+    """Copy tokenizer files and the generation configuration; return the names of the written files.
 
-    A model that came without a file says the latter by its configuration.
+    If the model has no generation configuration, it is created from the model's configuration.
 
     Raises:
-        ConfigError: The model's folder is not there any more, or holds what is no regular file.
+        ConfigError: The model's folder has disappeared, or one of the files is not a regular file.
     """
-    where, written = files.folder(config), []
+    source_folder, written = files.folder(config), []
     patterns = (*files.BESIDES, *(["*.py"] if config.trust_remote_code else []))
-    for file in sorted(where.iterdir()) if where is not None else []:
-        wanted = any(fnmatch(file.name, pattern) for pattern in patterns)
-        if wanted and not file.is_dir() and not any(fnmatch(file.name, ours) for ours in _OURS):
+    for file in sorted(source_folder.iterdir()) if source_folder is not None else []:
+        is_wanted = any(fnmatch(file.name, pattern) for pattern in patterns)
+        if (
+            is_wanted
+            and not file.is_dir()
+            and not any(fnmatch(file.name, excluded) for excluded in _OURS)
+        ):
             _copy(file, folder / file.name, path=config.path)
             written.append(file.name)
     if "generation_config.json" not in written:
         typed = structure(config).typed
-        made = library.transformers().GenerationConfig.from_model_config(typed)
-        made.use_cache = True
-        made.save_pretrained(folder)
+        generation = library.transformers().GenerationConfig.from_model_config(typed)
+        generation.use_cache = True
+        generation.save_pretrained(folder)
         written.append("generation_config.json")
     return written
 
 
 def _copy(file: Path, to: Path, *, path: str | None) -> None:
-    """Copy a file of a model's folder with its permissions; no link out of the folder is followed.
+    """Copy a file of a model's folder with its permissions, without following links out of it.
 
     Raises:
-        ConfigError: It can't be read, is no regular file, or too large.
+        ConfigError: The file can't be read, is not a regular file, or is too large.
     """
     try:
-        copy = read_copy(inside_folder(file), at_most=LARGEST_MODEL_FILE)
-        with create_file(to, mode=copy.mode) as copied:
-            copied.write(copy.content)
+        source = read_copy(inside_folder(file), at_most=LARGEST_MODEL_FILE)
+        with create_file(to, mode=source.mode) as target:
+            target.write(source.content)
     except OSError as error:
         message = f"{file} can't be copied: {why_not_read(file, error)}"
         raise ConfigError([ConfigIssue("model.path", message, path)]) from None

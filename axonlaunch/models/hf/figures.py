@@ -1,6 +1,7 @@
-"""After how many blocks those of a model of transformers repeat, so that fewer stand for all.
+"""Finds the period of a transformers model's blocks, so that fewer blocks can represent all.
 
-A model whose kinds of blocks don't come in turn, or that can't be built with fewer, has no period.
+If the kinds of blocks don't repeat regularly, or the model can't be built with fewer blocks, there
+is no period.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from typing import Any
 from axonlaunch.config.errors import ConfigError
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf.structure import Structure, structure
-from axonlaunch.models.repeated_blocks import looks
+from axonlaunch.models.repeated_blocks import block_key
 
-_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "layer_index")
+_INDEX_NAMES = ("layer_idx", "layer_id", "layer_number", "block_idx", "layer_index")
 """Attributes of a block's modules that hold its number."""
 
 
 @dataclass(frozen=True)
 class Period:
-    """How the blocks of a model repeat.
+    """Repetition of a model's blocks.
 
     Attributes:
-        typed: Transformers' configuration of the model.
-        num_blocks: All of them; 0: fewer can't stand for them.
-        period: Blocks after which their kinds come again.
+        typed: transformers' configuration of the model.
+        num_blocks: Number of blocks; 0 if fewer can't represent them.
+        period: Number of blocks after which their kinds repeat.
     """
 
     typed: Any
@@ -33,27 +34,30 @@ class Period:
 
 
 def period(config: HuggingFaceConfig) -> Period:
-    """Return how the blocks of a model repeat.
+    """Return the repetition of a model's blocks.
 
     Raises:
-        ConfigError: It can't be built.
+        ConfigError: The model can't be built.
     """
-    whole = structure(config)
-    kinds = _kinds(whole)
+    full_model = structure(config)
+    kinds = _kinds(full_model)
     repeated = next((p for p in range(1, len(kinds) // 2 + 1) if kinds[p:] == kinds[:-p]), None)
     if repeated is None:
-        return Period(whole.typed)
+        return Period(full_model.typed)
     fewer = replace(config, config={**config.config, "num_hidden_layers": repeated})
     try:
-        is_first = _kinds(structure(fewer)) == kinds[:repeated]
+        is_prefix = _kinds(structure(fewer)) == kinds[:repeated]
     except ConfigError:
-        is_first = False
-    return Period(whole.typed, len(kinds), repeated) if is_first else Period(whole.typed)
+        is_prefix = False
+    return Period(full_model.typed, len(kinds), repeated) if is_prefix else Period(full_model.typed)
 
 
 def _kinds(model: Structure) -> list[Any]:
-    """Return what each block looks like, its number and its type."""
+    """Return a key for each block that is the same for equal blocks."""
     if model.layers is None:
         return []
     blocks: Any = model.model.get_submodule(model.layers)
-    return [(kind, looks(block, _NUMBERS)) for kind, block in zip(model.kinds, blocks, strict=True)]
+    return [
+        (kind, block_key(block, _INDEX_NAMES))
+        for kind, block in zip(model.kinds, blocks, strict=True)
+    ]

@@ -1,6 +1,6 @@
-"""Where the files of a model are: in a folder, or in the cache of the Hugging Face Hub.
+"""Locates and reads the files of a model, in a folder or in the Hugging Face Hub's cache.
 
-What is not there is refused; ``fetch`` alone reaches for the network.
+Missing files are an error; only ``fetch`` accesses the network.
 """
 
 from __future__ import annotations
@@ -18,48 +18,50 @@ from axonlaunch.system.files import inside_folder, read_text
 
 CONFIG_FILE_NAME = "config.json"
 BESIDES = ("*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
-"""What is fetched beside weights: a tokenizer's files, and how text is generated."""
+"""Files to fetch in addition to weights: configuration, tokenizer, generation settings."""
 _WEIGHTS = "*.safetensors"
 _FLOAT = "__float__"
-"""Key of what JSON has no number for."""
+"""Key that marks numbers that JSON can't represent."""
 _ID = re.compile(r"\w([\w.-]*\w)?(/\w([\w.-]*\w)?)?")
 _LARGEST_JSON = 64 << 20
 
 
 def folder(config: HuggingFaceConfig) -> Path | None:
-    """Return the folder of a model's files; None for a model of ``model.config`` alone.
+    """Return the folder of a model's files; None for a model that has only ``model.config``.
 
     Raises:
-        ConfigError: There is no such folder, and no such model in the Hub's cache.
+        ConfigError: The folder does not exist, and the model is not in the Hub's cache.
     """
     if config.path is None:
         return None
-    here = Path(config.path)
-    if here.is_dir():
-        return here
-    _refuse_no_id(config.path)
+    local_folder = Path(config.path)
+    if local_folder.is_dir():
+        return local_folder
+    _refuse_invalid_id(config.path)
     if (cached := _cached_folder(config)) is None:
-        raise ConfigError([_not_there(config, "there is no such folder, nor is it in the cache")])
+        raise ConfigError(
+            [_missing_files(config, "there is no such folder, nor is it in the cache")]
+        )
     return cached
 
 
 def read_config(config: HuggingFaceConfig) -> dict[str, Any]:
-    """Return what a model's ``config.json`` holds; {} for a model of ``model.config`` alone.
+    """Return the content of ``config.json``; {} for a model that has only ``model.config``.
 
     Raises:
-        ConfigError: There is none, or it can't be read.
+        ConfigError: The file does not exist or can't be read.
     """
-    where = folder(config)
-    if where is None:
+    model_folder = folder(config)
+    if model_folder is None:
         return {}
     content: dict[str, Any] = _with_floats(
-        read_folder_json(where / CONFIG_FILE_NAME, path=config.path)
+        read_folder_json(model_folder / CONFIG_FILE_NAME, path=config.path)
     )
     return content
 
 
 def _with_floats(value: Any) -> Any:
-    """Put numbers in place of ``{"__float__": "Infinity"}``, as transformers writes them."""
+    """Replace ``{"__float__": "Infinity"}``, which transformers writes, with numbers."""
     if isinstance(value, dict):
         if value.keys() == {_FLOAT} and value[_FLOAT] in ("Infinity", "-Infinity", "NaN"):
             return float(value[_FLOAT])
@@ -68,19 +70,19 @@ def _with_floats(value: Any) -> Any:
 
 
 def read_folder_json(file: Path, *, path: str | None) -> dict[str, Any]:
-    """Read an object of JSON out of a model's folder.
+    """Read a JSON object from a file in a model's folder.
 
     Args:
-        file: Its path; a link of the Hub's cache is followed, no other.
-        path: What the user wrote for the folder.
+        file: Path of the file; only links of the Hub's cache are followed.
+        path: The user's setting for the folder, for error messages.
 
     Raises:
-        ConfigError: It is not there, or holds something else.
+        ConfigError: The file does not exist, or does not contain a JSON object.
     """
     try:
         content = json.loads(read_text(inside_folder(file), at_most=_LARGEST_JSON))
         if not isinstance(content, dict):
-            raise TypeError(f"holds {type(content).__name__} where keys belong")
+            raise TypeError(f"contains {type(content).__name__} instead of a JSON object")
     except FileNotFoundError:
         message = f"has no {file.name}; give the folder of a model that save_pretrained wrote"
         raise ConfigError([ConfigIssue("model.path", message, path)]) from None
@@ -92,21 +94,21 @@ def read_folder_json(file: Path, *, path: str | None) -> dict[str, Any]:
 
 
 def fetch(config: HuggingFaceConfig, *, weights: bool) -> Path | None:
-    """Bring a model of the Hub into its cache, with a progress bar, if it is not there.
+    """Download a model from the Hub into its cache, with a progress bar, if it is not there.
 
     Args:
-        config: Of the model; one in a folder is left as it is.
-        weights: Whether its weights are wanted too, beside what describes it.
+        config: Configuration of the model; a model in a local folder is not downloaded.
+        weights: Whether to download the weights too.
 
     Returns:
-        Its folder; None for a model of ``model.config`` alone.
+        Folder of the model; None for a model that has only ``model.config``.
 
     Raises:
-        ConfigError: It can't be fetched.
+        ConfigError: The download fails.
     """
     if config.path is None or Path(config.path).is_dir():
         return folder(config)
-    _refuse_no_id(config.path)
+    _refuse_invalid_id(config.path)
     library.transformers()
     if (cached := _cached_folder(config)) is not None and (not weights or is_complete(cached)):
         return cached
@@ -117,7 +119,7 @@ def fetch(config: HuggingFaceConfig, *, weights: bool) -> Path | None:
         OfflineModeIsEnabled,
     )
 
-    huggingface_hub.utils.enable_progress_bars()  # which were disabled with those of transformers
+    huggingface_hub.utils.enable_progress_bars()  # library.transformers disabled them
     patterns = [*BESIDES, *([_WEIGHTS] if weights else []), *_code(config)]
     try:
         return Path(
@@ -126,26 +128,26 @@ def fetch(config: HuggingFaceConfig, *, weights: bool) -> Path | None:
             )
         )
     except (OfflineModeIsEnabled, LocalEntryNotFoundError):
-        why = "it is not in the cache, and the Hub can't be reached"
-        raise ConfigError([_not_there(config, why)]) from None
+        reason = "it is not in the cache, and the Hub can't be reached"
+        raise ConfigError([_missing_files(config, reason)]) from None
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no answer")
-        why = "there is no such folder, and no such model on the Hub" if status == 404 else ""
-        message = why or f"the Hub refuses it ({status}); log in with hf auth login"
-        raise ConfigError([_not_there(config, message)]) from None
-    except (OSError, ValueError) as error:  # no network, no free space, a name that is none
+        reason = "there is no such folder, and no such model on the Hub" if status == 404 else ""
+        message = reason or f"the Hub refuses it ({status}); log in with hf auth login"
+        raise ConfigError([_missing_files(config, message)]) from None
+    except (OSError, ValueError) as error:  # no network, no free space, an invalid name
         reason = str(error).splitlines()[0][:200]
-        raise ConfigError([_not_there(config, f"can't be fetched: {reason}")]) from None
+        raise ConfigError([_missing_files(config, f"can't be fetched: {reason}")]) from None
 
 
-def is_complete(where: Path) -> bool:
-    """Say whether a folder has all files of weights that its index names, or some without one."""
-    index = where / "model.safetensors.index.json"
+def is_complete(model_folder: Path) -> bool:
+    """Return whether all weight files in a folder's index exist, or any weight file if no index."""
+    index = model_folder / "model.safetensors.index.json"
     if not index.exists():
-        return any(where.glob(_WEIGHTS))
-    files = read_folder_json(index, path=str(where)).get("weight_map")
+        return any(model_folder.glob(_WEIGHTS))
+    files = read_folder_json(index, path=str(model_folder)).get("weight_map")
     names = {str(name) for name in files.values()} if isinstance(files, dict) else set()
-    return bool(names) and all((where / name).exists() for name in names)
+    return bool(names) and all((model_folder / name).exists() for name in names)
 
 
 def _code(config: HuggingFaceConfig) -> list[str]:
@@ -153,7 +155,7 @@ def _code(config: HuggingFaceConfig) -> list[str]:
 
 
 def _cached_folder(config: HuggingFaceConfig) -> Path | None:
-    """Return a model's folder in the Hub's cache, if its description is in it."""
+    """Return a model's folder in the Hub's cache if it contains the configuration, or None."""
     library.transformers()
     import huggingface_hub
 
@@ -163,11 +165,11 @@ def _cached_folder(config: HuggingFaceConfig) -> Path | None:
     return Path(cached).parent if isinstance(cached, str | os.PathLike) else None
 
 
-def _refuse_no_id(path: str) -> None:
-    """Refuse what can be neither a folder that is there nor a model's id.
+def _refuse_invalid_id(path: str) -> None:
+    """Refuse a path that is neither an existing folder nor a valid model id.
 
     Raises:
-        ConfigError: It is such.
+        ConfigError: The path is not a valid model id.
     """
     if _ID.fullmatch(path) and not any(part in path for part in ("..", "--")):
         return
@@ -175,7 +177,10 @@ def _refuse_no_id(path: str) -> None:
     raise ConfigError([ConfigIssue("model.path", message, path)])
 
 
-def _not_there(config: HuggingFaceConfig, why: str) -> ConfigIssue:
-    at = f" at {config.revision}" if config.revision else ""
-    message = f"{why}; give a folder, or run hf download {config.path}{at} where there is a network"
+def _missing_files(config: HuggingFaceConfig, reason: str) -> ConfigIssue:
+    option = f" --revision {config.revision}" if config.revision else ""
+    message = (
+        f"{reason}; give a folder, or run hf download {config.path}{option} "
+        "where there is a network"
+    )
     return ConfigIssue("model.path", message, config.path)

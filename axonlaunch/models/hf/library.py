@@ -1,6 +1,6 @@
-"""The installed transformers, and everything that depends on how it works inside.
+"""Imports transformers and contains all code that depends on its internals.
 
-A version that can't serve is refused; ``tests/models/hf/test_library.py`` holds what is private.
+Versions that are too old are an error. ``tests/models/hf/test_library.py`` tests the private names.
 """
 
 from __future__ import annotations
@@ -26,37 +26,39 @@ from axonlaunch.models import attention
 from axonlaunch.models.torch_internals import is_fake, unset_fake_temporarily
 
 OLDEST = (5, 9)
-"""Version of transformers from which it builds and converts as this package expects.
+"""Oldest supported version of transformers.
 
-Until 5.3 configurations are no dataclasses; 5.4 can't build Olmo2's own defaults.
+Up to 5.3 configurations are no dataclasses, and 5.4 can't build Olmo2 with its default
+configuration.
 """
 INSTALL = "pip install 'axonlaunch[hf]'"
 
 
-_POSITIONS_ARE_OF_A_PART: ContextVar[bool] = ContextVar("positions_are_of_a_part", default=False)
+_IS_PART: ContextVar[bool] = ContextVar("positions_are_of_a_part", default=False)
 _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
-"""Positions of tokens in their documents, [samples, tokens]; None: a sample is one sequence."""
+"""Positions of tokens in their documents, [samples, tokens]; None without packing."""
 
 
 @contextmanager
 def positions_of_a_part() -> Iterator[None]:
-    """Keep transformers from taking the gap in a part's positions for the start of a document."""
-    token = _POSITIONS_ARE_OF_A_PART.set(True)
+    """Tell transformers that a gap in the positions does not start a new document."""
+    token = _IS_PART.set(True)
     try:
         yield
     finally:
-        _POSITIONS_ARE_OF_A_PART.reset(token)
+        _IS_PART.reset(token)
 
 
 @contextmanager
 def documents_apart(positions: Tensor) -> Iterator[None]:
-    """Let every mask that transformers builds keep documents from each other.
+    """Make all masks that transformers builds separate the documents.
 
-    It would do so by itself for the models that hand their positions to what builds masks, which
-    not all do, and with a look at the values, for which a GPU is waited for.
+    transformers does this itself only for models that pass their positions to the mask builder,
+    which not all do. It would also read the values of the positions, for which a GPU must be
+    synchronized.
 
     Args:
-        positions: Of each token of whole rows in its document, [samples, tokens].
+        positions: Position of each token of full rows in its document, [samples, tokens].
     """
     token = _DOCUMENTS.set(positions)
     try:
@@ -66,26 +68,26 @@ def documents_apart(positions: Tensor) -> Iterator[None]:
 
 
 def document_positions() -> Tensor | None:
-    """Return the positions of tokens in their documents, [samples, tokens]; None: no packing."""
+    """Return the positions of tokens in their documents, [samples, tokens]; None if not packed."""
     return _DOCUMENTS.get()
 
 
 def register_attention(name: str, *, attend: Any, mask: Any) -> None:
-    """Add a function to transformers' registry of attention, and what builds its masks."""
+    """Add an attention function and its mask builder to transformers' registry."""
     importlib.import_module("transformers.modeling_utils").AttentionInterface.register(name, attend)
     masking = importlib.import_module("transformers.masking_utils")
     masking.AttentionMaskInterface.register(name, mask)
 
 
 def attention_function(name: str) -> Any:
-    """Return a function of transformers' registry; None for ``eager``, which each model has."""
+    """Return a function from transformers' registry; None for ``eager``, which models define."""
     functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     return functions.get(name)
 
 
 @functools.cache
 def transformers() -> Any:
-    """Import transformers, which then keeps its advice to itself.
+    """Import transformers and disable its log messages and progress bars.
 
     Raises:
         ConfigError: It is not installed, or too old.
@@ -97,49 +99,52 @@ def transformers() -> Any:
         raise ConfigError([ConfigIssue("model.name", message, "hf")]) from None
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        message = f"transformers {version} is installed, and it takes {oldest} or newer; {INSTALL}"
+        message = (
+            f"transformers {version} is installed, but {oldest} or newer is required; {INSTALL}"
+        )
         raise ConfigError([ConfigIssue("model.name", message, "hf")])
-    # It would look for new versions of what is in the cache whenever it reads a file of it.
+    # Otherwise it checks for new versions online whenever it reads a file in its cache.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     module = importlib.import_module("transformers")
     module.utils.logging.set_verbosity_error()
     module.utils.logging.disable_progress_bar()
-    _let_masks_be_those_of_a_run()
-    _let_masks_keep_documents_apart()
-    _let_rotary_tables_be_those_of_a_run()
-    _let_kernels_refuse_groups()
+    _build_same_masks_when_fake()
+    _separate_documents_in_masks()
+    _build_same_rotary_tables_when_fake()
+    _repeat_unsupported_groups()
     return module
 
 
 _MASKED = ("sdpa", "eager", "flex_attention")
-"""The implementations of attention that a run may choose, and that are given masks."""
+"""Attention implementations that a run may select and that get masks."""
 
 
-def _let_masks_be_those_of_a_run() -> None:
-    """Let a model on tensors without values build the masks that it builds on tensors with values.
+def _build_same_masks_when_fake() -> None:
+    """Make a model build the same masks on tensors without values as on tensors with values.
 
-    It looks whether positions restart, and takes its own compiler's part where it can't look: a
-    mask [samples, 1, tokens, tokens] that no run has, and another kernel of attention.
+    transformers checks whether positions restart. On tensors without values it would instead assume
+    that they may, as for its compiler: it would build a mask [samples, 1, tokens, tokens] and use
+    another attention kernel than a run.
     """
     masking: Any = importlib.import_module("transformers.masking_utils")
-    look: Any = masking.find_packed_sequence_indices
+    original: Any = masking.find_packed_sequence_indices
 
     def find_packed_sequence_indices(position_ids: Any) -> Any:
-        known = _POSITIONS_ARE_OF_A_PART.get() or _DOCUMENTS.get() is not None
-        return None if known or is_fake(position_ids) else look(position_ids)
+        is_known = _IS_PART.get() or _DOCUMENTS.get() is not None
+        return None if is_known or is_fake(position_ids) else original(position_ids)
 
     masking.find_packed_sequence_indices = find_packed_sequence_indices
 
 
-def _let_masks_keep_documents_apart() -> None:
-    """Wrap what builds masks for each implementation of attention."""
+def _separate_documents_in_masks() -> None:
+    """Wrap the mask builder of each attention implementation."""
     masking: Any = importlib.import_module("transformers.masking_utils")
     for name in _MASKED:
         build: Any = masking.ALL_MASK_ATTENTION_FUNCTIONS[name]
-        masking.AttentionMaskInterface.register(name, _keeping_documents_apart(build))
+        masking.AttentionMaskInterface.register(name, _with_documents(build))
 
 
-def _keeping_documents_apart(build: Any) -> Any:
+def _with_documents(build: Any) -> Any:
     @functools.wraps(build)
     def build_mask(*, mask_function: Any, allow_is_causal_skip: bool = True, **options: Any) -> Any:
         positions, padding = _DOCUMENTS.get(), options.get("attention_mask")
@@ -156,49 +161,51 @@ def _keeping_documents_apart(build: Any) -> Any:
 
 
 def _within_documents(mask_function: Any, positions: Tensor) -> Any:
-    """Let tokens see those of their own document alone, at the distances that they have in it.
+    """Restrict attention to a token's document, with distances within the document.
 
-    Of ``positions`` [samples, tokens] 0 1 2 0 1, the fourth token sees itself, as a first one does.
+    With ``positions`` [samples, tokens] 0 1 2 0 1, the fourth token attends only to itself, like a
+    first token.
     """
     documents = (positions == 0).cumsum(-1)
 
     def mask(sample: Any, head: Any, query: Any, key: Any) -> Any:
-        at, seen = positions[sample, query], positions[sample, key]
-        same = documents[sample, query] == documents[sample, key]
-        return same & mask_function(sample, head, at, seen)
+        query_position, key_position = positions[sample, query], positions[sample, key]
+        is_same_document = documents[sample, query] == documents[sample, key]
+        return is_same_document & mask_function(sample, head, query_position, key_position)
 
     return mask
 
 
 def hides_nothing(padding: Tensor) -> bool:
-    """Say whether a mask of padding shows all tokens.
+    """Return whether a padding mask shows all tokens.
 
-    Models are given tokens and no mask: one without values is what OPT made of ones until 5.17.
+    Models here get tokens without a padding mask. A mask without values is therefore all ones; OPT
+    creates such a mask up to 5.17.
     """
     return is_fake(padding) or bool(padding.all())
 
 
-_LOOKING = ("dynamic", "longrope")
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary tables that depend on the value of the longest position."""
 
 
-def _let_kernels_refuse_groups() -> None:
-    """Let transformers repeat heads where no fused kernel of CUDA's shares them: also in fp32."""
+def _repeat_unsupported_groups() -> None:
+    """Repeat key-value heads if no fused CUDA kernel supports fewer of them, including in fp32."""
     sdpa: Any = importlib.import_module("transformers.integrations.sdpa_attention")
-    takes: Any = sdpa.use_gqa_in_sdpa
+    original: Any = sdpa.use_gqa_in_sdpa
 
     def use_gqa_in_sdpa(attention_mask: Any, key: Tensor, *rest: Any) -> bool:
-        fused = not attention.refuses_groups(key, attention_mask)
-        return fused and bool(takes(attention_mask, key, *rest))
+        is_fused = not attention.refuses_groups(key, attention_mask)
+        return is_fused and bool(original(attention_mask, key, *rest))
 
     sdpa.use_gqa_in_sdpa = use_gqa_in_sdpa
 
 
-def _let_rotary_tables_be_those_of_a_run() -> None:
-    """Give tables that depend on the longest position its value, on tensors without values too.
+def _build_same_rotary_tables_when_fake() -> None:
+    """Make rotary tables that depend on the longest position work on tensors without values.
 
-    Modules take the decorator when they are imported, which is later; of one that somebody imported
-    before, a table of that kind can't be traced.
+    Modules apply the decorator at import, which is later. If a module was imported before this
+    call, tables of these kinds can't be traced.
     """
     rotary: Any = importlib.import_module("transformers.modeling_rope_utils")
     decorate: Any = rotary.dynamic_rope_update
@@ -207,15 +214,19 @@ def _let_rotary_tables_be_those_of_a_run() -> None:
         updated = decorate(forward)
 
         @functools.wraps(updated)
-        def of_known_positions(self: Any, x: Any, position_ids: Any, *args: Any, **kw: Any) -> Any:
-            looks = any(kind in str(getattr(self, "rope_type", "")) for kind in _LOOKING)
-            if looks and is_fake(position_ids) and not _POSITIONS_ARE_OF_A_PART.get():
-                with unset_fake_temporarily():  # they count up from 0
-                    counted = torch.arange(position_ids.shape[-1])
-                    position_ids = counted.expand(tuple(position_ids.shape))
+        def with_known_positions(
+            self: Any, x: Any, position_ids: Any, *args: Any, **kw: Any
+        ) -> Any:
+            needs_values = any(
+                kind in str(getattr(self, "rope_type", "")) for kind in _LENGTH_DEPENDENT
+            )
+            if needs_values and is_fake(position_ids) and not _IS_PART.get():
+                with unset_fake_temporarily():  # positions count up from 0
+                    positions = torch.arange(position_ids.shape[-1])
+                    position_ids = positions.expand(tuple(position_ids.shape))
             return updated(self, x, position_ids, *args, **kw)
 
-        return of_known_positions
+        return with_known_positions
 
     rotary.dynamic_rope_update = dynamic_rope_update
 
@@ -230,42 +241,42 @@ def causal_types() -> dict[str, str]:
 
 @functools.cache
 def config_types() -> Any:
-    """Return the mapping of ``model_type`` to configuration classes, of models of all kinds."""
+    """Return the mapping from ``model_type`` to configuration class, for models of all kinds."""
     transformers()
     return importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
 
 
 @functools.cache
 def keys_read_by_code(cls: Any) -> frozenset[str]:
-    """Return the keys that a model's code looks for without its configuration declaring them.
+    """Return configuration keys that a model's code reads although its class does not declare them.
 
-    Qwen3-MoE reads ``getattr(config, "head_dim", ...)`` and DBRX ``attn_config.rope_theta``, and
-    their classes have no such fields.
+    For example, Qwen3-MoE reads ``getattr(config, "head_dim", ...)`` and DBRX reads
+    ``attn_config.rope_theta``; their configuration classes have no such fields.
     """
     folder = Path(inspect.getfile(cls)).parent
     code = "".join(file.read_text() for file in sorted(folder.glob("modeling_*.py")))
-    looked_up = set(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", code))
-    return frozenset(looked_up | set(re.findall(r"config\.(\w+)", code)) - {*dir(cls)})
+    read_keys = set(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", code))
+    return frozenset(read_keys | set(re.findall(r"config\.(\w+)", code)) - {*dir(cls)})
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what transformers warns of while it reads or builds: it is checked here, or moot."""
+    """Suppress transformers' warnings; they are irrelevant here or checked elsewhere."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def targets(model: Any, names: list[str]) -> Iterator[tuple[str, str, str | None, Any]]:
-    """Yield where each tensor of a checkpoint goes, as transformers' loading finds it.
+    """Yield the target parameter of each tensor in a checkpoint, as transformers' loading finds it.
 
     Args:
-        model: Without storage.
-        names: Of the tensors.
+        model: Model without storage.
+        names: Names of the tensors.
 
     Yields:
-        The tensor's name, the parameter's, and the converter's pattern and the converter that takes
-        it; None and None: it is taken as it is.
+        Tensor name, parameter name, pattern of the converter, and converter. The last two are None
+        if the tensor is used unchanged.
     """
     loading = importlib.import_module("transformers.core_model_loading")
     mapping = importlib.import_module("transformers.conversion_mapping")
@@ -276,7 +287,7 @@ def targets(model: Any, names: list[str]) -> Iterator[tuple[str, str, str | None
     converters = [
         transform for transform in transforms if isinstance(transform, loading.WeightConverter)
     ]
-    of_pattern = {
+    converter_by_pattern = {
         pattern: transform for transform in converters for pattern in transform.source_patterns
     }
     state = model.state_dict()
@@ -285,36 +296,36 @@ def targets(model: Any, names: list[str]) -> Iterator[tuple[str, str, str | None
         renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
         if renamed not in state and name in state:
             renamed, pattern = loading.rename_source_key(name, [], [], prefix, state)
-        yield name, renamed, pattern, of_pattern[pattern] if pattern else None
+        yield name, renamed, pattern, converter_by_pattern[pattern] if pattern else None
 
 
 def revert_conversion(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's parameters as transformers' saving names and shapes them."""
+    """Return a model's parameters with the names and shapes in which transformers saves them."""
     loading = importlib.import_module("transformers.core_model_loading")
-    original: dict[str, Any] = loading.revert_weight_conversion(model, tensors)
-    return original
+    saved: dict[str, Any] = loading.revert_weight_conversion(model, tensors)
+    return saved
 
 
 def ignored_patterns(model: Any) -> list[str]:
-    """Return patterns of tensors that a model may find in a checkpoint and has no use for."""
+    """Return name patterns of tensors in a checkpoint that a model may ignore."""
     return list(model._keys_to_ignore_on_load_unexpected or ())
 
 
 def has_attention_kernel(config: Any) -> bool:
-    """Say whether something is a configuration that names what computes attention."""
+    """Return whether an object is a configuration that names an attention implementation."""
     return hasattr(config, "_attn_implementation_internal")
 
 
 def attention_kernel(config: Any) -> Any:
-    """Return the name of what computes a model's attention; None where it does not say."""
+    """Return the name of a model's attention implementation, or None."""
     return getattr(config, "_attn_implementation_internal", None)
 
 
 def choose_attention_kernel(config: Any, name: str) -> None:
-    """Let a model, and the models that are parts of it, compute attention so."""
+    """Set the attention implementation of a model and of the models that it contains."""
     config._attn_implementation = name
 
 
 def replace_attention_kernel(config: Any, name: str) -> None:
-    """Let what has this very configuration compute attention so, unchecked."""
+    """Set the attention implementation of exactly this configuration, without checks."""
     object.__setattr__(config, "_attn_implementation_internal", name)

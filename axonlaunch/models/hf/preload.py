@@ -1,6 +1,6 @@
-"""Imported by the fork server for a run of a model of transformers, so that no rank has to.
+"""Preloads transformers in the fork server, so that no rank has to import it.
 
-Where transformers is not installed it does nothing: who checks the configuration says so.
+Without transformers this does nothing; the configuration check reports the missing package.
 """
 
 import contextlib
@@ -13,6 +13,6 @@ gc.disable()
 with contextlib.suppress(ConfigError):
     transformers = library.transformers()
     for name in ("AutoConfig", "AutoModelForCausalLM", "PreTrainedModel", "GenerationConfig"):
-        getattr(transformers, name)  # which imports the module that it is in
+        getattr(transformers, name)  # accessing the attribute imports its module
 gc.freeze()
 gc.enable()

@@ -1,8 +1,9 @@
-"""How each parameter of a model starts, recorded while its own code initialises it without storage.
+"""Records how transformers' code initializes each parameter of a model without storage.
 
-transformers draws a module's weights one after another from one generator, so that they depend on
-what was drawn before; here the same operations are noted, and repeated for each parameter from
-a generator of its name. What an operation needs of other tensors is drawn as a whole.
+transformers draws the weights of all modules from one generator, so each weight depends on the
+previous draws. Here the operations are recorded and repeated for each parameter with a generator
+that is seeded by its name. A parameter with an initialization that needs other tensors is drawn in
+full.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ _REPLACING = {
     *(_aten.normal_.default, _aten.uniform_.default, _aten.zero_.default),
     *(_aten.fill_.Scalar, _aten.fill_.Tensor),
 }
-"""Give every element a value of its own, whatever was there."""
+"""Operations that replace every element, independent of previous values."""
 _CHANGING = {
     *(_aten.mul_.Tensor, _aten.add_.Tensor, _aten.erfinv_.default, _aten.clamp_.default),
     *(_aten.sub_.Tensor, _aten.div_.Tensor),
 }
-"""Change every element by itself, as in drawing from a truncated normal distribution."""
+"""Elementwise operations, as used to draw from a truncated normal distribution."""
 _RANDOM = {_aten.normal_.default, _aten.uniform_.default}
 _KEPT = 2**16
-"""Elements of a parameter whose first value is kept: a norm's ones, a gate's zero."""
+"""Parameters up to this number of elements keep their first value, like a norm's ones."""
 _LARGE = 2**26
-"""Elements of a tensor that is made without storage at once: all experts of a block, say."""
+"""Tensors from this number of elements are created without storage, like all experts of a block."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """An operation in place, on all elements or on some rows.
+    """An in-place operation on all elements or on some rows.
 
     Attributes:
-        operation: Of torch, with the tensor as its first argument.
-        arguments: The others, numbers alone.
-        rows: The first and the last + 1 of the rows that it changes; None: all.
+        operation: torch operation with the tensor as its first argument.
+        arguments: Other arguments, all of them numbers.
+        rows: First and last + 1 of the changed rows; None for all rows.
     """
 
     operation: Any
@@ -55,18 +56,18 @@ class Step:
     rows: tuple[int, int] | None = None
 
     def apply(self, tensor: Tensor, generator: torch.Generator) -> None:
-        """Do it."""
-        drawn = {"generator": generator} if self.operation in _RANDOM else {}
-        self.operation(tensor, *self.arguments, **drawn)
+        """Run the operation."""
+        options = {"generator": generator} if self.operation in _RANDOM else {}
+        self.operation(tensor, *self.arguments, **options)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Operations that give a parameter its values, in any blocks of rows.
+    """Initializer that repeats recorded operations on any block of rows.
 
     Attributes:
-        steps: Those on all rows, in turn.
-        constant_rows: Those on some rows, after them: an embedding's zeros for padding.
+        steps: Operations on all rows, in order.
+        constant_rows: Later operations on some rows, such as zeros for padding in an embedding.
     """
 
     steps: tuple[Step, ...]
@@ -83,12 +84,12 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Whole:
-    """A parameter that can't be drawn in parts: its module's own code draws all of it.
+    """Initializer of a parameter that is drawn only in full, by the code of its module.
 
     Attributes:
-        module: That holds it, without storage.
-        name: Of the parameter in the module.
-        initialise: What the model does with such a module.
+        module: Module with the parameter, without storage.
+        name: Name of the parameter in the module.
+        initialise: The model's function that initializes such modules.
     """
 
     module: nn.Module
@@ -98,7 +99,7 @@ class Whole:
     blockwise: bool = False
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Return fp32 values of the shape, which is the whole parameter's."""
+        """Return fp32 values of the shape, which must be that of the full parameter."""
         module = copy.deepcopy(self.module)
         for name, parameter in list(module.named_parameters(recurse=False)):
             real = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
@@ -113,27 +114,28 @@ class Whole:
 
 @dataclass(frozen=True)
 class Given:
-    """A parameter that starts as its module's code wrote it."""
+    """Initializer with the values that the code of a module computed."""
 
     values: Tensor
     key: str | None = None
     blockwise: bool = False
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:  # noqa: ARG002
-        """Return fp32 values of the shape, which is the whole parameter's."""
+        """Return fp32 values of the shape, which must be that of the full parameter."""
         assert self.values.shape == torch.Size(shape), "a parameter is given as a whole"
         return self.values.float()
 
 
 @dataclass
 class _Program:
-    """What happened to one parameter so far.
+    """Operations on one parameter so far.
 
     Attributes:
-        parameter: Without storage; it is kept, so that its storage stays its own.
-        first: The value that it was made with; None: it was too large to keep.
-        steps: Since the last that replaced all elements.
-        is_whole: Whether something else than such steps happened since then.
+        parameter: Parameter without storage; the reference keeps its storage key unique.
+        first: Initial value; None if it was too large to keep.
+        steps: Operations since the last one that replaced all elements.
+        is_whole: Whether there were other operations since then, so the parameter must be drawn in
+            full.
     """
 
     parameter: nn.Parameter
@@ -142,24 +144,24 @@ class _Program:
     rows: list[Step] = field(default_factory=list)
     is_whole: bool = False
 
-    def note(self, operation: Any, target: Tensor, arguments: tuple[Any, ...]) -> None:
-        """Take down an operation in place on the parameter, or a part of it."""
-        plain = _numbers(arguments)
-        whole = target.numel() == self.parameter.numel()
-        if whole and operation in _REPLACING and plain is not None:
-            self.steps, self.rows, self.is_whole = [Step(operation, plain)], [], False
-        elif whole and operation in _CHANGING and plain is not None and not self.rows:
-            self.steps.append(Step(operation, plain))
+    def record(self, operation: Any, target: Tensor, arguments: tuple[Any, ...]) -> None:
+        """Record an in-place operation on the parameter or a part of it."""
+        numbers = _numbers(arguments)
+        is_full = target.numel() == self.parameter.numel()
+        if is_full and operation in _REPLACING and numbers is not None:
+            self.steps, self.rows, self.is_whole = [Step(operation, numbers)], [], False
+        elif is_full and operation in _CHANGING and numbers is not None and not self.rows:
+            self.steps.append(Step(operation, numbers))
         elif (rows := self._rows(target)) and operation in _REPLACING - _RANDOM:
-            if plain is None:
+            if numbers is None:
                 self.is_whole = True
             else:
-                self.rows.append(Step(operation, plain, rows))
+                self.rows.append(Step(operation, numbers, rows))
         else:
             self.is_whole = True
 
     def _rows(self, target: Tensor) -> tuple[int, int] | None:
-        """Return which whole rows of the parameter a part of it is; None if it is none."""
+        """Return the range of complete rows that a part covers; otherwise None."""
         width = self.parameter[0].numel() if self.parameter.ndim else 0
         start = target.storage_offset()
         if not width or not target.is_contiguous() or start % width or target.numel() % width:
@@ -168,15 +170,15 @@ class _Program:
 
 
 class WeightRecorder(TorchDispatchMode):
-    """Keeps parameters that are made in its context without storage, and how they start."""
+    """Creates parameters without storage within its context and records their initialization."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._programs: dict[int, _Program] = {}  # by the parameters' storages
+        self._programs: dict[int, _Program] = {}  # by storage key
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        # Its annotation denies what its docstring says: what a hook returns is registered.
+        # Contrary to its annotation, the hook may return a parameter to register.
         register: Any = register_module_parameter_registration_hook
         hook = register(self._register)
         self._stack.callback(hook.remove)
@@ -188,27 +190,34 @@ class WeightRecorder(TorchDispatchMode):
         self._stack.close()
 
     def initializers(self, model: nn.Module) -> dict[str, Initializer]:
-        """Return how each parameter of a model that was made in the context starts.
+        """Return the initializers of a model that was created in the context.
 
-        They refer to the model, which has to stay as it is: who divides one takes a copy.
+        They refer to the model, which must not be changed afterwards; shard a copy instead.
 
         Raises:
-            ValueError: Nothing gave a parameter values.
+            ValueError: A parameter was never given values.
         """
-        return dict(self._each(model))
+        return dict(self._initializer_items(model))
 
-    def _each(self, model: nn.Module) -> Any:
-        of_parameter = {id(recorded.parameter): recorded for recorded in self._programs.values()}
+    def _initializer_items(self, model: nn.Module) -> Any:
+        programs = {id(recorded.parameter): recorded for recorded in self._programs.values()}
         for name, parameter in model.named_parameters():
-            # Code that sets ``parameter.data`` gives it another storage, padded or so.
-            program = of_parameter[id(parameter)]
-            owner, _, own = name.rpartition(".")
+            # Look up by identity, because code that sets ``parameter.data`` changes the storage.
+            program = programs[id(parameter)]
+            owner, _, parameter_name = name.rpartition(".")
             if program.is_whole:
-                yield name, Whole(model.get_submodule(owner), own, _initialise(model, owner))
+                yield (
+                    name,
+                    Whole(
+                        model.get_submodule(owner),
+                        parameter_name,
+                        _initializing_method(model, owner),
+                    ),
+                )
             elif program.steps:
                 yield name, Recorded(tuple(program.steps), tuple(program.rows))
             elif program.first is not None:
-                yield name, _as_given(program.first)
+                yield name, _from_values(program.first)
             else:
                 raise ValueError(f"the model's own code gives {name} no initial values")
 
@@ -221,7 +230,7 @@ class WeightRecorder(TorchDispatchMode):
             program = self._programs.get(storage_key(target))
             if program is not None:
                 numbers = tuple(v for k, v in (kwargs or {}).items() if k != "generator")
-                program.note(func, target, (*args[1:], *numbers))
+                program.record(func, target, (*args[1:], *numbers))
         return result
 
     def _register(
@@ -234,15 +243,15 @@ class WeightRecorder(TorchDispatchMode):
             self._programs.setdefault(storage_key(parameter), _Program(parameter, None))
             return None
         original = parameter.detach().clone() if parameter.numel() <= _KEPT else None
-        made = nn.Parameter(
+        replacement = nn.Parameter(
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
         )
-        self._programs[storage_key(made)] = _Program(made, original)
-        return made
+        self._programs[storage_key(replacement)] = _Program(replacement, original)
+        return replacement
 
 
 def _numbers(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return arguments as numbers; None where one is more than that."""
+    """Return arguments as numbers; None if one of them has several elements or no value."""
     numbers: list[Any] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -256,23 +265,23 @@ def _numbers(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return tuple(numbers)
 
 
-def _as_given(values: Tensor) -> Initializer:
+def _from_values(values: Tensor) -> Initializer:
     flat = values.flatten()
     if flat.numel() and bool((flat == flat[0]).all()):
         return Constant(float(flat[0]))
     return Given(values)
 
 
-def _initialise(model: Any, owner: str) -> Any:
-    """Return what draws the weights of a module: its own model's method, of nested ones the inner.
+def _initializing_method(model: Any, owner: str) -> Any:
+    """Return the method that initializes a module: that of the innermost ``PreTrainedModel``.
 
-    As ``PreTrainedModel.initialize_weights`` finds it.
+    ``PreTrainedModel.initialize_weights`` finds the same method.
     """
     from axonlaunch.models.hf import library
 
-    module, at, path = model, model, [part for part in owner.split(".") if part]
+    model_part, current, path = model, model, [part for part in owner.split(".") if part]
     for part in path:
-        at = getattr(at, part)
-        if isinstance(at, library.transformers().PreTrainedModel):
-            module = at
-    return module._init_weights
+        current = getattr(current, part)
+        if isinstance(current, library.transformers().PreTrainedModel):
+            model_part = current
+    return model_part._init_weights

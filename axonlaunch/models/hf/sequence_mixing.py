@@ -1,9 +1,10 @@
-"""Whether a model of transformers may see a part of every sequence, found by running it so.
+"""Checks whether a transformers model can run on a part of every sequence, by running it so.
 
-Divided attention alone may let one token see another, and positions have to be those that the model
-is given. The model is run without values on a part of a sequence, and each operation on hidden
-states is looked at: what mixes tokens, or counts positions by itself, is reported by name. What
-values alone would show is not seen here; ``axonlaunch verify`` compares those.
+Splitting a sequence is correct only if tokens affect each other through nothing but transformers'
+attention functions, and if the model uses the positions that are passed to it. The model is run on
+fake tensors for a part of a sequence, and each operation on hidden states is checked. Operations
+that mix tokens or count positions are reported by name. Effects that depend on values are not
+detected; ``axonlaunch verify`` compares values.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from axonlaunch.models.torch_internals import storage_key
 
 _RANKS = 2
 _PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
-"""Lengths of the part that is run: one that no other dim has shows which dim is that of tokens."""
+"""Possible lengths of the part: one that no other dimension has identifies token dimensions."""
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
-"""Operations and which of their arguments' last dims is summed over."""
+"""Operations, with the index of the argument that is summed over its last dimension."""
 _ALONG_A_DIM = {
     *("_softmax", "_log_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
     *("sort", "topk", "select", "unbind", "unfold"),
@@ -41,66 +42,67 @@ _REDUCING = {
 }
 _CUTTING = {"slice", "narrow", "split", "split_with_sizes"}
 _MIXING = ("convolution", "_fft", "lstm", "gru", "rnn", "scaled_dot_product", "roll", "flip")
-"""Parts of names of operations that mix whatever dims they are given."""
+"""Parts of names of operations that mix all of their dimensions."""
 _BY_INDEX = ("index", "gather", "scatter", "grouped_mm")
-"""Routers count tokens to bring each to its experts and back: no position comes of it."""
+"""Indexing operations, allowed because routers use counts of tokens to sort them by expert."""
 
 
-_ATTENDS_BY_ITSELF = "it does not call transformers' attention functions, which are divided"
+_ATTENDS_BY_ITSELF = "it does not call transformers' attention functions"
 
 
 class _MixingError(Exception):
-    """A model can't see a part of a sequence; the text says why."""
+    """A model can't run on a part of a sequence; the message says why."""
 
 
 def why_undivided(model: nn.Module, *, layers: str) -> str:
-    """Return why a model's sequences can't be divided over ranks; empty if they can.
+    """Return why a model's sequences can't be split over ranks; empty if they can.
 
     Args:
-        model: Without storage; it is not changed.
-        layers: Path of the list of its blocks.
+        model: Model without storage; it is not changed.
+        layers: Path of the list of blocks.
     """
-    chosen = library.attention_kernel(getattr(model, "config", None))
-    if chosen not in ("sdpa", "eager"):
-        return f"its attention is {chosen}, which is not divided; use model.attention=sdpa or eager"
+    kernel = library.attention_kernel(getattr(model, "config", None))
+    if kernel not in ("sdpa", "eager"):
+        return (
+            f"its attention is {kernel}, which can't be divided; use model.attention=sdpa or eager"
+        )
     model = copy.deepcopy(model)
     outputs = _run_on_a_part(model, layers=layers)
     if isinstance(outputs, ModelOutputs):
-        return (
-            "its auxiliary loss is of all tokens together; use "
-            "model.config.output_router_logits=false"
-        )
+        return "its auxiliary loss needs all tokens; use model.config.output_router_logits=false"
     if isinstance(outputs, str):
         return outputs
     if _finds_positions_in_tokens(model, _length(model)):
-        return "it finds positions in the tokens themselves, from the first that is no padding"
+        return "it computes positions from the tokens, counting those that are not padding"
     return ""
 
 
 def why_unpackable(model: nn.Module, *, layers: str) -> str:
     """Return why a row can't hold several documents; empty if it can.
 
-    Masks keep documents apart where transformers' attention functions alone let tokens see others,
-    and positions can start again where they are those that the model is given: that is what a
-    divided sequence asks for too.
+    Masks can separate documents only if tokens affect each other through nothing but transformers'
+    attention functions, and positions can restart only if the model uses those that are passed to
+    it. Splitting a sequence has the same requirements.
 
     Args:
-        model: Without storage; it is not changed.
-        layers: Path of the list of its blocks.
+        model: Model without storage; it is not changed.
+        layers: Path of the list of blocks.
     """
-    whole: Any = copy.deepcopy(model)
-    library.replace_attention_kernel(whole.config, "eager")  # all that is masked is shown its mask
-    outputs = _run_on_a_part(whole, layers=layers, needs_mask=True)
+    eager_model: Any = copy.deepcopy(model)
+    library.replace_attention_kernel(
+        eager_model.config, "eager"
+    )  # eager attention always gets a mask
+    outputs = _run_on_a_part(eager_model, layers=layers, needs_mask=True)
     return outputs if isinstance(outputs, str) else ""
 
 
 def _run_on_a_part(model: nn.Module, *, layers: str, needs_mask: bool = False) -> object:
-    """Return what a model returns for a part of a sequence, or as text why there is nothing.
+    """Return a model's output for a part of a sequence, or the reason (a string) for a failure.
 
     Args:
-        model: One's own, which is changed.
-        layers: Path of the list of its blocks.
-        needs_mask: Whether attention without a mask that transformers built is refused.
+        model: Model that may be changed.
+        layers: Path of the list of blocks.
+        needs_mask: Whether attention without a mask from transformers is an error.
     """
     silence_fake_tensors()
     watch = _Watch(_length(model))
@@ -130,39 +132,39 @@ def _run_on_a_part(model: nn.Module, *, layers: str, needs_mask: bool = False) -
                 outputs = model(tokens)
     except _MixingError as reason:
         return str(reason)
-    except Exception as error:  # code of others may need values, or fail in any way
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        before = "" if watch.attended else ", before it calls transformers' attention functions"
-        return f"running it on a part of one fails{before} ({said})"
+    except Exception as error:  # third-party code may need values, or fail in any way
+        details = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        location = "" if watch.attended else ", before it calls transformers' attention functions"
+        return f"running it on a part of a sequence fails{location} ({details})"
     return outputs if watch.attended else _ATTENDS_BY_ITSELF
 
 
 def _finds_positions_in_tokens(model: Any, length: int) -> bool:
-    """Say whether a model that is given no positions counts those tokens that are no padding."""
+    """Return whether a model without given positions counts the tokens that are not padding."""
     model._part_positions = None
     watch = _CountsTokens()  # type: ignore[no-untyped-call]
-    with fake_tensor_mode(), watch, suppress(Exception):  # it ran before with positions
+    with fake_tensor_mode(), watch, suppress(Exception):  # the run with positions succeeded
         model(torch.zeros((1, length), dtype=torch.int64))
-    return watch.seen
+    return watch.has_cumsum
 
 
 class _CountsTokens(TorchDispatchMode):
-    """Sees whether whole numbers are counted."""
+    """Detects a cumulative sum of integers."""
 
-    seen = False
+    has_cumsum = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        self.seen |= name == "cumsum" and not args[0].is_floating_point()
+        self.has_cumsum |= name == "cumsum" and not args[0].is_floating_point()
         return func(*args, **(kwargs or {}))
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses operations that let a token see others, or that count positions.
+    """Raises an error for operations that mix tokens or count positions.
 
     Attributes:
         length: Tokens of the part.
-        attended: How often divided attention was called.
+        attended: Number of calls of split attention.
     """
 
     def __init__(self, length: int) -> None:
@@ -170,26 +172,27 @@ class _Watch(TorchDispatchMode):
         self.length = length
         self.attended = 0
         self._block = ""
-        self._aside = False
+        self._is_paused = False
         self._counted: dict[int, Any] = {}
 
     def positions(self, length: int) -> Tensor:
-        """Return a part's positions, which the model is to use."""
-        with self._set_aside():
+        """Return the positions of a part, which the model must use."""
+        with self._pause():
             return torch.arange(length) * 1
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """Surround divided attention and its masks."""
+        """Context around split attention and its masks, in which operations are not checked."""
         self.attended += bool(self._block)
-        with self._set_aside():
+        with self._pause():
             yield
 
     def enter(self, block: str, arguments: Any) -> None:
         """Begin a block.
 
         Raises:
-            _MixingError: It is given positions that are not the model's argument.
+            _MixingError: An argument of the block depends on positions that the model counted
+                itself.
         """
         for tensor in tree_leaves(arguments):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -202,46 +205,47 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._aside:
+        if self._is_paused:
             return result
         name: str = func.overloadpacket.__name__
         inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
-        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         is_hidden = any(tensor.requires_grad for tensor in inputs)
-        if self._block and is_hidden and self._mixes(name, args, made):
+        if self._block and is_hidden and self._mixes(name, args, outputs):
             raise _MixingError(
-                f"{self._block} lets tokens see others by {name}, not by transformers' attention "
-                "functions"
+                f"{self._block} mixes tokens by {name} instead of transformers' attention functions"
             )
         if is_hidden and not (self._block and any(part in name for part in _BY_INDEX)):
             self._refuse_counted(inputs)
-        if self._counts(name, inputs, made) or (
+        if self._counts(name, inputs, outputs) or (
             any(storage_key(tensor) in self._counted for tensor in inputs)
             and not name.startswith("new_")
             and not name.endswith("_like")
         ):
-            for tensor in made:
+            for tensor in outputs:
                 self._counted[storage_key(tensor)] = tensor.untyped_storage()
         return result
 
     @contextmanager
-    def _set_aside(self) -> Iterator[None]:
-        before, self._aside = self._aside, True
+    def _pause(self) -> Iterator[None]:
+        previous, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self._aside = before
+            self._is_paused = previous
 
     def _refuse_counted(self, tensors: list[Tensor]) -> None:
         if any(storage_key(tensor) in self._counted for tensor in tensors):
-            where = f"{self._block} counts" if self._block else "it counts"
-            raise _MixingError(f"{where} positions by itself, from 0, whatever it is given")
+            subject = f"{self._block} counts" if self._block else "it counts"
+            raise _MixingError(
+                f"{subject} positions from 0 instead of using the positions it is given"
+            )
 
-    def _counts(self, name: str, inputs: list[Tensor], made: list[Tensor]) -> bool:
-        """Say whether an operation makes positions: a count up, or the first rows of a table."""
+    def _counts(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+        """Return whether an operation creates positions: ``arange``, or a table's first rows."""
         if name == "arange":
-            return any(tensor.numel() == self.length for tensor in made)
-        if not inputs or not made or self.length not in made[0].shape:
+            return any(tensor.numel() == self.length for tensor in outputs)
+        if not inputs or not outputs or self.length not in outputs[0].shape:
             return False
         if name == "cumsum":
             return not inputs[0].is_floating_point()
@@ -249,11 +253,11 @@ class _Watch(TorchDispatchMode):
             name in ("slice", "narrow") and not self._block and self.length not in inputs[0].shape
         )
 
-    def _mixes(self, name: str, args: Any, made: list[Tensor]) -> bool:
-        """Say whether an operation on hidden states lets one token see another."""
+    def _mixes(self, name: str, args: Any, outputs: list[Tensor]) -> bool:
+        """Return whether an operation on hidden states mixes tokens."""
         tensors = [value for value in args if isinstance(value, Tensor)]
-        if (place := _PRODUCTS.get(name)) is not None:
-            return tensors[place].shape[-1] == self.length
+        if (summed := _PRODUCTS.get(name)) is not None:
+            return tensors[summed].shape[-1] == self.length
         first = next(iter(tensors), None)
         if first is None or self.length not in first.shape or not first.is_floating_point():
             return False
@@ -267,9 +271,9 @@ class _Watch(TorchDispatchMode):
             return first.shape[dim] == self.length
         if name in _REDUCING:
             return any(
-                _count(value, self.length) < _count(first, self.length) for value in made[:1]
+                _count(value, self.length) < _count(first, self.length) for value in outputs[:1]
             )
-        if name == "constant_pad_nd":  # it is given two numbers a dim, the last dim's first
+        if name == "constant_pad_nd":  # pads are two numbers for each dim, from the last dim
             dims = range(-1, -1 - len(args[1]) // 2, -1)
             pads = zip(args[1][::2], args[1][1::2], strict=True)
             return any(
@@ -277,7 +281,7 @@ class _Watch(TorchDispatchMode):
                 for dim, pad in zip(dims, pads, strict=True)
             )
         if name in _CUTTING:
-            return any(self.length not in value.shape for value in made)
+            return any(self.length not in value.shape for value in outputs)
         return False
 
 
@@ -286,7 +290,7 @@ def _count(tensor: Tensor, size: int) -> int:
 
 
 def _length(model: Any) -> int:
-    """Return a length that no other dim has."""
+    """Return a length that no other dimension has."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     sizes |= {value for value in model.config.to_dict().values() if type(value) is int}
     return next((prime for prime in _PRIMES if prime not in sizes), 101)

@@ -1,6 +1,6 @@
-"""What an engine must know of a model of transformers, for each configuration of one.
+"""Provides the ``ModelSpec`` of a transformers model for each configuration.
 
-It refuses nothing itself: what keeps a model from being divided is found by looking at it.
+Nothing is refused here. The structure of the model says what prevents it from being split.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from axonlaunch.models.spec import ModelSpec
 
 
 def build_causal_lm(config: HuggingFaceConfig) -> nn.Module:
-    """Build a model whose parameters have no storage.
+    """Build a model with parameters without storage.
 
     Raises:
-        ConfigError: It can't be described, or its own code can't build it so.
+        ConfigError: The architecture can't be determined, or the model's code can't build it.
     """
     return structure(config).copy()
 
@@ -33,27 +33,27 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
     """Return the spec of the model that a configuration describes.
 
     Raises:
-        ConfigError: It can't be built.
+        ConfigError: The model can't be built.
     """
-    derived = structure(config)
-    starts: dict[str, Initializer] = dict(derived.initializers)
+    model_structure = structure(config)
+    initializers: dict[str, Initializer] = dict(model_structure.initializers)
     if config.init == "pretrained" and config.path is not None:
-        starts = dict.fromkeys(starts, Constant(0.0))  # a checkpoint fills all of them
-    for other, first in derived.ties.items():
-        starts[other] = replace(starts[first], key=first)  # type: ignore[type-var]
-    typed: Any = derived.typed
+        initializers = dict.fromkeys(initializers, Constant(0.0))  # a checkpoint fills all of them
+    for other, first in model_structure.ties.items():
+        initializers[other] = replace(initializers[first], key=first)  # type: ignore[type-var]
+    typed: Any = model_structure.typed
     return replace(
         spec,
-        layers=derived.layers,
-        flow=lambda: derived.flow,
-        undivided=lambda: derived.undivided,
-        unpackable=lambda: derived.unpackable,
-        tensor_plan=lambda module: tensor_plan(module, derived.layers),
-        initializers=lambda module: starts,
+        layers=model_structure.layers,
+        flow=lambda: model_structure.flow,
+        undivided=lambda: model_structure.undivided,
+        unpackable=lambda: model_structure.unpackable,
+        tensor_plan=lambda module: tensor_plan(module, model_structure.layers),
+        initializers=lambda module: initializers,
         max_positions=getattr(typed, "max_position_embeddings", None),
-        index_names=derived.index_names,
+        index_names=model_structure.index_names,
         untraceable=untraceable(config),
-        head=derived.head,
+        head=model_structure.head,
         mixes_samples=bool(getattr(typed, "output_router_logits", False)),
     )
 

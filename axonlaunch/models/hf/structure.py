@@ -1,6 +1,7 @@
-"""What of a model's structure parallelism needs, derived from the model and never asked for.
+"""Derives the structure of a model that parallelism needs: blocks, ends, ties, plans.
 
-Where blocks, ends or ties can't be found, it says why, and what depends on them is refused.
+If blocks, ends or ties can't be found, the reason is stored, and features that need them refuse to
+run.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ from axonlaunch.models.spec import BlockFlow
 
 @dataclass(frozen=True)
 class Structure:
-    """A model of transformers, as parallelism sees it.
+    """Structure of a transformers model.
 
     Attributes:
-        model: Whole, parameters without storage. Nobody changes it: ``copy`` gives one's own.
-        initializers: How each parameter starts.
-        layers: Path of the ``nn.ModuleList`` of blocks; None: there is none.
-        no_layers: Why not; empty if there is one.
-        kinds: Of each block: its class and, where the configuration says so, its type.
-        ties: ``{other name: first name}`` of parameters that are held twice.
-        tensor_plan: Patterns of module names to styles of transformers.
-        pipeline_plan: What transformers says is passed between the parts of the base model.
-        untraceable: Why it can't be run without values; empty if it can.
-        head: Path of what makes logits; None: the class does not say.
+        model: Unsharded model with parameters without storage. It must not be changed; use
+            ``copy``.
+        initializers: Initializer of each parameter.
+        layers: Path of the ``nn.ModuleList`` of blocks, or None.
+        no_layers: Why ``layers`` is None; otherwise empty.
+        kinds: Class of each block, with its layer type if configured.
+        ties: ``{other name: first name}`` of tied parameters.
+        tensor_plan: transformers' tensor plan: patterns of module names to its styles.
+        pipeline_plan: transformers' pipeline plan: tensors that pass between the parts of the base
+            model.
+        untraceable: Why the model can't run on tensors without values; empty if it can.
+        head: Path of the output embeddings, which compute logits; None if unknown.
     """
 
     model: nn.Module
@@ -53,7 +56,7 @@ class Structure:
     head: str | None = None
 
     def copy(self) -> nn.Module:
-        """Return a model of one's own."""
+        """Return a copy of the model that may be changed."""
         return copy.deepcopy(self.model)
 
     @property
@@ -63,17 +66,17 @@ class Structure:
 
     @property
     def index_names(self) -> tuple[str, ...]:
-        """Attributes of a block that hold its number, by which it finds its place and its kind."""
+        """Attributes that hold the number of a block, if all blocks are of the same kind."""
         return ("layer_idx",) if len(set(self.kinds)) == 1 else ()
 
     @functools.cached_property
     def representative(self) -> nn.Module:
-        """The model, with a few of its blocks where those are all alike."""
+        """The model, with only a few of its blocks if all are equal."""
         return representative(self.model, self.layers or "", index_names=self.index_names)
 
     @functools.cached_property
     def flow(self) -> BlockFlow:
-        """What passes through the blocks, which pipelines cut between."""
+        """Modules and tensors around the blocks, for pipelines."""
         if self.layers is None:
             return BlockFlow(problem=self.no_layers)
         if self.untraceable:
@@ -87,7 +90,7 @@ class Structure:
 
     @functools.cached_property
     def undivided(self) -> str:
-        """Why sequences can't be divided over ranks; empty if they can."""
+        """Why sequences can't be split over ranks; empty if they can."""
         if self.layers is None or self.untraceable:
             return self.no_layers or self.untraceable
         return why_undivided(self.representative, layers=self.layers)
@@ -99,27 +102,27 @@ class Structure:
 
 
 def structure(config: HuggingFaceConfig) -> Structure:
-    """Build a model without storage and look at it; once in a process for each configuration.
+    """Build a model without storage and return its structure; cached for each configuration.
 
     Raises:
-        ConfigError: It can't be built.
+        ConfigError: The model can't be built.
     """
     keys = asdict(config)
     del keys["init"], keys["weights"]
-    return _of(json.dumps(keys, sort_keys=True, default=str), str(files.read_config(config)))
+    return _derive(json.dumps(keys, sort_keys=True, default=str), str(files.read_config(config)))
 
 
 @functools.lru_cache(maxsize=8)
-def _of(keys: str, content: str) -> Structure:
-    del content  # of config.json, which may be another one than before
+def _derive(keys: str, content: str) -> Structure:
+    del content  # part of the cache key, because config.json may change
     config = HuggingFaceConfig(**json.loads(keys), init="random")
     model, initializers = build_recorded(config)
-    layers, why_not = _layers(model)
+    layers, no_layers = _layers(model)
     return Structure(
         model=model,
         initializers=initializers,
         layers=layers,
-        no_layers=why_not,
+        no_layers=no_layers,
         kinds=tuple(_kinds(model, layers)),
         ties=_ties(model),
         tensor_plan=dict(getattr(model, "tp_plan", None) or {}),
@@ -130,17 +133,19 @@ def _of(keys: str, content: str) -> Structure:
 
 
 def _head(model: Any) -> str | None:
-    """Return the path of a model's output embeddings, as transformers calls them."""
+    """Return the path of a model's output embeddings."""
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), None)
 
 
 def _layers(model: Any) -> tuple[str | None, str]:
-    """Return the path of the blocks' list, or why there is none.
+    """Return the path of the list of blocks, or None and the reason.
 
-    It is the one list whose elements transformers would not split over devices; or the list of
-    the base model's pipeline plan; or the one of ``num_hidden_layers`` elements in the decoder; or
-    the only one there.
+    These rules are tried in order; the first one that matches a single list is used:
+    1. the list of elements that transformers would not split over devices
+    2. the list in the base model's pipeline plan
+    3. the list with ``num_hidden_layers`` elements in the decoder
+    4. the only list in the decoder
     """
     depth = getattr(model.config, "num_hidden_layers", None)
     lists = {
@@ -150,22 +155,30 @@ def _layers(model: Any) -> tuple[str | None, str]:
     }
     if not lists:
         return None, "it has no nn.ModuleList"
-    inner = model.get_decoder() if hasattr(model, "get_decoder") else model
-    inside = {id(module) for module in inner.modules()}
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder_modules = {id(module) for module in decoder.modules()}
     stages = dict(getattr(model, "pp_plan", None) or {})
-    unsplit = set(getattr(model, "_no_split_modules", None) or ())
+    no_split_classes = set(getattr(model, "_no_split_modules", None) or ())
     for candidates in (
-        [name for name, layers in lists.items() if {type(b).__name__ for b in layers} <= unsplit],
+        [
+            name
+            for name, layers in lists.items()
+            if {type(b).__name__ for b in layers} <= no_split_classes
+        ],
         [name for name in lists if name.rpartition(".")[2] in stages],
-        [name for name, layers in lists.items() if len(layers) == depth and id(layers) in inside],
-        [name for name, layers in lists.items() if id(layers) in inside],
+        [
+            name
+            for name, layers in lists.items()
+            if len(layers) == depth and id(layers) in decoder_modules
+        ],
+        [name for name, layers in lists.items() if id(layers) in decoder_modules],
     ):
         outermost = [n for n in candidates if not any(n.startswith(f"{o}.") for o in candidates)]
-        deep = [name for name in outermost if len(lists[name]) == depth] or outermost
-        if len(deep) == 1:
-            return deep[0], ""
+        matching = [name for name in outermost if len(lists[name]) == depth] or outermost
+        if len(matching) == 1:
+            return matching[0], ""
     blocks = "its blocks" if depth is None else f"its {depth} blocks"
-    return None, f"none of its lists ({', '.join(lists)}) is that of {blocks} alone"
+    return None, f"none of its lists ({', '.join(lists)}) holds only {blocks}"
 
 
 def _kinds(model: Any, layers: str | None) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""How ranks of a tensor axis divide a model of transformers: its own plan, or one of ours for it.
+"""Plans for tensor parallelism of transformers models: transformers' plans, or ours.
 
-Transformers' plans say what each layer does; here they become styles of ours, with a region where
-all layers of a module read its one input. A style that has no equivalent stays as it is called, and
-is refused by name.
+transformers' plans name a style for each layer. They are translated to our styles, and modules with
+a single input for all of their layers become regions. A style without an equivalent keeps its name
+and is refused by name later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STYLES = {
     "embedding_colwise": "column_gathered",
     "replicate": "replicated",
 }
-"""Transformers' styles and ours. ``mla_kv_a_proj`` makes its attention a region."""
+"""transformers' styles and our equivalents. ``mla_kv_a_proj`` makes its attention a region."""
 _LATENT = "mla_kv_a_proj"
 
 _ATTENTION = {
@@ -47,21 +47,21 @@ _ATTENTION = {
 }
 _GATED = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
 _HEADS_TOGETHER = {"query_key_value": "colwise", "dense": "rowwise"}
-"""Query, key and value of a head lie together."""
+"""Query, key and value of each head are adjacent, so heads can be split."""
 _WHOLE_HEADS = {"query_key_value": "colwise_gather_output", "dense": "rowwise_split_input"}
-"""Weights are divided, and every rank attends with all heads."""
+"""Weights are split, but every rank computes attention for all heads."""
 _FOUR = {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}
 
 
 def _falcon(config: Any) -> dict[str, str]:
-    """Heads are cut where keys and values lie beside their queries, and no bias counts heads."""
+    """Split heads if keys and values are next to their queries and there is no ALiBi bias."""
     together = config.new_decoder_architecture or not config.multi_query
     attention = _HEADS_TOGETHER if together and not config.alibi else _WHOLE_HEADS
     return {**_below("self_attention", attention), **_FOUR}
 
 
 def _stablelm(config: Any) -> dict[str, str]:
-    """A norm for each head needs all of them."""
+    """Norms of query and key heads need all heads."""
     if config.qk_layernorm:
         whole = dict.fromkeys(_ATTENTION, "colwise_gather_output")
         return {**whole, "self_attn.o_proj": "rowwise_split_input", **_GATED}
@@ -126,64 +126,66 @@ OURS: dict[str, Any] = {
     "stablelm": _stablelm,
     "persimmon": _persimmon,
 }
-"""Plans of ours, by ``model_type``: of a block's layers, or what gives them for a configuration."""
+"""Our plans by ``model_type``: styles of a block's layers, or a function of the configuration."""
 _PACKED_EXPERTS = {"mlp.experts.gate_up_proj": "packed_colwise"}
 _LEARNED_SLOPES = {"mlp.act_fn": "replicated_with_grad_allreduce"}
 _CORRECTIONS: dict[str, dict[str, str]] = {
-    # An activation's slopes are learned, and each rank sees them act on its features alone.
+    # The slopes of the activation are trained, and each rank applies them only to its features.
     "apertus": _LEARNED_SLOPES,
     "apertus1p5_text": _LEARNED_SLOPES,
-    # Gate and up projections lie one behind the other; the plan cuts them as one.
+    # Gate and up projections are packed in one weight; transformers' plan splits them as one.
     "inkling_text": _PACKED_EXPERTS,
     "inkling2_text": _PACKED_EXPERTS,
     "inkling2_loop_text": _PACKED_EXPERTS,
-    # It keeps the features that are largest among all.
+    # It keeps the largest of all features.
     "gemma3n_text": {
         "mlp.gate_proj": "colwise_gather_output",
         "mlp.up_proj": "colwise_gather_output",
         "mlp.down_proj": "rowwise_split_input",
     },
-    # What it makes of all values is a mask for all heads.
+    # All values together determine a mask for all heads.
     "doge": {
         **dict.fromkeys(_ATTENTION, "colwise_gather_output"),
         "self_attn.dt_proj": "rowwise_split_input",
         "self_attn.o_proj": "rowwise_split_input",
     },
 }
-"""Where transformers' plan lacks something or is wrong, by ``model_type``."""
+"""Corrections by ``model_type`` if transformers' plan is incomplete or wrong."""
 
 
 def tensor_plan(model: Any, layers: str | None) -> dict[str, str]:
-    """Return a plan in our styles for a model; empty where nobody has one for it.
+    """Return a plan in our styles for a model, or an empty dict.
 
     Args:
-        model: Whole, or a part of one that keeps its names.
-        layers: Path of its blocks.
+        model: Unsharded model, or a part of one with the same names.
+        layers: Path of the blocks.
     """
-    theirs = _theirs(model, layers)
-    if not theirs:
+    plan = _plan_of_transformers(model, layers)
+    if not plan:
         return {}
-    # An adapter is cut as its layer is.
-    named = model.named_modules()
-    modules = {name: module for name, module in named if not isinstance(module, ADAPTER_PARTS)}
-    styles = {name: style for name in modules if (style := theirs.get(_starred(name)))}
+    # Adapters are split like their layers.
+    modules = model.named_modules()
+    modules = {name: module for name, module in modules if not isinstance(module, ADAPTER_PARTS)}
+    styles = {name: style for name in modules if (style := plan.get(_with_stars(name)))}
     for name, owner in modules.items():
         for key in owner._parameters:
-            full = f"{name}.{key}"
-            if style := theirs.get(_starred(full)):
-                styles[full] = style
-    latent = {_parent(name) for name, style in styles.items() if style == _LATENT}
-    ours = {
-        name: _of_ours(style, name, modules) for name, style in styles.items() if style != _LATENT
+            full_name = f"{name}.{key}"
+            if style := plan.get(_with_stars(full_name)):
+                styles[full_name] = style
+    latent_attentions = {_parent(name) for name, style in styles.items() if style == _LATENT}
+    translated = {
+        name: _translate_style(style, name, modules)
+        for name, style in styles.items()
+        if style != _LATENT
     }
-    ours |= _ends(model, modules, ours)
-    for name in _regions(modules, ours, latent):
-        ours[name] = "region"
-    return _patterns(ours, [*modules, *(name for name, _ in model.named_parameters())])
+    translated |= _ends(model, modules, translated)
+    for name in _regions(modules, translated, latent_attentions):
+        translated[name] = "region"
+    return _patterns(translated, [*modules, *(name for name, _ in model.named_parameters())])
 
 
-def _theirs(model: Any, layers: str | None) -> dict[str, str]:
-    """Return styles of transformers by names in which numbers are stars."""
+def _plan_of_transformers(model: Any, layers: str | None) -> dict[str, str]:
+    """Return transformers' styles by names with ``*`` for numbers."""
     plan = OURS.get(model.config.model_type)
     if plan is None or layers is None:
         corrected = _below(f"{layers}.*", _CORRECTIONS.get(model.config.model_type, {}))
@@ -191,7 +193,7 @@ def _theirs(model: Any, layers: str | None) -> dict[str, str]:
     return _below(f"{layers}.*", plan(model.config) if callable(plan) else plan)
 
 
-def _starred(name: str) -> str:
+def _with_stars(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -199,12 +201,14 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _of_ours(style: str, name: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return the style of ours; keys and values of fewer heads may be held by several ranks."""
+def _translate_style(style: str, name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return our style; ranks may share key-value heads if there are fewer of them."""
     base, slash, pieces = style.partition("/")
     holder: Any = modules.get(_parent(name))
-    few = getattr(holder, "num_key_value_groups", None) is not None and hasattr(holder, "head_dim")
-    if base == "colwise" and few and name.endswith((".k_proj", ".v_proj")):
+    has_groups = getattr(holder, "num_key_value_groups", None) is not None and hasattr(
+        holder, "head_dim"
+    )
+    if base == "colwise" and has_groups and name.endswith((".k_proj", ".v_proj")):
         return "key_value"
     return _STYLES.get(base, base) + slash + pieces
 
@@ -212,50 +216,51 @@ def _of_ours(style: str, name: str, modules: Mapping[str, nn.Module]) -> str:
 def _ends(
     model: Any, modules: Mapping[str, nn.Module], styles: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the styles of the embedding and the head, whose vocabulary is divided.
+    """Return the styles of the embedding and the head, which are split by vocabulary.
 
-    Where they are one weight and the embedding is not cut, neither is the head.
+    If they are tied and the embedding is not split, the head is not split either.
     """
     names = {id(module): name for name, module in modules.items()}
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     ends = {}
     if inputs is not None and (name := names.get(id(inputs))):
-        # What does more than look up, as one with a norm in it, every rank does alike.
-        whole = styles.get(name) == "replicated" or any(True for _ in inputs.children())
-        ends[name] = "replicated" if whole else "vocabulary"
+        # Embeddings that do more than look up rows, for example with a norm, are replicated.
+        is_replicated = styles.get(name) == "replicated" or any(True for _ in inputs.children())
+        ends[name] = "replicated" if is_replicated else "vocabulary"
     if outputs is not None and (name := names.get(id(outputs))):
         tied = inputs is not None and outputs.weight is inputs.weight
-        whole = tied and "replicated" in ends.values()
-        ends[name] = "replicated" if whole else "vocabulary"
+        is_replicated = tied and "replicated" in ends.values()
+        ends[name] = "replicated" if is_replicated else "vocabulary"
     return ends
 
 
 def _regions(
     modules: Mapping[str, nn.Module], styles: Mapping[str, str], latent: set[str]
 ) -> list[str]:
-    """Return the modules whose one input all their column layers read, and whose output is a sum.
+    """Return modules with a single input for all column layers and with a row layer at the end.
 
-    In a region what is not divided sees a part of the gradient, which is summed; so all that holds
-    parameters has to lie before the row layer. The latent keys and values of an MLA attention do.
+    In a region, layers that are not split get a partial gradient, which is summed over ranks. So
+    all modules with parameters must be before the row layer. This holds for the latent keys and
+    values of an MLA attention.
     """
     regions = []
     for name, module in modules.items():
-        inside = {
+        inner_styles = {
             key: styles.get(f"{name}.{key}")
             for key, inner in module.named_modules()
             if key and inner._parameters
         }
-        kinds = [style.partition("/")[0] if style else None for style in inside.values()]
+        kinds = [style.partition("/")[0] if style else None for style in inner_styles.values()]
         divided = {"column", "packed_column", "key_value"} & set(kinds)
-        direct = any(s == "row" and "." not in key for key, s in inside.items())
+        has_row_layer = any(s == "row" and "." not in key for key, s in inner_styles.items())
         allowed = {"column", "packed_column", "key_value", "row", "replicated_summed"}
-        alone = set(kinds) <= allowed or (
+        is_region = set(kinds) <= allowed or (
             name in latent and not {"column_gathered", "row_split"} & set(kinds)
         )
         if (
             divided
-            and direct
-            and alone
+            and has_row_layer
+            and is_region
             and not isinstance(module, Attention)
             and _one_input(module)
         ):
@@ -269,10 +274,10 @@ def _one_input(module: nn.Module) -> bool:
 
 
 def _patterns(styles: Mapping[str, str], names: list[str]) -> dict[str, str]:
-    """Write a style for all blocks in one pattern, where nothing else matches it."""
+    """Use one pattern for all blocks if the pattern matches nothing else."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in styles:
-        groups[_starred(name)].append(name)
+        groups[_with_stars(name)].append(name)
     patterns: dict[str, str] = {}
     for pattern, members in groups.items():
         kinds = {styles[name] for name in members}

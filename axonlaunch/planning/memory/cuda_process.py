@@ -28,8 +28,8 @@ from axonlaunch.planning.memory.caching_allocator import Allocator, Change
 from axonlaunch.planning.memory.extend_trace import FEWEST, extended
 from axonlaunch.planning.tracing import cuda_attention, extrapolate_depth, fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
+from axonlaunch.planning.tracing.engine_categories import follow_gradients
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
-from axonlaunch.planning.tracing.stage_trace import follow_gradients
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 from axonlaunch.system.allocator_settings import AllocatorSettings

@@ -18,8 +18,9 @@ from axonlaunch.models import fake_tensor_cache
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing import cuda_attention, extrapolate_depth
+from axonlaunch.planning.tracing.engine_categories import host_categories
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
-from axonlaunch.planning.tracing.stage_trace import StageTrace, host_categories
+from axonlaunch.planning.tracing.stage_trace import StageTrace
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, TraceEvent
 from axonlaunch.system import allocator_settings, forked_map
 

@@ -13,7 +13,7 @@ from typing import Any
 from axonlaunch.config import RunConfig
 from axonlaunch.engines.base import Engine
 from axonlaunch.planning.tracing import extrapolate_depth, gloo_buffers
-from axonlaunch.planning.tracing.stage_trace import follow, host_categories
+from axonlaunch.planning.tracing.engine_categories import follow, host_categories
 from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
 
 WATCHED = 2

@@ -17,10 +17,9 @@ import torch
 
 from axonlaunch.comm.backend import Backend
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import data_parallel_facts, estimated_on
+from axonlaunch.config.layout import estimated_on
 from axonlaunch.data.dataset import AnyBatch, MicroBatch
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.models.build import initial_weights, spec_for
@@ -34,17 +33,12 @@ from axonlaunch.planning.tracing import (
     gloo_buffers,
 )
 from axonlaunch.planning.tracing.dry_run import FakeRank
+from axonlaunch.planning.tracing.engine_categories import follow, host_categories
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, StorageTrace, TraceEvent
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 from axonlaunch.system import allocator_settings
 
-_ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
-    CPUOffload.NONE: (),
-    CPUOffload.PARAMS: ("parameters", "gradients"),
-    CPUOffload.OPTIMIZER_STATES: ("optimizer",),
-    CPUOffload.FULL: ("parameters", "gradients", "optimizer"),
-}
 TraceKey: TypeAlias = tuple[int, tuple[int, ...]]
 """Identifies a trace of a run: position on the pp axis, and number of blocks of each stage."""
 
@@ -293,23 +287,6 @@ def measure_stage(
     step(engine, batch, trace, updating=updating)
 
 
-def follow(engine: Engine, trace: StorageTrace) -> None:
-    """Set the categories of an engine's tensors in an entered trace.
-
-    This creates the optimizer states if they do not exist yet.
-    """
-    for module in engine.modules:
-        trace.tag([*module.parameters(), *module.buffers()], "parameters")
-    trace.tag(engine.optimizer_states(), "optimizer")
-    follow_gradients(engine, trace)
-
-
-def follow_gradients(engine: Engine, trace: StorageTrace) -> None:
-    """Count accumulated gradients and those used by the optimizer as gradients from now on."""
-    accumulated, updated = engine.named_parameters(), engine.named_updated()
-    trace.follow(tensor for _, tensor in (*accumulated, *updated))
-
-
 def step(
     engine: Engine,
     batch: AnyBatch,
@@ -324,10 +301,3 @@ def step(
     with trace.during("temporary"), updating():
         engine.update()
     trace.finish()
-
-
-def host_categories(config: RunConfig) -> tuple[Category, ...]:
-    """Return the categories that a run keeps in host memory."""
-    if not data_parallel_facts(config.strategy).shards_parameters:
-        return ()
-    return _ON_HOST[CPUOffload(config.strategy.fsdp.cpu_offload)]

@@ -1,7 +1,7 @@
 """Loggers, one per file, and ``RunLoggers``, which calls them on the main rank.
 
-``metrics.jsonl`` and ``events.jsonl`` are written at once. Every other logger runs in a thread of
-its own (``background``); its first problem is reported, and training continues.
+``metrics.jsonl`` and ``events.jsonl`` are written immediately. Every other logger runs in a
+separate thread (``background``). Its first problem is reported, and training continues.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import RunConfig, as_written, to_tree
+from axonlaunch.config import RunConfig, to_interpolations, to_tree
 from axonlaunch.config.errors import failure_text
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.events import (
-    Counted,
     Evaluated,
     Event,
     Listener,
     Noted,
     StepLogged,
-    named_by_unit,
     perplexity_of,
 )
 from axonlaunch.system.files import read_text, replace_text
 from axonlaunch.system.run_files import EVENTS, METRICS
+from axonlaunch.system.units import Counted, named_by_unit
 from axonlaunch.training.loggers.background import BackgroundLogger
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 from axonlaunch.training.loggers.event_log import EventLog
@@ -39,16 +38,16 @@ __all__ = ["Logger", "RunInfo", "RunLoggers"]
 _STATE = "loggers.json"
 _LARGEST = 1 << 20
 _DRAIN_S = 30.0
-"""Seconds at the end of a run for all that its loggers still have to send."""
+"""Seconds that the end of a run waits for its loggers to send their queues."""
 
 
 class RunLoggers:
-    """Takes the main rank's events: ``metrics.jsonl`` first, then who listens, then each logger.
+    """Passes the main rank's events to ``metrics.jsonl``, then ``report``, then each logger.
 
-    It is a context in which loggers are open; what it takes before, they do not see.
+    Loggers receive only events inside of the context.
 
     Attributes:
-        notes: What is to be said of the files that were there.
+        notes: Notes to show about existing log files.
     """
 
     def __init__(
@@ -63,11 +62,11 @@ class RunLoggers:
         """Open ``metrics.jsonl``.
 
         Args:
-            config: The run's.
-            world_size: Its ranks.
-            resumed_at: Steps done in the checkpoint that was loaded; None: none was.
-            report: Takes every event, and a note of each logger that fails.
-            counted: What targets are, for the names of their numbers.
+            config: Configuration of the run.
+            world_size: Number of ranks of the run.
+            resumed_at: Step of the checkpoint that was loaded; None if none was.
+            report: Receives every event, and a note on each logger that fails.
+            counted: Unit that has a target in the loss; it names metrics.
 
         Raises:
             OSError: The run folder can't be read or written.
@@ -77,15 +76,15 @@ class RunLoggers:
         self._events = EventLog(folder, world_size=world_size, counted=counted)
         self._report = report
         self._state = folder / _STATE
-        last, ids, unreadable = _earlier(self._state) if resumed_at is not None else (0, {}, ())
-        # What was logged before may be after the checkpoint that is resumed from.
+        last, ids, unreadable = _read_state(self._state) if resumed_at is not None else (0, {}, ())
+        # Steps after the checkpoint may have been logged before the run was resumed.
         self._last = max(last, self._jsonl.last_step)
         self.notes = (*self._jsonl.notes, *unreadable)
         self._configs = [logger for logger in config.loggers if logger.name != "jsonl"]
         self._run = RunInfo(
             name=config.name,
             run_dir=folder,
-            config=as_written(to_tree(config)),
+            config=to_interpolations(to_tree(config)),
             resumed_at=resumed_at,
             ids=ids,
             counted=counted,
@@ -93,13 +92,12 @@ class RunLoggers:
         self._drain_s = min(_DRAIN_S, config.launch.timeout_s / 2)
         self._writing_state = threading.Lock()
         self._loggers: list[BackgroundLogger] = []
-        self._has_events = True
+        self._is_events_reported = False
 
     def __call__(self, event: Event) -> None:
-        """Write an event and its numbers, and pass it on."""
+        """Write an event and pass it on."""
         self._jsonl(event)
-        if self._has_events:
-            self._log_event(event)
+        self._log_event(event)
         self._report(event)
         self._report_problems()
         if not isinstance(event, StepLogged | Evaluated):
@@ -112,7 +110,7 @@ class RunLoggers:
         """Start the thread of every logger."""
         for config in self._configs:
             name = str(getattr(config, "target", config.name))
-            make = partial(_make, config)
+            make = partial(_make_logger, config)
             self._loggers.append(
                 BackgroundLogger(
                     name, make, run=self._run, last_step=self._last, started=self._save_state
@@ -121,7 +119,7 @@ class RunLoggers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Wait for the loggers to send what they have, no longer than a limit for all of them."""
+        """Wait until the loggers have sent their queues, up to a common time limit."""
         failed = kind is not None
         deadline = time.monotonic() + self._drain_s
         for logger in self._loggers:
@@ -133,33 +131,34 @@ class RunLoggers:
     def _log_event(self, event: Event) -> None:
         try:
             self._events(event)
-        except OSError as error:
-            self._has_events = False
-            self._report(
-                Noted(
-                    f"loggers: {EVENTS} can't be written, and training continues without it: "
-                    f"{failure_text(error)}"
+        except Exception as error:  # a full disk, or a number that JSON does not have
+            if not self._is_events_reported:
+                self._is_events_reported = True
+                reason = failure_text(error)
+                self._report(
+                    Noted(f"loggers: {EVENTS} can't be written, and training continues: {reason}")
                 )
-            )
 
     def _report_problems(self) -> None:
         for logger in self._loggers:
             if (problem := logger.take_problem()) is not None:
-                self._report(Noted(problem))
+                note = Noted(problem)
+                self._log_event(note)
+                self._report(note)
 
     def _save_state(self) -> None:
-        """Write the last step and the ids that services gave, for a resumed run."""
+        """Write the last logged step and the ids assigned by services; a resumed run reads them."""
         with self._writing_state:
             content = {"last_step": self._last, "ids": dict(self._run.ids)}
             replace_text(self._state, json.dumps(content) + "\n")
 
 
-def _make(config: Any) -> Any:
+def _make_logger(config: Any) -> Any:
     return LOGGERS.get(config.name)(config)
 
 
 def _numbers(event: StepLogged | Evaluated) -> dict[str, Number]:
-    """Return the numbers of an event by the names of its fields."""
+    """Return the numeric fields of an event by name."""
     fields = asdict(event).items()
     numbers = {k: v for k, v in fields if k != "step" and isinstance(v, int | float)}
     for name, loss in event.sources.items() if isinstance(event, Evaluated) else ():
@@ -167,8 +166,8 @@ def _numbers(event: StepLogged | Evaluated) -> dict[str, Number]:
     return numbers
 
 
-def _earlier(state: Path) -> tuple[int, dict[str, str], tuple[str, ...]]:
-    """Return the last step that loggers saw before, the ids that they noted, and what is wrong."""
+def _read_state(state: Path) -> tuple[int, dict[str, str], tuple[str, ...]]:
+    """Return the last logged step, the loggers' ids, and a note if the file can't be read."""
     try:
         content = json.loads(read_text(state, at_most=_LARGEST))
         return int(content["last_step"]), {str(k): str(v) for k, v in content["ids"].items()}, ()

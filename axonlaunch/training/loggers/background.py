@@ -48,7 +48,7 @@ class BackgroundLogger:
         Args:
             name: Name of the logger in messages.
             make: Builds the logger; called in the thread, again if it fails.
-            run: The run, for the logger's ``start``.
+            run: The run that is logged; the argument of the logger's ``start``.
             last_step: Last step that was logged before the run was resumed. A logger that can't
                 rewind is not called with earlier steps.
             started: Called in the thread once the logger has started.
@@ -80,7 +80,7 @@ class BackgroundLogger:
                 self._dropped += 1
 
     def take_problem(self) -> str | None:
-        """Return the logger's first problem, once; None if there is none or it was returned."""
+        """Return the logger's first problem once; None if nothing failed or after that."""
         with self._changed:
             problem = self._problem
             if problem is None and self._call is not None and self._is_late():
@@ -94,7 +94,7 @@ class BackgroundLogger:
             return f"loggers: {self.name} {problem}"
 
     def begin_close(self, *, failed: bool) -> None:
-        """Tell the thread to end the log once it has sent what waits.
+        """Tell the thread to close the logger after it has sent its queue.
 
         Args:
             failed: Whether training raised.
@@ -104,12 +104,12 @@ class BackgroundLogger:
             self._changed.notify()
 
     def close(self, *, deadline: float) -> None:
-        """Wait for the thread; a logger that takes too long is abandoned.
+        """Wait for the thread until a deadline, or until a call has run for ``_LATE_S`` seconds.
 
-        It is not waited for either if one of its calls has not returned for ``_LATE_S``.
+        Then a logger that still works is abandoned.
 
         Args:
-            deadline: ``time.monotonic()`` until which it may take.
+            deadline: Time in ``time.monotonic()``.
         """
         while self._thread.is_alive() and time.monotonic() < deadline and not self._is_late():
             if self._is_off:
@@ -117,9 +117,9 @@ class BackgroundLogger:
             self._thread.join(_POLL_S)
         with self._changed:
             if self._thread.is_alive():
-                when = "its work" if self._call is None else f"a call ({self._call[0]})"
+                work = "its work" if self._call is None else f"a call ({self._call[0]})"
                 self._note(
-                    f"did not finish {when} in the time that a run waits for it at its end; the "
+                    f"did not finish {work} in the time that the end of a run waits for it; the "
                     f"{len(self._waiting):,} logged steps or evaluations in its queue are lost"
                 )
             elif self._dropped:
@@ -153,7 +153,7 @@ class BackgroundLogger:
         return logger
 
     def _next(self) -> tuple[dict[str, Number], int] | None:
-        """Wait for numbers; None when the log is to end and none are left."""
+        """Wait for the next numbers; None if the log is closing and the queue is empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing is not None)
             return self._waiting.popleft() if self._waiting else None
@@ -164,7 +164,7 @@ class BackgroundLogger:
             self._call = (when, time.monotonic())
         try:
             result = call()
-        except (Exception, SystemExit) as error:  # a logger, or its service, may fail in any way
+        except (Exception, SystemExit) as error:  # loggers and their services may fail in any way
             with self._changed:
                 self._call = None
                 self._failures += 1

@@ -1,7 +1,4 @@
-"""What a logger is: an object on the main rank that takes numbers by step.
-
-It decides nothing of when something is logged, and of no logger how.
-"""
+"""Interface of loggers: objects on the main rank that receive metrics by step."""
 
 from __future__ import annotations
 
@@ -10,25 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.events import Counted
+from axonlaunch.system.units import Counted
 
 Number = int | float
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The run that is logged.
+    """Describes the logged run.
 
     Attributes:
-        name: Its name.
-        run_dir: Its folder, which exists.
-        config: Its configuration as nested plain values, as it is in ``config.yaml``: with the
-            names of environment variables, not with their values.
-        resumed_at: Steps done in the checkpoint that was loaded; None: it starts at step 0.
-        ids: What a logger noted, by its own name, for the next start of this run: the id that a
-            service gave to it. Empty where nothing is resumed.
-        counted: What the loss has a target for, and ``log`` numbers are named by: tokens, images or
-            other samples.
+        name: Name of the run.
+        run_dir: Run folder, which exists.
+        config: Configuration as nested plain values, as in ``config.yaml``: with the names of
+            environment variables instead of their values.
+        resumed_at: Step of the checkpoint that was loaded; None if the run starts at step 0.
+        ids: Ids of this run at external services, by name of the logger. A logger adds its id for
+            the next start of the run. Empty if the run was not resumed.
+        counted: Unit that has a target in the loss, which names metrics: tokens, images or samples.
     """
 
     name: str
@@ -40,37 +36,38 @@ class RunInfo:
 
 
 class Logger:
-    """Base of loggers; ``log`` alone has to be written.
+    """Base class of loggers. Only ``log`` must be implemented.
 
-    Only the main rank makes one. It is made and called in a thread of its own, one call at a time,
-    so that training does not wait for it. The first exception is reported, and training continues.
-    After three failures in a row the logger is switched off; if it can't be made or started, that
-    is tried again after 1 and 5 seconds.
+    Only the main rank creates loggers. Each is created and called in a separate thread, one call at
+    a time, so training does not wait for it. The first exception is reported, and training
+    continues. After three failures in a row the logger is switched off. If creating or starting it
+    fails, that is tried again after 1 and 5 seconds.
 
     Attributes:
-        rewinds: Whether ``start`` removes what was logged after ``run.resumed_at``. A logger that
-            can't do so is not called with steps below the last one that it was called with before
-            the run was resumed, so that its steps never decrease.
+        rewinds: Whether ``start`` removes entries after ``run.resumed_at``. If it does not, then a
+            resumed run calls the logger only from the last step on that was logged before, so that
+            its steps never decrease.
     """
 
     rewinds = False
 
     def start(self, run: RunInfo) -> None:
-        """Begin, or continue, the log of a run; called once, before ``log``."""
+        """Begin or continue the log of a run; called once, before ``log``."""
 
     def log(self, metrics: Mapping[str, Number], *, step: int) -> None:
-        """Take the numbers of a step: training's, or those of an evaluation after it.
+        """Log the metrics of a training step, or of an evaluation after it.
 
         Args:
-            metrics: loss, lr, grad_norm, tokens, tokens_per_s, step_s, peak_memory_bytes, epoch,
-                tokens_seen, data_wait_s, in fp16 skipped and loss_scale, and of a GPU mfu,
-                reserved_bytes, active_bytes, alloc_retries, power_w, utilization, temperature_c; or
-                eval_loss, perplexity, eval_tokens, unigram_entropy, and of each source of a mix
-                eval_loss/NAME and perplexity/NAME. Of images or other samples, ``images`` or
-                ``samples`` is in place of ``tokens``. What is unknown is left out.
-            step: Optimizer steps done, never fewer than in the call before.
+            metrics: For a step: loss, lr, grad_norm, tokens, tokens_per_s, step_s,
+                peak_memory_bytes, epoch, tokens_seen, data_wait_s; with fp16 also skipped and
+                loss_scale; on a GPU also mfu, reserved_bytes, active_bytes, alloc_retries, power_w,
+                utilization, temperature_c. For an evaluation: eval_loss, perplexity, eval_tokens,
+                unigram_entropy, and eval_loss/NAME and perplexity/NAME for each source of a mix.
+                With images or other samples the names contain ``images`` or ``samples`` instead of
+                ``tokens``. Unknown values are omitted.
+            step: Number of optimizer steps done, never lower than in the previous call.
         """
         raise NotImplementedError
 
     def close(self, *, failed: bool) -> None:
-        """End the log; called once, also where training raised."""
+        """End the log; called once, also after training raised an exception."""

@@ -1,6 +1,6 @@
-"""``metrics.csv``: a row a logged step, and one an evaluation.
+"""Writes ``metrics.csv`` with a row for each logged step and each evaluation.
 
-Its columns are fixed; a number that none of them is for is left out.
+The columns are fixed; metrics without a column are omitted.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from axonlaunch.config.loggers import CSVConfig
-from axonlaunch.events import Evaluated, StepLogged, named_by_unit
+from axonlaunch.events import Evaluated, StepLogged
 from axonlaunch.system.files import append_text, read_text, replace_text
+from axonlaunch.system.units import named_by_unit
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
 _FIELDS = [field.name for field in fields(StepLogged) if field.name != "slowest"]
 _FIELDS += [field.name for field in fields(Evaluated) if field.name != "step"]
 _LARGEST = 1 << 30
-"""Bytes of a table that is read again."""
+"""Maximum bytes of an existing table that is read."""
 
 
 class CSVLogger(Logger):
-    """A table; rows after the step that a run resumes from are removed."""
+    """Logger to a CSV table. Rows after the step of the resumed checkpoint are removed."""
 
     rewinds = True
 
@@ -30,7 +31,7 @@ class CSVLogger(Logger):
         del config  # it has no settings
 
     def start(self, run: RunInfo) -> None:
-        """Write the header and the rows that are kept."""
+        """Write the header and the existing rows up to the resumed step."""
         self._path = run.run_dir / "metrics.csv"
         self._columns = [*named_by_unit(dict.fromkeys(_FIELDS), run.counted)]
         earlier: list[dict[str, str]] = []
@@ -44,7 +45,7 @@ class CSVLogger(Logger):
         replace_text(self._path, text.getvalue())
 
     def log(self, metrics: Mapping[str, Number], *, step: int) -> None:
-        """Append a row; what has no number in it is empty."""
+        """Append a row. Cells without a value are empty."""
         text = io.StringIO()
         table = csv.DictWriter(text, self._columns, extrasaction="ignore")
         table.writerow({**metrics, "step": step})

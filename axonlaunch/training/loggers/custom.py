@@ -1,6 +1,6 @@
-"""A user's own logger, named by where it is imported from.
+"""Builds a user-defined logger from its import path.
 
-It refuses what has no method ``log``; what the target itself raises passes through.
+Errors that the target raises are passed on.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ def make_custom(config: CustomLoggerConfig) -> Any:
     """Import ``target`` and call it with the arguments.
 
     Raises:
-        ImportError: It can't be imported.
-        TypeError: It returns what has no method ``log``.
+        ImportError: The target can't be imported.
+        TypeError: The returned object has no method ``log``.
     """
     logger = import_target(config.target)(**config.arguments)
     if not callable(getattr(logger, "log", None)):

@@ -1,7 +1,7 @@
-"""``events.jsonl``: what happened to a run beside its steps, in the order of time, for its report.
+"""Writes ``events.jsonl``: all events of a run except steps, in order of time, for its report.
 
-A line of JSON an event, with the time in seconds since 1970. Attempts of a run follow each other in
-one file: each begins with ``started``. What a step measured is in ``metrics.jsonl``.
+Each line is a JSON object with the time in seconds since 1970. All attempts of a run write to the
+same file; each begins with ``started``. Measurements of steps are in ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -16,40 +16,39 @@ from typing import Any
 import torch
 
 from axonlaunch.events import (
-    Counted,
     Evaluated,
     Event,
     Finished,
     Started,
     StepDone,
     StepLogged,
-    named_by_unit,
 )
 from axonlaunch.system.run_files import append_event
+from axonlaunch.system.units import Counted, named_by_unit
 
 
 class EventLog:
-    """Adds a run's events to a file of its folder; the main rank alone has one."""
+    """Appends a run's events to a file in its folder. Only the main rank has one."""
 
     def __init__(self, folder: Path, *, world_size: int, counted: Counted = "tokens") -> None:
         """Prepare to write; nothing is written yet.
 
         Args:
-            folder: The run's.
-            world_size: Ranks of this attempt.
-            counted: What targets are, for the names of their numbers.
+            folder: Run folder.
+            world_size: Number of ranks of this attempt.
+            counted: Unit that has a target in the loss; it names metrics.
         """
         self._counted = counted
         self._folder = folder
         self._world_size = world_size
 
     def __call__(self, event: Event) -> None:
-        """Add an event, but for a step's.
+        """Append an event unless it is that of a step.
 
         Raises:
             OSError: The file can't be written.
         """
-        if isinstance(event, StepDone | StepLogged | Finished):  # how it ended its launcher writes
+        if isinstance(event, StepDone | StepLogged | Finished):  # the launcher writes the end
             return
         fields: dict[str, Any] = asdict(event)
         if isinstance(event, Evaluated):
@@ -60,7 +59,7 @@ class EventLog:
 
 
 def name_of(event: Event) -> str:
-    """Return the kind of an event: ``rank_times`` of a ``RankTimes``."""
+    """Return the kind of an event, such as ``rank_times`` for a ``RankTimes``."""
     name = type(event).__name__
     return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
 

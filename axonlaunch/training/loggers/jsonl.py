@@ -1,7 +1,4 @@
-"""``metrics.jsonl``: what a run logs and reads again when it resumes.
-
-It takes events and refuses none; what is not its own it leaves.
-"""
+"""Writes ``metrics.jsonl``, the run's log of metrics, which it reads again when it resumes."""
 
 from __future__ import annotations
 
@@ -11,61 +8,66 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.events import Counted, Evaluated, Event, StepLogged, named_by_unit, perplexity_of
+from axonlaunch.events import (
+    Evaluated,
+    Event,
+    StepLogged,
+    perplexity_of,
+)
 from axonlaunch.system.files import append_text, is_there, open_regular, replace
 from axonlaunch.system.strict_json import finite
+from axonlaunch.system.units import Counted, named_by_unit
 
 
 class JSONLLogger:
-    """A line of JSON a logged step, and one an evaluation.
+    """Writes a JSON line for each logged step and each evaluation.
 
-    It is the run's own record: where it can't be written, the run fails, as it does where a
-    checkpoint can't.
+    An error while writing ends the run, just like an error while saving a checkpoint.
 
     Attributes:
-        notes: What is to be said of what the file held before.
-        last_step: The last step that the file held before; 0 where none is resumed.
+        notes: Notes to show about the previous content of the file.
+        last_step: Last step in the previous content; 0 if the run is not resumed.
     """
 
     notes: tuple[str, ...]
 
     def __init__(self, path: Path, *, resumed_at: int | None, counted: Counted = "tokens") -> None:
-        """Open the file; what a run that was not resumed finds in it is kept beside it.
+        """Open the file and keep the lines up to the resumed step.
 
-        Lines after the step that a run resumes from are dropped: they are written again. Lines that
-        can't be read are dropped too, from a file of which a copy is kept.
+        Later lines are dropped, because the run writes them again. If the run is not resumed, or if
+        lines can't be read, the previous file is first copied to a new name in the same folder.
 
         Args:
-            path: The file.
-            resumed_at: Steps done in the checkpoint that was loaded; None: none was.
-            counted: What targets are, for the names of their numbers.
+            path: Path of the file.
+            resumed_at: Step of the checkpoint that was loaded; None if none was.
+            counted: Unit that has a target in the loss; it names metrics.
 
         Raises:
-            OSError: It can't be read or written.
+            OSError: The file can't be read or written.
         """
         self._counted = counted
         content = _content(path)
         lines, unreadable = _lines(content)
-        lines_before = [] if resumed_at is None else [t for t, step in lines if step <= resumed_at]
+        kept_lines = [] if resumed_at is None else [t for t, step in lines if step <= resumed_at]
         reasons = []
         if content and resumed_at is None:
-            reasons.append("of a run before, which this one does not resume")
+            reasons.append("it is from an earlier run, which this run does not resume")
         elif unreadable:
             reasons.append(f"{unreadable} of its lines can't be read")
         if reasons:
-            aside = _free(path)
-            replace(aside, content)
-            reasons = [f"{path.name}: {reasons[0]}; it is kept as {aside.name}"]
+            copy = _free_path(path)
+            replace(copy, content)
+            reasons = [f"{path.name}: {reasons[0]}; it is kept as {copy.name}"]
         self.notes = tuple(reasons)
         self.last_step = 0 if resumed_at is None else max((step for _, step in lines), default=0)
-        replace(path, b"".join(lines_before))
+        replace(path, b"".join(kept_lines))
         self._path = path
-        self._last = lines_before[-1] if lines_before else b""
+        self._last = kept_lines[-1] if kept_lines else b""
 
     def __call__(self, event: Event) -> None:
-        """Append an event that has numbers."""
+        """Append an event with metrics; ignore others."""
         if isinstance(event, StepLogged):
-            # What this device does not report, or nobody saw, has no key.
+            # Values that are unknown or not available on this device are omitted.
             line: dict[str, Any] = {
                 key: value
                 for key, value in asdict(event).items()
@@ -84,13 +86,15 @@ class JSONLLogger:
             return
         line = named_by_unit(line, self._counted)
         text = json.dumps(finite(line), allow_nan=False) + "\n"
-        if text.encode() != self._last:  # an evaluation that a run was killed after is done again
-            append_text(self._path, text)
+        # If a run was killed after an evaluation, the resumed run repeats it.
+        if text.encode() != self._last:
+            # Do not create a deleted file again: it would begin in the middle of the run.
+            append_text(self._path, text, creates=False)
         self._last = b""
 
 
 def _content(path: Path) -> bytes:
-    """Return what a file holds; nothing where there is none."""
+    """Return the content of a file; empty if it does not exist."""
     try:
         with open_regular(path) as stream:
             return stream.read()
@@ -99,13 +103,13 @@ def _content(path: Path) -> bytes:
 
 
 def _lines(content: bytes) -> tuple[list[tuple[bytes, int]], int]:
-    """Return whole lines with their steps, and how many can't be read.
+    """Return complete lines with their steps, and the number of invalid lines.
 
-    A run that was killed while writing leaves half a one, which is no loss.
+    An incomplete last line, from a run that was killed while writing, is ignored.
     """
-    *whole, _ = content.split(b"\n")
+    *complete, _ = content.split(b"\n")
     lines, unreadable = [], 0
-    for text in whole:
+    for text in complete:
         try:
             step = json.loads(text)["step"]
             if not isinstance(step, int):
@@ -117,8 +121,8 @@ def _lines(content: bytes) -> tuple[list[tuple[bytes, int]], int]:
     return lines, unreadable
 
 
-def _free(path: Path) -> Path:
-    """Return a name beside a file that is not taken: metrics.1.jsonl, metrics.2.jsonl, ..."""
+def _free_path(path: Path) -> Path:
+    """Return the first numbered path that does not exist: metrics.1.jsonl, metrics.2.jsonl, ..."""
     for number in itertools.count(1):
         free = path.with_name(f"{path.stem}.{number}{path.suffix}")
         if not is_there(free):

@@ -1,6 +1,6 @@
-"""MLflow: one of its runs for one of ours, however often ours is resumed.
+"""Logs to MLflow. A resumed run continues the same MLflow run.
 
-It uses the client alone, and sets nothing of the process that ``mlflow.start_run`` would.
+Only ``MlflowClient`` is used, because ``mlflow.start_run`` changes global state of the process.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from axonlaunch.config.plain import flatten
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
 _LONGEST, _MOST = 6000, 100
-"""Characters of a parameter's value and parameters of one request, as MLflow takes them."""
+"""MLflow's limits: characters of a parameter's value, and parameters in a request."""
 
 
 _REFUSED = re.compile(r"[^/\w.\- ]")
-"""What no name of a parameter or a metric may have on every system; one request refuses all."""
+"""Characters that are invalid in names of parameters and metrics on some systems. One invalid name
+makes the whole request fail."""
 _Value = TypeVar("_Value")
 
 
 class MLflowLogger(Logger):
-    """A run of MLflow."""
+    """Logger to an MLflow run."""
 
     def __init__(self, config: MLflowConfig) -> None:
         self._config = config
 
     def start(self, run: RunInfo) -> None:
-        """Begin a run, or continue the one that this run was before it was resumed."""
+        """Begin an MLflow run, or continue that of the resumed run."""
         uri = self._config.tracking_uri
         if uri is not None and "://" not in uri.replace("file://", ""):
-            # A folder was asked for by name, and MLflow refuses those to who does not insist.
+            # The user configured a folder. MLflow rejects folders unless this variable is set.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(tracking_uri=uri)
         if "mlflow" in run.ids:
@@ -46,17 +47,17 @@ class MLflowLogger(Logger):
             if run.resumed_at is not None:
                 return
         else:
-            made = self._client.create_run(self._experiment(), run_name=run.name)
-            self._id = run.ids["mlflow"] = made.info.run_id
+            created = self._client.create_run(self._experiment(), run_name=run.name)
+            self._id = run.ids["mlflow"] = created.info.run_id
         params = [*_params(run.config)]
         for first in range(0, len(params), _MOST):
             self._client.log_batch(self._id, params=params[first : first + _MOST])
 
     def log(self, metrics: Mapping[str, Number], *, step: int) -> None:
-        """Send the numbers of a step."""
+        """Send the metrics of a step."""
         now = int(time.time() * 1000)
-        sent = [Metric(name, value, now, step) for name, value in _with_names(metrics).items()]
-        self._client.log_batch(self._id, metrics=sent)
+        batch = [Metric(name, value, now, step) for name, value in _with_names(metrics).items()]
+        self._client.log_batch(self._id, metrics=batch)
 
     def close(self, *, failed: bool) -> None:
         """Mark the run as ended."""
@@ -75,11 +76,14 @@ def _params(config: dict[str, Any]) -> Iterator[Param]:
 
 
 def _with_names(values: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Return values by names that MLflow takes, as many: patterns and sources have any."""
-    named: dict[str, _Value] = {}
+    """Replace characters that MLflow rejects in names, and keep names distinct.
+
+    Names of patterns and of data sources may have any characters.
+    """
+    renamed: dict[str, _Value] = {}
     for key, value in values.items():
         name = _REFUSED.sub("_", key)
-        while name in named:
+        while name in renamed:
             name += "_"
-        named[name] = value
-    return named
+        renamed[name] = value
+    return renamed

@@ -1,6 +1,6 @@
-"""How a logger joins: ``register_logger``, in a plug-in or in a package that offers it.
+"""Registers loggers from plug-ins and from packages with entry points.
 
-The table itself is ``config.loggers``'s; what is listed is imported when it is first used.
+The table of loggers is in ``config.loggers``. A logger is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ _Builder = TypeVar("_Builder", bound=Callable[..., Any])
 def register_logger(
     name: str, *, config: type | None = None, summary: str | None = None
 ) -> Callable[[_Builder], _Builder]:
-    """Register a ``Logger``, or a function that makes one, as ``loggers=[NAME]``.
+    """Register a ``Logger``, or a function that returns one, as ``loggers=[NAME]``.
 
     Args:
-        name: The name.
-        config: Dataclass with a field ``name`` that types ``{name: NAME, ...}`` in the list; what
-            is decorated is called with one. None: it is called with the keys of ``arguments``.
-        summary: One line for ``axonlaunch ls loggers``; None: the docstring's first.
+        name: Name in the list ``loggers``.
+        config: Dataclass with a field ``name`` that types ``{name: NAME, ...}`` in the list; the
+            decorated object is called with an instance. None calls it with the keys of
+            ``arguments``.
+        summary: One line for ``axonlaunch ls loggers``; None uses the docstring's first line.
 
     Raises:
-        ValueError: The name is taken, or the configuration is no dataclass with a name.
+        ValueError: The name is taken, or the configuration is not a dataclass with a name.
     """
     return LOGGERS.register(name, config=config, summary=summary)

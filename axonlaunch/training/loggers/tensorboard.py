@@ -1,7 +1,4 @@
-"""TensorBoard's events, beside ``metrics.jsonl`` and under its names.
-
-It writes scalars alone.
-"""
+"""Writes scalars to TensorBoard event files, with the same names as in ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
 
 class TensorBoardLogger(Logger):
-    """Scalars; those after the step that a run resumes from are hidden."""
+    """Logger to TensorBoard. Scalars after the step of the resumed checkpoint are hidden."""
 
     rewinds = True
 
@@ -27,11 +24,11 @@ class TensorBoardLogger(Logger):
         self._writer = SummaryWriter(folder, purge_step=(run.resumed_at or 0) + 1)
 
     def log(self, metrics: Mapping[str, Number], *, step: int) -> None:
-        """Write the numbers of a step."""
+        """Write the metrics of a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self, *, failed: bool) -> None:
-        """Write what is left."""
+        """Flush and close the writer."""
         del failed
         self._writer.close()

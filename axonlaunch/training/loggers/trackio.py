@@ -1,6 +1,6 @@
-"""Trackio: one of its runs for one of ours, however often ours is resumed.
+"""Logs metrics and the configuration to Trackio. A resumed run continues the same Trackio run.
 
-It sends numbers and the configuration; what the machine does Trackio is not asked to watch.
+Trackio's monitoring of CPU and GPU is off.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
 
 class TrackioLogger(Logger):
-    """A run of Trackio, which keeps it in ``TRACKIO_DIR``, or in Hugging Face's cache."""
+    """Logger to a Trackio run, which is stored in ``TRACKIO_DIR`` or in Hugging Face's cache."""
 
     def __init__(self, config: TrackioConfig) -> None:
         self._config = config
 
     def start(self, run: RunInfo) -> None:
-        """Begin a run, or continue the one that this run was before it was resumed."""
+        """Begin a Trackio run, or continue that of the resumed run."""
         resume = "must" if "trackio" in run.ids else "never"
-        # It finds runs by their names, which runs of other folders may have too.
+        # Trackio identifies runs by name, and runs in other folders may have the same name.
         name = run.ids.get("trackio", f"{run.name}-{secrets.token_hex(3)}")
         self._run = trackio.init(
             project=self._config.project,
@@ -35,13 +35,13 @@ class TrackioLogger(Logger):
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        run.ids["trackio"] = name  # not earlier: a start that fails is tried again
+        run.ids["trackio"] = name  # only after success, because a failed start is tried again
 
     def log(self, metrics: Mapping[str, Number], *, step: int) -> None:
-        """Send the numbers of a step."""
+        """Send the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left."""
+        """Send remaining metrics and end the run."""
         del failed
         self._run.finish()

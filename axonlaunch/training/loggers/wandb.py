@@ -1,6 +1,6 @@
-"""Weights & Biases: one of its runs for one of ours, however often ours is resumed.
+"""Logs metrics and the configuration to Weights & Biases. A resumed run continues the same run.
 
-It sends numbers and the configuration, no code and nothing of the console.
+Code and console output are not sent.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
 
 class WandbLogger(Logger):
-    """A run of Weights & Biases, whose own files are in ``wandb`` in the run folder."""
+    """Logger to a Weights & Biases run. Its local files are in ``wandb`` in the run folder."""
 
     def __init__(self, config: WandbConfig) -> None:
         self._config = config
 
     def start(self, run: RunInfo) -> None:
-        """Begin a run, or continue the one that this run was before it was resumed."""
+        """Begin a W&B run, or continue that of the resumed run."""
         run_id = run.ids.setdefault("wandb", secrets.token_hex(4))
         self._run = wandb.init(
             id=run_id,
@@ -38,14 +38,14 @@ class WandbLogger(Logger):
         )
 
     def log(self, metrics: Mapping[str, Number], *, step: int) -> None:
-        """Send the numbers of a step."""
+        """Send the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left, and wait until it has arrived.
+        """Send remaining metrics and wait until wandb's service has ended.
 
-        After ``finish`` wandb's service still writes what an offline run has, and a rank's process
-        ends without the ``atexit`` in which wandb would wait for it.
+        After ``finish`` the service still writes data of an offline run. wandb would wait for that
+        in an ``atexit`` handler, but a rank's process ends without calling it.
         """
         try:
             self._run.finish(exit_code=int(failed))

@@ -1,1 +1,1 @@
-"""Records what the modules of a traced step computed; how it compares is ``diagnostics``'s."""
+"""Records the outputs and gradients of modules in traced steps; ``diagnostics`` compares them."""

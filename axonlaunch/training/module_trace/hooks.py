@@ -1,8 +1,8 @@
-"""Statistics of what modules return and of its gradients, taken by hooks while a step runs.
+"""Hooks that compute statistics of module outputs and of their gradients during a step.
 
-It knows of no rank: what a rank sees of a tensor are so many elements, with their sums. Sums over
-ranks make those of the whole tensor, and as each element is held as often as any other, replicas
-change neither its root mean square nor its mean.
+This module does not depend on ranks: it counts and sums the local elements of a tensor. The caller
+sums these over ranks. Replicas change neither the root mean square nor the mean, because every
+element has the same number of replicas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from axonlaunch.models.output_regions import (
 from axonlaunch.models.torch_internals import in_backward
 
 _PIECE = 2**16
-"""Elements: 256 KiB of fp32."""
+"""Elements of a piece: 256 KiB in fp32."""
 _EXACT_IN_DOUBLE = (torch.float64, torch.int64, torch.int32)
 
 TracedKey = tuple[TracedKind, str]
@@ -34,13 +34,13 @@ TracedKey = tuple[TracedKind, str]
 
 @dataclass
 class Sums:
-    """What elements of a tensor come to.
+    """Sums over elements of a tensor.
 
     Attributes:
-        count: Elements.
-        total: Their sum.
-        squares: The sum of their squares.
-        absmax: The largest absolute value.
+        count: Number of elements.
+        total: Sum of the elements.
+        squares: Sum of their squares.
+        absmax: Largest absolute value.
     """
 
     count: int = 0
@@ -49,64 +49,65 @@ class Sums:
     absmax: float = 0.0
 
     def add(self, other: Sums) -> None:
-        """Take more elements in."""
+        """Add the sums of other elements."""
         self.count += other.count
         self.total += other.total
         self.squares += other.squares
         self.absmax = max(self.absmax, other.absmax)
 
     def to_traced(self, key: TracedKey, *, factor: float = 1.0, size: int | None) -> TracedTensor:
-        """Return what is written of the elements times a factor.
+        """Return the record to write, with the elements multiplied by a factor.
 
         Args:
-            key: Whose they are.
-            factor: Of the elements.
-            size: Of a parameter or its gradient; None for others.
+            key: Kind and name of the tensor.
+            factor: Factor of the elements.
+            size: Number of elements of a parameter or its gradient; None for other tensors.
         """
         rms, mean = math.sqrt(self.squares / self.count), self.total / self.count
         return TracedTensor(*key, rms * factor, mean * factor, self.absmax * factor, size)
 
 
 class Statistics:
-    """Sums of tensors by kind and name; a device is waited for once, when they are read."""
+    """Sums of tensors by kind and name. Only reading the sums waits for the device."""
 
     def __init__(self) -> None:
-        self._taken: list[tuple[TracedKey, Sums | _OnDevice]] = []
+        self._entries: list[tuple[TracedKey, Sums | _OnDevice]] = []
         self._last: tuple[Tensor, int] | None = None
         self._reduced: Sums | _OnDevice = Sums()
 
     def add(self, key: TracedKey, tensor: Tensor) -> None:
-        """Take what this rank holds of a tensor in.
+        """Add this rank's part of a tensor.
 
-        A module that returns what its last part returned has the same numbers; they are taken once.
+        If a module returns the output of its last submodule, the sums are computed only once.
 
         Args:
-            key: Whose it is.
-            tensor: Of numbers, plain or a DTensor.
+            key: Kind and name of the tensor.
+            tensor: Plain tensor or DTensor with numeric elements.
         """
-        seen = tensor, tensor._version  # an operation in place leaves the object and not the values
-        if self._last is None or self._last[0] is not tensor or self._last[1] != seen[1]:
+        # An in-place operation keeps the tensor object but changes its version.
+        version = tensor, tensor._version
+        if self._last is None or self._last[0] is not tensor or self._last[1] != version[1]:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             reduce = _sum_pieces if local.device.type == "cpu" else _OnDevice.of
-            self._last, self._reduced = seen, reduce(local.detach())
-        self._taken.append((key, self._reduced))
+            self._last, self._reduced = version, reduce(local.detach())
+        self._entries.append((key, self._reduced))
 
     def sums(self) -> dict[TracedKey, Sums]:
-        """Return the sums so far, of all tensors of each key together."""
+        """Return the sums so far, over all tensors of each key."""
         self._last = None
-        on_device = [taken for _, taken in self._taken if isinstance(taken, _OnDevice)]
+        on_device = [entry for _, entry in self._entries if isinstance(entry, _OnDevice)]
         read = dict(zip(map(id, on_device), _OnDevice.read(on_device), strict=True))
         sums: dict[TracedKey, Sums] = {}
-        for key, taken in self._taken:
-            known = read[id(taken)] if isinstance(taken, _OnDevice) else taken
-            if known.count:
-                sums.setdefault(key, Sums()).add(known)
+        for key, entry in self._entries:
+            entry_sums = read[id(entry)] if isinstance(entry, _OnDevice) else entry
+            if entry_sums.count:
+                sums.setdefault(key, Sums()).add(entry_sums)
         return sums
 
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """A tensor's norm, sum, least and largest element, each of no dim, which nobody waited for."""
+    """A tensor's norm, sum, minimum and maximum as 0-dim tensors that may not be computed yet."""
 
     count: int
     values: tuple[Tensor, ...]
@@ -120,21 +121,22 @@ class _OnDevice:
         return cls(local.numel(), (norm, local.sum(dtype=precision), *local.aminmax()))
 
     @staticmethod
-    def read(all_of: Sequence[_OnDevice]) -> Iterator[Sums]:
-        """Yield the sums of each, after one copy to the host for each type of numbers."""
+    def read(entries: Sequence[_OnDevice]) -> Iterator[Sums]:
+        """Yield the sums of each entry, after one copy to the host for each dtype."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for value in (value for one in all_of for value in one.values):
+        for value in (value for entry in entries for value in entry.values):
             by_dtype.setdefault(value.dtype, []).append(value)
         numbers = {dtype: iter(torch.stack(of).tolist()) for dtype, of in by_dtype.items()}
-        for one in all_of:
-            norm, total, low, high = (next(numbers[value.dtype]) for value in one.values)
-            yield Sums(one.count, total, norm * norm, max(abs(low), abs(high)))
+        for entry in entries:
+            norm, total, low, high = (next(numbers[value.dtype]) for value in entry.values)
+            yield Sums(entry.count, total, norm * norm, max(abs(low), abs(high)))
 
 
 def _sum_pieces(local: Tensor) -> Sums:
-    """Return the sums of a tensor of the host, by pieces that a core's cache holds.
+    """Return the sums of a CPU tensor, computed in pieces that fit into a core's cache.
 
-    torch adds squares up in fp32, and is 8e-5 off for 4 million elements; it is not for a piece.
+    torch sums squares in fp32 with a relative error of 8e-5 for 4 million elements. For a single
+    piece the error is negligible.
     """
     flat = local.reshape(-1)
     total = squares = absmax = 0.0
@@ -147,25 +149,26 @@ def _sum_pieces(local: Tensor) -> Sums:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a copy of all elements, on the host and in fp32."""
+    """Return a copy of the tensor on the host in fp32."""
     return tensor.detach().to("cpu", torch.float32, copy=True)
 
 
 class KeepCall(Protocol):
-    """Keeps the elements of what a module returned, or of its gradient, in one of its calls."""
+    """Keeps the elements of a module's output, or of its gradient, for one call."""
 
     def __call__(self, key: TracedKey, tensor: Tensor, *, number: int, module: nn.Module) -> None:
-        """Keep those of one call."""
+        """Keep the elements of one call."""
 
 
 class ModuleHooks:
-    """Notes what modules return in training, and the gradients of it, until it is closed.
+    """Records module outputs in training and the gradients of these outputs, until closed.
 
     Attributes:
-        order: Modules in the order of their first calls.
-        dtypes: Of what they returned.
-        samples: Of a micro-batch. What is returned once for all of them, as positions are, gets a
-            gradient that is a sum over them, which depends on how many they are: it is left out.
+        order: Position of each module in the order of first calls.
+        dtypes: Types of the outputs.
+        samples: Number of samples in a micro-batch. Gradients are recorded only for outputs with
+            one row per sample. The gradient of an output shared by all samples, such as positions,
+            is a sum over samples and depends on their number.
     """
 
     def __init__(
@@ -180,36 +183,35 @@ class ModuleHooks:
         self._handles: list[Any] = []
 
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Hook modules.
+        """Register hooks on modules.
 
         Args:
-            modules: By their name in the whole model.
+            modules: Names in the whole model and modules.
         """
         for name, module in modules:
-            self._handles.append(module.register_forward_hook(self._noting(name)))
+            self._handles.append(module.register_forward_hook(self._forward_hook(name)))
 
     def calls(self, name: str) -> int:
-        """Return how often a module was called, recomputation apart."""
+        """Return the number of calls of a module, without recomputation."""
         return self._calls[name, False]
 
     def close(self) -> None:
-        """Remove every hook of a module; those of gradients end with the backward."""
+        """Remove all module hooks. Gradient hooks end with the backward."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def _noting(self, name: str) -> Callable[..., None]:
-        def note(module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _forward_hook(self, name: str) -> Callable[..., None]:
+        def record(module: nn.Module, _inputs: Any, output: Any) -> None:
             if not (torch.is_grad_enabled() and module.training):
-                return  # shapes are tried out
+                return  # a forward that only infers shapes
             tensor = first_floating(output)
             if tensor is None:
                 return
-            # In a backward it is computed again.
-            is_again = in_backward()
-            number = self._calls[name, is_again]
-            self._calls[name, is_again] += 1
-            if not is_again:
+            is_recomputed = in_backward()
+            number = self._calls[name, is_recomputed]
+            self._calls[name, is_recomputed] += 1
+            if not is_recomputed:
                 self.order.setdefault(name, len(self.order))
                 self.dtypes.add(tensor.dtype)
                 if not gives_partial_sums(module):
@@ -220,7 +222,7 @@ class ModuleHooks:
                 key: TracedKey = ("output gradient", name)
                 tensor.register_hook(lambda gradient: self._add(key, gradient, number, module))
 
-        return note
+        return record
 
     def _add(self, key: TracedKey, tensor: Tensor, number: int, module: nn.Module) -> None:
         self._statistics.add(key, tensor)
@@ -231,11 +233,11 @@ class ModuleHooks:
 def in_order_of_computation(
     modules: Iterable[str], parameters: Iterable[str]
 ) -> Iterator[TracedKey]:
-    """Yield what a step may have, from the batch to the gradients of the first module.
+    """Yield the keys of all tensors of a step, from the batch to the first module's gradients.
 
     Args:
-        modules: In the order of their first calls.
-        parameters: All names.
+        modules: Names of modules in the order of their first calls.
+        parameters: Names of all parameters.
     """
     yield from (("batch", "inputs"), ("batch", "targets"))
     names, forward = [*parameters], [*modules]

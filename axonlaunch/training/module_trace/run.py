@@ -1,4 +1,4 @@
-"""Traces the modules of a run's steps: each rank sees its part, and rank 0 writes the whole."""
+"""Traces modules in steps of a run: each rank records its part, and rank 0 writes the totals."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from axonlaunch.training.module_trace.hooks import (
 from axonlaunch.training.module_trace.whole_tensors import WholeTensors
 
 _LAST = 2**40
-"""The place of a module that no rank has called."""
+"""Position of a module that no rank has called."""
 _LOWEST_FIRST: tuple[Arithmetic, ...] = ("bf16", "fp16")
 _STAGE = 2**20
-"""More calls than a stage has modules."""
+"""Distance between the positions of two stages; larger than the number of modules in a stage."""
 
 
 class RunTracer:
-    """Does forward and backward of a run's steps, and writes those that are traced.
+    """Runs forward and backward of each step, and writes a trace for selected steps.
 
-    All ranks know the names of the whole model in one order, so that what they saw is summed as one
-    table: the elements of every tensor, their sum and that of their squares.
+    All ranks list the names of the whole model in the same order. Statistics of all ranks can
+    therefore be summed as one table: number, sum and sum of squares of the elements of each tensor.
     """
 
     def __init__(self, config: RunConfig, engine: Engine, *, world: World, sample: Tensor) -> None:
-        """Learn the whole model's names.
+        """Collect the names of the whole model.
 
         Args:
-            config: The run's.
-            engine: Built.
-            world: Its ranks; all of them have one.
-            sample: One sample's inputs, of which shape and type count.
+            config: Configuration of the run.
+            engine: Engine of the run.
+            world: The ranks; each has a tracer.
+            sample: Inputs of one sample; only shape and type matter.
         """
         self._config, self._engine, self._world = config, engine, world
         self._layout = Layout.of(config, world_size=world.world_size)
@@ -70,7 +70,7 @@ class RunTracer:
             for name in self._modules
             if not name.startswith(compiled or "\0")  # hooks would be compiled too
             and (blocks or not config.train.compile)
-            # In its place stands what it will be given, which must not be touched.
+            # With a chunked loss the head returns its inputs, which hooks must not change.
             and not (head is not None and f"{head}.".startswith(f"{name}."))
         }
         self._watched = [part for stage in engine.modules for part in self._whole_in(stage)]
@@ -85,7 +85,7 @@ class RunTracer:
         self._shapes = self._whole_shapes(model, sample)
 
     def _whole_shapes(self, model: nn.Module, sample: Tensor) -> dict[TracedKey, tuple[int, ...]]:
-        """Return the shapes of all tensors whose elements are written; the model is used up."""
+        """Return the full shapes of all tensors to write with elements. The model is consumed."""
         train = self._config.train
         if train.trace.tensors != "full":
             return {}
@@ -98,7 +98,7 @@ class RunTracer:
         return shapes
 
     def _batch_shapes(self, batch: AnyBatch) -> dict[TracedKey, tuple[int, ...]]:
-        """Return the shapes of a global batch, of which this rank has some rows."""
+        """Return the shapes of the global batch."""
         if not isinstance(batch, Batch):
             return {}
         size = self._config.train.global_batch_size
@@ -108,27 +108,27 @@ class RunTracer:
         }
 
     def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
-        """Do as ``Engine.backward`` does, and write the step if it is traced."""
+        """Run ``Engine.backward``, and write a trace if the step is selected."""
         engine = self._engine
         if engine.step not in self._config.train.trace.steps:
             return engine.backward(batch)
         statistics = Statistics()
-        whole = None
+        full_tensors = None
         if self._shapes:
             shapes = {**self._shapes, **self._batch_shapes(batch)}
-            whole = WholeTensors(shapes, self._layout, self._world)
-        keep = None if whole is None else whole.add_call
+            full_tensors = WholeTensors(shapes, self._layout, self._world)
+        keep = None if full_tensors is None else full_tensors.add_call
         hooks = ModuleHooks(statistics, samples=self._layout.micro_batch_size, keep=keep)
-        if isinstance(batch, Batch):  # others are collated micro-batch by micro-batch
+        if isinstance(batch, Batch):  # structured batches are collated per micro-batch
             statistics.add(("batch", "inputs"), batch.inputs)
             statistics.add(("batch", "targets"), batch.targets)
-            if whole is not None:
-                whole.add_samples(("batch", "inputs"), batch.inputs)
-                whole.add_samples(("batch", "targets"), batch.targets)
+            if full_tensors is not None:
+                full_tensors.add_samples(("batch", "inputs"), batch.inputs)
+                full_tensors.add_samples(("batch", "targets"), batch.targets)
         for name, parameter in engine.named_parameters():
             statistics.add(("parameter", name), parameter)
-            if whole is not None:
-                whole.add_parameter(("parameter", name), parameter)
+            if full_tensors is not None:
+                full_tensors.add_parameter(("parameter", name), parameter)
         hooks.watch(self._watched)
         try:
             loss, tokens = engine.backward(batch)
@@ -138,16 +138,17 @@ class RunTracer:
         for name, updated in engine.named_updated():
             if updated.grad is not None:
                 statistics.add(("gradient", name), updated.grad)
-                if whole is not None:
-                    whole.add_parameter(("gradient", name), updated.grad)
-        elements = None if whole is None else whole.gather(self._factors)
+                if full_tensors is not None:
+                    full_tensors.add_parameter(("gradient", name), updated.grad)
+        elements = None if full_tensors is None else full_tensors.gather(self._factors)
         self._write(statistics.sums(), hooks.order, elements)
         return loss, tokens
 
     def _whole_in(self, stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules that are whole in a stage.
+        """Yield the traceable modules that a stage contains with all their parameters.
 
-        Outside of blocks every stage calls what has no parameters, on nothing but in one of them.
+        Modules without parameters outside of blocks are skipped with pipeline stages, because every
+        stage calls them, but only one with real data.
         """
         names = {*_all_names(stage)}
         for name, module in stage.named_modules():
@@ -162,52 +163,52 @@ class RunTracer:
         order: dict[str, int],
         elements: dict[TracedKey, Tensor] | None,
     ) -> None:
-        known = [sums.get(key, Sums()) for key in self._keys]
+        rows = [sums.get(key, Sums()) for key in self._keys]
         added = torch.tensor(
-            [[each.count, each.total, each.squares] for each in known], dtype=torch.float64
+            [[row.count, row.total, row.squares] for row in rows], dtype=torch.float64
         )
-        largest = torch.tensor([each.absmax for each in known], dtype=torch.float64)
-        places = torch.tensor(self._places(order))
+        largest = torch.tensor([row.absmax for row in rows], dtype=torch.float64)
+        positions = torch.tensor(self._positions(order))
         if self._world.world_size > 1:
             device = self._world.device
-            added, largest, places = added.to(device), largest.to(device), places.to(device)
+            added, largest, positions = added.to(device), largest.to(device), positions.to(device)
             dist.all_reduce(added)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            dist.all_reduce(places, op=dist.ReduceOp.MIN)
+            dist.all_reduce(positions, op=dist.ReduceOp.MIN)
         if not self._world.is_main:
             return
-        whole = {
+        totals = {
             key: Sums(int(count), total, squares, absmax)
             for key, (count, total, squares), absmax in zip(
                 self._keys, added.tolist(), largest.tolist(), strict=True
             )
             if count
         }
-        by_place = dict(zip(self._modules, places.tolist(), strict=True))
+        position_of = dict(zip(self._modules, positions.tolist(), strict=True))
         trace = StepTrace(
             step=self._engine.step,
             arithmetic=_arithmetic(self._config),
             layout=str(self._layout),
             axes={axis: size for axis, size in self._layout.axes.items() if size > 1},
-            tensors=[*self._in_order(whole, sorted(self._modules, key=by_place.__getitem__))],
+            tensors=[*self._in_order(totals, sorted(self._modules, key=position_of.__getitem__))],
         )
         write_step(Path(self._config.run_dir), trace, elements)
 
     def _first_parameters(self) -> dict[str, int]:
-        """Return the place in the whole model of the first parameter of each module's stage.
+        """Return for each module the index of the first parameter of its stage.
 
-        A later stage of a pipeline holds later parameters.
+        Indices are those in the whole model, so they grow from stage to stage of a pipeline.
         """
-        place_of = {name: place for place, name in enumerate(self._parameters)}
+        index_of = {name: index for index, name in enumerate(self._parameters)}
         stage_of: dict[str, int] = {}
         for stage in self._engine.modules:
-            places = (place_of[name] for name, _ in stage.named_parameters() if name in place_of)
-            begins = min(places, default=0)
-            stage_of.update({name: begins for name, _ in stage.named_modules()})
+            indices = (index_of[name] for name, _ in stage.named_parameters() if name in index_of)
+            first = min(indices, default=0)
+            stage_of.update({name: first for name, _ in stage.named_modules()})
         return stage_of
 
-    def _places(self, order: dict[str, int]) -> list[int]:
-        """Return when each module is computed, where this rank has called it."""
+    def _positions(self, order: dict[str, int]) -> list[int]:
+        """Return each module's position in order of computation; ``_LAST`` without a call here."""
         return [
             self._stage_of.get(name, 0) * _STAGE + order[name] if name in order else _LAST
             for name in self._modules
@@ -215,10 +216,7 @@ class RunTracer:
 
     @property
     def _factors(self) -> dict[str, float]:
-        """What gradients are multiplied by.
-
-        Engines average them over ranks whose losses are summed, and fp16 scales the loss.
-        """
+        """Factors of gradients by kind, which undo the loss scale and the averaging over ranks."""
         scale = self._engine.loss_scale
         return {
             "gradient": 1 / scale,
@@ -226,24 +224,24 @@ class RunTracer:
         }
 
     def _in_order(
-        self, whole: dict[TracedKey, Sums], modules: Iterable[str]
+        self, totals: dict[TracedKey, Sums], modules: Iterable[str]
     ) -> Iterator[TracedTensor]:
-        """Yield what was seen in order of computation."""
+        """Yield the traced tensors in order of computation."""
         factors = self._factors
         for key in in_order_of_computation(modules, self._parameters):
-            if key in whole:
+            if key in totals:
                 kind, name = key
                 size = self._parameters[name] if kind in ("parameter", "gradient") else None
-                yield whole[key].to_traced(key, factor=factors.get(kind, 1.0), size=size)
+                yield totals[key].to_traced(key, factor=factors.get(kind, 1.0), size=size)
 
 
 def _all_names(module: nn.Module) -> list[str]:
-    """Return the names of parameters, of tied ones all."""
+    """Return the names of all parameters, including every name of a tied parameter."""
     return [name for name, _ in module.named_parameters(remove_duplicate=False)]
 
 
 def _owners(modules: Iterable[str], parameters: Iterable[str]) -> dict[str, set[str]]:
-    """Return the parameters of each module and of what is in it."""
+    """Return the parameters of each module, including those of its submodules."""
     owned: dict[str, set[str]] = {name: set() for name in modules}
     for parameter in parameters:
         name = parameter
@@ -254,7 +252,7 @@ def _owners(modules: Iterable[str], parameters: Iterable[str]) -> dict[str, set[
 
 
 def _arithmetic(config: RunConfig) -> Arithmetic:
-    """Return the lowest precision in use."""
+    """Return the lowest precision that the run uses."""
     train = config.train
-    used = {train.precision, train.param_dtype, config.strategy.reduce_dtype}
-    return next((dtype for dtype in _LOWEST_FIRST if dtype in used), "fp32")
+    dtypes = {train.precision, train.param_dtype, config.strategy.reduce_dtype}
+    return next((dtype for dtype in _LOWEST_FIRST if dtype in dtypes), "fp32")

@@ -1,4 +1,4 @@
-"""``ax.trace``: traces the modules of a loop that is not ours, as a run's are."""
+"""Implements ``ax.trace``, which traces modules in a user's training loop in the same way."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from axonlaunch.training.module_trace.hooks import (
 )
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Parts of a name that ``torch.compile`` and other wrappers add."""
+"""Name components that ``torch.compile`` and other wrappers add."""
 _WHOLE = "module."
-"""What ``DataParallel`` begins every name with."""
+"""Prefix that ``DataParallel`` adds to every name."""
 _ARITHMETIC: dict[torch.dtype, Arithmetic] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class ModelTrace:
-    """Writes what a model's modules compute in some steps of a loop; a context manager.
+    """Context manager that traces a model's modules in selected steps of a training loop.
 
-    Steps are counted by ``step``. In others than those that are traced the model has no hooks.
+    ``step`` counts the steps. The model has hooks only during selected steps.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class ModelTrace:
         self._end()
 
     def step(self, *, loss_scale: float = 1.0) -> None:
-        """End a step: call it once an iteration, after ``optimizer.step()``.
+        """End a step. Call this once per iteration, after ``optimizer.step()``.
 
         Args:
-            loss_scale: What the loss was multiplied by, ``scaler.get_scale()`` before
-                ``scaler.update()``; 1 without a ``GradScaler``.
+            loss_scale: Factor of the loss: ``scaler.get_scale()`` before ``scaler.update()``, or 1
+                without a ``GradScaler``.
 
         Raises:
             OSError: The step's file can't be written.
@@ -84,15 +84,15 @@ class ModelTrace:
         keep = self._keep if self._is_full else None
         self._hooks = ModuleHooks(self._statistics, samples=0, keep=keep)
         self._hooks.watch((_canonical(name), part) for name, part in _parts(self._model))
-        note = self._note_inputs
-        self._handles = [self._model.register_forward_pre_hook(note, with_kwargs=True)]
+        hook = self._record_inputs
+        self._handles = [self._model.register_forward_pre_hook(hook, with_kwargs=True)]
         for name, parameter in self._model.named_parameters():
             self._statistics.add(("parameter", _canonical(name)), parameter)
             if self._is_full:
                 self._calls["parameter", _canonical(name)] = {0: on_host(parameter)}
             if parameter.requires_grad:
-                hook = self._noting(_canonical(name))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                gradient_hook = self._gradient_hook(_canonical(name))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(gradient_hook))
 
     def _end(self) -> None:
         if self._handles:
@@ -101,7 +101,7 @@ class ModelTrace:
             handle.remove()
         self._handles = []
 
-    def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _record_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = [
             argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)
         ]
@@ -113,38 +113,38 @@ class ModelTrace:
         if self._is_full:
             self._calls.setdefault(("batch", "inputs"), {})[self._forwards] = on_host(inputs[0])
 
-    def _noting(self, name: str) -> Any:
-        def note(parameter: Tensor) -> None:
-            # What is there now is the sum over micro-batches so far: the last one counts.
+    def _gradient_hook(self, name: str) -> Any:
+        def record(parameter: Tensor) -> None:
+            # The gradient is a sum over micro-batches so far, so the last call replaces the others.
             self._gradients[name] = Statistics()
             if parameter.grad is not None:
                 self._gradients[name].add(("gradient", name), parameter.grad)
                 if self._is_full:
                     self._calls["gradient", name] = {0: on_host(parameter.grad)}
 
-        return note
+        return record
 
     def _keep(self, key: TracedKey, tensor: Tensor, *, number: int, **_module: nn.Module) -> None:
-        """Keep a call's elements; what is no call's samples, as positions are, is kept once."""
+        """Keep the elements of a call. Tensors not of one row per sample are kept only once."""
         calls = self._calls.setdefault(key, {})
         if not calls or (tensor.ndim and len(tensor) == self._hooks.samples):
             calls.setdefault(number, on_host(tensor))
 
     def _elements(self, loss_scale: float) -> dict[TracedKey, Tensor]:
-        """Return the elements of all micro-batches, one behind the other.
+        """Return the elements of all micro-batches, concatenated.
 
-        A module that a forward calls several times is left out: its calls are in another order
-        where there are more micro-batches.
+        Modules that a forward calls several times are omitted, because the order of their calls
+        depends on the number of micro-batches.
         """
-        whole: dict[TracedKey, Tensor] = {}
+        full: dict[TracedKey, Tensor] = {}
         for key, calls in self._calls.items():
             if key[0].startswith("output") and self._hooks.calls(key[1]) != self._forwards:
                 continue
             parts = [calls[number] for number in sorted(calls)]
             if all(part.shape[1:] == parts[0].shape[1:] for part in parts):
                 factor = 1 / loss_scale if key[0].endswith("gradient") else 1.0
-                whole[key] = (torch.cat(parts) if len(parts) > 1 else parts[0]) * factor
-        return whole
+                full[key] = (torch.cat(parts) if len(parts) > 1 else parts[0]) * factor
+        return full
 
     def _write(self, loss_scale: float) -> None:
         sums = self._statistics.sums()
@@ -157,11 +157,11 @@ class ModelTrace:
         tensors: list[TracedTensor] = []
         for key in in_order_of_computation(self._hooks.order, sizes):
             kind, name = key
-            seen = sums.get(key, Sums())
-            if seen.count:
+            total = sums.get(key, Sums())
+            if total.count:
                 factor = 1 / loss_scale if kind.endswith("gradient") else 1.0
                 size = sizes[name] if kind in ("parameter", "gradient") else None
-                tensors.append(seen.to_traced(key, factor=factor, size=size))
+                tensors.append(total.to_traced(key, factor=factor, size=size))
         low = self._hooks.dtypes & _ARITHMETIC.keys()
         trace = StepTrace(
             step=self._number,
@@ -179,35 +179,35 @@ def trace(
     steps: Sequence[int] = (0,),
     tensors: Literal["norms", "full"] = "norms",
 ) -> ModelTrace:
-    """Trace a model in a loop that is not ours, for ``axonlaunch diff RUN FOLDER``.
+    """Trace a model in a custom training loop, for ``axonlaunch diff RUN FOLDER``.
 
-    Names of modules are made those of the bare model, so that a wrapped one compares with it. The
-    gradients are those that backward leaves, before they are clipped. Losses of micro-batches must
-    be weighed as those of the run are, by their share of the step's counted targets.
+    Module names are those of the model without wrappers, so that a wrapped model can be compared.
+    Gradients are recorded after backward, before clipping. The losses of micro-batches must be
+    weighted as in a run: by their fraction of the step's counted targets.
 
     Args:
-        model: What is called in the loop, in training mode and with gradients; on one process.
-        folder: Where the steps' files go, in its folder ``module_trace``.
-        steps: Steps that are traced, by the updates before them: 0 is the first.
-        tensors: norms: statistics of each tensor; full: all its elements too, in fp32.
+        model: Model that the loop calls in training mode with gradients, in a single process.
+        folder: Folder for the trace; its folder ``module_trace`` receives a file for each step.
+        steps: Steps to trace, as the number of updates before them: 0 is the first step.
+        tensors: ``norms`` for statistics of each tensor; ``full`` also for all elements, in fp32.
 
     Raises:
-        ValueError: The loop has several processes, each of which sees a part.
+        ValueError: The loop has several processes, each with a part of the step.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"ax.trace: there are {dist.get_world_size()} processes, of which each sees a part of "
-            "the step; run the loop on one, or trace a run of several with train.trace.steps"
+            f"ax.trace: there are {dist.get_world_size()} processes, and each sees only a part of "
+            "the step; run the loop on one, or trace a run on several with train.trace.steps"
         )
     return ModelTrace(model, folder, steps=steps, tensors=tensors)
 
 
 def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules inside of a model, by name, without those that only wrap it."""
+    """Return the submodules of a model by name, without wrappers."""
     return [(name, part) for name, part in model.named_modules() if _canonical(name)]
 
 
 def _canonical(name: str) -> str:
-    """Return a name without what wrappers add."""
+    """Return a name without the prefix and the components that wrappers add."""
     names = f"{name}.".removeprefix(_WHOLE).rstrip(".").split(".")
     return ".".join(part for part in names if part not in _WRAPPERS)

@@ -1,7 +1,7 @@
-"""All elements of what a step computed: each rank keeps its parts, and rank 0 gets the whole.
+"""Collects all elements of traced tensors: each rank keeps its parts, and rank 0 gathers them.
 
-A module is left out where it is not known what part of the whole a rank has, as where it is called
-several times in a forward, or experts share tokens: its statistics are written in any case.
+Elements of a module are omitted if a rank's part of the full tensor is unknown, for example if the
+module is called several times in a forward or is an expert. Its statistics are written anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Part = tuple[tuple[Any, ...], Tensor]
 
 
 class WholeTensors:
-    """The parts of a step's tensors that this rank has seen, on the host, in fp32."""
+    """This rank's parts of the tensors of a step, on the host, in fp32."""
 
     def __init__(
         self, shapes: Mapping[TracedKey, Sequence[int]], layout: Layout, world: World
@@ -32,8 +32,8 @@ class WholeTensors:
         """Begin a step.
 
         Args:
-            shapes: Of the whole tensors that are put together; the same on all ranks.
-            layout: Of the ranks.
+            shapes: Shapes of the full tensors to gather, the same on all ranks.
+            layout: Layout of the run.
             world: The ranks.
         """
         self._shapes, self._layout, self._world = shapes, layout, world
@@ -41,48 +41,50 @@ class WholeTensors:
         self._misplaced: set[TracedKey] = set()
 
     def add_parameter(self, key: TracedKey, tensor: Tensor) -> None:
-        """Keep what this rank holds of a parameter or a gradient."""
+        """Keep this rank's shards of a parameter or a gradient."""
         for number, (index, part) in enumerate(held_boxes(tensor)):
             self._parts.setdefault(key, {})[number] = index, on_host(part)
 
     def add_samples(self, key: TracedKey, rows: Tensor) -> None:
-        """Keep what this rank is given of a global batch."""
+        """Keep this rank's rows of the global batch."""
         first = self._layout.data_shard(self._world.rank) * len(rows)
         self._parts[key] = {0: ((slice(first, first + len(rows)),), on_host(rows))}
 
     def add_call(self, key: TracedKey, tensor: Tensor, *, number: int, module: nn.Module) -> None:
-        """Keep what a micro-batch gives: an output, or its gradient, of which the first counts.
+        """Keep the output of a module for one micro-batch, or the gradient of that output.
+
+        Only the first tensor for each micro-batch is kept.
 
         Args:
-            key: Whose it is.
-            tensor: Plain.
-            number: Which of the rank's micro-batches.
-            module: That returned it.
+            key: Kind and name of the tensor.
+            tensor: Output or gradient, a plain tensor.
+            number: Number of the micro-batch on this rank.
+            module: Module that returned the output.
         """
         shape = self._shapes.get(key)
         if shape is None or number in self._parts.get(key, {}):
             return
         of_samples = key[0] == "output gradient"
-        place, pieces = MicroBatchPlace(self._layout, self._world.rank, number), pieces_of(module)
-        index = region(shape, tensor.shape, place, pieces=pieces, of_samples=of_samples)
+        origin, pieces = MicroBatchPlace(self._layout, self._world.rank, number), pieces_of(module)
+        index = region(shape, tensor.shape, origin, pieces=pieces, of_samples=of_samples)
         if index is None or number >= self._layout.micro_batches:
             self._misplaced.add(key)
         else:
             self._parts.setdefault(key, {})[number] = index, on_host(tensor)
 
     def gather(self, factors: Mapping[str, float]) -> dict[TracedKey, Tensor]:
-        """Return the whole tensors on rank 0, none elsewhere; all ranks call this.
+        """Return the full tensors on rank 0 and an empty dict elsewhere. All ranks call this.
 
-        Of elements that several ranks hold the mean is returned, of those that none has NaN.
+        Elements held by several ranks are averaged. Elements held by no rank are NaN.
 
         Args:
-            factors: By kind: what elements are multiplied by.
+            factors: Factor of the elements, by kind of tensor; 1 if missing.
         """
         keys = [*self._shapes]
-        seen = torch.tensor([[key in self._parts, key in self._misplaced] for key in keys])
-        ranks_of = self._sum(seen.float()).tolist()
-        whole: dict[TracedKey, Tensor] = {}
-        for key, (holding, misplacing) in zip(keys, ranks_of, strict=True):
+        states = torch.tensor([[key in self._parts, key in self._misplaced] for key in keys])
+        rank_counts = self._sum(states.float()).tolist()
+        full: dict[TracedKey, Tensor] = {}
+        for key, (holding, misplacing) in zip(keys, rank_counts, strict=True):
             if not holding or misplacing:
                 continue
             total = torch.zeros(2, *self._shapes[key])
@@ -92,8 +94,8 @@ class WholeTensors:
             total, count = self._sum(total)
             if self._world.is_main:
                 average = total / count.where(count > 0, math.nan)
-                whole[key] = average * factors.get(key[0], 1.0)
-        return whole
+                full[key] = average * factors.get(key[0], 1.0)
+        return full
 
     def _sum(self, tensor: Tensor) -> Tensor:
         if self._world.world_size == 1:

@@ -85,8 +85,11 @@ def test_an_unknown_model_type_is_reported_with_the_nearest() -> None:
         ({"model_type": "t5"}, "model_type=t5 is not a causal language model"),
         ({"model_type": "vit"}, "model_type=vit is not a causal language model"),
         ({"model_type": "bart"}, "model_type=bart is an encoder-decoder, which is not supported"),
-        ({"model_type": "bert"}, "model_type=bert is an encoder, whose tokens see later ones"),
-        ({"model_type": "gemma3"}, "model_type=gemma3 takes images or sound too"),
+        (
+            {"model_type": "bert"},
+            "model_type=bert is an encoder, in which tokens attend to later ones",
+        ),
+        ({"model_type": "gemma3"}, "model_type=gemma3 also takes images or sound"),
         ({"model_type": "xlnet"}, "model_type=xlnet predicts tokens in a random order"),
         ({}, "model_type=None is not known to transformers"),
     ],

@@ -79,7 +79,7 @@ def test_a_loss_of_all_blocks_routers_is_refused_in_stages() -> None:
         run_config(without_folder("mixtral", *PIPELINE, output_router_logits=True))
     (issue,) = raised.value.problems
     assert issue.key == "strategy.pipeline.degree"
-    assert "its auxiliary loss is of all blocks together" in issue.message
+    assert "its auxiliary loss needs all blocks" in issue.message
     assert "use model.config.output_router_logits=false" in issue.message
 
 
@@ -121,7 +121,7 @@ def test_a_model_that_scales_its_embedding_in_place_learns_in_stages(tmp_path: P
 def test_stages_are_balanced_in_a_process_that_has_not_looked_at_the_model_yet() -> None:
     # As in a rank: the launcher looked at it, in another process.
     config = run_config(without_folder("qwen3", num_hidden_layers=6)).model
-    structure._of.cache_clear()
+    structure._derive.cache_clear()
     spec = spec_for(config)
     sample = torch.zeros((1, 8), dtype=torch.int64, device="meta")
     model = on_meta(config, seed=0)

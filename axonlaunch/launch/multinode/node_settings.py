@@ -1,0 +1,53 @@
+"""Settings of one node of several: which one it is, how many there may be, where they meet."""
+
+from __future__ import annotations
+
+from axonlaunch.comm.rendezvous import is_own
+from axonlaunch.config import ConfigIssue, RunConfig
+from axonlaunch.config.layout import nodes
+
+
+def unsaid(config: RunConfig) -> list[ConfigIssue]:
+    """Report settings that a node needs to find the others and that are missing."""
+    launch, missing = config.launch, []
+    least, most = nodes(config)
+    if launch.node_rank == "auto" and least == most:
+        message = f"which of the {launch.nnodes} nodes is this? write 0 on the first"
+        missing.append(ConfigIssue("launch.node_rank", message, "auto"))
+    elif launch.node_rank != "auto" and launch.node_rank >= most:
+        message = f"the nodes are 0 to {most - 1} with launch.nnodes={launch.nnodes}"
+        missing.append(ConfigIssue("launch.node_rank", message, launch.node_rank))
+    if launch.master_addr == "auto":
+        message = "is required for a multi-node run; write the address that reaches node 0"
+        missing.append(ConfigIssue("launch.master_addr", message, "auto"))
+    if launch.backend == "mock":
+        message = "its ranks are threads of one process; use auto, or launch.nnodes=1"
+        missing.append(ConfigIssue("launch.backend", message, "mock"))
+    return missing
+
+
+def is_elastic(config: RunConfig) -> bool:
+    """Whether the number of nodes may change during the run."""
+    least, most = nodes(config)
+    return least != most
+
+
+def node_order(config: RunConfig) -> int:
+    """Return this node's place among the others; 0 by default."""
+    return 0 if config.launch.node_rank == "auto" else config.launch.node_rank
+
+
+def ranks_of_node(config: RunConfig) -> int:
+    """Return the number of ranks of this node."""
+    return 1 if config.launch.nproc == "auto" else config.launch.nproc
+
+
+def meeting_port(config: RunConfig) -> int:
+    """Return the port at which the nodes meet."""
+    return 29500 if config.launch.master_port == "auto" else config.launch.master_port
+
+
+def is_first(config: RunConfig) -> bool:
+    """Whether this is node 0, which the others connect to."""
+    launch = config.launch
+    return launch.node_rank == 0 or (launch.node_rank == "auto" and is_own(launch.master_addr))

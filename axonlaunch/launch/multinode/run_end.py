@@ -1,0 +1,53 @@
+"""How a node that comes late, or again, learns that the run has ended."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.failures.outcome import Outcome
+from axonlaunch.launch.multinode.node_settings import is_elastic, is_first, meeting_port
+
+_CONNECT_S = 5.0
+"""Seconds in which a node 0 that is there takes a connection."""
+
+
+def status_of(outcome: Outcome) -> str:
+    """Return what node 0 tells other nodes of the last attempt."""
+    if outcome.was_stopped:
+        return "interrupted"
+    return "done" if outcome.crash is None else "failed"
+
+
+def exit_status_and_line(status: str, *, where: str) -> tuple[int, str]:
+    """Return the exit status of a node that takes no part, and the line that it prints.
+
+    Args:
+        status: What node 0 said, or empty where it is gone.
+        where: Address and port at which the nodes meet.
+    """
+    if status == "done":
+        return 0, f"the run at {where} is done: no step is left for this node"
+    if status:
+        return 1, f"the run at {where} has ended ({status}); start all nodes again to resume it"
+    return 1, f"node 0 at {where} is gone; start all nodes again to resume the run"
+
+
+def finished_without_node_0(config: RunConfig) -> str | None:
+    """Return that an elastic run is finished, on a node that comes when node 0 is gone.
+
+    It is known where the nodes share a folder. Node 0 itself, and a node whose node 0 still
+    listens, learn it otherwise.
+    """
+    if not is_elastic(config) or is_first(config):
+        return None
+    try:
+        address = (config.launch.master_addr, meeting_port(config))
+        socket.create_connection(address, timeout=_CONNECT_S).close()
+    except OSError:
+        with suppress(ConfigError):
+            if (summary := run_dir.finished_summary(config)) is not None:
+                return run_dir.finished_text(config, summary)
+    return None

@@ -1,0 +1,103 @@
+"""Each default of a key is in one place, its dataclass: the YAML of an option repeats none."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from axonlaunch import config
+from axonlaunch.config.adapter import LoraConfig
+from axonlaunch.config.compose import packaged_configs
+from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.schema import GROUPS, StrategyConfig
+from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.validate import validate
+
+SCHEMAS = {
+    "adapter": LoraConfig,
+    "hardware": HardwareConfig,
+    "strategy": StrategyConfig,
+    "tokenizer": TokenizerConfig,
+}
+ENTRIES = {
+    (group, name): kind
+    for group, registry in GROUPS.items()
+    if registry is not None
+    for name, kind in registry.configs().items()
+}
+FALLBACK = re.compile(r"\$\{oc\.select:model\.preset\.\w+,(\w+)\}")
+"""A value that a model's preset replaces; without a preset it is the text after the comma."""
+
+
+def tree_of(file: Path) -> dict[str, Any]:
+    tree = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items() if key != "preset" and value != "???"}
+
+
+def settings_and_defaults(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the typed values that an option sets, and the defaults of the same keys."""
+    tree = tree_of(file)
+    schema = SCHEMAS.get(file.parent.name) or ENTRIES[file.parent.name, tree["name"]]
+    needed: dict[str, Any] = {
+        spec.name: None
+        for spec in fields(schema)
+        if spec.default is spec.default_factory is MISSING
+    }
+    typed = config.flatten(config.to_tree(validate(tree, schema).config))
+    defaults = config.flatten(config.to_tree(schema(**needed)))
+    keys = [key for key, value in config.flatten(tree).items() if "${" not in str(value)]
+    return {key: typed[key] for key in keys}, {key: defaults[key] for key in keys}
+
+
+FILES = [
+    file
+    for file in sorted(packaged_configs().glob("*/*.yaml"))
+    if file.parent.name != "experiment" and file.stem != "auto"
+]
+
+
+@pytest.mark.parametrize("group", sorted({file.parent.name for file in FILES}))
+def test_the_yaml_of_an_option_repeats_no_default(group: str) -> None:
+    repeated = []
+    for file in [file for file in FILES if file.parent.name == group]:
+        settings, defaults = settings_and_defaults(file)
+        repeated += [
+            f"{group}/{file.name}: {key}={value}"
+            for key, value in settings.items()
+            if value == defaults[key]
+            and key != "name"
+            # A figure of a device that is not published is written as null, with the reason.
+            and (group != "hardware" or value is not None)
+        ]
+    assert repeated == []
+
+
+@pytest.mark.parametrize("group", sorted({group for group, _ in ENTRIES}))
+def test_the_yaml_of_an_included_option_contradicts_no_default(group: str) -> None:
+    """``optimizer=lion`` and ``LionConfig()`` have the same values."""
+    files = [file for file in FILES if (file.parent.name, file.stem) in ENTRIES]
+    changed = [
+        f"{group}/{file.name}: {key}={value}"
+        for file in files
+        if file.parent.name == group
+        for key, value in settings_and_defaults(file)[0].items()
+        if key != "name"
+    ]
+    assert changed == []
+
+
+def test_without_a_preset_of_the_model_a_value_is_the_default_of_the_dataset() -> None:
+    checked = 0
+    for file in FILES:
+        for key, value in config.flatten(tree_of(file)).items():
+            if (match := FALLBACK.fullmatch(str(value))) is not None:
+                default = getattr(ENTRIES[file.parent.name, file.stem], key)
+                assert match[1] == str(default), f"{file.parent.name}/{file.name}: {key}"
+                checked += 1
+    assert checked
