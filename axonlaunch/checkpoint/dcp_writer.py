@@ -151,7 +151,7 @@ class Writer(FileSystemWriter):
             result.index: result.storage_data for rank in results for result in rank
         }
         metadata.version = CURRENT_DCP_VERSION
-        indices = {INDEX: index_to_json(metadata), TORCH_INDEX: _pickled(metadata)}
+        indices = {INDEX: index_to_json(metadata), TORCH_INDEX: _pickle_index(metadata)}
         for name, content in indices.items():
             with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
                 stream.write(content)
@@ -173,7 +173,7 @@ def _write_tensor(stream: io.IOBase, tensor: Tensor) -> None:
     stream.write(content)
 
 
-def _pickled(metadata: Metadata) -> bytes:
+def _pickle_index(metadata: Metadata) -> bytes:
     """Return the pickle of torch's index; equal properties become one object, pickled once."""
     shared: dict[tuple[Any, ...], Any] = {}
     for entry in metadata.state_dict_metadata.values():
