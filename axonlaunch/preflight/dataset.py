@@ -11,6 +11,7 @@ from typing import Any
 
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.axes import AXES, degrees_of, divisor
 from axonlaunch.config.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.data.dataset import Dataset, holds_documents, is_unsized
@@ -108,7 +109,8 @@ def with_packing(config: RunConfig) -> RunConfig:
         spec = spec_for(config)
     except ConfigError:
         return config  # the model's problems are reported with all others
-    if not spec.unpackable() and (spec.divides_documents or config.strategy.context.degree == 1):
+    divided = divisor(degrees_of(config.strategy), "sequences") > 1
+    if not spec.unpackable() and (spec.divides_documents or not divided):
         return config
     settings: dict[str, Any] = {"data.packing": "none"}
     if isinstance(config.data, ShapeOnlyTokensConfig):
@@ -128,8 +130,11 @@ def packing_problems(
         message = f"a row holds several documents, and model={config.model.name} can't keep them "
         message += f"apart: {reason}; use {instead}"
         yield ConfigIssue(f"data.{field}", message, value)
-    if (degree := config.strategy.context.degree) > 1 and not spec.divides_documents:
+    for axis in AXES:
+        degree = axis.degree(config.strategy)
+        if axis.divides != "sequences" or degree == 1 or spec.divides_documents:
+            continue
         message = f"a row holds several documents, which model={config.model.name} does not keep "
         message += "apart where attention is divided; "
-        message += f"use {instead}, or strategy.context.degree=1 in place of {degree}"
+        message += f"use {instead}, or {axis.key}=1 in place of {degree}"
         yield ConfigIssue(f"data.{field}", message, value)

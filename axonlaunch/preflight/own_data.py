@@ -10,13 +10,13 @@ import numpy as np
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.axes import AXES
 from axonlaunch.data.dataset import Dataset, float_targets
 from axonlaunch.data.own import StreamedSamples
 from axonlaunch.data.samples import CollatedSamples, Samples, taken_names
 
 _TRIED = 2
 """Samples of the batch that is tried: of one any batch can be made."""
-_DIVIDED = {"tensor": "layers", "pipeline": "blocks", "context": "sequences"}
 _ANYTHING = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -91,11 +91,11 @@ def _refuse_division(config: RunConfig, *, structured: bool) -> Iterator[ConfigI
     whose = f"data={config.data.name} gives batches of any structure"
     if not structured:
         whose = f"train.loss={config.train.loss} sees the whole batch and the whole outputs"
-    for axis, what in _DIVIDED.items():
-        degree = getattr(config.strategy, axis).degree
+    for axis in AXES:
+        degree = axis.degree(config.strategy)
         if degree > 1:
-            message = f"{whose}, and this divides {what}, where no rank has them; use 1, and ddp, "
-            yield ConfigIssue(f"strategy.{axis}.degree", f"{message}zero1 or fsdp", degree)
+            message = f"{whose}, and this divides {axis.divides}, where no rank has them; use 1, "
+            yield ConfigIssue(axis.key, f"{message}and ddp, zero1 or fsdp", degree)
     if config.train.loss_chunk is not None:
         message = f"{whose}, which can't be computed in chunks; use null"
         yield ConfigIssue("train.loss_chunk", message, config.train.loss_chunk)

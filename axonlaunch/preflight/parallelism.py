@@ -5,7 +5,7 @@ It reports problems of a model that was built on ``meta`` or on the CPU; it need
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -31,8 +31,9 @@ from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
 
-def context_problems(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
+def context_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
     """Yield what keeps ranks from dividing the model's sequences."""
+    del model
     degree = config.strategy.context.degree
     if degree == 1:
         return
@@ -210,3 +211,11 @@ def pipeline_problems(
                 f"{other} is {owner}, and they may come to lie on different stages; untie them"
             )
             yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
+
+
+AXIS_PROBLEMS: Mapping[str, Callable[[RunConfig, ModelSpec, nn.Module], Iterator[ConfigIssue]]] = {
+    "tp": tensor_problems,
+    "pp": pipeline_problems,
+    "cp": context_problems,
+}
+"""Yields why a model cannot be divided over an axis, by the name of the axis."""

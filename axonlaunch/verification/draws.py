@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.axes import AXES, REPLICATE, SHARD
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.models.spec import ModelSpec
 
@@ -209,6 +210,8 @@ def _between_steps(by_place: dict[tuple[int, str, int], list[str]]) -> Iterator[
 def _between_ranks(
     layout: Layout, by_place: dict[tuple[int, str, int], list[str]]
 ) -> Iterator[str]:
+    draw_alike = {axis.name: axis.word for axis in AXES if axis.draws_alike}
+    of_positions = {axis.name: axis.word for axis in AXES if axis.divides == "sequences"}
     for (step, module, rank), values in by_place.items():
         for other in range(rank):
             theirs = by_place.get((step, module, other))
@@ -216,20 +219,22 @@ def _between_ranks(
                 continue
             here, there = layout.coordinates(rank), layout.coordinates(other)
             apart = {axis for axis in here if here[axis] != there[axis]}
-            if apart == {"tp"} and values != theirs:
+            if len(apart) == 1 and apart <= draw_alike.keys() and values != theirs:
+                [axis] = apart
                 yield (
-                    f"step {step}: ranks {other} and {rank} of a tensor axis draw different random "
-                    f"numbers in {module}, where they hold the same values"
+                    f"step {step}: ranks {other} and {rank} of a {draw_alike[axis]} axis draw "
+                    f"different random numbers in {module}, where they hold the same values"
                 )
-            if apart & {"dp_replicate", "dp_shard"} and set(values) & set(theirs):
+            if apart & {REPLICATE, SHARD} and set(values) & set(theirs):
                 yield (
                     f"step {step}: data ranks {other} and {rank} draw the same random numbers in "
                     f"{module}: dropout would mask their samples alike"
                 )
-            if apart == {"cp"} and set(values) & set(theirs):
+            if len(apart) == 1 and apart <= of_positions.keys() and set(values) & set(theirs):
+                [axis] = apart
                 yield (
-                    f"step {step}: ranks {other} and {rank} of a context axis draw the same random "
-                    f"numbers in {module}: dropout would mask other positions alike"
+                    f"step {step}: ranks {other} and {rank} of a {of_positions[axis]} axis draw "
+                    f"the same random numbers in {module}: dropout would mask other positions alike"
                 )
 
 
