@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from axonlaunch.config.axes import degrees_of, divisor
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT
 from axonlaunch.config.degree_rules import (
@@ -146,7 +147,7 @@ def _attention_kernel(config: RunConfig) -> Iterator[ConfigIssue]:
     if kernel == "auto":
         return
     message = ""
-    if config.strategy.context.degree > 1:
+    if divisor(degrees_of(config.strategy), "sequences") > 1:
         message = "ring attention uses its own kernel; use auto"
     elif kernel != "efficient" and config.train.precision == "fp32":
         message = "supports only bf16 and fp16; use efficient, or train.precision=bf16"
@@ -313,7 +314,7 @@ def _device(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("launch.device", message, launch.device)
     if launch.device != "cuda" or launch.backend != "gloo":
         return
-    degrees = (strategy.tensor.degree, strategy.pipeline.degree, strategy.context.degree)
+    degrees = degrees_of(strategy).values()
     facts = data_parallel_facts(strategy)
     shards = facts.shards_parameters or facts.shards_gradients or facts.shards_optimizer
     if max(degrees) > 1 or shards:

@@ -30,7 +30,7 @@ from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
 from axonlaunch.engines.data_parallel.torch_internals import compile_blocks_whole
-from axonlaunch.engines.device_mesh import context_group, run_mesh, sharding_mesh
+from axonlaunch.engines.device_mesh import merged_group, run_mesh, sharding_mesh
 from axonlaunch.engines.forward_backward import (
     ForwardBackward,
     LocalForwardBackward,
@@ -152,7 +152,7 @@ def build_engine(
     mesh = run_mesh(world, layout, cpu_offload=config.strategy.fsdp.cpu_offload)
     plan = _Plan(config, world, layout, mesh, spec_for(config), source or Source())
     if layout.context > 1:
-        plan.context = ContextAxis(context_group(world, layout))
+        plan.context = ContextAxis(merged_group(world, layout, "cp"))
     model = plan.construct()
     num_parameters = sum(p.numel() for p in model.parameters())
     flops = ModelFlops.of(model)
@@ -350,7 +350,7 @@ def _shard(plan: _Plan, model: nn.Module) -> None:
     sharded = FSDP(
         model,
         world=plan.world,
-        mesh=sharding_mesh(plan.mesh),
+        mesh=sharding_mesh(plan.mesh, plan.layout),
         layers=[*plan.spec.blocks(model).values()],
         before=before,
         after=after,
@@ -376,12 +376,13 @@ def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> Callable[[Forward],
 
 
 def _replicas(plan: _Plan, module: nn.Module, *, sync: GradSyncStrategy | str) -> Replicas | None:
+    [axis] = plan.layout.mesh_axes(plan.layout.division().sum_axes)
     with plan.source.storing():
         return make_replicas(
             plan.config.strategy,
             module,
             kind=plan.layout.data_parallel,
-            group=plan.mesh.group("dp_replicate"),
+            group=plan.mesh.group(axis),
             sync=sync,
         )
 

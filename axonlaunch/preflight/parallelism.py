@@ -5,7 +5,7 @@ The model is on the meta device or on the CPU; no rank is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -31,8 +31,9 @@ from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
 
-def context_problems(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
+def context_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
     """Yield the reasons why the model's sequences can't be divided among ranks."""
+    del model
     degree = config.strategy.context.degree
     if degree == 1:
         return
@@ -212,3 +213,11 @@ def pipeline_problems(
         if not all(any(holds(end, name) for end in ends_of(spec)) for name in (owner, other)):
             message = f"{other} is tied to {owner}, but they may be on different stages; untie them"
             yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
+
+
+AXIS_PROBLEMS: Mapping[str, Callable[[RunConfig, ModelSpec, nn.Module], Iterator[ConfigIssue]]] = {
+    "tp": tensor_problems,
+    "pp": pipeline_problems,
+    "cp": context_problems,
+}
+"""Yields why a model cannot be divided over an axis, by the name of the axis."""

@@ -23,6 +23,7 @@ from axonlaunch.config import (
     to_tree,
     with_values,
 )
+from axonlaunch.config.axes import AXES
 from axonlaunch.config.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
@@ -142,10 +143,8 @@ def _layout_settings(config: RunConfig, degrees: dict[str, int]) -> dict[str, An
         "launch.nnodes": 1,
         "launch.backend": "mock",
         "launch.device": "cpu",
-        "strategy.tensor.degree": degrees["tp"],
+        **{axis.key: degrees[axis.name] for axis in AXES},
         "strategy.tensor.async_collectives": False,
-        "strategy.context.degree": degrees["cp"],
-        "strategy.pipeline.degree": degrees["pp"],
         "strategy.pipeline.split": "auto",
         "strategy.pipeline.microbatches": "auto",
         "strategy.reduce_dtype": "fp32",

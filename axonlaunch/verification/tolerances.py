@@ -240,7 +240,7 @@ def _has_same_operations(config: RunConfig, reference: Reference) -> bool:
     is_trained_in_fp32 = train.param_dtype == "fp32" or config.adapter is not None
     is_mixed = train.precision == "bf16" and config.strategy.reduce_dtype == "fp32"
     is_mixed = is_mixed and is_trained_in_fp32
-    divides_only_samples = layout.pipeline == layout.context == layout.tensor == 1
+    divides_only_samples = max(layout.degrees.values()) == 1
     is_like_plain = not train.compile and not train.loss_chunk and config.launch.backend == "mock"
     is_fp64 = any(p.dtype is torch.float64 for p in reference.start.values())
     is_power = layout.data_ranks & (layout.data_ranks - 1) == 0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.config import ConfigError, ConfigIssue
+from axonlaunch.config.axes import degrees_of, divisor
 from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.engines.data_parallel.ddp import DDP
@@ -117,6 +118,6 @@ def make_replicas(
         gradient_as_bucket_view=ddp.gradient_as_bucket_view,
         reduce_dtype=None if trained_dtypes == {DTYPES[reduce]} else DTYPES[reduce],
         scatters_rows=scatters_rows,
-        waits_in_backward=strategy.context.degree == 1,
+        waits_in_backward=divisor(degrees_of(strategy), "sequences") == 1,
     )
     return AveragedGradients(averaged, group=group, scatters_rows=scatters_rows)

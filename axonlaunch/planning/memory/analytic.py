@@ -200,7 +200,7 @@ def peak_bytes(
         divided_ratio = (
             1.0 if mode == "full" else 1 - _TENSOR_DIVIDED + _TENSOR_DIVIDED / layout.tensor
         )
-    samples = layout.micro_batch_size / layout.context
+    samples = layout.micro_batch_size / layout.divisor("sequences")
     kept_per_layer = divided_ratio * saved.layer
     if mode == "selective" and layout.tensor > 1:
         # Gathered and reduced tensors are kept; a layer's forward has two of each.

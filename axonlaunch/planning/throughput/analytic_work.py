@@ -60,7 +60,7 @@ class _Scaled:
         self._config = config
         self._layout = layout
         self._length = reference.sample_length
-        self._samples = layout.micro_batch_size / layout.context
+        self._samples = layout.micro_batch_size / layout.divisor("sequences")
         self._compute_bytes = FP32 if config.train.precision == "fp32" else HALF
         self._activation_bytes = (
             self._samples * self._length * reference.hidden_size * self._compute_bytes
@@ -170,7 +170,10 @@ class _Scaled:
 
     @property
     def _data_axes(self) -> tuple[str, ...]:
-        names = ("dp_replicate", "dp_shard", "cp")
+        return self._used(self._layout.division().sum_axes)
+
+    def _used(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the axes with more than one rank."""
         return tuple(name for name in names if self._layout.axes[name] > 1)
 
     def _layer_communication(self, layer: Share) -> Work:
@@ -186,7 +189,7 @@ class _Scaled:
                     key = CollectiveOp(phase, kind, ("tp",))  # type: ignore[arg-type]
                     _add(work, key, Amount(2, 2 * self._activation_bytes))
         if layout.facts.shards_parameters:
-            axes = tuple(name for name in ("dp_shard", "cp") if layout.axes[name] > 1)
+            axes = self._used(layout.division().shard_axes)
             parameters = layer.parameter_bytes / layout.tensor
             gradients = layer.gradient_bytes / layout.tensor
             gathered = parameters * self._compute_bytes / self._config.train.parameter_bytes
