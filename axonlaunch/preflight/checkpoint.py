@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from axonlaunch.checkpoint import fallback, reader, step_folders, weights
-from axonlaunch.checkpoint.base import find_base_problems
+from axonlaunch.checkpoint.base_weights import find_base_problems
 from axonlaunch.checkpoint.manifest import Checkpoint
-from axonlaunch.checkpoint.start import own_folder, resume_of
+from axonlaunch.checkpoint.resume_source import checkpoint_root, resume_of
 from axonlaunch.checkpoint.storage import reaching, storage_path
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.data import DATASETS
@@ -123,7 +123,7 @@ def _resumed_from(config: RunConfig) -> Path | None:
     resume = resume_of(config)
     if resume == "never":
         return None
-    return own_folder(config) if resume == "auto" else storage_path(resume)
+    return checkpoint_root(config) if resume == "auto" else storage_path(resume)
 
 
 def changed_data_problems(config: RunConfig, dataset: Dataset) -> list[ConfigIssue]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint.start import resume_of
+from axonlaunch.checkpoint.resume_source import resume_of
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.url import is_url
