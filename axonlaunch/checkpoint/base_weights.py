@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from axonlaunch.checkpoint import storage
 from axonlaunch.config import ConfigIssue, RunConfig
-from axonlaunch.config.precision import FORMATS
+from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.system.files import hub_blob, inside_folder, open_regular, read_text
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def kept_dtype(config: RunConfig) -> torch.dtype:
     """Return the dtype that a run uses for the weights that its checkpoints leave out."""
     from axonlaunch.models.torch_dtypes import torch_dtype
 
-    return torch_dtype(FORMATS[config.train.param_dtype])
+    return torch_dtype(NUMBER_FORMATS[config.train.param_dtype])
 
 
 def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:

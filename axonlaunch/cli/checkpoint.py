@@ -11,7 +11,7 @@ import typer
 
 from axonlaunch.cli.options import Json, Trust, print_json, refuse, show_help
 from axonlaunch.config.errors import one_of
-from axonlaunch.config.precision import FORMATS
+from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.system.files import why_no_folder
 from axonlaunch.system.terminal import console_on
@@ -220,15 +220,16 @@ def export(
     """Write weights as safetensors."""
     if form != "safetensors":
         refuse(f"--format={form}: is not supported; use safetensors")
-    if dtype is not None and dtype not in FORMATS:
-        refuse(f"--dtype={dtype}: is not supported; use {one_of([*FORMATS])}")
+    if dtype is not None and dtype not in NUMBER_FORMATS:
+        refuse(f"--dtype={dtype}: is not supported; use {one_of([*NUMBER_FORMATS])}")
     checkpoint = _checkpoint(run_dir)
     config = _config(checkpoint, trust)
     with spinner("writing"):
-        from axonlaunch.checkpoint import weights
-        from axonlaunch.models.torch_dtypes import torch_dtype
+        import torch
 
-        chosen = torch_dtype(FORMATS[dtype]) if dtype else None
+        from axonlaunch.checkpoint import weights
+
+        chosen = getattr(torch, NUMBER_FORMATS[dtype].dtype) if dtype else None
         size = int(file_gb * GB)
         written = weights.export_weights(
             checkpoint, config, out, dtype=chosen, file_bytes=size, merge=merge

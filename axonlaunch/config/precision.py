@@ -2,8 +2,8 @@
 
 A format is a value of ``train.param_dtype``, ``strategy.reduce_dtype`` or
 ``optimizer.state_dtype``. A precision is a value of ``train.precision``. To add one, add its row to
-``FORMATS`` or ``PRECISIONS`` and its name to the type of the key. ``models.torch_dtypes`` converts
-formats to dtypes of torch.
+``NUMBER_FORMATS`` or ``PRECISIONS`` and its name to the type of the key. ``models.torch_dtypes``
+converts formats to dtypes of torch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class NumberFormat:
         tolerance: Largest relative difference of a gradient that ``axonlaunch verify`` attributes
             to rounding.
         peak: Field of ``HardwareConfig`` with the peak rate of matrix products in this format.
-        relaxed_peak: The same if ``train.matmul_precision`` allows a lower precision inside
-            products. None: products are not affected by it.
+        relaxed_peak: Field with the peak rate if ``train.matmul_precision`` allows a lower
+            precision inside products; None if it does not affect products in this format.
     """
 
     name: PrecisionName
@@ -78,11 +78,11 @@ _FP16 = NumberFormat(
     tolerance=8 * 2.0**-11,
     peak="fp16_tflops",
 )
-FORMATS: dict[str, NumberFormat] = {each.name: each for each in (FP32, _BF16, _FP16)}
+NUMBER_FORMATS: dict[str, NumberFormat] = {each.name: each for each in (FP32, _BF16, _FP16)}
 
 
 def lowest_format(formats: Iterable[NumberFormat]) -> NumberFormat:
-    """Return the format that rounds most; fp32 if there is none."""
+    """Return the format that rounds most; fp32 for an empty iterable."""
     return max(formats, key=lambda each: each.roundoff, default=FP32)
 
 
@@ -94,10 +94,10 @@ class Precision:
         name: Value of ``train.precision``.
         compute: Format of forward and backward.
         gather: Format in which sharded parameters are gathered.
-        replica_arithmetic: How a model with full parameters computes. as stored: with the
-            parameters; copies: with copies of the parameters in the ``compute`` format, so that the
-            whole forward is in it; autocast: under ``torch.autocast``, which keeps the residual sum
-            over blocks in fp32.
+        replica_arithmetic: Arithmetic of a model with full parameters. ``as stored`` uses the
+            parameters themselves, ``copies`` uses copies in the ``compute`` format for the whole
+            forward, and ``autocast`` uses ``torch.autocast``, which keeps the residual sum over
+            blocks in fp32.
         needs_loss_scale: Whether small gradients underflow without a loss scale.
         reference: Format in which the reference of ``axonlaunch verify`` computes.
         parameters: Format in which parameters and their gradients are stored
@@ -120,8 +120,8 @@ class Precision:
         """Return the precision of a run, including its formats of parameters and reductions."""
         return dataclasses.replace(
             PRECISIONS[config.train.precision],
-            parameters=FORMATS[config.train.param_dtype],
-            reduce=FORMATS[config.strategy.reduce_dtype],
+            parameters=NUMBER_FORMATS[config.train.param_dtype],
+            reduce=NUMBER_FORMATS[config.strategy.reduce_dtype],
         )
 
     @property
@@ -131,7 +131,7 @@ class Precision:
 
     @property
     def relaxed_peak(self) -> str:
-        """The same if ``train.matmul_precision`` allows a lower precision inside products."""
+        """Field with the peak rate if ``train.matmul_precision`` allows lower precision."""
         return self.compute.relaxed_peak or self.compute.peak
 
     @property

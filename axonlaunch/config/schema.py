@@ -24,7 +24,7 @@ from axonlaunch.config.optimizer import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from axonlaunch.config.precision import FORMATS, PrecisionName, StoredFormatName
+from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionName, StoredFormatName
 from axonlaunch.config.recording import ProfileConfig, TraceConfig
 from axonlaunch.config.registry import Registry
 from axonlaunch.config.tokenizer import TokenizerConfig
@@ -266,7 +266,7 @@ class TrainConfig:
     @property
     def parameter_bytes(self) -> int:
         """Bytes per element of the weights."""
-        return FORMATS[self.param_dtype].nbytes
+        return NUMBER_FORMATS[self.param_dtype].nbytes
 
 
 @dataclass(frozen=True, kw_only=True)

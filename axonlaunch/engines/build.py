@@ -21,7 +21,7 @@ from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.model import OWN_MODEL_CONFIGS, HuggingFaceConfig
-from axonlaunch.config.precision import FORMATS, PRECISIONS, Precision
+from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS, Precision
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
@@ -126,7 +126,7 @@ class _Plan:
     def construct(self) -> nn.Module:
         """Create the full model."""
         model = self.source.construct(self.config, seed=self.config.seed)
-        stored = FORMATS[self.config.train.param_dtype]
+        stored = NUMBER_FORMATS[self.config.train.param_dtype]
         if stored.is_low:
             # Adapters stay in fp32, like PEFT's adapters of a model in bf16.
             has_adapter = self.config.adapter is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from axonlaunch.config.precision import FORMATS, NumberFormat
+from axonlaunch.config.precision import NUMBER_FORMATS, NumberFormat
 
 
 def torch_dtype(number_format: NumberFormat) -> torch.dtype:
@@ -13,4 +13,4 @@ def torch_dtype(number_format: NumberFormat) -> torch.dtype:
     return dtype
 
 
-FORMAT_OF_DTYPE = {torch_dtype(each): each for each in FORMATS.values()}
+FORMAT_OF_DTYPE = {torch_dtype(each): each for each in NUMBER_FORMATS.values()}

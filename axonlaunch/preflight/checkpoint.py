@@ -20,7 +20,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.optimizer import OPTIMIZERS
 from axonlaunch.config.parameter_groups import states_of, with_options
-from axonlaunch.config.precision import FORMATS, FP32, StoredFormatName, state_format
+from axonlaunch.config.precision import FP32, NUMBER_FORMATS, StoredFormatName, state_format
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.describe_rows import describe_rows
 from axonlaunch.data.learned_tokenizer import load_or_learn
@@ -35,7 +35,7 @@ from axonlaunch.system.files import why_no_folder
 if TYPE_CHECKING:
     from torch import nn
 
-_DTYPES = {name: torch_dtype(FORMATS[name]) for name in get_args(StoredFormatName)}
+_DTYPES = {name: torch_dtype(NUMBER_FORMATS[name]) for name in get_args(StoredFormatName)}
 """Types by their names in ``train.param_dtype``."""
 
 
@@ -293,7 +293,7 @@ def _other_types(
 ) -> Iterator[ConfigIssue]:
     """Yield a problem if weights or states were saved in another type than this run uses."""
     saved, optimizer = reader.contents(checkpoint), config.optimizer
-    stored = FORMATS[config.train.param_dtype]
+    stored = NUMBER_FORMATS[config.train.param_dtype]
     states = state_format(optimizer)
     facts = parameter_facts(spec_for(config), model)
     for name, parameter in model.named_parameters():

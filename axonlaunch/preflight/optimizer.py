@@ -24,7 +24,7 @@ from axonlaunch.config.parameter_groups import (
     states_of,
     with_options,
 )
-from axonlaunch.config.precision import FORMATS, state_format
+from axonlaunch.config.precision import NUMBER_FORMATS, state_format
 from axonlaunch.engines.optimizer.probe import probe
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
@@ -74,7 +74,7 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
     state = state_format(config.optimizer)
-    is_other = state is not None and state != FORMATS[config.train.param_dtype]
+    is_other = state is not None and state != NUMBER_FORMATS[config.train.param_dtype]
     if state is not None and is_other and needs != "elementwise":
         message = f"optimizer={name} can't update in fp32; use parameter, or adamw"
         yield ConfigIssue("optimizer.state_dtype", message, state.name)

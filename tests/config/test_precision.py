@@ -11,8 +11,8 @@ import torch
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.optimizer import AdamWConfig
 from axonlaunch.config.precision import (
-    FORMATS,
     MIXED_PRECISION,
+    NUMBER_FORMATS,
     PRECISIONS,
     NumberFormat,
     Precision,
@@ -25,7 +25,7 @@ from axonlaunch.models.torch_dtypes import FORMAT_OF_DTYPE, torch_dtype
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("number_format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("number_format", NUMBER_FORMATS.values(), ids=NUMBER_FORMATS)
 def test_number_format_agrees_with_torch(number_format: NumberFormat) -> None:
     dtype = torch_dtype(number_format)
     assert dtype == DTYPES[number_format.name]
@@ -44,7 +44,7 @@ def test_precision_peaks_are_hardware_fields() -> None:
 
 def test_keys_of_the_configuration_accept_the_names_of_the_tables() -> None:
     assert {*get_args(PrecisionName)} == PRECISIONS.keys()
-    assert {*get_args(StoredFormatName)} <= FORMATS.keys()
+    assert {*get_args(StoredFormatName)} <= NUMBER_FORMATS.keys()
 
 
 def test_precision_computes_in_the_dtype_of_its_name() -> None:
@@ -62,13 +62,13 @@ def test_lowest_format_includes_parameters_and_reductions() -> None:
     single = PRECISIONS["fp32"]
     assert single.lowest.name == "fp32"
     for key in ("parameters", "reduce"):
-        lower: Precision = dataclasses.replace(single, **{key: FORMATS["bf16"]})
+        lower: Precision = dataclasses.replace(single, **{key: NUMBER_FORMATS["bf16"]})
         assert lower.lowest.name == "bf16"
-    half = dataclasses.replace(PRECISIONS["fp16"], reduce=FORMATS["bf16"])
+    half = dataclasses.replace(PRECISIONS["fp16"], reduce=NUMBER_FORMATS["bf16"])
     assert half.lowest.name == "bf16"
 
 
 def test_state_format_is_none_unless_state_dtype_is_fp32() -> None:
     assert state_format(AdamWConfig()) is None
-    assert state_format(AdamWConfig(state_dtype="fp32")) == FORMATS["fp32"]
+    assert state_format(AdamWConfig(state_dtype="fp32")) == NUMBER_FORMATS["fp32"]
     assert state_format(object()) is None

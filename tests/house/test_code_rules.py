@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from package_source import PACKAGE, Source, sources
 
-from axonlaunch.config.precision import FORMATS, PRECISIONS
+from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.config.schema import REGISTRIES
 
 MOST_PAIRS = 74
@@ -109,7 +109,7 @@ def test_no_function_has_a_participle_for_a_name() -> None:
 
 def test_names_of_precisions_are_in_few_files() -> None:
     """Other files ask the records of ``config.precision``."""
-    names, constant = {*FORMATS, *PRECISIONS}, re.compile(r"\bFP32\b")
+    names, constant = {*NUMBER_FORMATS, *PRECISIONS}, re.compile(r"\bFP32\b")
     files = {
         source.path
         for source in sources()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from axonlaunch.config.did_you_mean import nearest
-from axonlaunch.config.precision import FORMATS, PrecisionName, lowest_format
+from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionName, lowest_format
 from axonlaunch.diagnostics.module_trace.elements import DifferentElements, ElementsOfStep
 from axonlaunch.diagnostics.module_trace.files import StepTrace, TracedTensor
 
@@ -45,7 +45,7 @@ class TraceTolerance:
             arithmetics: Of both sides; the coarser one counts.
             step: Updates before it, each of which rounds: it grows with them.
         """
-        coarser = lowest_format(FORMATS[name] for name in arithmetics)
+        coarser = lowest_format(NUMBER_FORMATS[name] for name in arithmetics)
         # Rounding to bf16 and fp16 is seen in single gradients of small modules, twice the base in
         # tiny models, and all of it where one side does not round so: units of ReLU flip.
         times = 2 * len(set(arithmetics)) if coarser.is_low else 1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.data_parallel import DATA_PARALLEL
-from axonlaunch.config.precision import FORMATS
+from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
@@ -104,7 +104,7 @@ def make_replicas(
         return replicas
     if DATA_PARALLEL.facts(kind).averages == "nothing":
         return None
-    ddp, reduce_dtype = strategy.ddp, torch_dtype(FORMATS[strategy.reduce_dtype])
+    ddp, reduce_dtype = strategy.ddp, torch_dtype(NUMBER_FORMATS[strategy.reduce_dtype])
     scatters_rows = DATA_PARALLEL.facts(kind).divides_update
     trained_dtypes = {
         parameter.dtype for parameter in module.parameters() if parameter.requires_grad
