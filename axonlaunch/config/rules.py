@@ -32,6 +32,7 @@ from axonlaunch.config.layout import (
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.plain import with_values
+from axonlaunch.config.precision import PRECISIONS, Precision
 from axonlaunch.config.recording import ProfileConfig
 from axonlaunch.config.run_name import run_name_issues
 from axonlaunch.config.schema import GROUPS, RunConfig
@@ -128,10 +129,14 @@ def _unused_settings(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _parameters_in_bf16(config: RunConfig) -> Iterator[ConfigIssue]:
     """Require bf16 precision for bf16 weights, which are used without conversion."""
-    train = config.train
-    if train.param_dtype == "bf16" and train.precision != "bf16":
-        message = f"weights in bf16 compute in bf16, not in {train.precision}; use bf16"
-        yield ConfigIssue("train.precision", message, train.precision)
+    precision = Precision.of(config)
+    stored = precision.parameters
+    if stored.is_low and precision.compute != stored:
+        message = (
+            f"weights in {stored.name} compute in {stored.name}, not in {precision.name}; "
+            f"use {stored.name}"
+        )
+        yield ConfigIssue("train.precision", message, precision.name)
 
 
 def _compile_mode(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -149,7 +154,7 @@ def _attention_kernel(config: RunConfig) -> Iterator[ConfigIssue]:
     message = ""
     if divisor(degrees_of(config.strategy), "sequences") > 1:
         message = "ring attention uses its own kernel; use auto"
-    elif kernel != "efficient" and config.train.precision == "fp32":
+    elif kernel != "efficient" and not PRECISIONS[config.train.precision].compute.is_low:
         message = "supports only bf16 and fp16; use efficient, or train.precision=bf16"
     elif kernel == "flash" and getattr(config.data, "packing", "none") != "none":
         message = "supports no mask, which packed documents need; use cudnn or efficient"
@@ -160,7 +165,8 @@ def _attention_kernel(config: RunConfig) -> Iterator[ConfigIssue]:
 def _averaged_parameters(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield fp16 for variants that average parameters: each rank would need its own loss scale."""
     name, precision = config.strategy.data_parallel, config.train.precision
-    if not data_parallel_facts(config.strategy).is_exact and precision == "fp16":
+    needs_scale = PRECISIONS[precision].needs_loss_scale
+    if not data_parallel_facts(config.strategy).is_exact and needs_scale:
         message = f"ranks of {name} have different gradients, but only one loss scale; use bf16"
         yield ConfigIssue("train.precision", message, precision)
 

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from axonlaunch.config.did_you_mean import nearest
+from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionName, lowest_format
 from axonlaunch.diagnostics.module_trace.elements import DifferentElements, ElementsOfStep
-from axonlaunch.diagnostics.module_trace.files import Arithmetic, StepTrace, TracedTensor
+from axonlaunch.diagnostics.module_trace.files import StepTrace, TracedTensor
 
 _OF_LARGEST = 4.0
 """By how much more the largest element may be off: it rounds alone, a mean of many does not."""
-_MOST = {"fp32": 1e-2, "bf16": 0.5, "fp16": 0.5}
+_MOST = {False: 1e-2, True: 0.5}
 """What rounding is said to make of a tensor at most, however many updates there were."""
 _LEAST_IN_BOTH = 0.5
 """Of the larger model's parameters: what both must have, by name, to be the same model."""
@@ -29,28 +30,26 @@ class TraceTolerance:
     """What rounding explains.
 
     Attributes:
-        base: Largest relative difference, by the lowest precision in use.
         gradient_floor: Part of the model's usual gradient that one is judged beside which is far
             smaller.
         parameter_floor: Size that a parameter is at least judged beside.
     """
 
-    base: Mapping[str, float]
     gradient_floor: float
     parameter_floor: float
 
-    def of(self, arithmetics: Sequence[Arithmetic], *, step: int) -> float:
+    def of(self, arithmetics: Sequence[PrecisionName], *, step: int) -> float:
         """Return the largest relative difference of a step that passes.
 
         Args:
             arithmetics: Of both sides; the coarser one counts.
             step: Updates before it, each of which rounds: it grows with them.
         """
-        coarser = max(arithmetics, key=self.base.__getitem__)
+        coarser = lowest_format(NUMBER_FORMATS[name] for name in arithmetics)
         # Rounding to bf16 and fp16 is seen in single gradients of small modules, twice the base in
         # tiny models, and all of it where one side does not round so: units of ReLU flip.
-        times = 1 if coarser == "fp32" else 2 * len(set(arithmetics))
-        return min(times * self.base[coarser] * (1 + step), _MOST[coarser])
+        times = 2 * len(set(arithmetics)) if coarser.is_low else 1
+        return min(times * coarser.tolerance * (1 + step), _MOST[coarser.is_low])
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
+from axonlaunch.config.precision import Precision
 from axonlaunch.planning.throughput.operations import (
     Amount,
     AttentionOp,
@@ -30,8 +31,6 @@ from axonlaunch.planning.throughput.operations import (
 )
 from axonlaunch.planning.throughput.step_work import SAMPLES, Share, StageWork, StepWork
 
-FP32 = 4
-HALF = 2
 _RING_TRAFFIC = 160
 """Memory traffic of the fp32 merges of ring attention per rank, in multiples of the activations.
 
@@ -61,7 +60,8 @@ class _Scaled:
         self._layout = layout
         self._length = reference.sample_length
         self._samples = layout.micro_batch_size / layout.divisor("sequences")
-        self._compute_bytes = FP32 if config.train.precision == "fp32" else HALF
+        self._precision = Precision.of(config)
+        self._compute_bytes = self._precision.compute.nbytes
         self._activation_bytes = (
             self._samples * self._length * reference.hidden_size * self._compute_bytes
         )
@@ -197,8 +197,9 @@ class _Scaled:
                 _add(work, CollectiveOp("forward", "all_gather", axes), Amount(1, gathered))
                 if self._config.strategy.fsdp.sharding != "shard_grad_op":
                     _add(work, CollectiveOp("backward", "all_gather", axes), Amount(1, gathered))
-                reduce_bytes = FP32 if self._config.strategy.reduce_dtype == "fp32" else HALF
-                reduced = gradients * reduce_bytes / self._config.train.parameter_bytes
+                reduced = (
+                    gradients * self._precision.reduce.nbytes / self._config.train.parameter_bytes
+                )
                 _add(work, CollectiveOp("backward", "reduce_scatter", axes), Amount(1, reduced))
         if layout.context > 1:
             _add(

@@ -16,6 +16,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import DATA_AXES
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout
+from axonlaunch.config.precision import Precision
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import Timeline, timeline
@@ -331,7 +332,8 @@ class StepTime:
         strategy = self._config.strategy
         if self._layout.gradient_ranks == 1:
             return []
-        is_torch_ddp = strategy.ddp.sync == "overlapped" and strategy.reduce_dtype == "fp32"
+        reduces_low = Precision.of(self._config).reduce.is_low
+        is_torch_ddp = strategy.ddp.sync == "overlapped" and not reduces_low
         if is_torch_ddp and self._layout.tensor == 1 and not self._layout.facts.divides_update:
             num_bytes = stage.step_ends.gradient_bytes + layers * stage.step_layer.gradient_bytes
             count = 1 + max(0.0, num_bytes - 2**20) / (strategy.ddp.bucket_size_mb * 2**20)
