@@ -98,7 +98,9 @@ class ChatTemplate:
         """
         return self._call_isolated(_end_of_turn, characters=0)
 
-    def _call(self, function: Callable[..., _Result], *args: Any, characters: int) -> _Result:
+    def _call_isolated(
+        self, function: Callable[..., _Result], *args: Any, characters: int
+    ) -> _Result:
         return self._owner.call_isolated(function, *args, characters=characters, what=_BLAMED)
 
 
