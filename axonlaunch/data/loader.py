@@ -17,9 +17,9 @@ import numpy.typing as npt
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.dataset import AnyBatch, Dataset
-from axonlaunch.data.own import StreamedSamples
 from axonlaunch.data.samples import Samples
 from axonlaunch.data.shuffle import dataset_indices, permute
+from axonlaunch.data.user_datasets import StreamedSamples
 
 # Evaluations under different seeds must be of the same samples.
 _EVAL_KEY = (0,)
@@ -237,10 +237,8 @@ def order_of(
     Returns:
         [n] int64, each in [0, ``num_samples``).
     """
-    own = getattr(dataset, "order", None)  # of one that is not known to its end
-    if own is not None:
-        ordered: npt.NDArray[np.int64] = own(positions, seed=seed)
-        return ordered
+    if (order := dataset.info.order) is not None:
+        return order(positions, seed=seed)
     return dataset_indices(positions, num_samples=dataset.num_samples, seed=seed)
 
 

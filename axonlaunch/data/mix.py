@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from axonlaunch.config.documents import SourceShare, TextRowsConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.data.dataset import Batch, Kind, Split
+from axonlaunch.data.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.sharded_rows import ShardedRows
@@ -60,10 +60,7 @@ class TextMix:
 
     Attributes:
         tokenizer: What made the tokens.
-        is_packed: Whether rows hold several documents.
         folder: Where the tokens are kept.
-        eval_parts: Which of the held-out samples are of which source.
-        notes: What a run says of the data when it starts.
     """
 
     kind: Kind = "tokens"
@@ -75,7 +72,6 @@ class TextMix:
         first = self._sources[0]
         self.tokenizer, self.folder = first.tokenizer, first.folder
         self.num_classes, self.sample_shape = first.num_classes, first.sample_shape
-        self.is_packed = first.is_packed
         rows = [source.num_samples for source in self._sources]
         counts = _counts(rows, [shares[name] for name in self._names])
         self._first = {
@@ -84,8 +80,20 @@ class TextMix:
         }
         firsts = self._first["eval"].tolist()
         parts = zip(self._names, firsts, firsts[1:], strict=False)
-        self.eval_parts = {name: range(start, end) for name, start, end in parts if start < end}
-        self.notes = (*self._describe_mix(counts), *self._of_sources())
+        self._eval_parts = {name: range(start, end) for name, start, end in parts if start < end}
+        self._notes = (*self._describe_mix(counts), *self._of_sources())
+
+    @property
+    def info(self) -> DatasetInfo:
+        """Optional facts."""
+        return DatasetInfo(
+            notes=self._notes,
+            is_packed=self._sources[0].info.is_packed,
+            eval_parts=self._eval_parts,
+            order=self.order,
+            file_sums=self.file_sums,
+            tokenizer=self.tokenizer,
+        )
 
     @property
     def num_samples(self) -> int:
@@ -130,14 +138,14 @@ class TextMix:
         for where, piece in self._sources[number].sources(int(own)):
             yield f"{self._names[number]}: {where}", piece
 
-    def file_sums(self) -> list[tuple[str, str]]:
-        """Return (source and name, checksum of tokens) of the files that are trained on."""
-        of_each = zip(self._names, self._sources, strict=True)
-        return [
+    def file_sums(self, shards: int | None = None) -> FileSums:
+        """Return (source and name, checksum of tokens) of all training files."""
+        sums = [
             (f"{name}: {file}", digest)
-            for name, source in of_each
-            for file, digest in source.file_sums()
+            for name, source in zip(self._names, self._sources, strict=True)
+            for file, digest in source.file_sums(shards).sums
         ]
+        return FileSums(sums)
 
     def summaries(self) -> dict[str, TextSummary]:
         """Count what there is of each source, by reading through which tokens count."""
@@ -180,7 +188,7 @@ class TextMix:
 
     def _of_sources(self) -> Iterator[str]:
         for name, source in zip(self._names, self._sources, strict=True):
-            for note in source.notes:
+            for note in source.info.notes:
                 yield f"data.mix.{name}{note.removeprefix('data')}"
 
 

@@ -13,10 +13,10 @@ from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.documents import TextRowsConfig
-from axonlaunch.data.dataset import Dataset, holds_documents, is_unsized
+from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress
-from axonlaunch.data.own import StreamedSamples
 from axonlaunch.data.text_rows import find_untokenised
+from axonlaunch.data.user_datasets import StreamedSamples
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
 
@@ -62,7 +62,7 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
             )
             yield ConfigIssue("data.name", message, config.data.name)
     is_stream = isinstance(dataset, StreamedSamples)
-    if is_unsized(dataset):
+    if dataset.info.is_unsized:
         if config.train.epochs is not None:
             why = "is not known before all of it is tokenised; use data.shuffle=all, or"
             if is_stream:
@@ -120,7 +120,7 @@ def packing_problems(
     config: RunConfig, spec: ModelSpec, dataset: Dataset | None
 ) -> Iterator[ConfigIssue]:
     """Refuse rows of several documents where nothing would keep them apart."""
-    if dataset is None or not holds_documents(dataset):
+    if dataset is None or not dataset.info.is_packed:
         return
     field, instead = ("packing", "none") if hasattr(config.data, "packing") else _DOCUMENT_LENGTH
     value = getattr(config.data, field)

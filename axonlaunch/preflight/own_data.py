@@ -10,9 +10,9 @@ import numpy as np
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.data.dataset import Dataset, float_targets
-from axonlaunch.data.own import StreamedSamples
+from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.samples import CollatedSamples, Samples, taken_names
+from axonlaunch.data.user_datasets import StreamedSamples
 
 _TRIED = 2
 """Samples of the batch that is tried: of one any batch can be made."""
@@ -53,7 +53,7 @@ def own_data_problems(
 
 def needs_own_loss(dataset: Dataset) -> bool:
     """Say whether no loss of a model knows what its targets mean."""
-    return dataset.kind == "structured" or float_targets(dataset) is not None
+    return dataset.kind == "structured" or dataset.info.float_targets is not None
 
 
 def first_batch(dataset: Dataset, *, size: int) -> CollatedSamples:
