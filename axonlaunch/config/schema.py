@@ -156,8 +156,8 @@ class StrategyConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     auto: bool = False
-    """search for the fastest layout before training starts, as `axonlaunch plan` does, for the
-    configured or detected hardware; keys of the layout that overrides set are kept
+    """search for the fastest layout on the configured or detected hardware before training starts,
+    as `axonlaunch plan` does; keys of the layout that overrides set are kept
     """
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """dtype in which gradients are summed over data-parallel ranks; bf16 halves the traffic"""
@@ -278,8 +278,8 @@ class EstimateConfig:
     published runs, 9 of 10 estimates are within 0.1, half of them within 0.035; 0: no margin
     """
     background: bool | None = None
-    """predict peak memory and step time in a low-priority process during training, for the summary
-    of the run; null: only on GPUs, because on CPUs it slows down training
+    """predict peak memory and step time in a low-priority process during training; the summary of
+    the run reports them; null: only on GPUs, because on CPUs it slows down training
     """
 
 

@@ -80,7 +80,7 @@ class ChatTemplate:
             IsolatedCallError: The template took too long, or too much memory.
         """
         size = sum(len(str(chat.messages)) for chat in chats)
-        return self._call_isolated(_write, self._marks_assistant, list(chats), characters=size)
+        return self._call(_write, self._marks_assistant, list(chats), characters=size)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens by which the assistant is asked to answer messages.
@@ -88,7 +88,7 @@ class ChatTemplate:
         Raises:
             ValueError: The template refuses them.
         """
-        return self._call_isolated(_prompt, list(messages), characters=len(str(messages)))
+        return self._call(_prompt, list(messages), characters=len(str(messages)))
 
     def end_of_turn(self) -> str:
         """Return what the template writes behind what the assistant says.
@@ -96,11 +96,9 @@ class ChatTemplate:
         Raises:
             ValueError: The template refuses a question and an answer.
         """
-        return self._call_isolated(_end_of_turn, characters=0)
+        return self._call(_end_of_turn, characters=0)
 
-    def _call_isolated(
-        self, function: Callable[..., _Result], *args: Any, characters: int
-    ) -> _Result:
+    def _call(self, function: Callable[..., _Result], *args: Any, characters: int) -> _Result:
         return self._owner.call_isolated(function, *args, characters=characters, what=_BLAMED)
 
 

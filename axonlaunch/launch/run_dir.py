@@ -18,8 +18,8 @@ from typing import Any
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import storage
+from axonlaunch.checkpoint.resume_source import resume_of, resume_of_restart
 from axonlaunch.checkpoint.run_lock import lock_checkpoints
-from axonlaunch.checkpoint.start import resume_of, resume_of_restart
 from axonlaunch.config import (
     CONFIG,
     Composed,

@@ -1,6 +1,6 @@
-"""What a model looks like to parallelism: blocks, cuts, ties, plans, and which layouts are legal.
+"""Describes a model for parallelism: blocks, cut points, tied weights, plan and legal layouts.
 
-It builds the model without storage and starts nothing.
+The model is built on the meta device, without storage.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from axonlaunch.preflight.parallelism import (
 )
 
 _DEGREE = 2
-"""Of an axis when it is asked whether the model can be divided over it."""
+"""Degree with which an axis is checked."""
 _TENSOR_DEGREES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 32, 64)
-"""Of the tensor axis: heads and widths may allow some of them."""
+"""Tensor degrees to check. The number of heads and the widths of a model allow some of them."""
 
 
 @dataclass(frozen=True)
 class LayoutAnswer:
-    """Whether a layout is legal for a model.
+    """States whether a layout is legal for a model.
 
     Attributes:
-        layout: As overrides.
-        legal: Whether it is.
-        reason: Why not; empty if it is.
+        layout: Layout as overrides.
+        legal: Whether the layout is legal.
+        reason: Reason why it is not legal; empty if it is.
     """
 
     layout: str
@@ -54,17 +54,18 @@ class Inspection:
     """A model's structure.
 
     Attributes:
-        model: Its class.
-        parameters: How many numbers they hold, tied ones once.
-        layers: Path of the list of blocks; None: there is none.
-        blocks: ``{kind: count}``, in the order in which kinds first occur.
-        cut_points: Blocks before which a pipeline may cut.
-        first: Modules of the first stage alone, beside blocks.
-        last: Modules of the last stage alone.
-        ties: ``{other name: first name}`` of weights that are held twice.
-        tensor_plan: ``{pattern: style}``: the model's own, and transformers' where that is all.
-        layouts: Which can be used.
-        notes: What could not be determined, and why.
+        model: Class name of the model.
+        parameters: Number of elements of all parameters, tied ones counted once.
+        layers: Path of the list of blocks; None if there is no such list.
+        blocks: Number of blocks by class name, in order of first occurrence.
+        cut_points: Names of blocks before which a pipeline may cut.
+        first: Names of modules only in the first stage, except blocks.
+        last: Names of modules only in the last stage, except blocks.
+        ties: Tied weights as ``{other name: first name}``.
+        tensor_plan: Tensor plan as ``{pattern: style}``: that of the model, otherwise that of
+            transformers.
+        layouts: Checked layouts.
+        notes: Properties that could not be determined, with the reason.
     """
 
     model: str
@@ -81,10 +82,10 @@ class Inspection:
 
 
 def inspect(config: RunConfig) -> Inspection:
-    """Look at the model of a configuration.
+    """Inspect the model of a configuration.
 
     Raises:
-        ConfigError: It can't be built.
+        ConfigError: The model can't be built.
     """
     if problems := fetch_model(config, here=False):
         raise ConfigError(problems)
@@ -119,7 +120,7 @@ def inspect(config: RunConfig) -> Inspection:
 
 def _layouts(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[LayoutAnswer]:
     tensor = _tensor_degrees(config, spec, model) or [_DEGREE]
-    ways: dict[str, tuple[dict[str, Any], Callable[[RunConfig], Iterable[ConfigIssue]]]] = {
+    checks: dict[str, tuple[dict[str, Any], Callable[[RunConfig], Iterable[ConfigIssue]]]] = {
         "strategy=ddp": ({"strategy.data_parallel": "ddp"}, lambda _: ()),
         "strategy=zero1": ({"strategy.data_parallel": "zero1"}, lambda _: ()),
         "strategy=fsdp": (
@@ -139,13 +140,13 @@ def _layouts(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[L
             lambda changed: context_problems(changed, spec),
         ),
     }
-    for layout, (settings, problems) in ways.items():
+    for layout, (settings, problems) in checks.items():
         reasons = [problem.message for problem in problems(with_values(config, settings))]
         yield LayoutAnswer(layout, not reasons, "; ".join(reasons))
 
 
 def _tensor_degrees(config: RunConfig, spec: ModelSpec, model: nn.Module) -> list[int]:
-    """Return the degrees that the sizes of what the plan divides allow."""
+    """Return the degrees that divide the sizes of all modules in the plan."""
     plan = config.strategy.tensor.plan or spec.plan(model)
     return [
         degree

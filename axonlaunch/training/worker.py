@@ -15,11 +15,11 @@ import torch
 
 from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import Checkpoint, Retention, storage
-from axonlaunch.checkpoint.base import record_base
+from axonlaunch.checkpoint.base_weights import record_base
 from axonlaunch.checkpoint.fallback import Resumed, load_newest, put_later_aside
 from axonlaunch.checkpoint.reader import find_for_all
+from axonlaunch.checkpoint.resume_source import is_of
 from axonlaunch.checkpoint.saver import Saver
-from axonlaunch.checkpoint.start import is_of
 from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig

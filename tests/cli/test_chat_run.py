@@ -61,7 +61,7 @@ def test_fewer_epochs_than_a_run_has_done_are_refused(command: Served) -> None:
     overrides = [*MODEL, *DATA, *SHORT, "train.epochs=0.1"]
     error = command("train", *overrides, status=2).stderr
     assert "error: train.epochs=0.1: " in error
-    assert "steps already, and this is 1; use more to train on" in error
+    assert "steps already, but this is 1 steps; use more to continue" in error
 
 
 def test_a_model_without_a_chat_template_is_not_talked_to(command: Served) -> None:

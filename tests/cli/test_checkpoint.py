@@ -141,7 +141,7 @@ def test_a_mistake_is_one_line_and_status_2(
         ),
         (
             ["model.weights=runs/a", "checkpoint.resume=runs/b", "train.steps=9"],
-            "model.weights=runs/a: checkpoint.resume=runs/b brings weights of its own; use null",
+            "model.weights=runs/a: checkpoint.resume=runs/b contains weights already; use null",
         ),
         (
             ["checkpoint.async_save=true", "launch.backend=mock"],

@@ -92,8 +92,8 @@ def test_one_that_gives_other_samples_than_it_says_is_refused(tmp_path: Path) ->
     register_dataset("counts", config=CountsConfig, sample=wrong)(Counts)
     (tmp_path / "first").write_text("3")
     message = (
-        r"data\.name=counts: it is registered with samples of tokens \(9,\), by which it is "
-        r"estimated, and gives tokens \(8,\); mend sample="
+        r"data\.name=counts: it is registered with samples of tokens \(9,\), which "
+        r"estimates use, but returns tokens \(8,\); correct sample="
     )
     with pytest.raises(ConfigError, match=message):
         run_config([*SMALL, "data=counts", f"data.file={tmp_path}/first"])

@@ -71,5 +71,5 @@ def test_a_layout_that_breaks_a_rule_is_none(monkeypatch: Patch) -> None:
         "train.activation_checkpointing": "full",
         "launch.nproc": 2,
     }
-    with pytest.raises(ConfigError, match="compiler can't compute again"):
+    with pytest.raises(ConfigError, match="can't recompute layers"):
         checks[0](config.with_values(run, layout))

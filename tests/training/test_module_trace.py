@@ -241,10 +241,12 @@ def test_steps_that_no_run_has_are_refused(steps: str) -> None:
 def test_all_elements_of_many_steps_or_of_more_than_the_disk_holds_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ConfigError, match="all elements of 17 steps would be written; name 16"):
+    with pytest.raises(
+        ConfigError, match="all elements of 17 steps would be written; list at most 16"
+    ):
         configured("mlp", *SINGLE, "train.steps=20", f"train.trace.steps={[*range(17)]}")
     monkeypatch.setattr(module_trace, "free_bytes", lambda folder: (folder, 1000))
-    with pytest.raises(ConfigError, match=r"all elements of 2 steps take .* MiB free; name"):
+    with pytest.raises(ConfigError, match=r"all elements of 2 steps take .* MiB free; use"):
         configured("mlp", *SINGLE)
 
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import Retention, diff, reader
 from axonlaunch.checkpoint.adapters import load_peft, read_peft
-from axonlaunch.checkpoint.base import record_base
+from axonlaunch.checkpoint.base_weights import record_base
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import export_weights, load_initial_weights
 from axonlaunch.comm import World

@@ -1,8 +1,8 @@
-"""Random numbers of training, dropout's masks above all: who draws alike, and when again.
+"""Checks which ranks and steps draw equal random numbers, in particular dropout masks.
 
-No two layouts draw for the same elements, so numbers are compared without dropout. What a model
-draws with it is recorded here as it is drawn, in steps of its own. In a model that draws nothing a
-number is drawn inside a block's forward: what holds of it would hold of a mask.
+Layouts draw different masks, so other quantities are compared without dropout. In models with
+dropout, the masks of two additional steps are recorded. In other models a random number is drawn
+inside a block's forward instead, which behaves as a mask would.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.models.spec import ModelSpec
 
-_FEWEST = 16
-"""Elements that a mask drops and keeps at least; others are alike by chance."""
+_MIN_ELEMENTS = 16
+"""Least number of dropped and of kept elements; smaller masks can be equal by chance."""
 _MASKS = {
     torch.ops.aten.bernoulli_.float: lambda result: result,
     torch.ops.aten.bernoulli.default: lambda result: result,
     torch.ops.aten.bernoulli.p: lambda result: result,
     torch.ops.aten.native_dropout.default: lambda result: result[1],
 }
-"""What draws a mask, and where it is in the result."""
+"""Operations that draw a mask, and functions that select it from their result."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a rank drew.
+    """A random draw of one rank.
 
     Attributes:
-        step: From 1.
-        module: Inside of which.
-        value: Equal for what is equal; empty for a mask too small to compare.
-        rank: Whose.
-        is_again: Whether it was drawn outside of a forward, in backward: recomputing.
+        step: Number of the step, from 1.
+        module: Name of the innermost module that was running.
+        value: Text that is equal for equal draws; empty for a mask that is too small to compare.
+        rank: Global rank that drew.
+        is_recomputed: Whether it was drawn in backward, by recomputation.
     """
 
     step: int
     module: str
     value: str
     rank: int
-    is_again: bool = False
+    is_recomputed: bool = False
 
 
 class DrawProbe:
-    """Draws a number where the first block of each module of a rank begins to compute."""
+    """Draws a random number when the first block of each of a rank's modules starts a forward."""
 
     def __init__(self, spec: ModelSpec, modules: Iterable[nn.Module], *, rank: int) -> None:
         self.draws: list[Draw] = []
@@ -79,14 +79,14 @@ class DrawProbe:
 
 
 class MaskRecorder(TorchDispatchMode):
-    """Records the masks that are drawn while it is entered, in this thread."""
+    """Records the masks that this thread draws while the mode is active."""
 
     def __init__(self, modules: Sequence[nn.Module], *, rank: int) -> None:
-        """Follow which module computes.
+        """Register hooks that track the running module.
 
         Args:
-            modules: What a rank holds of the model.
-            rank: Whose.
+            modules: Models or pipeline stages of this rank.
+            rank: Global rank.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws: list[Draw] = []
@@ -125,14 +125,16 @@ class MaskRecorder(TorchDispatchMode):
     def _note(self, mask: Tensor) -> None:
         drawn = mask.detach().cpu() != 0
         digest = ""
-        if min(int(drawn.sum()), drawn.numel() - int(drawn.sum())) >= _FEWEST:
+        if min(int(drawn.sum()), drawn.numel() - int(drawn.sum())) >= _MIN_ELEMENTS:
             digest = blake2b(drawn.numpy().tobytes(), digest_size=16).hexdigest()
         module = self._computing[-1] if self._computing else ""
-        self.draws.append(Draw(self.step, module, digest, self._rank, is_again=not self._forwards))
+        self.draws.append(
+            Draw(self.step, module, digest, self._rank, is_recomputed=not self._forwards)
+        )
 
 
 def _first_leaf(block: nn.Module) -> tuple[str, nn.Module]:
-    """Return the first module that has none inside, and parameters: it is surely called."""
+    """Return the first submodule with parameters and no children, which every forward calls."""
     for name, part in block.named_modules():
         if next(part.parameters(), None) is not None and not any(part.children()):
             return name, part
@@ -142,63 +144,63 @@ def _first_leaf(block: nn.Module) -> tuple[str, nn.Module]:
 def draw_problems(
     config: RunConfig, draws: Sequence[Draw], *, steps: int, has_dropout: bool
 ) -> Iterator[str]:
-    """Yield what is wrong with what all ranks drew.
+    """Describe draws that are equal or different where they must not be.
 
     Args:
-        config: The layout's.
-        draws: Of all ranks.
-        steps: In which they were recorded.
-        has_dropout: Whether they are the model's own masks; a block that draws none need not draw
-            again.
+        config: Configuration of the layout.
+        draws: Draws of all ranks.
+        steps: Number of steps that were recorded.
+        has_dropout: Whether the draws are dropout masks. If not, recomputation and micro-batches
+            are not checked.
     """
     layout = Layout.of(config, world_size=num_ranks(config))
     yield from _missing(draws, steps)
     draws = [draw for draw in draws if draw.value]
-    by_place: dict[tuple[int, str, int], list[str]] = {}
+    by_module: dict[tuple[int, str, int], list[str]] = {}
     for draw in draws:
-        if not draw.is_again:
-            by_place.setdefault((draw.step, draw.module, draw.rank), []).append(draw.value)
+        if not draw.is_recomputed:
+            by_module.setdefault((draw.step, draw.module, draw.rank), []).append(draw.value)
     if has_dropout:
         yield from _recomputed_draws(draws)
-    yield from _between_steps(by_place)
-    for (step, module, rank), values in by_place.items():
+    yield from _between_steps(by_module)
+    for (step, module, rank), values in by_module.items():
         if has_dropout and len(set(values)) < len(values):
             yield (
                 f"step {step}: rank {rank} draws the same random numbers in {module} for two "
                 "micro-batches: dropout would repeat its masks"
             )
-    yield from _between_ranks(layout, by_place)
-    yield from _between_stages(layout, by_place)
+    yield from _between_ranks(layout, by_module)
+    yield from _between_stages(layout, by_module)
 
 
 def _missing(draws: Sequence[Draw], steps: int) -> Iterator[str]:
-    """Yield the steps in which a rank that draws in others draws nothing."""
-    drawn = {(draw.step, draw.rank) for draw in draws if not draw.is_again}
+    """Describe steps in which a rank draws nothing although it draws in other steps."""
+    drawn = {(draw.step, draw.rank) for draw in draws if not draw.is_recomputed}
     for rank in sorted({rank for _, rank in drawn}):
         for step in range(1, steps + 1):
             if (step, rank) not in drawn:
                 yield (
-                    f"step {step}: rank {rank} draws no random numbers, as it does in other steps: "
-                    "its model is not in training mode"
+                    f"step {step}: rank {rank} draws no random numbers, unlike in other steps: its "
+                    "model is not in training mode"
                 )
 
 
 def _recomputed_draws(draws: Sequence[Draw]) -> Iterator[str]:
-    drawn = {(draw.step, draw.rank, draw.value) for draw in draws if not draw.is_again}
+    drawn = {(draw.step, draw.rank, draw.value) for draw in draws if not draw.is_recomputed}
     for draw in draws:
-        if draw.is_again and (draw.step, draw.rank, draw.value) not in drawn:
+        if draw.is_recomputed and (draw.step, draw.rank, draw.value) not in drawn:
             yield (
-                f"step {draw.step}: recomputing {draw.module} on rank {draw.rank} draws other "
-                "random numbers than its forward did: dropout masks otherwise"
+                f"step {draw.step}: recomputing {draw.module} on rank {draw.rank} draws random "
+                "numbers that its forward did not draw: dropout would use different masks"
             )
 
 
-def _between_steps(by_place: dict[tuple[int, str, int], list[str]]) -> Iterator[str]:
-    """Yield what any rank has drawn in an earlier step: seeds of steps and ranks may meet."""
-    first_places: dict[tuple[str, str], tuple[int, int]] = {}
-    for (step, module, rank), values in sorted(by_place.items()):
-        places = {first_places.setdefault((module, value), (step, rank)) for value in values}
-        for earlier, other in sorted(places):
+def _between_steps(by_module: dict[tuple[int, str, int], list[str]]) -> Iterator[str]:
+    """Describe draws equal to a draw of any rank in an earlier step, for example by equal seeds."""
+    first_draws: dict[tuple[str, str], tuple[int, int]] = {}
+    for (step, module, rank), values in sorted(by_module.items()):
+        firsts = {first_draws.setdefault((module, value), (step, rank)) for value in values}
+        for earlier, other in sorted(firsts):
             if earlier < step:
                 yield (
                     f"step {step}: rank {rank} draws the same random numbers in {module} as rank "
@@ -207,46 +209,49 @@ def _between_steps(by_place: dict[tuple[int, str, int], list[str]]) -> Iterator[
 
 
 def _between_ranks(
-    layout: Layout, by_place: dict[tuple[int, str, int], list[str]]
+    layout: Layout, by_module: dict[tuple[int, str, int], list[str]]
 ) -> Iterator[str]:
-    for (step, module, rank), values in by_place.items():
+    for (step, module, rank), values in by_module.items():
         for other in range(rank):
-            theirs = by_place.get((step, module, other))
-            if theirs is None:
+            other_values = by_module.get((step, module, other))
+            if other_values is None:
                 continue
-            here, there = layout.coordinates(rank), layout.coordinates(other)
-            apart = {axis for axis in here if here[axis] != there[axis]}
-            if apart == {"tp"} and values != theirs:
+            axes = _different_axes(layout, rank, other)
+            if axes == {"tp"} and values != other_values:
                 yield (
                     f"step {step}: ranks {other} and {rank} of a tensor axis draw different random "
-                    f"numbers in {module}, where they hold the same values"
+                    f"numbers in {module}, although they hold the same values"
                 )
-            if apart & {"dp_replicate", "dp_shard"} and set(values) & set(theirs):
+            if axes & {"dp_replicate", "dp_shard"} and set(values) & set(other_values):
                 yield (
                     f"step {step}: data ranks {other} and {rank} draw the same random numbers in "
-                    f"{module}: dropout would mask their samples alike"
+                    f"{module}: dropout would use the same mask for different samples"
                 )
-            if apart == {"cp"} and set(values) & set(theirs):
+            if axes == {"cp"} and set(values) & set(other_values):
                 yield (
                     f"step {step}: ranks {other} and {rank} of a context axis draw the same random "
-                    f"numbers in {module}: dropout would mask other positions alike"
+                    f"numbers in {module}: dropout would use the same mask for different positions"
                 )
 
 
 def _between_stages(
-    layout: Layout, by_place: dict[tuple[int, str, int], list[str]]
+    layout: Layout, by_module: dict[tuple[int, str, int], list[str]]
 ) -> Iterator[str]:
-    """Yield the stages of one pipeline that draw alike, as no two blocks of one process do."""
-    of_rank: dict[tuple[int, int], set[str]] = {}
-    for (step, _, rank), values in by_place.items():
-        of_rank.setdefault((step, rank), set()).update(values)
-    for (step, rank), drawn in of_rank.items():
-        here = layout.coordinates(rank)
+    """Describe stages of a pipeline with equal draws; blocks of one process draw different ones."""
+    by_rank: dict[tuple[int, int], set[str]] = {}
+    for (step, _, rank), values in by_module.items():
+        by_rank.setdefault((step, rank), set()).update(values)
+    for (step, rank), drawn in by_rank.items():
         for other in range(rank):
-            there = layout.coordinates(other)
-            is_behind = {axis for axis in here if here[axis] != there[axis]} == {"pp"}
-            if is_behind and drawn & of_rank.get((step, other), set()):
+            is_other_stage = _different_axes(layout, rank, other) == {"pp"}
+            if is_other_stage and drawn & by_rank.get((step, other), set()):
                 yield (
                     f"step {step}: ranks {other} and {rank} of a pipeline draw the same random "
-                    "numbers: dropout would mask their blocks alike"
+                    "numbers: dropout would use the same masks in their blocks"
                 )
+
+
+def _different_axes(layout: Layout, rank: int, other: int) -> set[str]:
+    """Return the mesh axes on which two ranks have different coordinates."""
+    coordinates, others = layout.coordinates(rank), layout.coordinates(other)
+    return {axis for axis in coordinates if coordinates[axis] != others[axis]}
