@@ -269,7 +269,7 @@ BAD = [
     ('{"body": "a"}', "has no field text; it has body"),
     ('{"text": null}', "text is null, not text"),
     ('{"text": ["a"]}', "text is list, not text"),
-    ('{"text": "\\ud800"}', "text has half of a surrogate pair, which is no character"),
+    ('{"text": "\\ud800"}', "text has an unpaired surrogate, which is not a character"),
     ("{", "is not JSON (Expecting property name enclosed in double quotes: line 2 column 1 "),
 ]
 
