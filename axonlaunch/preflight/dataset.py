@@ -14,10 +14,10 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES, degrees_of, divisor
 from axonlaunch.config.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.documents import TextRowsConfig
-from axonlaunch.data.dataset import Dataset, holds_documents, is_unsized
+from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress
-from axonlaunch.data.own import StreamedSamples
 from axonlaunch.data.text_rows import find_untokenised
+from axonlaunch.data.user_datasets import StreamedSamples
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
 
@@ -64,7 +64,7 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
             )
             yield ConfigIssue("data.name", message, config.data.name)
     is_stream = isinstance(dataset, StreamedSamples)
-    if is_unsized(dataset):
+    if dataset.info.is_unsized:
         if config.train.epochs is not None:
             reason = "is not known before all of it is tokenized; use data.shuffle=all or"
             if is_stream:
@@ -123,7 +123,7 @@ def packing_problems(
     config: RunConfig, spec: ModelSpec, dataset: Dataset | None
 ) -> Iterator[ConfigIssue]:
     """Yield a problem if rows have several documents and the model can't separate them."""
-    if dataset is None or not holds_documents(dataset):
+    if dataset is None or not dataset.info.is_packed:
         return
     field, instead = ("packing", "none") if hasattr(config.data, "packing") else _DOCUMENT_LENGTH
     value = getattr(config.data, field)

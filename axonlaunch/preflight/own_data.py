@@ -11,9 +11,9 @@ from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import AXES
-from axonlaunch.data.dataset import Dataset, float_targets
-from axonlaunch.data.own import StreamedSamples
+from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.samples import CollatedSamples, Samples, taken_names
+from axonlaunch.data.user_datasets import StreamedSamples
 
 _TRIED = 2
 """Samples in the trial batch. A single sample can always be collated, so it would show nothing."""
@@ -51,7 +51,7 @@ def own_data_problems(
 
 def needs_own_loss(dataset: Dataset) -> bool:
     """Return whether the losses of models can't handle the dataset's targets."""
-    return dataset.kind == "structured" or float_targets(dataset) is not None
+    return dataset.kind == "structured" or dataset.info.float_targets is not None
 
 
 def first_batch(dataset: Dataset, *, size: int) -> CollatedSamples:

@@ -248,7 +248,7 @@ class _Loop:
         """Report the loss on the held-out data, in total and for each of its parts."""
         started = time.perf_counter()
         dataset = self.data.dataset
-        parts = getattr(dataset, "eval_parts", {})
+        parts, entropy = dataset.info.eval_parts, dataset.info.unigram_entropy
         sums = torch.zeros(max(1, len(parts)), 2, dtype=torch.float64, device=self.world.device)
         for number, part in enumerate([*parts.values()] or [None]):
             for batch in self.data.eval_batches(self.config.eval_batches, part=part):
@@ -268,7 +268,7 @@ class _Loop:
                 self.engine.step,
                 loss,
                 int(count),
-                getattr(dataset, "unigram_entropy", None),
+                None if entropy is None else entropy(),
                 perplexity_of(loss) if dataset.kind == "tokens" else None,
                 dict(zip(parts, means, strict=False)),
             )

@@ -23,8 +23,8 @@ from axonlaunch.config.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfi
 from axonlaunch.data.dataset import AnyBatch, Batch, Dataset, Split
 from axonlaunch.data.loader import Loader, StreamLoader, order_of
 from axonlaunch.data.mix import AnyText, TextMix
-from axonlaunch.data.own import PairsDataset
 from axonlaunch.data.sharded_rows import ShardedRows
+from axonlaunch.data.user_datasets import PairsDataset
 from axonlaunch.verification.comparison_inputs import evaluated_samples
 
 _COMPARED = 1024
@@ -123,7 +123,7 @@ def order_problem(loader: Loader, *, seed: int) -> str:
     if isinstance(dataset, ShardedRows):
         return _shards_problem(dataset, seed=seed)
     is_mix = isinstance(dataset, TextMix)  # with sample numbers that continue across passes
-    if isinstance(loader, StreamLoader) or (hasattr(dataset, "order") and not is_mix):
+    if isinstance(loader, StreamLoader) or (dataset.info.order is not None and not is_mix):
         return ""  # the dataset defines its own order
     samples = dataset.num_samples
     begins = np.arange(min(samples, _ORDERED))

@@ -362,9 +362,9 @@ class PlainRun:
         """Return mean loss and counted targets of the training loop's last evaluation."""
         if not self._plan.trains_on or not self._loader.dataset.num_eval_samples:
             return None
-        parts = [*getattr(self._loader.dataset, "eval_parts", {}).values()] or [None]
+        parts = self._loader.dataset.info.eval_parts
         batches: list[AnyBatch] = []
-        for part in parts:
+        for part in parts.values() or [None]:
             part_batches = [*self._loader.eval_batches(EVALUATED_BATCHES, part=part)]
             if self._checks_data:
                 _refuse(data_checks.part_problem(self._loader, part, part_batches))

@@ -25,9 +25,9 @@ from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data import packing, shard_maker
 from axonlaunch.data.dataset import Batch
 from axonlaunch.data.loader import Loader, order_of, whole_loader
-from axonlaunch.data.own import IndexedSamples, PairsDataset
 from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.shuffle import Indices
+from axonlaunch.data.user_datasets import IndexedSamples, PairsDataset
 from axonlaunch.models import initialization
 from axonlaunch.verification import comparison_inputs, data_checks
 from axonlaunch.verification.comparison_plan import ComparisonPlan
@@ -245,7 +245,7 @@ def test_a_row_count_cached_for_another_packing_is_noticed(
 
 def test_an_evaluation_of_a_source_reads_its_own_samples(tmp_path: Path) -> None:
     _, reading = text(tmp_path, "data.packing=none")
-    parts: dict[str, range] = reading.dataset.eval_parts  # type: ignore[attr-defined]
+    parts = reading.dataset.info.eval_parts
     first, second = ([*reading.eval_batches(part=part)] for part in parts.values())
     assert data_checks.part_problem(reading, parts["b"], second) == ""
     problem = (

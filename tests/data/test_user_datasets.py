@@ -302,7 +302,11 @@ def test_the_ranks_of_a_stream_share_each_global_batch() -> None:
 def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
     chosen = [*CHOSEN, "data.target=own_of_a_test:Endless", "strategy=ddp", "launch.nproc=2"]
     config = run_config([*chosen, "train.eval_batches=0"])
-    assert data.build_dataset(config.data).notes[0].startswith("data: a stream without state_dict")
+    assert (
+        data.build_dataset(config.data)
+        .info.notes[0]
+        .startswith("data: a stream without state_dict")
+    )
     with pytest.raises(ConfigError, match=r"train\.epochs=2.*no __len__.*use train\.steps"):
         run_config([*chosen, "train.eval_batches=0", "train.steps=auto", "train.epochs=2"])
     with pytest.raises(
