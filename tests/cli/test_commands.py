@@ -48,7 +48,10 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
     ("overrides", "message"),
     [
         (["trian"], "error: No such command 'trian'"),
-        (["train", "--fast"], "error: No such option: --fast; options are in --help, and settings"),
+        (
+            ["train", "--fast"],
+            "error: No such option: --fast; see --help for options; settings are",
+        ),
         (["ls", "modles"], "error: there is no group 'modles'; did you mean model?"),
         (["sample"], "error: Missing argument"),
         (["sample", "nowhere"], "error: nowhere: no run folder"),
@@ -245,8 +248,8 @@ def test_doctor_says_what_ranks_were_measured_to_reach() -> None:
     }
     gloo = {"link_latency_us": 1190.0, "link_gb_s": 1.01, "allgather_bw_gb_s": 0.435}
     assert dict(_figures(measured | gloo)) == {
-        "products": "fp32 82.9 GFLOP/s, bf16 223 GFLOP/s, fp16 2.65 GFLOP/s",
-        "kernels": "4 us, 52.4 GB/s of 1 MiB",
+        "matmul": "fp32 82.9 GFLOP/s, bf16 223 GFLOP/s, fp16 2.65 GFLOP/s",
+        "kernels": "4 us, 52.4 GB/s for 1 MiB",
         "gloo": "1,190 us per hop, 1.01 GB/s, gathers 0.435",
     }
     assert "gloo" not in dict(_figures(measured))  # one rank has none to talk to

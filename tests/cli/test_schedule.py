@@ -147,7 +147,7 @@ def test_without_a_pipeline_there_is_no_schedule(schedule: Schedule) -> None:
     assert schedule("strategy=fsdp") == (
         2,
         "",
-        "error: strategy.pipeline.degree=1: there is no schedule to show; use strategy=pipeline "
+        "error: strategy.pipeline.degree=1: has no schedule; use strategy=pipeline "
         "or a degree of 2 or more\n",
     )
 

@@ -26,7 +26,7 @@ from axonlaunch.diagnostics.module_trace.difference import (
     TraceTolerance,
     compare_traces,
 )
-from axonlaunch.diagnostics.module_trace.elements import elements_of_steps
+from axonlaunch.diagnostics.module_trace.element_comparison import elements_of_steps
 from axonlaunch.diagnostics.module_trace.files import StepTrace, read_step, traced_steps
 from axonlaunch.engines.tensor import layers
 from axonlaunch.preflight import module_trace

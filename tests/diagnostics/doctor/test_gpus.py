@@ -67,10 +67,10 @@ def test_healthy_gpus_have_a_topology_and_no_problem(monkeypatch: pytest.MonkeyP
     [
         ({"nvmlDeviceGetTotalEccErrors": lambda gpu, *_: 3 * gpu}, "GPU 1 had 3 uncorrected ECC"),
         ({"nvmlDeviceGetEccMode": lambda gpu: (gpu, 1)}, "GPU 0 has ECC turned off"),
-        ({"nvmlDeviceGetMigMode": lambda gpu: (gpu, 1)}, "GPU 1 is divided (MIG)"),
+        ({"nvmlDeviceGetMigMode": lambda gpu: (gpu, 1)}, "GPU 1 is divided by MIG"),
         (
             {"nvmlDeviceGetCurrPcieLinkWidth": lambda gpu: 8 if gpu else 16},
-            "GPU 1 has 8 of 16 PCIe lanes",
+            "GPU 1 uses 8 of 16 PCIe lanes",
         ),
         (
             {"nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 0x60 * gpu},
@@ -93,7 +93,7 @@ def test_without_nvml_and_with_a_driver_that_fails_it_is_said_why_nothing_is_kno
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "nvidia-ml-py is missing" in gpus.nvml_report()["unknown"]
+    assert "install nvidia-ml-py" in gpus.nvml_report()["unknown"]
 
     def fail() -> None:
         raise NVMLError("Driver Not Loaded")
@@ -157,7 +157,7 @@ def test_a_link_that_is_much_slower_than_the_others_is_named() -> None:
     rates = {("cuda:0", "cuda:1"): 200.0, ("cuda:1", "cuda:0"): 200.0, ("cuda:0", "cuda:2"): 20.0}
     links = [{"source": s, "target": t, "gb_s": rate} for (s, t), rate in rates.items()]
     [line] = gpus.slow_links(links)
-    assert line.startswith("cuda:0 to cuda:2: 20 GB/s, where 200 is the median between GPUs")
+    assert line.startswith("cuda:0 to cuda:2: 20 GB/s, but the median between GPUs is 200 GB/s")
 
 
 def test_copies_that_fail_are_a_problem_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_copies_that_fail_are_a_problem_and_no_traceback(monkeypatch: pytest.Mon
     monkeypatch.setattr(doctor.forked_call, "call", call)
     assert doctor._gpus(cast("Any", None))["problems"] == [
         "GPU 0 is hot",
-        "copies over the links failed: CUDA error: unspecified launch failure",
+        "copying between GPUs failed: CUDA error: unspecified launch failure",
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from run_folders import run_folder, write_lines
 
 from axonlaunch.diagnostics.report.growing_lines import GrowingLines
-from axonlaunch.diagnostics.report.newest import NewestData
+from axonlaunch.diagnostics.report.live_page_data import LivePageData
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_data_that_took_long_to_make_is_not_made_again_at_once(
     monkeypatch.setattr(newest.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(newest.time, "thread_time", iter(range(100)).__next__)  # a second each
     folder = run_folder(tmp_path / "demo", steps=3)
-    data = NewestData([folder])
+    data = LivePageData([folder])
 
     def shown() -> float:
         return float(data()["runs"][0]["series"]["loss"][0][-1])
