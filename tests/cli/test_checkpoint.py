@@ -145,7 +145,7 @@ def test_a_mistake_is_one_line_and_status_2(
         ),
         (
             ["checkpoint.async_save=true", "launch.backend=mock"],
-            "checkpoint.async_save=true: launch.backend=mock runs ranks as threads",
+            "checkpoint.async_save=true: launch.backend=mock runs one rank at a time",
         ),
     ],
 )
