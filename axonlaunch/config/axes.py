@@ -15,7 +15,7 @@ from axonlaunch.config.schema import StrategyConfig
 
 Divided = Literal["layers", "blocks", "sequences"]
 
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
+DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
 """Names of the data axes: replicas of the parameters, and ranks that shard each replica."""
 
 
@@ -92,7 +92,7 @@ PRINTED = (*INNER, *OUTER)
 """All axes in the order in which layouts are printed, after data parallelism."""
 LIKE_DATA = tuple(axis.name for axis in INNER if axis.same_parameters)
 """Names of the axes that the mesh of a run merges into a data axis."""
-DATA_AXES = (REPLICATE, SHARD, *LIKE_DATA)
+DATA_AXES = (DP_REPLICATE, DP_SHARD, *LIKE_DATA)
 """Names of the axes with ranks that hold the same parameters or shards of them."""
 
 

@@ -12,12 +12,12 @@ from typing import Literal, Self
 
 from axonlaunch.config.axes import (
     AXES,
+    DP_REPLICATE,
+    DP_SHARD,
     INNER,
     LIKE_DATA,
     OUTER,
     PRINTED,
-    REPLICATE,
-    SHARD,
     Divided,
     degrees_of,
     divisor,
@@ -31,7 +31,7 @@ from axonlaunch.config.schema import RunConfig, StrategyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class ParameterDivision:
     """Mesh axes whose ranks share one parameter.
 
     Attributes:
@@ -119,7 +119,7 @@ class Layout:
         """Return the number of ranks that something is divided among, for example sequences."""
         return divisor(self.degrees, divided)
 
-    def division(self, *, is_expert: bool = False) -> Division:
+    def division(self, *, is_expert: bool = False) -> ParameterDivision:
         """Return the mesh axes whose ranks share a parameter.
 
         Args:
@@ -128,18 +128,18 @@ class Layout:
         """
         del is_expert
         facts, merged_into = self.facts, self._merged_into
-        replicas = (REPLICATE, *(LIKE_DATA if merged_into == REPLICATE else ()))
+        replicas = (DP_REPLICATE, *(LIKE_DATA if merged_into == DP_REPLICATE else ()))
         if facts.shards_parameters:
-            shards = (SHARD, *(LIKE_DATA if merged_into == SHARD else ()))
-            return Division(shard_axes=shards, sum_axes=(*replicas, *shards))
+            shards = (DP_SHARD, *(LIKE_DATA if merged_into == DP_SHARD else ()))
+            return ParameterDivision(shard_axes=shards, sum_axes=(*replicas, *shards))
         shards_others = facts.shards_gradients or facts.shards_optimizer
-        return Division(shard_axes=replicas if shards_others else (), sum_axes=replicas)
+        return ParameterDivision(shard_axes=replicas if shards_others else (), sum_axes=replicas)
 
     @property
     def _merged_into(self) -> str:
         """Data axis of the run's mesh that includes the axes in ``LIKE_DATA``."""
         is_replicated = self.dp_replicate == self.data_ranks > 1
-        return REPLICATE if is_replicated or not self.facts.shards_parameters else SHARD
+        return DP_REPLICATE if is_replicated or not self.facts.shards_parameters else DP_SHARD
 
     def ranks_along(self, names: Iterable[str]) -> int:
         """Return the number of ranks along several axes of ``axes``."""
@@ -204,7 +204,7 @@ class Layout:
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh axes, outermost first; the innermost stays inside a node."""
-        data = {REPLICATE: self.dp_replicate, SHARD: self.dp_shard}
+        data = {DP_REPLICATE: self.dp_replicate, DP_SHARD: self.dp_shard}
         outer, inner = (
             {axis.name: self.degrees[axis.name] for axis in some} for some in (OUTER, INNER)
         )

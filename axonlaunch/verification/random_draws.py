@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.axes import AXES, REPLICATE, SHARD
+from axonlaunch.config.axes import AXES, DP_REPLICATE, DP_SHARD
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.models.spec import ModelSpec
 
@@ -232,7 +232,7 @@ def _between_ranks(
                         f"same random numbers in {module}: dropout would use the same mask for "
                         "different positions"
                     )
-            if axes & {REPLICATE, SHARD} and set(values) & set(other_values):
+            if axes & {DP_REPLICATE, DP_SHARD} and set(values) & set(other_values):
                 yield (
                     f"step {step}: data ranks {other} and {rank} draw the same random numbers in "
                     f"{module}: dropout would use the same mask for different samples"

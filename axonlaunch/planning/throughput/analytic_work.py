@@ -170,9 +170,9 @@ class _Scaled:
 
     @property
     def _data_axes(self) -> tuple[str, ...]:
-        return self._used(self._layout.division().sum_axes)
+        return self._nontrivial(self._layout.division().sum_axes)
 
-    def _used(self, names: Iterable[str]) -> tuple[str, ...]:
+    def _nontrivial(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the axes with more than one rank."""
         return tuple(name for name in names if self._layout.axes[name] > 1)
 
@@ -189,7 +189,7 @@ class _Scaled:
                     key = CollectiveOp(phase, kind, ("tp",))  # type: ignore[arg-type]
                     _add(work, key, Amount(2, 2 * self._activation_bytes))
         if layout.facts.shards_parameters:
-            axes = self._used(layout.division().shard_axes)
+            axes = self._nontrivial(layout.division().shard_axes)
             parameters = layer.parameter_bytes / layout.tensor
             gradients = layer.gradient_bytes / layout.tensor
             gathered = parameters * self._compute_bytes / self._config.train.parameter_bytes
