@@ -1,7 +1,7 @@
-"""Saved states of runs: written by every rank at once, whole or not at all.
+"""Saves and reads the states of runs; all ranks write together, and a checkpoint is atomic.
 
-torch.distributed.checkpoint does the storage; any layout reads what any layout wrote. What writes
-(``checkpoint.saver``) imports torch; what is here does so only when it opens a checkpoint.
+torch.distributed.checkpoint does the storage, so any layout reads a checkpoint of any other layout.
+``checkpoint.saver`` imports torch; the functions here import it only when they open a checkpoint.
 """
 
 from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError

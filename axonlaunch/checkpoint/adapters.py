@@ -1,7 +1,8 @@
-"""Adapters in PEFT's format, adapter_config.json and adapter_model.safetensors, and merged weights.
+"""Reads and writes adapters in PEFT's format, and merges adapters into weights.
 
-PEFT's names of tensors are ours behind a prefix, but for magnitudes and packed experts. What it
-offers beyond LoRA and DoRA of linear layers, and LoRA of packed experts, is refused by name.
+The format has two files, ``adapter_config.json`` and ``adapter_model.safetensors``. PEFT's tensor
+names are the model's names with a prefix, except for magnitudes and packed experts. Only LoRA and
+DoRA of linear layers and LoRA of packed experts are supported; other features are refused by name.
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ if TYPE_CHECKING:
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_THEIR_MAGNITUDE = MAGNITUDE.removesuffix(".weight")
+_PEFT_MAGNITUDE = MAGNITUDE.removesuffix(".weight")
 _NESTED = ".base_layer"
 _PACKED = re.compile(rf"(?P<holder>.+)\.(?P<key>[^.]+){EXPERTS}(?P<end>\.lora_[AB]\.weight)")
 _ABSENT = (
     *("modules_to_save", "rank_pattern", "alpha_pattern"),
     *("lora_bias", "layer_replication", "trainable_token_indices", "use_qalora", "alora_offset"),
 )
-"""Keys of ``adapter_config.json`` that change what an adapter computes, where they are set."""
+"""Unsupported keys of ``adapter_config.json`` that change the result of an adapter if set."""
 _FLOATS = ["F64", "F32", "F16", "BF16"]
 _LARGEST_ALPHA = 1e9
 
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """What a folder of PEFT's says of its adapter.
+    """Settings and shapes of an adapter in a PEFT folder.
 
     Attributes:
-        rank: Of A and B.
-        alpha: As ``adapter.alpha``.
-        rslora: As ``adapter.rslora``.
-        dora: As ``adapter.dora``.
+        rank: Rank of the matrices A and B.
+        alpha: Value for ``adapter.alpha``.
+        rslora: Value for ``adapter.rslora``.
+        dora: Value for ``adapter.dora``.
         targets: Full names of the adapted layers, and patterns of packed experts.
-        shapes: Of its tensors, by PEFT's names.
+        shapes: Shapes of the tensors by PEFT's names.
     """
 
     rank: int
@@ -63,10 +64,10 @@ class PeftFolder:
 
 
 def read_peft(folder: Path) -> PeftFolder:
-    """Read the settings and shapes of a PEFT folder, without the numbers.
+    """Read the settings and shapes of a PEFT folder, without the values.
 
     Raises:
-        ConfigError: It can't be read, or is of another kind than LoRA of linear layers.
+        ConfigError: The folder can't be read, or the adapter has unsupported features.
     """
     content, entries = _read_files(folder)
     problems = [*_mistyped_settings(content)] or [*_unsupported_parts(content, entries)]
@@ -93,11 +94,11 @@ def read_peft(folder: Path) -> PeftFolder:
 
 
 _Entries = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Type and shape of each tensor of a file of safetensors, by name."""
+"""Dtype and shape of each tensor in a safetensors file, by name."""
 
 
 def _read_files(folder: Path) -> tuple[dict[str, Any], _Entries]:
-    """Read ``adapter_config.json``, and the types and shapes of the tensors.
+    """Read ``adapter_config.json`` and the dtypes and shapes of the tensors.
 
     Raises:
         ConfigError: A file is missing, not a regular file, too large or damaged.
@@ -116,7 +117,7 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], _Entries]:
 
 
 def _mistyped_settings(content: dict[str, Any]) -> Iterator[str]:
-    """Yield the settings of ``adapter_config.json`` that are not of the type that PEFT writes."""
+    """Yield the settings of ``adapter_config.json`` with a type that PEFT does not write."""
     if content.get("peft_type") != "LORA":
         yield f"its peft_type is {_shown(content.get('peft_type'))}; only LORA can be read"
         return
@@ -143,7 +144,7 @@ def _unsupported_parts(content: dict[str, Any], entries: _Entries) -> Iterator[s
             yield f"it has {key}={_shown(content[key])}, which is not supported"
     if content.get("bias", "none") != "none":
         yield f"it has bias={_shown(content['bias'])}, which is not supported"
-    ends = (_A, _B, _THEIR_MAGNITUDE) if content.get("use_dora") else (_A, _B)
+    ends = (_A, _B, _PEFT_MAGNITUDE) if content.get("use_dora") else (_A, _B)
     other = [key for key in entries if not (key.startswith(_PREFIX) and key.endswith(ends))]
     if other:
         yield f"it holds {_shown(other[0])}, which is no matrix of LoRA on a linear layer"
@@ -157,7 +158,7 @@ def _unsupported_parts(content: dict[str, Any], entries: _Entries) -> Iterator[s
 
 
 def _mismatched_matrices(rank: int, entries: _Entries) -> Iterator[str]:
-    """Yield the first tensor whose type or shape is not that of an adapter of this rank."""
+    """Yield the first tensor with a dtype or shape that does not fit the rank."""
     for key, (dtype, shape) in entries.items():
         if dtype not in _FLOATS:
             yield f"its {_shown(key)} is of type {dtype}; an adapter has {one_of(_FLOATS)}"
@@ -173,37 +174,37 @@ def _shown(value: Any) -> str:
 
 
 def peft_names(names: Iterable[str]) -> dict[str, str]:
-    """Return PEFT's name of each tensor of an adapter by ours.
+    """Return PEFT's tensor name for each adapter parameter.
 
-    It has no ``weight`` of magnitudes; and what it puts around a module for each of its packed
-    parameters, one around the other, has no name: all but the outermost are ``base_layer``.
+    PEFT's names of magnitudes lack ``.weight``. For several packed parameters of one module, PEFT
+    nests a wrapper per parameter, and each nested wrapper adds ``.base_layer`` to the name.
 
     Args:
-        names: Of a model's parameters, or a stage's, in their order.
+        names: Parameter names of a model or a pipeline stage, in order.
     """
-    own = [name for name in names if is_of_adapter(name)]
-    packed = [match for name in own if (match := _PACKED.fullmatch(name))]
+    adapter_names = [name for name in names if is_of_adapter(name)]
+    packed = [match for name in adapter_names if (match := _PACKED.fullmatch(name))]
     holders: dict[str, list[str]] = {}
     for match in packed:
         keys = holders.setdefault(match["holder"], [])
         keys += [match["key"]] if match["key"] not in keys else []
-    theirs = {name: f"{_PREFIX}{name}" for name in own}
+    of_peft = {name: f"{_PREFIX}{name}" for name in adapter_names}
     for match in packed:
         keys = holders[match["holder"]]
         nested = _NESTED * (len(keys) - 1 - keys.index(match["key"]))
-        theirs[match[0]] = f"{_PREFIX}{match['holder']}{nested}{match['end']}"
-    for name in own:
+        of_peft[match[0]] = f"{_PREFIX}{match['holder']}{nested}{match['end']}"
+    for name in adapter_names:
         if name.endswith(MAGNITUDE):
-            theirs[name] = f"{_PREFIX}{name.removesuffix(MAGNITUDE)}{_THEIR_MAGNITUDE}"
-    return theirs
+            of_peft[name] = f"{_PREFIX}{name.removesuffix(MAGNITUDE)}{_PEFT_MAGNITUDE}"
+    return of_peft
 
 
 def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill the adapters of a rank with those of a folder of PEFT's, in place.
+    """Fill a rank's adapter parameters from a PEFT folder, in place.
 
     Args:
-        state: This rank's parameters by name, divided ones as DTensors.
-        folder: Its shapes are the adapters'.
+        state: Parameters of this rank by name; sharded ones are DTensors.
+        folder: PEFT folder with the same shapes as the adapter.
     """
     from axonlaunch.checkpoint.safetensors import open_safetensors
     from axonlaunch.models.dtensor_regions import local_boxes
@@ -218,18 +219,18 @@ def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[str]:
-    """Write a run's adapter as PEFT does; ``PeftModel.from_pretrained`` loads it.
+    """Write a run's adapter in the format that ``PeftModel.from_pretrained`` loads.
 
     Args:
-        checkpoint: Whose.
-        config: Of its run.
-        folder: There, and empty.
+        checkpoint: Checkpoint to export.
+        config: Configuration of its run.
+        folder: Existing empty folder.
 
     Returns:
-        The names of what was written.
+        Names of the written files.
 
     Raises:
-        ConfigError: PEFT has no place for what the run trained.
+        ConfigError: PEFT's format can't store the trained parameters.
     """
     from safetensors.torch import save_file
 
@@ -241,8 +242,8 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
         )
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
     trained = _Trained.of(config)
-    if trained.beside:
-        message = f"{trained.beside[0]} was trained beside the adapter; use --merge"
+    if trained.others:
+        message = f"{trained.others[0]} was trained beside the adapter; use --merge"
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
     parts = _parts(checkpoint, trained)
     save_file(
@@ -273,12 +274,12 @@ def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[
 def merged(
     checkpoint: Checkpoint, config: RunConfig, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a checkpoint's weights with those of adapted layers as their adapters make them.
+    """Yield a model's weights with the adapter merged into the adapted layers.
 
     Args:
-        checkpoint: Whose.
-        config: Of its run; without an adapter they are what they are.
-        tensors: The model's own, by name.
+        checkpoint: Checkpoint with the adapter.
+        config: Configuration of its run; without an adapter the tensors are unchanged.
+        tensors: Names and tensors of the model without the adapter.
     """
     from axonlaunch.models.dora import adapted_norms
     from axonlaunch.models.expert_lora import adapted_experts
@@ -315,25 +316,25 @@ def merged(
 
 @dataclass(frozen=True)
 class _Trained:
-    """What a run with an adapter trains.
+    """Trained parameters of a run with an adapter.
 
     Attributes:
-        names: Of the adapter's parameters, in their order.
-        layers: Adapted linear ones.
-        transposed: Of them those whose weight is [inputs, outputs].
-        experts: Adapted parameters that pack experts, with what adapts them.
-        beside: Names of what else is trained.
+        names: Names of the adapter's parameters, in order.
+        layers: Names of the adapted linear layers.
+        transposed: Names of adapted layers with a weight of shape [inputs, outputs].
+        experts: Matrices of the adapter by the name of the packed parameter that they adapt.
+        others: Names of other trained parameters.
     """
 
     names: list[str]
     layers: list[str]
     transposed: set[str]
     experts: Mapping[str, ExpertMatrices]
-    beside: list[str]
+    others: list[str]
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Look at the model, which is built without storage."""
+        """Collect the names from a model that is built without storage."""
         from axonlaunch.models.build import on_meta
         from axonlaunch.models.lora import LoraLayer, adapted_experts_of, transposed_layers
 
@@ -349,7 +350,7 @@ class _Trained:
 
 
 def _parts(checkpoint: Checkpoint, trained: _Trained) -> dict[str, Tensor]:
-    """Return the adapter's tensors, whole, by name, in the order of the model."""
+    """Return the adapter's full tensors by name, in the order of the model."""
     entries = reader.parameters(checkpoint)
     contents = {f"{reader.MODEL}{name}": entries[name] for name in trained.names}
     return dict(zip(trained.names, reader.tensors(checkpoint, [*contents], contents), strict=True))
@@ -358,21 +359,21 @@ def _parts(checkpoint: Checkpoint, trained: _Trained) -> dict[str, Tensor]:
 def with_peft_settings(
     config: RunConfig, folder: PeftFolder
 ) -> tuple[LoraConfig, list[ConfigIssue]]:
-    """Return a run's adapter as the folder that it starts from has it, and what contradicts it.
+    """Return the adapter settings of a PEFT folder, and the settings that contradict it.
 
     Args:
-        config: With an adapter.
-        folder: What is in its ``adapter.path``.
+        config: Configuration with an adapter.
+        folder: Content of its ``adapter.path``.
     """
     from dataclasses import replace
 
     adapter, defaults = config.adapter, LoraConfig()
     assert adapter is not None
-    own: dict[str, Any] = {"rank": folder.rank, "alpha": folder.alpha, "rslora": folder.rslora}
-    own |= {"dora": folder.dora, "targets": [*folder.targets]}
+    settings: dict[str, Any] = {"rank": folder.rank, "alpha": folder.alpha}
+    settings |= {"rslora": folder.rslora, "dora": folder.dora, "targets": [*folder.targets]}
     problems = [
         ConfigIssue(f"adapter.{key}", f"{adapter.path} has {value}; remove this setting", chosen)
-        for key, value in own.items()
+        for key, value in settings.items()
         if (chosen := getattr(adapter, key)) not in (getattr(defaults, key), value)
     ]
-    return replace(adapter, **own), problems
+    return replace(adapter, **settings), problems

@@ -1,7 +1,7 @@
-"""What torch reads a checkpoint with, here or by fsspec URL; its files may be anybody's.
+"""Reads checkpoints for torch.distributed.checkpoint, from a folder or an fsspec URL.
 
-Files that the manifest does not list, or that are no regular files, are not opened. Nothing is
-unpickled. Of a tensor only the rows that a rank needs are read.
+The files may be hostile. Only regular files that the manifest lists are opened, and nothing is
+unpickled. A rank reads only the rows that it needs of each tensor.
 """
 
 from __future__ import annotations
@@ -42,45 +42,44 @@ from axonlaunch.system import files
 
 
 def bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """Return a tensor's memory on the host as [nbytes] uint8, which shares it.
+    """Return a view of a tensor's host memory as [nbytes] uint8.
 
     Args:
-        tensor: Contiguous, of any dtype.
+        tensor: Contiguous tensor of any dtype.
     """
     memory: npt.NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
     return memory
 
 
 def read_dcp_index(folder: Path) -> Metadata:
-    """Return the index of a checkpoint, held against its manifest.
+    """Return the index of a checkpoint after checking it against the manifest.
 
     Raises:
-        CorruptCheckpointError: Either is not what was written, or says what can't be.
-        OSError: They can't be read.
+        CorruptCheckpointError: The index or the manifest was changed or contradicts the files.
+        OSError: A file can't be read.
     """
     return _read_index(folder, manifest.read_manifest(folder))
 
 
-def _read_index(folder: Path, about: manifest.Manifest) -> Metadata:
-    expected = about.files[manifest.INDEX]
+def _read_index(folder: Path, described: manifest.Manifest) -> Metadata:
+    expected = described.files[manifest.INDEX]
     with files.open_regular(folder / manifest.INDEX) as stream:
         content = stream.read(expected.bytes + 1)  # one byte more shows a file that has grown
     if crc32(content) != expected.crc32:
         raise CorruptCheckpointError(
             f"has an {manifest.INDEX} that is not what was written (its CRC-32 differs)"
         )
-    return index.read_index(content, about.files)
+    return index.read_index(content, described.files)
 
 
 class _Guarded(FileSystemReader):
-    """Reads the index with a look at what it names, and each file from its beginning to its end."""
+    """Checks the index before use, and reads each file in one pass from start to end."""
 
     folder: Path
     _saved: dict[MetadataIndex, tuple[torch.Size, torch.dtype]]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        about = manifest.read_manifest(self.folder)
-        metadata = _read_index(self.folder, about)
+        metadata = read_dcp_index(self.folder)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         tensors = cast("dict[str, TensorStorageMetadata]", metadata.state_dict_metadata)
         self._saved = {
@@ -91,11 +90,11 @@ class _Guarded(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        where = self.storage_data
-        ordered = sorted(plan.items, key=lambda item: where[item.storage_index].offset)
+        stored = self.storage_data
+        ordered = sorted(plan.items, key=lambda item: stored[item.storage_index].offset)
         by_file: dict[str, list[ReadItem]] = {}
         for item in ordered:
-            by_file.setdefault(where[item.storage_index].relative_path, []).append(item)
+            by_file.setdefault(stored[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
             with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
                 for item in items:
@@ -112,7 +111,7 @@ class _Guarded(FileSystemReader):
         sizes: torch.Size,
         dtype: torch.dtype,
     ) -> None:
-        """Read the rows that an item is in: into its tensor where that is all of them."""
+        """Read the rows of an item, directly into its tensor if it needs all of every row."""
         wanted = planner.resolve_tensor(item).detach()
         assert wanted.shape == item.lengths, f"{item.dest_index} has another shape"
         first, count = (item.storage_offsets[0], item.lengths[0]) if sizes else (0, 1)
@@ -132,21 +131,21 @@ class _Guarded(FileSystemReader):
 
 
 def _read_into(tensor: Tensor, stream: Any) -> None:
-    """Fill a tensor.
+    """Fill a tensor from a stream.
 
     Raises:
-        CorruptCheckpointError: The file ends before.
+        CorruptCheckpointError: The file ends too early.
     """
-    left = bytes_of(tensor).data if tensor.numel() else memoryview(b"")
-    while len(left):
-        count = stream.readinto(left)
+    remaining = bytes_of(tensor).data if tensor.numel() else memoryview(b"")
+    while len(remaining):
+        count = stream.readinto(remaining)
         if not count:
             raise CorruptCheckpointError("has a file that ends too early")
-        left = left[count:]
+        remaining = remaining[count:]
 
 
 class _Regular(LocalFileSystem):
-    """Reads regular files of this node, and nothing else."""
+    """Opens only regular files of this node."""
 
     @contextmanager
     def create_stream(
@@ -157,7 +156,7 @@ class _Regular(LocalFileSystem):
             yield cast("io.IOBase", stream)
 
 
-class _Here(_Guarded):
+class _Local(_Guarded):
     """Reads from a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -165,16 +164,16 @@ class _Here(_Guarded):
         self.fs = _Regular()
 
 
-class _Elsewhere(_Guarded, FsspecReader):
-    """Reads by URL."""
+class _Remote(_Guarded, FsspecReader):
+    """Reads from an fsspec URL."""
 
 
 def source(folder: Path) -> FileSystemReader:
-    """Return what reads a checkpoint's folder."""
-    source_type: _Guarded
+    """Return the storage reader of a checkpoint's folder."""
+    storage_reader: _Guarded
     if is_remote(folder):
-        source_type = _Elsewhere(str(folder), use_listings_cache=False)
+        storage_reader = _Remote(str(folder), use_listings_cache=False)
     else:
-        source_type = _Here(folder)
-    source_type.folder = folder
-    return source_type
+        storage_reader = _Local(folder)
+    storage_reader.folder = folder
+    return storage_reader

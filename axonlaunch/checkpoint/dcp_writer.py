@@ -1,7 +1,6 @@
-"""Torch's writer of checkpoints, with a checksum of each file and an end that all ranks reached.
+"""Writes checkpoints for torch.distributed.checkpoint, with a checksum of each file.
 
-It writes what it is given, once there is free space, and makes a checkpoint of it; when, is the
-saver's.
+A checkpoint becomes visible only after all ranks have written their parts.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -16,13 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, futures
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
     FileSystem,
 )
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from zlib_ng.zlib_ng import crc32
@@ -30,10 +33,11 @@ from zlib_ng.zlib_ng import crc32
 from axonlaunch.checkpoint.dcp_reader import bytes_of
 from axonlaunch.checkpoint.direct_io import DirectFile
 from axonlaunch.checkpoint.index import NO_TENSOR, index_to_json
-from axonlaunch.checkpoint.manifest import INDEX, Checkpoint, Sum
+from axonlaunch.checkpoint.manifest import INDEX, TORCH_INDEX, Checkpoint, Sum
 from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.checkpoint.step_folders import complete, partial_of, prepare
 from axonlaunch.checkpoint.storage import is_remote
+from axonlaunch.checkpoint.torch_archive import archive_header
 from axonlaunch.checkpoint.torch_internals import (
     OverlappingCpuLoader,
     RemoteFileSystem,
@@ -43,14 +47,16 @@ from axonlaunch.checkpoint.torch_internals import (
 )
 
 _LOWEST = 19
+_SMALL = 1 << 16
+"""Bytes below which copying a tensor costs less than another write."""
 
 
 class Writer(FileSystemWriter):
-    """Writes a rank's part of a checkpoint; every file is stored before it counts as written."""
+    """Writes one rank's part of a checkpoint; files are on disk before the save completes."""
 
     def __init__(
         self,
-        about: Checkpoint,
+        target: Checkpoint,
         *,
         done: Callable[[], object] = lambda: None,
         wrote: Callable[[], object] = lambda: None,
@@ -58,53 +64,52 @@ class Writer(FileSystemWriter):
         copies: HostCopies | None = None,
         creates_parents: bool = True,
     ) -> None:
-        """Remember what is to be written.
+        """Initialize the writer without touching the disk.
 
         Args:
-            about: The checkpoint that is to be.
-            done: Called on the main rank once it is complete.
-            wrote: Called after each tensor that is written.
-            background: A thread writes that has nothing else to do, while others train.
-            copies: Of the state, from which it writes; None: of its own.
-            creates_parents: Whether a missing run folder is created, or an error.
+            target: Checkpoint to create.
+            done: Callback on the main rank after the checkpoint is complete.
+            wrote: Callback after each written piece.
+            background: Whether a separate thread writes while training continues.
+            copies: Host copies of the state; None creates new ones.
+            creates_parents: Whether to create a missing run folder; otherwise it is an error.
         """
-        folder = partial_of(about.path)
-        where = str(folder)
-        super().__init__(where, sync_files=False)  # ours are on disk once closed
+        folder = partial_of(target.path)
+        super().__init__(str(folder), sync_files=False)  # files are on disk once closed
         self._summing = _SummingRemote() if is_remote(folder) else _SummingLocal()
         self._summing.sums, self._summing.wrote = {}, wrote
         self._summing.creates_parents = creates_parents
         self.fs = cast("FileSystem", self._summing)
-        self.path = self.fs.init_path(where)
-        self._about = about
+        self.path = self.fs.init_path(str(folder))
+        self._target = target
         self._done = done
         self._background = background
         self._copies = copies or HostCopies()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy a state to host memory, once; torch's own copies what is there already three times.
+        """Copy a state to host memory once; torch copies host tensors three times.
 
         Args:
-            state_dict: Nested, of tensors.
+            state_dict: Nested dictionary of tensors.
         """
         return self._copies.copy(state_dict)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the disk alone: the main rank may still be clearing what an old save has left."""
+        """Return the plan without touching the disk, which the main rank may still be clearing."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder, on the main rank; no other writes before it has.
+        """Create the folder on the main rank; other ranks write only after this.
 
         Raises:
-            OSError: There is no free space.
+            OSError: The disk lacks free space.
         """
-        prepare(self._about.path)
+        prepare(self._target.path)
         self.fs.mkdir(self.path)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
-        """Write the bytes of tensors one after another; the main rank gets where they are.
+        """Write tensors in order, each as a header of torch and its bytes.
 
         Raises:
             TypeError: A value to save is not a tensor.
@@ -115,9 +120,9 @@ class Writer(FileSystemWriter):
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
             for tensor, item in self._on_host(plan.items, planner):
-                place = StoragePlace(name, stream.tell(), tensor.nbytes)
-                if tensor.nbytes:
-                    stream.write(bytes_of(tensor.contiguous()))
+                start = stream.tell()
+                _write_tensor(stream, tensor)
+                place = StoragePlace(name, start, stream.tell() - start)
                 results.append(WriteResult(item.index, tensor.nbytes, place))
         results.sums = dict(self._summing.sums)
         future: futures.Future[list[WriteResult]] = futures.Future()
@@ -127,12 +132,12 @@ class Writer(FileSystemWriter):
     def _on_host(
         self, items: list[WriteItem], planner: SavePlanner
     ) -> Iterator[tuple[Tensor, WriteItem]]:
-        """Yield what is to be written; of a GPU more is copied while some is written."""
+        """Yield host tensors to write; GPU tensors are copied ahead while others are written."""
         resolve = planner.resolve_data
         loader: TensorLoader = SerialCpuLoader(resolve)
         if torch.cuda.is_available():
-            ahead = self.per_thread_copy_ahead
-            loader = OverlappingCpuLoader(resolve, inflight_threshhold=ahead)
+            copy_ahead = self.per_thread_copy_ahead
+            loader = OverlappingCpuLoader(resolve, inflight_threshhold=copy_ahead)
         for item in items:
             if item.tensor_data is None:
                 raise TypeError(f"{item.index.fqn} {NO_TENSOR}")
@@ -141,33 +146,57 @@ class Writer(FileSystemWriter):
         yield from cast("Iterator[tuple[Tensor, WriteItem]]", loader.values())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, on the main rank, and make a checkpoint of what is there."""
+        """Write both indices and complete the checkpoint; called on the main rank."""
         metadata.storage_data = {
             result.index: result.storage_data for rank in results for result in rank
         }
-        with self.fs.create_stream(self.fs.concat_path(self.path, INDEX), "wb") as stream:
-            stream.write(index_to_json(metadata))
+        metadata.version = CURRENT_DCP_VERSION
+        indices = {INDEX: index_to_json(metadata), TORCH_INDEX: _pickle_index(metadata)}
+        for name, content in indices.items():
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+                stream.write(content)
         sums = dict(self._summing.sums)
-        for of_rank in results:
-            sums.update(cast("_Written", of_rank).sums)
-        complete(partial_of(self._about.path), self._about, sums)
+        for rank_results in results:
+            sums.update(cast("_Written", rank_results).sums)
+        complete(partial_of(self._target.path), self._target, sums)
         self._done()
 
 
+def _write_tensor(stream: io.IOBase, tensor: Tensor) -> None:
+    """Write torch's header and the bytes of a tensor; a small tensor is one write."""
+    header = archive_header(tensor.dtype, tensor.shape)
+    content = bytes_of(tensor.contiguous()) if tensor.nbytes else np.empty(0, np.uint8)
+    if tensor.nbytes < _SMALL:
+        stream.write(header + content.tobytes())
+        return
+    stream.write(header)
+    stream.write(content)
+
+
+def _pickle_index(metadata: Metadata) -> bytes:
+    """Return the pickle of torch's index; equal properties become one object, pickled once."""
+    shared: dict[tuple[Any, ...], Any] = {}
+    for entry in metadata.state_dict_metadata.values():
+        properties = cast("TensorStorageMetadata", entry).properties
+        key = tuple(vars(properties).values())
+        cast("TensorStorageMetadata", entry).properties = shared.setdefault(key, properties)
+    return pickle.dumps(metadata)
+
+
 def _step_back() -> None:
-    """Let training go first on cores that both want; on Linux threads have priorities."""
+    """Lower this thread's priority so that training gets the CPU first (Linux only)."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
 
 
 class _Written(list[WriteResult]):
-    """What a rank wrote, which torch sends to the main one."""
+    """Write results of one rank with its checksums; torch sends them to the main rank."""
 
     sums: dict[str, Sum]
 
 
 class _Local(FileSystem):
-    """Files of this node."""
+    """File system of this node."""
 
     creates_parents: bool
 
@@ -189,7 +218,7 @@ class _Local(FileSystem):
 
 
 class _Sums:
-    """Comes before files' own class: each is summed while it is written."""
+    """Mixin that computes checksums while files are written; comes before the file system."""
 
     sums: dict[str, Sum]
     wrote: Callable[[], object]
@@ -209,17 +238,17 @@ class _Sums:
 
 
 class _SummingLocal(_Sums, _Local):
-    """Files of this node, summed."""
+    """File system of this node, with checksums."""
 
 
 class _SummingRemote(_Sums, RemoteFileSystem):
-    """Files of a remote place, summed."""
+    """Remote file system, with checksums."""
 
     creates_parents: bool
 
 
 class _SummedStream(io.RawIOBase):
-    """A stream that counts and sums what goes through it."""
+    """Stream that counts bytes and computes their CRC-32."""
 
     def __init__(self, stream: io.IOBase, *, wrote: Callable[[], object]) -> None:
         self.sum = Sum(0, 0)
@@ -240,5 +269,5 @@ class _SummedStream(io.RawIOBase):
         return self.sum.bytes
 
 
-def _add_to_sum(known: Sum, view: memoryview) -> Sum:
-    return Sum(known.bytes + len(view), crc32(view, known.crc32))
+def _add_to_sum(total: Sum, view: memoryview) -> Sum:
+    return Sum(total.bytes + len(view), crc32(view, total.crc32))

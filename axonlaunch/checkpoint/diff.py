@@ -1,6 +1,6 @@
-"""A checkpoint held against its own run, and against another checkpoint.
+"""Compares a checkpoint with the model of its run, and with another checkpoint.
 
-Tensors are read some at a time, so that no checkpoint need fit in memory whole.
+Tensors are read in batches, so a checkpoint need not fit in memory.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from axonlaunch.config import RunConfig
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How far a tensor is from one of the same name.
+    """Difference between two tensors of the same name.
 
     Attributes:
-        name: Of the tensor, ``"model."`` or ``"optimizer."`` first.
-        largest: Difference of an element; None where only one has the tensor, or shapes differ.
-        relative: The norm of the difference over the norm of the first; None likewise.
-        reason: Why there is no number.
+        name: Name of the tensor, which begins with ``"model."`` or ``"optimizer."``.
+        largest: Largest absolute difference of an element; None if the tensor is in only one
+            checkpoint or the shapes differ.
+        relative: Norm of the difference divided by the norm of the first tensor; None as above.
+        reason: Explanation if there are no numbers.
     """
 
     name: str
@@ -30,11 +31,11 @@ class TensorDifference:
 
 
 def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
-    """Return what is wrong with a checkpoint whose sizes are right: contents, and what it lacks.
+    """Return changed files, missing parameters and wrong shapes of a checkpoint.
 
     Args:
-        checkpoint: It is read whole.
-        config: Of its run.
+        checkpoint: Checkpoint with the expected file sizes; all files are read.
+        config: Configuration of its run.
     """
     from axonlaunch.models.build import on_meta
     from axonlaunch.models.lora import not_saved
@@ -50,35 +51,38 @@ def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
 
 
 def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> list[TensorDifference]:
-    """Return how two checkpoints differ, parameters first, the farthest before others.
-
-    Equal tensors are left out.
-    """
-    ours, theirs = reader.contents(first), reader.contents(second)
+    """Return the tensors that differ, parameters first, the largest difference first."""
+    first_entries, second_entries = reader.contents(first), reader.contents(second)
     for checkpoint in (first, second):
         reader.refuse_damage(checkpoint)
     differences = [
-        TensorDifference(name, None, None, f"only in {(first if name in ours else second).path}")
-        for name in sorted(ours.keys() ^ theirs.keys())
+        TensorDifference(
+            name, None, None, f"only in {(first if name in first_entries else second).path}"
+        )
+        for name in sorted(first_entries.keys() ^ second_entries.keys())
     ]
-    alike = []
-    for name in sorted(ours.keys() & theirs.keys()):
-        sizes = [list(checkpoint[name].size) for checkpoint in (ours, theirs)]
+    same_shape = []
+    for name in sorted(first_entries.keys() & second_entries.keys()):
+        sizes = [list(entries[name].size) for entries in (first_entries, second_entries)]
         if sizes[0] == sizes[1]:
-            alike.append(name)
+            same_shape.append(name)
         else:
             differences.append(TensorDifference(name, None, None, f"{sizes[0]} and {sizes[1]}"))
-    read = (reader.tensors(first, alike, ours), reader.tensors(second, alike, theirs))
-    for name, *pair in zip(alike, *read, strict=True):
+    tensors = (
+        reader.tensors(first, same_shape, first_entries),
+        reader.tensors(second, same_shape, second_entries),
+    )
+    for name, *pair in zip(same_shape, *tensors, strict=True):
         a, b = (tensor.double() for tensor in pair)
-        apart = (a - b).abs()
-        if apart.numel() and float(apart.max()) > 0:
+        difference = (a - b).abs()
+        if difference.numel() and float(difference.max()) > 0:
             norm = float(a.norm())
-            relative = float(apart.norm()) / norm if norm else float("inf")
-            differences.append(TensorDifference(name, float(apart.max()), relative))
+            relative = float(difference.norm()) / norm if norm else float("inf")
+            differences.append(TensorDifference(name, float(difference.max()), relative))
     return sorted(differences, key=_order)
 
 
 def _order(difference: TensorDifference) -> tuple[bool, bool, float, str]:
-    elsewhere = not difference.name.startswith("model.")
-    return elsewhere, difference.largest is not None, -(difference.largest or 0.0), difference.name
+    is_parameter = difference.name.startswith("model.")
+    has_numbers = difference.largest is not None
+    return not is_parameter, has_numbers, -(difference.largest or 0.0), difference.name

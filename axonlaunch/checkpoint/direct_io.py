@@ -1,8 +1,8 @@
-"""A file that is written past the kernel's cache, and on disk once it is closed.
+"""Writes a file with direct I/O, bypassing the page cache; the file is on disk once closed.
 
-A checkpoint is read again after a failure or never: in the kernel's cache it would only take the
-place of data that is read every epoch, and the time that it takes to fill it. Where a file system
-has no such way, the same writes go through the cache.
+A checkpoint is read again only after a failure. In the page cache it would evict data that is read
+every epoch, and filling the cache takes time. File systems without direct I/O get the same writes
+through the cache.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from axonlaunch.system.files import new_descriptor
 
 _BUFFER = 16 << 20
 _ALIGNED = 4096
-"""What lengths and places of direct writes are multiples of; the kernel asks for 512 or this."""
+"""Lengths and offsets of direct writes are multiples of this; the kernel requires 512 or 4096."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFile(io.RawIOBase):
-    """A new file that takes bytes in order; the disk works while more are written."""
+    """New file, written in order; the disk stores one buffer while the next one fills."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Create it; what is there already, a link too, is an error.
+        """Create the file; an existing file or link is an error.
 
         Raises:
-            OSError: It can't be made.
+            OSError: The file exists or can't be created.
         """
         self._file = _open_descriptor(path)
-        # Memory that is mapped is aligned as pages are.
+        # Mapped memory is page-aligned.
         self._buffers = [np.frombuffer(mmap.mmap(-1, _BUFFER), np.uint8) for _ in range(2)]
         self._filled = 0
-        self._handed = 0
+        self._submitted = 0
         self._disk = ThreadPoolExecutor(max_workers=1)
         self._storing: Future[None] | None = None
 
     def writable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return how many bytes were written."""
-        return self._handed + self._filled
+        """Return the number of bytes written."""
+        return self._submitted + self._filled
 
     def write(self, data: Any) -> int:
-        """Take bytes.
+        """Write bytes.
 
         Raises:
-            OSError: Earlier ones could not be stored.
+            OSError: Earlier bytes could not be stored.
         """
         content = np.frombuffer(data, np.uint8)
         taken = 0
         while taken < len(content):
             part = content[taken : taken + _BUFFER - self._filled]
-            # Of memory views the copy would hold Python's lock, for which a training step waits.
+            # Copying with memoryviews would hold the GIL and stall the training step.
             np.copyto(self._buffers[0][self._filled : self._filled + len(part)], part)
             self._filled += len(part)
             taken += len(part)
@@ -70,16 +70,16 @@ class DirectFile(io.RawIOBase):
         return len(content)
 
     def close(self) -> None:
-        """Store what is left, and wait until the disk has it all.
+        """Store the remaining bytes and wait until all are on disk.
 
         Raises:
-            OSError: It could not be stored.
+            OSError: They could not be stored.
         """
         if self.closed:
             return
         try:
             self._await()
-            _store(self._file, self._buffers[0], self._filled, self._handed)
+            _store(self._file, self._buffers[0], self._filled, self._submitted)
             os.fsync(self._file)
         finally:
             self._disk.shutdown()
@@ -87,12 +87,12 @@ class DirectFile(io.RawIOBase):
             super().close()
 
     def _hand_over(self) -> None:
-        """Let the disk have the full buffer, and continue with the other."""
+        """Store the full buffer in the background and continue with the other one."""
         self._await()
         full = self._buffers[0]
-        self._storing = self._disk.submit(_store, self._file, full, self._filled, self._handed)
+        self._storing = self._disk.submit(_store, self._file, full, self._filled, self._submitted)
         self._buffers.reverse()
-        self._handed += self._filled
+        self._submitted += self._filled
         self._filled = 0
 
     def _await(self) -> None:
@@ -111,28 +111,28 @@ def _open_descriptor(path: str | os.PathLike[str]) -> int:
     return file
 
 
-def _store(file: int, buffer: npt.NDArray[np.uint8], size: int, place: int) -> None:
-    """Write a buffer's first bytes at a place of a file; only its last ones may be unaligned."""
-    whole = size - size % _ALIGNED
+def _store(file: int, buffer: npt.NDArray[np.uint8], size: int, offset: int) -> None:
+    """Write the first ``size`` bytes of a buffer; an unaligned tail goes through the cache."""
+    aligned = size - size % _ALIGNED
     view = buffer.data
-    _write(file, view[:whole], place)
-    if size > whole:
-        _go_through_cache(file)
-        _write(file, view[whole:size], place + whole)
+    _write(file, view[:aligned], offset)
+    if size > aligned:
+        _disable_direct_io(file)
+        _write(file, view[aligned:size], offset + aligned)
 
 
-def _write(file: int, view: memoryview, place: int) -> None:
+def _write(file: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         try:
-            done += os.pwrite(file, view[done:], place + done)
+            done += os.pwrite(file, view[done:], offset + done)
         except OSError as error:
-            if error.errno != errno.EINVAL or not _go_through_cache(file):
+            if error.errno != errno.EINVAL or not _disable_direct_io(file):
                 raise
 
 
-def _go_through_cache(file: int) -> bool:
-    """Write directly no more; return whether that was so until now."""
+def _disable_direct_io(file: int) -> bool:
+    """Switch a file to cached writes; return whether direct I/O was enabled before."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
     return bool(flags & _DIRECT)

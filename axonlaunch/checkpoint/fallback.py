@@ -1,7 +1,7 @@
-"""Goes back to an earlier checkpoint, and keeps the corrupt ones, or later ones, aside.
+"""Falls back to an earlier checkpoint and sets corrupt or later checkpoints aside.
 
-What can't be read for other reasons than damage is an error: nothing is passed over for a disk that
-does not answer. What was put aside is neither counted nor deleted.
+Only damage causes a fallback. A read error for another reason, such as a disk that does not answer,
+is raised. Checkpoints set aside are neither counted nor deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from axonlaunch.checkpoint import reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
-from axonlaunch.checkpoint.start import is_of
+from axonlaunch.checkpoint.resume_source import is_of
 from axonlaunch.checkpoint.storage import CHECKPOINTS, filesystem, is_remote, kept_by, sizes
 from axonlaunch.system.files import read_text, replace_text
 
@@ -31,12 +31,12 @@ _LARGEST_REASON = 1 << 16
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run resumes from.
+    """Checkpoint and state that a run resumes from.
 
     Attributes:
-        checkpoint: The newest good one; None where the run has none.
-        state: As it was loaded.
-        aside: On the main rank a line for each that was corrupt, and was put aside.
+        checkpoint: Newest valid checkpoint; None if the run has no checkpoint.
+        state: The loaded state.
+        aside: One line for each corrupt checkpoint that was set aside (on the main rank).
     """
 
     checkpoint: Checkpoint | None
@@ -44,52 +44,53 @@ class Resumed:
     aside: tuple[str, ...] = ()
 
 
-def newest_good(where: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return a run's newest checkpoint that shows no damage, and what the newer ones lack.
+def newest_good(path: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """Return the newest checkpoint without visible damage, and the faults of newer ones.
 
-    Where there is no good one, those that were put aside before count as corrupt too.
-
-    Sizes and indices are looked at; what is in tensors shows when they are loaded.
+    Sizes and indices are checked; damaged tensors are found when they are loaded. If no checkpoint
+    is valid, those set aside earlier are reported as corrupt as well.
 
     Args:
-        where: A run's folder, or a checkpoint.
+        path: Folder of a run, or a checkpoint.
 
     Raises:
-        OSError: They can't be listed or read.
+        OSError: The checkpoints can't be listed or read.
     """
-    newest = step_folders.find_checkpoint(where)
+    newest = step_folders.find_checkpoint(path)
     if newest is None:
-        return None, step_folders.corrupt_checkpoints(where) | put_aside_before(where)
-    wrong: dict[Path, str] = {}
-    before = (
+        return None, step_folders.corrupt_checkpoints(path) | put_aside_before(path)
+    faults: dict[Path, str] = {}
+    older = (
         []
-        if newest.path == step_folders.follow_link(where)
-        else step_folders.list_checkpoints(where)[:-1]
+        if newest.path == step_folders.follow_link(path)
+        else step_folders.list_checkpoints(path)[:-1]
     )
-    for checkpoint in [newest, *reversed(before)]:
+    for checkpoint in [newest, *reversed(older)]:
         reason = reader.index_fault(checkpoint)
         if reason is None:
-            return checkpoint, step_folders.corrupt_checkpoints(where, after=checkpoint) | wrong
-        wrong[checkpoint.path] = reason
-    return None, step_folders.corrupt_checkpoints(where) | wrong | put_aside_before(where)
+            return checkpoint, step_folders.corrupt_checkpoints(path, after=checkpoint) | faults
+        faults[checkpoint.path] = reason
+    return None, step_folders.corrupt_checkpoints(path) | faults | put_aside_before(path)
 
 
 def load_newest(
     run_dir: Path, state: Callable[[], dict[str, Any]], *, world: World, passes_over: bool
 ) -> Resumed:
-    """Load a run's newest good checkpoint into a state of this layout; every rank calls this.
+    """Load a run's newest valid checkpoint into a state of this layout; a collective call.
 
-    The main rank chooses, so that all load the same.
+    The main rank chooses the checkpoint, so that all ranks load the same one.
 
     Args:
-        run_dir: Where the run keeps its checkpoints.
-        state: Gives what is to be filled; it may be filled in part before it is filled for good.
-        world: Whose ranks load.
-        passes_over: Whether corrupt ones are put aside. Otherwise they are an error.
+        run_dir: Folder that contains the run's ``checkpoints``.
+        state: Returns the state to fill. A failed attempt may fill it partly; the next attempt
+            calls it again.
+        world: World of the ranks that load.
+        passes_over: Whether corrupt checkpoints are set aside; otherwise they are an error.
 
     Raises:
-        CorruptCheckpointError: The newest is corrupt, or there is no good one.
-        OSError: They can't be listed or read.
+        CorruptCheckpointError: The newest checkpoint is corrupt and ``passes_over`` is false, or no
+            checkpoint is valid.
+        OSError: The checkpoints can't be listed or read.
     """
     aside: list[str] = []
     while True:
@@ -114,16 +115,17 @@ def load_newest(
 
 
 def _choose(run_dir: Path, aside: list[str], *, passes_over: bool) -> int:
-    """Return the step of a run's newest good checkpoint, -1 where there is none.
+    """Return the step of the newest valid checkpoint; -1 without a checkpoint.
 
     Raises:
-        CorruptCheckpointError: There are corrupt ones alone, or such are not to be passed over.
+        CorruptCheckpointError: All checkpoints are corrupt, or ``passes_over`` is false and the
+            newest one is corrupt.
     """
-    checkpoint, wrong = newest_good(run_dir)
-    if wrong and (checkpoint is None or not passes_over):
-        reasons = "; ".join(f"{path} {reason}" for path, reason in wrong.items())
+    checkpoint, faults = newest_good(run_dir)
+    if faults and (checkpoint is None or not passes_over):
+        reasons = "; ".join(f"{path} {reason}" for path, reason in faults.items())
         raise CorruptCheckpointError(f"{reasons}; {instead(checkpoint)}")
-    for folder, reason in wrong.items():
+    for folder, reason in faults.items():
         _remember(folder, reason, aside)
     return -1 if checkpoint is None else checkpoint.step
 
@@ -134,20 +136,21 @@ def _remember(folder: Path, reason: str, aside: list[str]) -> None:
 
 
 def put_later_aside(chosen: Checkpoint, run_dir: Path) -> list[str]:
-    """Put aside what a run saved after the checkpoint of its own that it goes back to.
+    """Set aside the later checkpoints of a run that goes back to an earlier one.
 
-    The run would otherwise resume next from the newest, which is of the history that it left:
-    back at step 20, stopped after 44, it would continue at the earlier attempt's 89.
+    The next resume would otherwise pick the newest checkpoint, which belongs to the abandoned
+    attempt. Example: a run saved step 89, goes back to step 20 and is stopped after step 44; it
+    would then continue from step 89.
 
     Args:
-        chosen: The checkpoint that the run resumes from.
-        run_dir: Where the run keeps its checkpoints.
+        chosen: Checkpoint that the run resumes from.
+        run_dir: Folder that contains the run's ``checkpoints``.
 
     Returns:
-        A line for each.
+        One line for each checkpoint set aside.
 
     Raises:
-        OSError: They can't be listed or renamed.
+        OSError: The checkpoints can't be listed or renamed.
     """
     if not is_of(chosen.path, run_dir):
         return []
@@ -161,9 +164,9 @@ def put_later_aside(chosen: Checkpoint, run_dir: Path) -> list[str]:
 
 
 def put_aside(folder: Path, reason: str, *, suffix: str = CORRUPT) -> Path:
-    """Rename a checkpoint, so that it is none any more; return where it is now.
+    """Rename a checkpoint so that it no longer counts as one; return its new path.
 
-    In a remote place that copies it. The reason stays with it.
+    Remote storage copies it instead of renaming it. The reason is stored in the folder.
 
     Raises:
         OSError: It can't be renamed.
@@ -187,13 +190,13 @@ def put_aside(folder: Path, reason: str, *, suffix: str = CORRUPT) -> Path:
 
 
 def put_aside_before(run_dir: Path) -> dict[Path, str]:
-    """Return what was put aside of a run, and why.
+    """Return the checkpoints of a run that were set aside, with the reasons.
 
     Raises:
-        OSError: It can't be listed.
+        OSError: They can't be listed.
     """
-    aside = kept_by(run_dir) / CHECKPOINTS
-    folders = [aside / name for name in sorted(sizes(aside)) if _ASIDE.fullmatch(name)]
+    parent = kept_by(run_dir) / CHECKPOINTS
+    folders = [parent / name for name in sorted(sizes(parent)) if _ASIDE.fullmatch(name)]
     return {folder: _reason(folder) for folder in folders}
 
 
@@ -206,6 +209,6 @@ def _reason(folder: Path) -> str:
 
 
 def instead(checkpoint: Checkpoint | None) -> str:
-    """Return what to write where checkpoints are corrupt, and a run does not pass over them."""
+    """Return the advice for a run that stops at corrupt checkpoints."""
     choice = f"checkpoint.resume={checkpoint.path}, or " if checkpoint else ""
     return f"use {choice}another name, or remove what is corrupt"

@@ -1,7 +1,7 @@
-"""The index of a checkpoint: which tensor lies where, as JSON and as torch's own objects.
+"""Converts the index of a checkpoint, which locates each tensor, between JSON and torch's objects.
 
-One that names what its manifest does not list, or that its files can't hold, is refused, whoever
-wrote it.
+An index is refused if it names a file that the manifest does not list, or more values than its
+files hold.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ NO_TENSOR = "is not a tensor; a checkpoint contains only tensors"
 
 
 def index_to_json(metadata: Metadata) -> bytes:
-    """Return the JSON of an index whose ``storage_data`` says where each part lies.
+    """Return the JSON of an index; its offsets are those of raw bytes, after the headers.
+
+    Args:
+        metadata: Index of torch; ``storage_data`` locates the header and bytes of each chunk.
 
     Raises:
         TypeError: A value to save is not a tensor.
@@ -41,23 +44,27 @@ def index_to_json(metadata: Metadata) -> bytes:
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise TypeError(f"{name} {NO_TENSOR}")
+        dtype = entry.properties.dtype
         tensors[name] = {
-            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
             "size": list(entry.size),
-            "chunks": [_chunk_to_json(name, chunk, metadata) for chunk in entry.chunks],
+            "chunks": [_chunk_to_json(name, chunk, dtype, metadata) for chunk in entry.chunks],
         }
     return json.dumps({"tensors": tensors}, separators=(",", ":")).encode()
 
 
-def _chunk_to_json(name: str, chunk: ChunkStorageMetadata, metadata: Metadata) -> dict[str, Any]:
-    where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-    assert not where.transform_descriptors, "what is written is not transformed"
+def _chunk_to_json(
+    name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype, metadata: Metadata
+) -> dict[str, Any]:
+    entry = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    assert not entry.transform_descriptors, "the bytes in the file are not transformed"
+    nbytes = math.prod(chunk.sizes) * dtype.itemsize
     return {
         "offsets": list(chunk.offsets),
         "sizes": list(chunk.sizes),
-        "file": where.relative_path,
-        "offset": where.offset,
-        "length": where.length,
+        "file": entry.relative_path,
+        "offset": entry.offset + entry.length - nbytes,  # after the header
+        "length": nbytes,
     }
 
 
@@ -84,7 +91,6 @@ def read_index(content: bytes, files: Mapping[str, Sum]) -> Metadata:
 
 
 def _metadata_of(content: Any) -> Metadata:
-    """Turn JSON into torch's objects."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, StoragePlace] = {}
     for name, entry in content["tensors"].items():
@@ -111,13 +117,13 @@ def _numbers(values: Any) -> torch.Size:
 
 
 def _refuse_impossible(index: Metadata, files: Mapping[str, Sum]) -> None:
-    """Hold an index against the files of its checkpoint.
+    """Check an index against the files of its checkpoint.
 
-    What a tensor is said to hold is made room for before it is read, so it may not be said to hold
-    more than its files do.
+    Memory for a tensor is allocated before its values are read, so an index that claims more values
+    than the files hold must be refused.
 
     Raises:
-        CorruptCheckpointError: It says what can't be.
+        CorruptCheckpointError: The index contradicts the files.
     """
     for place in index.storage_data.values():
         if place.relative_path not in files:

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: what was saved, every file with its size and checksum, and its own.
+"""Reads and writes the manifest of a checkpoint.
 
-It is the whole truth of a folder: files that it does not list don't count, and a manifest that was
-edited, or that mixes formats, is refused. Nothing here imports torch.
+The manifest describes the checkpoint and lists every file with its size and checksum, and it has a
+checksum of itself. Files that it does not list are ignored; an edited manifest is refused. Nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ FORMAT = 4
 """Number of the checkpoint format; checkpoints with another number are refused."""
 MANIFEST = "manifest.json"
 INDEX = "index.json"
+TORCH_INDEX = ".metadata"
+"""Index for ``torch.distributed.checkpoint.FileSystemReader``: a pickle, never read here."""
 
 _LARGEST = 256 << 20
 _OWN_SUM = "sha256"
@@ -31,10 +34,10 @@ _NOT_UNDERSTOOD = (
 
 
 class CorruptCheckpointError(Exception):
-    """A saved file is not what was written.
+    """A saved file was changed, damaged or deleted.
 
     Attributes:
-        reason: What is wrong, without what to do about it.
+        reason: Description of the fault, without the remedy.
     """
 
     def __init__(self, reason: str, *, remedy: str = "") -> None:
@@ -55,20 +58,20 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        path: Its folder.
-        step: Optimizer steps done.
-        samples: Samples seen: the global index of the next one.
-        world_size: Ranks that wrote it.
-        loss: Training loss of the last step; None if it was not known.
-        eval_loss: Loss of an evaluation at this step; None without one.
-        layout: Of the run that wrote it, in words.
-        saved_at: Seconds since the epoch.
-        tokens: Targets that counted, of all steps; None if they were not counted.
-        best_eval_loss: Lowest loss of an evaluation; None without one.
-        evaluations_since: Evaluations after that one.
-        data: Where the data is that can only be read in turn; None: ``samples`` says it.
-        origin: Description of what the rows are made of (``data.origin``); None: it is not known.
-        first_row_at: Samples that were seen when the run went on from the first row of its data.
+        path: Folder of the checkpoint.
+        step: Number of completed optimizer steps.
+        samples: Number of samples seen, which is the global index of the next sample.
+        world_size: Number of ranks that wrote it.
+        loss: Training loss of the last step; None if unknown.
+        eval_loss: Loss of the evaluation at this step; None without an evaluation.
+        layout: Layout of the run that wrote it, in words.
+        saved_at: Time of the save in seconds since 1970.
+        tokens: Number of counted targets over all steps; None if unknown.
+        best_eval_loss: Lowest evaluation loss; None without an evaluation.
+        evaluations_since: Number of evaluations after the best one.
+        data: Position in data that can only be read in order; None if ``samples`` is the position.
+        origin: Description of the source of the rows (``data.origin``); None if unknown.
+        first_row_at: Value of ``samples`` when the run last restarted at the first row of its data.
     """
 
     path: Path
@@ -89,11 +92,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says.
+    """Content of a manifest.
 
     Attributes:
-        checkpoint: That it describes.
-        files: Name -> size and checksum; all are names of files in the folder itself.
+        checkpoint: The described checkpoint.
+        files: Size and checksum by file name; all files are in the folder itself.
     """
 
     checkpoint: Checkpoint
@@ -102,10 +105,10 @@ class Manifest:
 
 def manifest_to_json(checkpoint: Checkpoint, files: Mapping[str, Sum]) -> str:
     """Return the text of a checkpoint's manifest."""
-    about = {**asdict(checkpoint), "format": FORMAT}
-    about["files"] = {name: asdict(files[name]) for name in sorted(files)}
-    del about["path"]
-    return json.dumps({**about, _OWN_SUM: _own_sum(about)}, indent=1)
+    content = {**asdict(checkpoint), "format": FORMAT}
+    content["files"] = {name: asdict(files[name]) for name in sorted(files)}
+    del content["path"]
+    return json.dumps({**content, _OWN_SUM: _own_sum(content)}, indent=1)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -114,39 +117,39 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CorruptCheckpointError: It is invalid, was edited, or has another format number. The
             message is a predicate of the folder: "has a manifest.json that ...".
-        OSError: It can't be read.
+        OSError: The file can't be read.
     """
     try:
-        about = json.loads(read_text(folder / MANIFEST, at_most=_LARGEST))
-        if _number(about["format"]) != FORMAT:
-            message = f"has format {about['format']}; this version reads only format {FORMAT}"
+        content = json.loads(read_text(folder / MANIFEST, at_most=_LARGEST))
+        if _number(content["format"]) != FORMAT:
+            message = f"has format {content['format']}; this version reads only format {FORMAT}"
             raise CorruptCheckpointError(message)
-        manifest = Manifest(_checkpoint_of(folder, about), _sums(about))
+        manifest = Manifest(_checkpoint_of(folder, content), _sums(content))
     except _NOT_UNDERSTOOD:
         raise CorruptCheckpointError(f"has a {MANIFEST} that can't be understood") from None
-    _refuse_edited(manifest, about)
+    _refuse_edited(manifest, content)
     return manifest
 
 
 def is_name(name: object) -> bool:
-    """Whether something is a name of a file in a folder, leads nowhere else, and can be shown."""
+    """Return whether a value is a printable file name without folders."""
     if not isinstance(name, str) or name in ("", os.curdir, os.pardir):
         return False
     return name.isprintable() and not any(mark in name for mark in "/\\")
 
 
-def _refuse_edited(manifest: Manifest, about: Mapping[str, Any]) -> None:
-    """Hold a manifest against itself.
+def _refuse_edited(manifest: Manifest, content: Mapping[str, Any]) -> None:
+    """Check the names and the checksum of a manifest.
 
     Raises:
-        CorruptCheckpointError: It was edited.
+        CorruptCheckpointError: The manifest was edited.
     """
     for name in manifest.files:
         if not is_name(name):
             raise CorruptCheckpointError(
                 f"has a {MANIFEST} that names {name!r}, which is not a file name"
             )
-    if about.get(_OWN_SUM) != _own_sum(about):
+    if content.get(_OWN_SUM) != _own_sum(content):
         raise CorruptCheckpointError(
             f"has a {MANIFEST} that is not what was written (its SHA-256 differs)"
         )
@@ -154,47 +157,47 @@ def _refuse_edited(manifest: Manifest, about: Mapping[str, Any]) -> None:
         raise CorruptCheckpointError(f"has a {MANIFEST} that does not list {INDEX}")
 
 
-def _own_sum(about: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of all that a manifest says but for this."""
-    rest = {key: value for key, value in about.items() if key != _OWN_SUM}
+def _own_sum(content: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's content without this checksum."""
+    rest = {key: value for key, value in content.items() if key != _OWN_SUM}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _checkpoint_of(folder: Path, about: Mapping[str, Any]) -> Checkpoint:
-    """Type what a manifest says of the checkpoint.
+def _checkpoint_of(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
+    """Return the checkpoint that a manifest describes.
 
     Raises:
-        TypeError: A value is of another type.
-        KeyError: One is missing.
+        TypeError: A value has the wrong type.
+        KeyError: A value is missing.
     """
-    layout = about.get("layout", "")
+    layout = content.get("layout", "")
     if not isinstance(layout, str) or not layout.isprintable():
         raise TypeError("layout")
     return Checkpoint(
         folder,
-        step=_number(about["step"]),
-        samples=_number(about["samples"]),
-        world_size=_number(about["world_size"], above=0),
-        loss=_float(about["loss"]),
-        eval_loss=_float(about.get("eval_loss")),
+        step=_number(content["step"]),
+        samples=_number(content["samples"]),
+        world_size=_number(content["world_size"], above=0),
+        loss=_float(content["loss"]),
+        eval_loss=_float(content.get("eval_loss")),
         layout=layout,
-        saved_at=_float(about.get("saved_at", 0.0)) or 0.0,
-        tokens=None if about.get("tokens") is None else _number(about["tokens"]),
-        best_eval_loss=_float(about.get("best_eval_loss")),
-        evaluations_since=_number(about.get("evaluations_since", 0)),
-        data=_data(about.get("data")),
-        origin=_origin(about.get("origin")),
-        first_row_at=_number(about.get("first_row_at", 0)),
+        saved_at=_float(content.get("saved_at", 0.0)) or 0.0,
+        tokens=None if content.get("tokens") is None else _number(content["tokens"]),
+        best_eval_loss=_float(content.get("best_eval_loss")),
+        evaluations_since=_number(content.get("evaluations_since", 0)),
+        data=_data(content.get("data")),
+        origin=_origin(content.get("origin")),
+        first_row_at=_number(content.get("first_row_at", 0)),
     )
 
 
 def _data(value: Any) -> dict[str, Any] | None:
-    """Type where the data is.
+    """Return the position in the data.
 
     Raises:
-        TypeError: It is of another type.
-        KeyError: Some of it is missing.
+        TypeError: A value has the wrong type.
+        KeyError: A value is missing.
     """
     if value is None:
         return None
@@ -205,16 +208,16 @@ def _data(value: Any) -> dict[str, Any] | None:
 
 
 def _origin(value: Any) -> dict[str, Any] | None:
-    """Type the description of what rows are made of.
+    """Return the description of the source of the rows.
 
     Raises:
-        TypeError: It is of another type.
-        KeyError: Part of it is missing.
+        TypeError: A value has the wrong type.
+        KeyError: A value is missing.
     """
     return None if value is None else Origin.from_dict(value).to_dict()
 
 
-def _sums(about: Mapping[str, Any]) -> dict[str, Sum]:
+def _sums(content: Mapping[str, Any]) -> dict[str, Sum]:
     """Return the files of a manifest.
 
     Raises:
@@ -223,7 +226,7 @@ def _sums(about: Mapping[str, Any]) -> dict[str, Sum]:
     """
     return {
         name: Sum(_number(entry["bytes"]), _number(entry["crc32"]))
-        for name, entry in about["files"].items()
+        for name, entry in content["files"].items()
     }
 
 

@@ -1,4 +1,4 @@
-"""A folder that a command writes: whole, or not there, so that the command can be given again."""
+"""Creates an output folder that is removed if the command fails, so the command can be repeated."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from axonlaunch.system.disk import shortage
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Make a folder, and delete what was written to it where that ends early.
+    """Create a folder, and delete its content if the block raises.
 
     Raises:
-        ConfigError: It holds something already, or it can't be made or written.
+        ConfigError: The folder is not empty, or it can't be created or written.
     """
     is_there = folder.exists()
     if is_there and (not folder.is_dir() or any(folder.iterdir())):
@@ -40,7 +40,7 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 
 def _write_error(error: BaseException, folder: Path) -> str:
-    """Return what the system refused a write in a folder with; empty for another error."""
+    """Return the reason of a failed write in a folder; empty for any other error."""
     from safetensors import SafetensorError
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,8 +1,8 @@
-"""Torch's planners of what a rank writes and reads, for tensors of which it holds several boxes.
+"""Planners of torch.distributed.checkpoint for ranks that hold several boxes of a tensor.
 
-Torch takes a rank's part of a tensor to be one box of the whole, and all parts to be equal. What is
-packed, as gate and up projections are in one weight, is cut piece by piece; a vocabulary may be cut
-unevenly.
+Torch assumes that a rank holds one box of a tensor and that all boxes are equal. Packed weights,
+such as gate and up projections in one parameter, are sharded piece by piece, and a vocabulary may
+be sharded unevenly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from axonlaunch.models.dtensor_regions import Box, local_boxes, needs_boxes
 
 
 class WritesBoxes(DefaultSavePlanner):
-    """Writes each box that a rank holds by itself."""
+    """Writes each box of a rank as a separate chunk."""
 
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank writes."""
@@ -46,13 +46,13 @@ class WritesBoxes(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return what an item of the plan writes."""
+        """Return the tensor that an item of the plan writes."""
         box = _box_of(self.state_dict.get(index.fqn), index)
         return super().lookup_object(index) if box is None else box
 
 
 class ReadsBoxes(DefaultLoadPlanner):
-    """Reads each box that a rank holds by itself."""
+    """Reads each box of a rank separately."""
 
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank reads."""
@@ -66,7 +66,7 @@ class ReadsBoxes(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return what an item of the plan fills."""
+        """Return the tensor that an item of the plan fills."""
         box = _box_of(self.state_dict.get(index.fqn), index)
         return super().lookup_tensor(index) if box is None else box
 
@@ -100,7 +100,7 @@ def _writes(key: str, tensor: DTensor) -> list[WriteItem]:
 
 
 def _box_of(value: Any, index: MetadataIndex) -> Tensor | None:
-    """Return the box that an index means; None where torch finds it."""
+    """Return the box of an index; None if torch can find it."""
     if not (isinstance(value, DTensor) and needs_boxes(value)):
         return None
     for box in local_boxes(value):

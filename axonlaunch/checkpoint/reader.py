@@ -1,6 +1,6 @@
-"""Reads checkpoints into states of any layout, and reports what is in them.
+"""Reads checkpoints into states of any layout, and lists their contents.
 
-Files whose checksum is not what was written are refused.
+Files with a wrong checksum are refused.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from axonlaunch.comm import World
 
 MODEL = "model."
-"""What precedes the names of parameters in a state."""
-_AT_ONCE = 1 << 30
-"""Bytes that ``tensors`` reads at once, at least a tensor: each reading takes the whole index."""
+"""Prefix of parameter names in a state."""
+_BATCH_BYTES = 1 << 30
+"""Bytes per batch of ``tensors`` (at least one tensor); each batch parses the index again."""
 
 
 def load_checkpoint(
     checkpoint: Checkpoint, state: dict[str, Any], *, world: World
 ) -> dict[str, Any]:
-    """Read a checkpoint into a state of this layout, in place; every rank calls this.
+    """Read a checkpoint into a state of this layout in place; a collective call.
 
     Args:
-        checkpoint: As ``step_folders`` found it; its layout may be another.
-        state: Nested; tensors, also DTensors, are filled, and say which parts are read.
-        world: Whose ranks verify the checksums of a part of the files each.
+        checkpoint: Checkpoint found by ``step_folders``; it may be of another layout.
+        state: Nested dictionary of tensors to fill. Of a DTensor only the local shard is read.
+        world: World of the calling ranks; each verifies the checksums of a share of the files.
 
     Returns:
-        The state itself.
+        The state that was passed in.
 
     Raises:
-        CorruptCheckpointError: A file is not what was written; raised on every rank.
+        CorruptCheckpointError: A file was changed or damaged; raised on every rank.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -54,58 +54,58 @@ def load_checkpoint(
     share = partial(step_folders.damage, checkpoint, part=world.rank, parts=world.world_size)
     damage: CorruptCheckpointError | None = None
     try:
-        with step_folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
-            summing = beside.submit(share)
+        with step_folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as thread:
+            checksums = thread.submit(share)
             try:
                 dcp.load(state, storage_reader=source(checkpoint.path), planner=ReadsBoxes())
-            except (Exception, CheckpointException) as error:  # the latter is none of the former
-                refuse_damage(checkpoint)  # of a corrupt file torch says what it stumbled over
+            except (Exception, CheckpointException) as error:  # the latter is a BaseException
+                refuse_damage(checkpoint)  # a wrong checksum explains torch's error better
                 raise _damage_in(checkpoint, error) or error from None
-            _refuse(checkpoint, summing.result())
+            _refuse(checkpoint, checksums.result())
     except CorruptCheckpointError as error:
         damage = error
     if not any_rank(damage is not None, world=world):
         return state
-    if damage is None:  # it is in another rank's share of the checksums
+    if damage is None:  # another rank found it in its share of the files
         try:
             refuse_damage(checkpoint)
         except CorruptCheckpointError as error:
             damage = error
-    any_rank(True, world=world)  # nobody puts it aside while another still reads it
+    any_rank(True, world=world)  # wait, so that no rank still reads it when it is set aside
     raise damage or CorruptCheckpointError(f"{checkpoint.path} could not be read by another rank")
 
 
 def find_for_all(path: Path, *, world: World) -> Checkpoint | None:
-    """Return the checkpoint that a path means to the main rank; every rank calls this.
+    """Return the checkpoint that the main rank finds at a path; a collective call.
 
-    A run that saves meanwhile would otherwise give ranks parts of different steps.
+    Another run may save at the same time, and ranks would otherwise load different steps.
 
     Args:
-        path: A run's folder, or a checkpoint.
-        world: Whose ranks are to load the same.
+        path: Folder of a run, or a checkpoint.
+        world: World of the calling ranks.
 
     Raises:
-        CorruptCheckpointError: This rank does not see what the main rank chose.
-        OSError: It can't be listed or read.
+        CorruptCheckpointError: This rank does not see the checkpoint that the main rank chose.
+        OSError: The path can't be listed or read.
     """
     found = step_folders.find_checkpoint(path) if world.is_main else None
     chosen = 0 if not world.is_main else -1 if found is None else found.step
     step = sum_of_ranks(chosen, world=world)
     if world.is_main or step < 0:
         return found
-    seen = step_folders.find_checkpoint(path, step=step)
-    if seen is None or seen.step != step:
+    same = step_folders.find_checkpoint(path, step=step)
+    if same is None or same.step != step:
         raise CorruptCheckpointError(f"{path}: step {step} is not seen by this rank")
-    return seen
+    return same
 
 
 def any_rank(is_true: bool, *, world: World) -> bool:
-    """Whether any rank found something; every rank calls this, and gets the same answer."""
+    """Return whether the value is true on any rank; a collective call."""
     return sum_of_ranks(int(is_true), world=world) > 0
 
 
 def sum_of_ranks(number: int, *, world: World) -> int:
-    """Add a number of each rank; every rank calls this, and gets the same sum."""
+    """Return the sum of each rank's number; a collective call."""
     import torch
     import torch.distributed as dist
 
@@ -116,24 +116,24 @@ def sum_of_ranks(number: int, *, world: World) -> int:
 
 
 def load_model(checkpoint: Checkpoint, model: dict[str, Tensor]) -> None:
-    """Read parameters and buffers alone, in one process, in place.
+    """Read only parameters and buffers, in one process, in place.
 
     Args:
-        checkpoint: Every file of it is verified first.
-        model: Whole tensors by name in the model, which are filled.
+        checkpoint: Checkpoint to read; all its files are verified first.
+        model: Full tensors to fill, by name in the model.
 
     Raises:
-        CorruptCheckpointError: A file is not what was written.
+        CorruptCheckpointError: A file was changed or damaged.
     """
     refuse_damage(checkpoint)
     read_whole_tensors(checkpoint, {"model": model})
 
 
 def read_whole_tensors(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-    """Read whole tensors in one process, in place; ``refuse_damage`` is the caller's.
+    """Read full tensors in one process, in place; the caller calls ``refuse_damage`` first.
 
     Raises:
-        CorruptCheckpointError: The index, or what it names, is not what was written.
+        CorruptCheckpointError: The index or a file that it names was changed or damaged.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -142,19 +142,19 @@ def read_whole_tensors(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     from axonlaunch.checkpoint.planners import ReadsBoxes
 
     with step_folders.reading(checkpoint), in_one_process():
-        read_from = source(checkpoint.path)
+        storage = source(checkpoint.path)
         try:
-            dcp.load(state, storage_reader=read_from, planner=ReadsBoxes(), no_dist=True)
+            dcp.load(state, storage_reader=storage, planner=ReadsBoxes(), no_dist=True)
         except CheckpointException as error:
             raise _damage_in(checkpoint, error) or error from None
 
 
 def _damage_in(checkpoint: Checkpoint, error: BaseException) -> CorruptCheckpointError | None:
-    """Return what an error of torch's says of damage; None where it is about something else."""
+    """Return the damage that caused an error of torch; None for any other cause."""
     failures = getattr(error, "failures", {})
     causes = [cause for cause, _ in failures.values()]
-    known = (CorruptCheckpointError, NotRegularError, FileNotFoundError)
-    return next((_corrupt(checkpoint, c) for c in causes if isinstance(c, known)), None)
+    damages = (CorruptCheckpointError, NotRegularError, FileNotFoundError)
+    return next((_corrupt(checkpoint, c) for c in causes if isinstance(c, damages)), None)
 
 
 def _corrupt(checkpoint: Checkpoint, cause: BaseException) -> CorruptCheckpointError:
@@ -166,12 +166,12 @@ def _corrupt(checkpoint: Checkpoint, cause: BaseException) -> CorruptCheckpointE
 def tensors(
     checkpoint: Checkpoint, names: Sequence[str], contents: Mapping[str, Any]
 ) -> Iterator[Tensor]:
-    """Yield whole tensors in one process, a few in memory at once.
+    """Yield full tensors in one process, with few in memory at the same time.
 
     Args:
-        checkpoint: ``refuse_damage`` is the caller's.
-        names: As ``contents`` has them.
-        contents: Of the checkpoint.
+        checkpoint: Checkpoint to read; the caller calls ``refuse_damage`` first.
+        names: Keys of ``contents`` to read.
+        contents: Contents of the checkpoint.
     """
     import torch
 
@@ -179,10 +179,10 @@ def tensors(
     for number, name in enumerate(names, 1):
         entry = contents[name]
         batch[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        if number == len(names) or sum(t.nbytes for t in batch.values()) > _AT_ONCE:
+        if number == len(names) or sum(t.nbytes for t in batch.values()) > _BATCH_BYTES:
             state: dict[str, dict[str, Tensor]] = {}
-            for full, tensor in batch.items():
-                section, _, rest = full.partition(".")
+            for full_name, tensor in batch.items():
+                section, _, rest = full_name.partition(".")
                 state.setdefault(section, {})[rest] = tensor
             read_whole_tensors(checkpoint, state)
             yield from batch.values()
@@ -191,17 +191,17 @@ def tensors(
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """Let torch read or write in one process, which is what is meant, without a warning."""
+    """Silence torch's warning about reading or writing in one process, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a checkpoint holds: name -> shape and dtype, as torch's index has them.
+    """Return the shape and dtype of each tensor of a checkpoint, as entries of torch's index.
 
     Raises:
-        CorruptCheckpointError: Its index or manifest was changed, or says what can't be.
+        CorruptCheckpointError: The index or the manifest was changed or contradicts the files.
     """
     from axonlaunch.checkpoint.dcp_reader import read_dcp_index
 
@@ -213,10 +213,10 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def index_fault(checkpoint: Checkpoint) -> str | None:
-    """Return what is wrong with a checkpoint's index; None if nothing is.
+    """Return the fault of a checkpoint's index; None if it is valid.
 
     Raises:
-        OSError: It can't be read, which says nothing of what is in it.
+        OSError: The index can't be read for a reason other than damage.
     """
     try:
         contents(checkpoint)
@@ -226,7 +226,7 @@ def index_fault(checkpoint: Checkpoint) -> str | None:
 
 
 def parameters(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what ``contents`` has of parameters and buffers, by their own names."""
+    """Return the contents for parameters and buffers, by name in the model."""
     return {
         key.removeprefix(MODEL): entry
         for key, entry in contents(checkpoint).items()
@@ -241,59 +241,59 @@ def saved_states(checkpoint: Checkpoint) -> set[str]:
 
 
 def is_of_a_run(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint has what a run resumes from; imported weights alone do not."""
+    """Return whether a run can resume from a checkpoint; imported weights lack the counters."""
     return any(key.startswith("counters.") for key in contents(checkpoint))
 
 
 def model_differences(
     checkpoint: Checkpoint, model: nn.Module, *, without: Collection[str] = ()
 ) -> list[str]:
-    """Compare the names and shapes of a model's parameters with a checkpoint's; [] if equal.
+    """Return the differences between a checkpoint and a model's parameters; [] if none.
 
     Args:
-        checkpoint: Which.
-        model: Whole.
-        without: Parameters that are not wanted.
+        checkpoint: Checkpoint to compare.
+        model: The full model.
+        without: Parameters that the checkpoint need not have.
     """
     saved = {name: tuple(entry.size) for name, entry in parameters(checkpoint).items()}
     buffers = {name for name, _ in model.named_buffers()}
-    return mismatches(saved, model, beside=buffers, without=without)
+    return mismatches(saved, model, optional=buffers, without=without)
 
 
 def mismatches(
     saved: Mapping[str, tuple[int, ...]],
     model: nn.Module,
     *,
-    beside: Collection[str] = (),
+    optional: Collection[str] = (),
     without: Collection[str] = (),
 ) -> list[str]:
-    """Compare saved names and shapes with those of a model's parameters; [] if equal.
+    """Return the differences between saved shapes and a model's parameters; [] if none.
 
     Args:
-        saved: Name -> shape.
-        model: Its parameters are wanted.
-        beside: What may be there and need not.
-        without: Parameters that are not wanted.
+        saved: Shapes by name.
+        model: Model with the expected parameters.
+        optional: Names that may be missing from the model.
+        without: Parameters that are not expected.
     """
     named = model.named_parameters()
-    wanted = {name: tuple(tensor.shape) for name, tensor in named if name not in without}
-    problems = [f"{name} is missing" for name in wanted if name not in saved]
+    expected = {name: tuple(tensor.shape) for name, tensor in named if name not in without}
+    problems = [f"{name} is missing" for name in expected if name not in saved]
     problems += [
-        f"{name} is unexpected" for name in saved if name not in wanted and name not in beside
+        f"{name} is unexpected" for name in saved if name not in expected and name not in optional
     ]
     problems += [
         f"{name} has shape {list(saved[name])}, not {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in saved and saved[name] != shape
     ]
     return problems
 
 
 def refuse_damage(checkpoint: Checkpoint) -> None:
-    """Read a checkpoint's files, and refuse what is not what was written.
+    """Verify the checksums of a checkpoint's files.
 
     Raises:
-        CorruptCheckpointError: It names the files and, if there is one, the checkpoint before.
+        CorruptCheckpointError: A file was changed; names the files and the previous checkpoint.
     """
     _refuse(checkpoint, step_folders.damage(checkpoint))
 

@@ -1,6 +1,6 @@
-"""Holds the folder of a run's checkpoints, which may be elsewhere than its run folder.
+"""Locks the folder of a run's checkpoints, which may be outside the run folder.
 
-Two runs that save into one folder would delete each other's checkpoints and resume from them.
+Two runs that save into the same folder would delete each other's checkpoints and resume from them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from axonlaunch.checkpoint.start import own_folder
+from axonlaunch.checkpoint.resume_source import checkpoint_root
 from axonlaunch.checkpoint.storage import is_remote
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
@@ -18,20 +18,20 @@ from axonlaunch.system.files import folder_lock, is_locked, read_text
 
 @contextmanager
 def lock_checkpoints(config: RunConfig, *, makes: bool = False) -> Iterator[None]:
-    """Hold the folder in which a run keeps its checkpoints; a bucket has no locks.
+    """Lock the folder in which a run keeps its checkpoints; buckets are not locked.
 
     Args:
-        config: Its ``run_dir`` is resolved, or will be new.
-        makes: Whether the folder is made where it is missing; else there is nothing to hold.
+        config: Configuration of the run; ``run_dir`` is resolved, or the folder will be new.
+        makes: Whether to create a missing folder; otherwise a missing folder is not locked.
 
     Raises:
-        ConfigError: Another run holds it, or it can't be made.
+        ConfigError: Another run holds the lock, or the folder can't be created.
     """
     try:
-        where = own_folder(config)
-    except ConfigError:  # of a bucket that nothing installed reaches, which preflight reports
-        where = None
-    if where is None or is_remote(where):
+        folder = checkpoint_root(config)
+    except ConfigError:  # no installed package reaches the bucket; preflight reports it
+        folder = None
+    if folder is None or is_remote(folder):
         yield
         return
     key = "run_dir" if config.checkpoint.path is None else "checkpoint.path"
@@ -39,11 +39,11 @@ def lock_checkpoints(config: RunConfig, *, makes: bool = False) -> Iterator[None
     with ExitStack() as stack:
         try:
             if makes:
-                where.mkdir(parents=True, exist_ok=True)
-            if where.is_dir():
-                stack.enter_context(folder_lock(where.resolve()))
+                folder.mkdir(parents=True, exist_ok=True)
+            if folder.is_dir():
+                stack.enter_context(folder_lock(folder.resolve()))
         except BlockingIOError:
-            message = f"{_holder(where)} keeps its checkpoints there; wait for it, or use another"
+            message = f"{_holder(folder)} keeps its checkpoints there; wait for it, or use another"
             raise ConfigError([ConfigIssue(key, message, value)]) from None
         except OSError as error:
             message = f"can't be used: {error.strerror}: {error.filename}; use another"
@@ -52,7 +52,7 @@ def lock_checkpoints(config: RunConfig, *, makes: bool = False) -> Iterator[None
 
 
 def _holder(folder: Path) -> str:
-    """Name the run that keeps its checkpoints in a folder, as far as its files say."""
+    """Return words for the run that keeps its checkpoints in a folder."""
     try:
         run_dir = Path(str(read_yaml(read_text(folder / CONFIG, at_most=LARGEST_YAML))["run_dir"]))
     except (OSError, ValueError, KeyError):

@@ -1,4 +1,4 @@
-"""Weights in safetensors: read by every rank in part, written by one process file by file.
+"""Reads safetensors on every rank in part, and writes them in one process, file by file.
 
 A folder of weights holds ``*.safetensors``: a ``model=hf`` in Hugging Face's names, any other model
 in its own. Nothing here is unpickled.
@@ -51,17 +51,17 @@ _DTYPES = {
 
 
 class Reader(StorageReader):
-    """Lets torch read any part of any parameter of ours out of a folder of safetensors."""
+    """Storage reader of torch for any region of any parameter in a folder of safetensors."""
 
     def __init__(self, folder: Path, model: Any) -> None:
-        """Look at what there is.
+        """Read the names, shapes and dtypes in a folder.
 
         Args:
-            folder: Of the weights.
-            model: Typed configuration of ours that they are to fill.
+            folder: Folder of the weights.
+            model: Typed configuration of the model to fill.
 
         Raises:
-            ConfigError: There is nothing to read in it, or a file is corrupt.
+            ConfigError: The folder has no weights, or a file is corrupt.
         """
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._files: dict[str, Path] = {}
@@ -88,10 +88,10 @@ class Reader(StorageReader):
         return by_name | {name: self._shapes[name][0] for name in sorted(self._unused)}
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Begin again: there is nothing to forget."""
+        """Do nothing: there is no state to reset."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Describe every parameter as one whole chunk."""
+        """Return metadata with one chunk per parameter."""
         entries: dict[str, Any] = {}
         for ours, laid in self._parameters.items():
             size = torch.Size(laid.shape)
@@ -105,18 +105,18 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        """Take part in a load: the folder was looked at already."""
+        """Do nothing: the folder was read by the constructor."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave what this rank reads as it is."""
+        """Return the plan of this rank unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave what all ranks read as it is."""
+        """Return the plans of all ranks unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the parts that this rank holds."""
+        """Read the regions in this rank's plan."""
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
 
@@ -142,7 +142,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
-        """Say whether torch could make one of a path: it can't."""
+        """Return False: torch can't create this reader from a path."""
         return False
 
 
@@ -154,17 +154,17 @@ def write_safetensors(
     dtype: torch.dtype | None,
     file_bytes: int,
 ) -> list[str]:
-    """Write parameters as safetensors, with an index if there are several files, and the figures.
+    """Write parameters as safetensors, with an index if there are several files.
 
     Args:
-        folder: New, or empty.
-        model: Typed configuration.
+        folder: New or empty folder.
+        model: Typed configuration of the model.
         tensors: Parameter names and full tensors, in the order of the model.
-        dtype: Floating-point numbers become this; None: they stay.
-        file_bytes: Size from which another file is begun.
+        dtype: Dtype for floating-point tensors; None keeps theirs.
+        file_bytes: Maximum size of a file, except for a larger tensor.
 
     Returns:
-        The names of the files.
+        Names of the written files.
     """
     batch: dict[str, Tensor] = {}
     written: dict[Path, list[str]] = {}
@@ -198,22 +198,22 @@ def write_safetensors(
 
 
 def _rename_files(folder: Path, written: Sequence[Path]) -> list[str]:
-    """Give files the names that Hugging Face looks for, which say how many there are."""
+    """Rename files to Hugging Face's names, which contain the number of files."""
     count = len(written)
     names = [WHOLE]
     if count > 1:
         names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     for path, name in zip(written, names, strict=True):
-        path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes them for their owner alone
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files only for the owner
         path.rename(folder / name)
     return names
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a folder of weights; those that its index names, if it has one.
+    """Return the weight files of a folder: those in its index, or all without an index.
 
     Raises:
-        ConfigError: There is none, or the index names what is no file of the folder.
+        ConfigError: The folder has no weights, or the index names files outside the folder.
     """
     index = folder / INDEX_FILE
     if not os.path.lexists(index):
@@ -237,10 +237,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def read_json(file: Path, key: str | None = None) -> dict[str, Any]:
-    """Read a file of JSON that holds keys, or those of one of them.
+    """Read a JSON object from a file, or the object at one of its keys.
 
     Raises:
-        ConfigError: It can't be read, or holds something else.
+        ConfigError: The file can't be read, or the value is not an object.
     """
     try:
         content = json.loads(read_text(inside_folder(file), at_most=_LARGEST_JSON))
@@ -257,14 +257,14 @@ def read_json(file: Path, key: str | None = None) -> dict[str, Any]:
 
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
-    """Open a regular file of safetensors.
+    """Open a regular safetensors file.
 
     Raises:
-        ConfigError: It is something else, or corrupt.
+        ConfigError: The file is not regular, or corrupt.
     """
     try:
         with open_regular(inside_folder(file)) as stream:
-            # By its descriptor, so that what was looked at is what is read.
+            # Opened by its descriptor, so that the checked file is the one that is read.
             content = safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error

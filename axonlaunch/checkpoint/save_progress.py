@@ -1,7 +1,7 @@
-"""What the other ranks have written of a save, for who waits for them.
+"""Reports the writing progress of other ranks to a rank that waits for them in a save.
 
-A rank that has written its part waits in a collective for the slowest: it moves as they do. Nothing
-here says how much is left.
+A rank that has written its part waits in a collective for the slowest rank, and counts as active
+while others write. The remaining amount is not known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _INTERVAL_S = 1.0
 
 
 class SharedProgress:
-    """A counter of all ranks' writes, and a thread that calls ``moved`` when it has grown.
+    """Shared counter of all ranks' writes, with a thread that calls ``moved`` when it grows.
 
     Example:
         with SharedProgress(store, "save/1", moved=beat) as progress:
@@ -31,13 +31,13 @@ class SharedProgress:
         moved: Callable[[], object],
         interval_s: float | None = None,
     ) -> None:
-        """Prepare to count.
+        """Initialize the counter; entering the context starts the thread.
 
         Args:
-            store: That all ranks share.
-            key: Of this save, the same on all.
-            moved: Called by a thread of its own whenever a rank, this one included, wrote.
-            interval_s: How often it looks; None: each second.
+            store: Store shared by all ranks.
+            key: Key of this save, the same on all ranks.
+            moved: Called from a separate thread after any rank, including this one, has written.
+            interval_s: Polling interval in seconds; None polls every second.
         """
         self._store = store
         self._key = key
@@ -48,7 +48,7 @@ class SharedProgress:
         self._thread = threading.Thread(target=self._follow, name="save progress", daemon=True)
 
     def wrote(self) -> None:
-        """Count a piece that this rank wrote."""
+        """Count one piece written by this rank."""
         self._written += 1
 
     def __enter__(self) -> Self:
@@ -57,10 +57,10 @@ class SharedProgress:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        self._thread.join(self._interval_s)  # not for ever: the store's node may be gone
+        self._thread.join(self._interval_s)  # limited, because the store's node may be gone
 
     def _follow(self) -> None:
-        shared, seen = 0, 0
+        shared, previous = 0, 0
         while not self._over.wait(self._interval_s):
             written = self._written
             try:
@@ -68,6 +68,6 @@ class SharedProgress:
             except RuntimeError:  # the store is gone; the save fails by its own collectives
                 return
             shared = written
-            if total != seen and not self._over.is_set():
+            if total != previous and not self._over.is_set():
                 self._moved()
-            seen = total
+            previous = total

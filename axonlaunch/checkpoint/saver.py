@@ -1,6 +1,6 @@
-"""Saves a run's states while it trains, at once or in the background.
+"""Saves a run's state during training, synchronously or in the background.
 
-One save is in flight at most; one that fails ends the run, whenever it was begun.
+At most one save is in progress. A failed save ends the run, also if it began earlier.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from axonlaunch.checkpoint.storage import is_remote
 from axonlaunch.comm import Backend, World
 
 _LONGEST_SAVE = timedelta(days=1)
-"""What torch waits for the slowest rank's part. ``launch.timeout_s`` is the time without progress,
-which whoever follows the ranks looks at; terabytes on a slow disk take longer."""
+"""Timeout of torch's collectives in a save. Writing terabytes to a slow disk takes long; a save
+without progress is ended by ``launch.timeout_s``, which the launcher watches."""
 
 
 class SaveError(Exception):
@@ -42,10 +42,10 @@ class Completed:
     """A checkpoint that is on disk.
 
     Attributes:
-        path: Its folder.
-        step: Optimizer steps done.
-        seconds: From the beginning of its save to the end.
-        stalled_s: Of these, how long training stood still.
+        path: Folder of the checkpoint.
+        step: Number of completed optimizer steps.
+        seconds: Duration of the save.
+        stalled_s: Time in which training waited.
     """
 
     path: Path
@@ -64,10 +64,10 @@ class _InFlight:
 
 
 class Saver:
-    """Writes checkpoints of one run; every rank of the world has one and calls the same.
+    """Writes the checkpoints of a run; all ranks make the same calls.
 
     Attributes:
-        every: Steps between checkpoints, for who calls it.
+        every: Steps between checkpoints; only the caller uses it.
     """
 
     def __init__(
@@ -84,20 +84,20 @@ class Saver:
         origin: Callable[[], dict[str, Any] | None] = lambda: None,
         first_row_at: int = 0,
     ) -> None:
-        """Prepare to save; every rank calls this.
+        """Initialize the saver; a collective call.
 
         Args:
-            run_dir: The run's folder, on a file system that every rank sees.
-            world: Who writes.
-            retention: Which checkpoints outlive newer ones.
+            run_dir: Folder of the run, on a file system shared by all ranks.
+            world: World of the ranks that write.
+            retention: Rule for keeping older checkpoints.
             every: Steps between checkpoints.
-            layout: The run's, in words.
-            background: Write while training continues, from a copy in host memory.
-            wrote: Called after each tensor that is written while training waits, and now and then
-                while other ranks write and this one has written its part.
-            warn: Takes a line on the main rank for each checkpoint that can't be deleted.
-            origin: Describes what the rows are made of, when a checkpoint is saved.
-            first_row_at: Samples that were seen when the run went on from the first row.
+            layout: Layout of the run in words.
+            background: Whether to write during training, from a copy in host memory.
+            wrote: Callback after each written piece while training waits. It is also called while
+                this rank waits for others that write.
+            warn: Callback on the main rank with one line per checkpoint that can't be deleted.
+            origin: Returns the description of the source of the rows at the time of a save.
+            first_row_at: Samples seen when the run last restarted at the first row of its data.
         """
         self._origin, self._first_row_at = origin, first_row_at
         if not is_remote(run_dir):
@@ -110,7 +110,7 @@ class Saver:
         self._background = background
         self._copies = HostCopies()
         self._wrote = (lambda: None) if background else wrote
-        # Threads of one process are watched as one rank.
+        # Mock ranks are threads of one process, which the launcher watches as one rank.
         self._shares = world.world_size > 1 and world.backend is not Backend.MOCK
         self._saves = 0
         self._group: dist.ProcessGroup | None = None
@@ -133,34 +133,34 @@ class Saver:
         evaluations_since: int = 0,
         data: dict[str, Any] | None = None,
     ) -> list[Completed]:
-        """Save a state, as ``Engine.state_dict`` gives it; every rank calls this.
+        """Save a state from ``Engine.state_dict``; a collective call.
 
-        The other arguments are what the manifest says of it: see ``manifest.Checkpoint``.
+        The other arguments are stored in the manifest; see ``manifest.Checkpoint``.
 
         Args:
-            state: Nested, of tensors; they may be overwritten once this returns.
-            step: Optimizer steps done.
-            samples: Samples seen.
+            state: Nested dictionary of tensors, which may be overwritten after the call.
+            step: Number of completed optimizer steps.
+            samples: Number of samples seen.
             loss: Training loss of the last step.
-            eval_loss: Loss of an evaluation at this step; None without one.
-            tokens: Targets that counted, of all steps.
-            best_eval_loss: Lowest loss of an evaluation.
-            evaluations_since: Evaluations after that one.
-            data: Where the data is that can only be read in turn.
+            eval_loss: Loss of the evaluation at this step; None without an evaluation.
+            tokens: Number of counted targets over all steps.
+            best_eval_loss: Lowest evaluation loss.
+            evaluations_since: Number of evaluations after the best one.
+            data: Position in data that can only be read in order.
 
         Returns:
-            What is complete: this checkpoint, or one that was still being written.
+            Completed checkpoints: this one, or an earlier one that was still in progress.
 
         Raises:
-            SaveError: This one, or the one before, could not be written.
+            SaveError: This or the previous checkpoint could not be written.
         """
-        before = self.close()
+        completed = self.close()
         began = time.perf_counter()
         self._saves += 1
         if self._shares and self._group is None:
             # In the background its messages must not meet those of training, of another thread.
             self._group = dist.new_group(backend="gloo", timeout=_LONGEST_SAVE)
-        about = Checkpoint(
+        target = Checkpoint(
             step_folders.path_of(self._run_dir, step=step),
             step=step,
             samples=samples,
@@ -176,26 +176,26 @@ class Saver:
             origin=self._origin(),
             first_row_at=self._first_row_at,
         )
-        done = self._begin(about, state)
+        done = self._begin(target, state)
         stalled = time.perf_counter() - began
-        self._in_flight = _InFlight(done, about.path, step, began, stalled)
-        return before + self.take_completed(wait=not self._background)
+        self._in_flight = _InFlight(done, target.path, step, began, stalled)
+        return completed + self.take_completed(wait=not self._background)
 
-    def _begin(self, about: Checkpoint, state: dict[str, Any]) -> Future[Any]:
-        """Write in the background, or until it is done or has failed."""
+    def _begin(self, target: Checkpoint, state: dict[str, Any]) -> Future[Any]:
+        """Start a save in the background, or write synchronously and return a done future."""
         planner = WritesBoxes()
         if self._background:
-            begun = dcp.async_save(
+            saving = dcp.async_save(
                 state,
-                storage_writer=self._writer(about, wrote=self._wrote),
+                storage_writer=self._writer(target, wrote=self._wrote),
                 planner=planner,
                 process_group=self._group,
             )
-            assert isinstance(begun, Future)
-            return begun
+            assert isinstance(saving, Future)
+            return saving
         done: Future[Any] = Future()
         with self._shared_progress() as wrote:
-            writer = self._writer(about, wrote=wrote)
+            writer = self._writer(target, wrote=wrote)
             try:
                 dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group)
                 done.set_result(None)
@@ -203,9 +203,9 @@ class Saver:
                 done.set_exception(error)
         return done
 
-    def _writer(self, about: Checkpoint, *, wrote: Callable[[], object]) -> Writer:
+    def _writer(self, target: Checkpoint, *, wrote: Callable[[], object]) -> Writer:
         return Writer(
-            about,
+            target,
             done=self._prune,
             wrote=wrote,
             background=self._background,
@@ -215,7 +215,7 @@ class Saver:
 
     @contextmanager
     def _shared_progress(self) -> Iterator[Callable[[], object]]:
-        """Yield what is called after each piece that this rank writes."""
+        """Yield the callback for each piece that this rank writes."""
         store = self._world.store if self._shares else None
         if store is None:
             yield self._wrote
@@ -230,17 +230,17 @@ class Saver:
             yield wrote
 
     def _prune(self) -> None:
-        """Delete what is not kept; that takes a while for gigabytes, and nobody waits for it."""
+        """Delete checkpoints that are not kept, in the background, because gigabytes take long."""
         self._pruning = self._pruner.submit(step_folders.prune, self._run_dir, self._retention)
 
     def take_completed(self, *, wait: bool = False) -> list[Completed]:
-        """Return the checkpoint that was written since, if one was.
+        """Return the checkpoint that was completed since the last call, if any.
 
         Args:
-            wait: Until what is being written is complete.
+            wait: Whether to wait for a save in progress.
 
         Raises:
-            SaveError: It could not be written.
+            SaveError: The checkpoint could not be written.
         """
         save = self._in_flight
         if save is None or not (wait or save.done.done()):
@@ -253,19 +253,19 @@ class Saver:
         return [Completed(save.path, save.step, time.perf_counter() - save.began, save.stalled_s)]
 
     def close(self) -> list[Completed]:
-        """Wait until nothing is written or deleted any more; return what is complete.
+        """Wait for writing and deleting to finish; return the completed checkpoint, if any.
 
         Raises:
-            SaveError: It could not be written.
+            SaveError: The checkpoint could not be written.
         """
         completed = self.take_completed(wait=True)
         self._warn_of_not_deleted()
         return completed
 
     def _warn_of_not_deleted(self) -> None:
-        """Wait until nothing is deleted any more; say once what could not be.
+        """Wait for deleting to finish, and warn once of each checkpoint that is left.
 
-        It ends no run: a run that saves has what it needs, and a disk that fills by it says so.
+        A failed deletion does not end the run; a disk that becomes full makes a save fail.
         """
         if self._pruning is None:
             return
@@ -280,7 +280,7 @@ class Saver:
 
 
 def _reason(error: BaseException) -> str:
-    """Say what went wrong on the first rank that something went wrong on."""
+    """Return the reason of a failed save, of the first rank that failed."""
     if isinstance(error, CheckpointException):
         [(rank, (cause, _)), *_] = error.failures.items()
         return f"rank {rank}: {type(cause).__name__}: {cause}"

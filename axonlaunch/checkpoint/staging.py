@@ -1,4 +1,4 @@
-"""A copy of a run's state in host memory, from which a save is written while training continues."""
+"""Copies a run's state to host memory so that a save can be written while training continues."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ _Name = tuple[str, ...]
 
 
 class HostCopies:
-    """Copies states to host memory; what a GPU copies to is page-locked, and kept for the next.
+    """Copies states to host memory; buffers for GPU tensors are page-locked and reused.
 
-    A copy to memory that is not page-locked is made in pieces through memory that is, and waited
-    for tensor by tensor; fresh memory is also paid for page by page.
+    CUDA copies to pageable memory go through a small page-locked buffer and block for each tensor.
+    New memory also costs a page fault per page.
     """
 
     def __init__(self) -> None:
         self._kept: dict[_Name, Tensor] = {}
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a state, once it is complete.
-
-        What was returned before is no copy of its own state any more.
+        """Return a complete copy of a state; it overwrites the previously returned copy.
 
         Args:
-            state: Nested, of tensors.
+            state: Nested dictionary of tensors.
         """
         devices: set[torch.device] = set()
         copied = self._copy_state(state, (), devices)

@@ -1,8 +1,8 @@
-"""The folders ``checkpoints/step_<K>`` of a run: which are whole, and which are to be kept.
+"""Finds, verifies, completes and deletes the folders ``checkpoints/step_<K>`` of a run.
 
-A folder of that name is complete: it is written under another name, synced to disk, and renamed
-last. In a remote place, which renames nothing, it is complete once it has its manifest, which is
-written last and deleted first. Nothing here imports torch, or opens what a run saved.
+A local folder of that name is complete: it is written under another name, synced to disk, and
+renamed last. Remote storage can't rename a folder, so there a checkpoint is complete once it has a
+manifest, which is written last and deleted first. Nothing here imports torch or parses tensors.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _NAME = "step_"
 _CHUNK = 1 << 22
 
 CHANGED = "is not what was written (its CRC-32 differs)"
-"""What is said of a file that ``damage`` names."""
+"""Message about a file that ``damage`` returns."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints outlive newer ones.
+    """Rule for keeping checkpoints.
 
     Attributes:
-        newest: So many.
-        every: Those of steps that it divides; 0: no others.
-        best: So many with the lowest evaluation loss.
+        newest: Number of newest checkpoints to keep.
+        every: Keep checkpoints whose step is a multiple of this; 0 disables the rule.
+        best: Number of checkpoints with the lowest evaluation loss to keep.
     """
 
     newest: int
@@ -55,25 +55,25 @@ def path_of(run_dir: Path, *, step: int) -> Path:
 
 
 def partial_of(folder: Path) -> Path:
-    """Return the name that a checkpoint's folder has while it is written or deleted."""
+    """Return the folder name used while a checkpoint is written or deleted."""
     return folder if is_remote(folder) else folder.with_name(folder.name + PARTIAL)
 
 
 def prepare(folder: Path) -> None:
-    """Make space for a checkpoint that is to be written.
+    """Remove leftovers and check for free space before a checkpoint is written.
 
     Raises:
-        OSError: The disk has less free space than the last one took.
+        OSError: The disk has less free space than the previous checkpoint takes.
     """
     run_dir = folder.parent.parent
     sweep_partial(run_dir)
     if is_remote(folder):
         if sizes(folder):  # the same step, saved again after a resume
-            _unmake(folder)
+            _delete_remote(folder)
         return
-    before = latest(run_dir)
-    if before is not None:  # whether there is space for the first was asked before the run
-        needed = sum(file.bytes for file in files(before).values())
+    previous = latest(run_dir)
+    if previous is not None:  # preflight checks the space for the first checkpoint
+        needed = sum(file.bytes for file in files(previous).values())
         _, free = free_bytes(run_dir)
         if needed > free:
             message = f"it takes {needed / MIB:,.0f} MiB, and the disk has {free / MIB:,.0f} MiB"
@@ -81,18 +81,19 @@ def prepare(folder: Path) -> None:
 
 
 def latest(run_dir: Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint of a run, None where there is none."""
+    """Return the newest complete checkpoint of a run; None without a checkpoint."""
     checkpoints = list_checkpoints(run_dir)
     return checkpoints[-1] if checkpoints else None
 
 
 def find_checkpoint(path: Path, *, step: int | None = None) -> Checkpoint | None:
-    """Return the checkpoint that a path means: itself, or a run's newest, or its one of a step.
+    """Return the checkpoint at a path, or the newest one or the given step of a run.
 
-    None where neither. A link that a user names is followed; those that a folder holds are not.
+    Returns None if there is no such checkpoint. The path itself may be a link; links inside a run's
+    folder are not followed.
 
     Raises:
-        OSError: It can't be listed or read.
+        OSError: The path can't be listed or read.
     """
     path = follow_link(path)
     if MANIFEST in sizes(path):
@@ -101,7 +102,7 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> Checkpoint | None
 
 
 def follow_link(path: Path) -> Path:
-    """Return where a path that a user wrote leads."""
+    """Return the target of a path given by the user."""
     return path.resolve() if not is_remote(path) and path.is_symlink() else path
 
 
@@ -116,32 +117,32 @@ def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """Read a manifest; None where the folder is no complete checkpoint that is understood.
+    """Return the checkpoint in a folder; None if it is not complete or not valid.
 
     Raises:
-        OSError: It can't be read.
+        OSError: The folder can't be read.
     """
-    checkpoint = _looked_at(folder)
-    return checkpoint if isinstance(checkpoint, Checkpoint) else None
+    result = _checkpoint_or_fault(folder)
+    return result if isinstance(result, Checkpoint) else None
 
 
 def fault(folder: Path) -> str | None:
-    """Say in words what a folder lacks of a complete checkpoint; None if nothing shows.
+    """Return the fault of a checkpoint's folder in words; None if it is complete.
 
-    Sizes are looked at, contents are not: ``damage`` reads them.
+    Only names and sizes are checked; ``damage`` reads the contents.
 
     Raises:
-        OSError: It can't be read.
+        OSError: The folder can't be read.
     """
-    checkpoint = _looked_at(folder)
-    return checkpoint if isinstance(checkpoint, str) else None
+    result = _checkpoint_or_fault(folder)
+    return result if isinstance(result, str) else None
 
 
-def _looked_at(folder: Path) -> Checkpoint | str:
-    """Return a complete checkpoint, or what the folder lacks of one.
+def _checkpoint_or_fault(folder: Path) -> Checkpoint | str:
+    """Return a complete checkpoint, or the fault of the folder in words.
 
     Raises:
-        OSError: It can't be read, which says nothing of what is in it.
+        OSError: The folder can't be read for a reason other than damage.
     """
     if not is_remote(folder) and folder.is_symlink():
         return "is a link"
@@ -149,18 +150,18 @@ def _looked_at(folder: Path) -> Checkpoint | str:
     if MANIFEST not in present:
         return f"lacks {MANIFEST}"
     try:
-        about = manifest.read_manifest(folder)
+        described = manifest.read_manifest(folder)
     except FileNotFoundError:  # deleted since it was listed
         return f"lacks {MANIFEST}"
     except NotRegularError:
         return f"has {MANIFEST}, which is not a regular file"
     except TooLargeError:
-        return f"has a {MANIFEST} that is larger than any is"
+        return f"has a {MANIFEST} that is too large"
     except CorruptCheckpointError as error:
         return str(error)
-    if _step(folder) not in (-1, about.checkpoint.step):
-        return f"has a {MANIFEST} of step {about.checkpoint.step}"
-    for name, expected in about.files.items():
+    if _step(folder) not in (-1, described.checkpoint.step):
+        return f"has a {MANIFEST} of step {described.checkpoint.step}"
+    for name, expected in described.files.items():
         if name not in present:
             return f"lacks {name}"
         size = present[name]
@@ -168,87 +169,89 @@ def _looked_at(folder: Path) -> Checkpoint | str:
             return f"has {name}, which is not a regular file"
         if size != expected.bytes:
             return f"has {size} bytes of {name} instead of {expected.bytes}"
-    return about.checkpoint
+    return described.checkpoint
 
 
 def corrupt_checkpoints(path: Path, *, after: Checkpoint | None = None) -> dict[Path, str]:
-    """Return folders that should be checkpoints and are not, with what they lack, by step.
+    """Return the invalid checkpoint folders of a run with their faults, by step.
 
     Args:
-        path: A run's folder, or one of a checkpoint.
-        after: Leave out what is older.
+        path: Folder of a run, or of a checkpoint.
+        after: Checkpoint whose predecessors are ignored, and the checkpoint itself.
     """
-    since = -1 if after is None else after.step
+    first_step = -1 if after is None else after.step
     path = follow_link(path)
-    is_one = path.name.startswith(_NAME) and CHECKPOINTS not in sizes(path)
-    folders = [path] if is_one else sorted(_folders(path), key=_step)
+    is_checkpoint = path.name.startswith(_NAME) and CHECKPOINTS not in sizes(path)
+    folders = [path] if is_checkpoint else sorted(_folders(path), key=_step)
     folders = [
-        folder for folder in folders if _step(folder) > since and (is_one or not _is_begun(folder))
+        folder
+        for folder in folders
+        if _step(folder) > first_step and (is_checkpoint or not _is_interrupted(folder))
     ]
     return {folder: reason for folder in folders if (reason := fault(folder))}
 
 
 def damage(checkpoint: Checkpoint, *, part: int = 0, parts: int = 1) -> list[str]:
-    """Read a checkpoint's files again and return the names of those that have changed.
+    """Read the files of a checkpoint and return the names of those with a wrong checksum.
 
     Args:
-        checkpoint: Whose.
-        part: Of the files, which share is read.
-        parts: Shares that they are divided into: a rank each, of which as many as wrote them get
-            their own.
+        checkpoint: Checkpoint to verify.
+        part: Number of the share of files to read.
+        parts: Number of shares, usually one per rank. With as many ranks as wrote the checkpoint,
+            each rank reads the file of one rank.
     """
     expected = sorted(files(checkpoint).items(), key=lambda item: _order(item[0]))
     share = expected[part::parts]
-    return [name for name, known in share if _crc32(checkpoint.path / name) != known.crc32]
+    return [name for name, entry in share if _crc32(checkpoint.path / name) != entry.crc32]
 
 
 def files(checkpoint: Checkpoint) -> dict[str, Sum]:
-    """Return a checkpoint's files."""
+    """Return the size and checksum of each file of a checkpoint."""
     return manifest.read_manifest(checkpoint.path).files
 
 
 def prune(run_dir: Path, retention: Retention) -> dict[Path, OSError]:
-    """Delete the checkpoints that are not to be kept, but for those that someone reads.
+    """Delete the checkpoints that are not kept, except those that are being read.
 
     Returns:
-        Those that could not be deleted, each with the reason.
+        Checkpoints that could not be deleted, with the errors.
 
     Raises:
-        OSError: They can't be listed or read.
+        OSError: The checkpoints can't be listed or read.
     """
     left: dict[Path, OSError] = {}
     for checkpoint in list_superseded(list_checkpoints(run_dir), retention):
         try:
             _delete_unless_read(checkpoint.path)
         except FileNotFoundError:
-            continue  # somebody else has deleted it
+            continue  # another process has deleted it
         except OSError as error:
             left[checkpoint.path] = error
     return left
 
 
 def _delete_unless_read(folder: Path) -> None:
-    """Delete a checkpoint that nobody reads now."""
+    """Delete a checkpoint unless another process holds its read lock."""
     if is_remote(folder):
-        _unmake(folder)
+        _delete_remote(folder)
         return
     with open_regular(folder / MANIFEST) as stream:
         if not _can_lock(stream, fcntl.LOCK_EX):
             return
-        # Renamed first: a folder of a checkpoint's name is never half deleted.
+        # Renamed first, so that a folder named like a checkpoint is never half deleted.
         doomed = partial_of(folder)
         folder.rename(doomed)
     delete(doomed)
 
 
 def list_superseded(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """Return which of a run's checkpoints, given by step, are not to be kept."""
-    judged = [
+    """Return the checkpoints that are not kept; the argument is sorted by step."""
+    evaluated = [
         (c.eval_loss, -c.step, c)
         for c in checkpoints
         if c.eval_loss is not None and math.isfinite(c.eval_loss)
     ]
-    best = [c for *_, c in sorted(judged, key=lambda entry: entry[:2])[: retention.best]]
+    best = [c for *_, c in sorted(evaluated, key=lambda entry: entry[:2])[: retention.best]]
     return [
         c
         for c in checkpoints[: -retention.newest]
@@ -258,10 +261,10 @@ def list_superseded(checkpoints: Sequence[Checkpoint], retention: Retention) -> 
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Keep a checkpoint from being deleted by the run that wrote it; a remote one has no lock.
+    """Lock a checkpoint against deletion by its run; remote checkpoints have no lock.
 
     Raises:
-        CorruptCheckpointError: It is gone already.
+        CorruptCheckpointError: The checkpoint was deleted.
     """
     try:
         with open_regular(checkpoint.path / MANIFEST) as stream:
@@ -273,9 +276,9 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def sweep_partial(run_dir: Path) -> list[str]:
-    """Delete what interrupted saves left; return the names of what is gone."""
+    """Delete the leftovers of interrupted saves; return the names of the deleted folders."""
     if is_remote(run_dir):
-        left = [folder for folder in _folders(run_dir) if _is_begun(folder)]
+        left = [folder for folder in _folders(run_dir) if _is_interrupted(folder)]
     else:
         checkpoints = run_dir / CHECKPOINTS
         names = [name for name in sizes(checkpoints) if name.startswith(_NAME)]
@@ -289,14 +292,14 @@ def sweep_partial(run_dir: Path) -> list[str]:
 
 
 def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) -> None:
-    """Describe files that are written and synced, and give their folder its name.
+    """Write the manifest and give the folder its final name.
 
-    A reader finds either no checkpoint or all of it: the manifest is written last, and the folder
-    is renamed in one step.
+    A reader finds either no checkpoint or a complete one, because the manifest is written last and
+    the folder is renamed atomically.
 
     Args:
-        partial: The folder that was written to.
-        checkpoint: What it becomes; one of the same step is replaced.
+        partial: Folder with the written and synced files.
+        checkpoint: Checkpoint to complete; an existing one of the same step is replaced.
         written: Size and checksum of each file, by name.
     """
     text = manifest.manifest_to_json(checkpoint, written)
@@ -313,26 +316,26 @@ def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) 
         replaced = folder.with_name(f"{folder.name}.replaced{PARTIAL}")
         folder.rename(replaced)
         partial.rename(folder)
-        with suppress(OSError):  # what is left of it is swept before the next save
+        with suppress(OSError):  # leftovers are removed before the next save
             delete(replaced)
     else:
         partial.rename(folder)
     _sync_folder(folder.parent)
 
 
-def _is_begun(folder: Path) -> bool:
-    """Return whether a remote folder is what a save that was interrupted has left."""
+def _is_interrupted(folder: Path) -> bool:
+    """Return whether a remote folder is the leftover of an interrupted save."""
     return is_remote(folder) and MANIFEST not in sizes(folder)
 
 
-def _unmake(folder: Path) -> None:
-    """Delete a remote checkpoint, which is none from the first moment on."""
+def _delete_remote(folder: Path) -> None:
+    """Delete a remote checkpoint, manifest first, so that it stops being one at once."""
     (folder / MANIFEST).unlink(missing_ok=True)
     delete(folder)
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """Return the folders that are named as checkpoints are.
+    """Return the folders with the name of a checkpoint.
 
     Raises:
         OSError: They can't be listed.
@@ -344,22 +347,22 @@ def _folders(run_dir: Path) -> list[Path]:
 
 
 def _step(folder: Path) -> int:
-    """Return the step of a folder's name; -1 where it has none."""
+    """Return the step in a folder's name; -1 if it is not the name of a checkpoint."""
     number = folder.name.removeprefix(_NAME)
-    is_one = folder.name.startswith(_NAME) and number.isdecimal()
-    return int(number) if is_one and str(int(number)) == number else -1  # no step_007
+    has_number = folder.name.startswith(_NAME) and number.isdecimal()
+    return int(number) if has_number and str(int(number)) == number else -1  # no step_007
 
 
 def _order(name: str) -> tuple[bool, int, str]:
-    """Put ranks' files by number, and the index, which a load has read by then, last."""
-    return name == manifest.INDEX, len(name), name
+    """Return the sort key of a file: ranks' files by number, then indices, which are in cache."""
+    return name in (manifest.INDEX, manifest.TORCH_INDEX), len(name), name
 
 
 def _crc32(file: Path) -> int:
-    """Return a file's CRC-32; -1 where it is gone, or its disk can't read it any more.
+    """Return the CRC-32 of a file; -1 if it is gone or its disk returns an I/O error.
 
     Raises:
-        OSError: It can't be read for reasons that say nothing of what is in it.
+        OSError: The file can't be read for a reason other than damage.
     """
     checksum = 0
     buffer = memoryview(bytearray(_CHUNK))
@@ -377,7 +380,7 @@ def _crc32(file: Path) -> int:
 
 
 def _can_lock(manifest: BinaryIO, kind: int) -> bool:
-    """Say whether an open manifest could be locked; where the disk has no locks, it could."""
+    """Try to lock an open manifest; return True as well if the file system has no locks."""
     try:
         fcntl.flock(manifest, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Where checkpoints are kept: a folder, or a place that an fsspec URL names (``s3://bucket/run``).
+"""Accesses checkpoint storage: a local folder, or an fsspec URL such as ``s3://bucket/run``.
 
-Both are paths: ``pathlib``'s, or ``upath``'s with the same methods. What a remote place lacks is
-locks, and folders that are renamed at once.
+Both are paths: ``pathlib.Path``, or ``upath.UPath`` with the same methods. Remote storage has
+neither locks nor atomic renames of folders.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ CHECKPOINTS = "checkpoints"
 
 
 def storage_path(text: str | Path) -> Path:
-    """Return a path of a folder's name or a URL.
+    """Return the path for a folder name or a URL.
 
     Raises:
-        ConfigError: What reaches such a URL is not installed, or nothing does.
+        ConfigError: The package for this URL is not installed, or the URL can't be reached.
     """
     if isinstance(text, Path) or not is_url(text):
         return Path(text)
@@ -37,7 +37,7 @@ def storage_path(text: str | Path) -> Path:
     try:
         from upath import UPath
 
-        # What other ranks have written since is not to be missed.
+        # Without a cache, so that files written later by other ranks are found.
         path = UPath(text.rstrip("/"), use_listings_cache=False)
         _ = path.fs
     except ImportError as error:
@@ -49,15 +49,16 @@ def storage_path(text: str | Path) -> Path:
 
 
 def root(config: RunConfig) -> Path:
-    """Return where a run keeps its ``checkpoints`` folder; its ``run_dir`` is resolved."""
+    """Return the parent of a run's ``checkpoints`` folder; ``run_dir`` must be resolved."""
     return storage_path(config.checkpoint.path or config.run_dir)
 
 
 def kept_by(run_dir: Path) -> Path:
-    """Return where the run of a folder keeps its ``checkpoints`` folder.
+    """Return the parent of the ``checkpoints`` folder of an existing run.
 
     Raises:
-        OSError: That can't be found out.
+        OSError: The run folder can't be read.
+        ConfigError: The run's ``checkpoint.path`` names an environment variable.
     """
     if is_remote(run_dir) or files.is_there(run_dir / CHECKPOINTS):
         return run_dir
@@ -68,20 +69,20 @@ def kept_by(run_dir: Path) -> Path:
     except ValueError:
         return run_dir
     settings = frozen.get("checkpoint")
-    where = settings.get("path") if isinstance(settings, dict) else None
-    if not where or not isinstance(where, str):
+    location = settings.get("path") if isinstance(settings, dict) else None
+    if not location or not isinstance(location, str):
         return run_dir
-    if names_environment(where):  # whoever wrote it could have a value sent to a server
+    if names_environment(location):  # its author could have a secret value sent to a server
         message = (
-            f"{run_dir}: its checkpoint.path={where} names an environment variable, which is not "
-            "read from a run's folder; give the place itself"
+            f"{run_dir}: its checkpoint.path={location} names an environment variable, which is "
+            "not read from a run's folder; give the place itself"
         )
         raise ConfigError([ConfigIssue("", message)])
-    return storage_path(where)
+    return storage_path(location)
 
 
 def is_remote(path: Path) -> bool:
-    """Return whether a path is not on a file system of this node."""
+    """Return whether a path is a URL and not on a file system of this node."""
     return not isinstance(path, Path)
 
 
@@ -91,7 +92,7 @@ def filesystem(path: Path) -> Any:
 
 
 def describe(config: RunConfig) -> None:
-    """Write a run's configuration beside its checkpoints, if they are not in its folder."""
+    """Write a run's configuration next to its checkpoints if they are outside the run folder."""
     if config.checkpoint.path is not None:
         folder = root(config)
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,10 +103,12 @@ def describe(config: RunConfig) -> None:
 
 
 def sizes(folder: Path) -> dict[str, int | None]:
-    """Return the bytes of each file in a folder, None of what is no regular file; {} without one.
+    """Return the size of each file in a folder; {} if the folder does not exist.
+
+    The size of an entry that is not a regular file is None.
 
     Raises:
-        OSError: It can't be listed.
+        OSError: The folder can't be listed.
     """
     if is_remote(folder):
         return {
@@ -125,23 +128,23 @@ def sizes(folder: Path) -> dict[str, int | None]:
 
 
 def _entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what a remote folder holds, by name.
+    """Return the entries of a remote folder by name.
 
     Raises:
-        FileNotFoundError: There is no such bucket.
+        FileNotFoundError: The bucket does not exist.
     """
-    there = cast("Any", folder).path
+    path = cast("Any", folder).path
     try:
-        entries = filesystem(folder).ls(there, detail=True)
+        entries = filesystem(folder).ls(path, detail=True)
     except FileNotFoundError:
-        # Of a folder that is not there this finds nothing, of a bucket that is not it is an error.
-        filesystem(folder).find(there)
+        # Finds nothing if the folder does not exist, and raises if the bucket does not exist.
+        filesystem(folder).find(path)
         return {}
     return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
 
 
 def delete(folder: Path) -> None:
-    """Delete a folder and what is in it; of a link the link alone."""
+    """Delete a folder with its content; a link is deleted without its target."""
     if is_remote(folder):
         filesystem(folder).rm(cast("Any", folder).path, recursive=True)
     elif folder.is_symlink():
@@ -152,11 +155,11 @@ def delete(folder: Path) -> None:
 
 @contextmanager
 def reaching(path: Path) -> Iterator[None]:
-    """Say in one line what a place can't be reached, or a folder not be read, for.
+    """Convert errors of local or remote storage into a ``ConfigError`` of one line.
 
     Raises:
-        ConfigError: Any error of the system's or of a remote place's client; clients have errors of
-            many kinds.
+        ConfigError: The block raised an ``OSError``, or any error for remote storage, because its
+            clients have many error types.
     """
     try:
         yield

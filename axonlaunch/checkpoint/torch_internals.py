@@ -1,11 +1,12 @@
-"""The private names of torch that checkpoints stand on: all of them, and nothing else.
+"""Collects the private names of torch that the checkpoint package uses.
 
-``tests/house/test_private_names.py`` pins each: when torch moves one, it says which, and the fix
-belongs in this file alone. ``StoragePlace`` stands in every checkpoint's index under torch's name.
+``tests/house/test_private_names.py`` checks each name; if torch moves one, the fix belongs in this
+file. ``StoragePlace`` is pickled under torch's name in ``.metadata``.
 """
 
 from __future__ import annotations
 
+from torch._utils import _rebuild_tensor_v3 as rebuild_tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFileSystem
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.filesystem import _OverlappingCpuLoader as OverlappingCpuLoader
@@ -20,4 +21,5 @@ __all__ = [
     "SerialCpuLoader",
     "StoragePlace",
     "TensorLoader",
+    "rebuild_tensor",
 ]

@@ -1,6 +1,6 @@
-"""Weights that come from elsewhere and go elsewhere: into a new run, to and from safetensors.
+"""Loads initial weights into a run, exports weights as safetensors, and imports exported weights.
 
-Weights of another model are refused, name by name.
+Weights of a different model are refused with the names and shapes that differ.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from axonlaunch.checkpoint import adapters, base, reader, step_folders
+from axonlaunch.checkpoint import adapters, base_weights, reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.new_folder import new_folder
 from axonlaunch.checkpoint.storage import storage_path
@@ -39,38 +39,40 @@ if TYPE_CHECKING:
     from axonlaunch.comm import World
 
 TRAINED_ON = "axonlaunch"
-"""Key of an exported ``config.json``: the data that the run was on, by which its text is read."""
+"""Key of an exported ``config.json`` with the data of the run, which determines the tokenizer."""
 
 
 class HasWeights(Protocol):
-    """What weights can be loaded into: an engine."""
+    """Protocol of an engine that takes weights."""
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and buffers by name, divided ones as DTensors."""
+        """Return this rank's parameters and buffers by name; sharded ones are DTensors."""
 
     def load_model_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what ``model_state_dict`` gave, once it is filled."""
+        """Load the state from ``model_state_dict`` after it was filled."""
 
 
 def load_initial_weights(engine: HasWeights, config: Any, *, world: World) -> None:
-    """Fill an engine with the weights that its model names, if it names any.
+    """Load the initial weights that the configuration names, if any; a collective call.
 
     Args:
-        engine: A rank's; each reads its part alone.
-        config: A run's, or that of its model alone.
-        world: Whose ranks all call this.
+        engine: Engine of this rank, which reads only its shards.
+        config: Configuration of the run or of its model.
+        world: World of the calling ranks.
     """
     from axonlaunch.models.build import initial_weights
 
-    spelled = initial_weights(config)
+    key_and_path = initial_weights(config)
     adapter = config.adapter if isinstance(config, RunConfig) else None
-    if spelled is None and (adapter is None or adapter.path is None):
+    if key_and_path is None and (adapter is None or adapter.path is None):
         return
     model_state = engine.model_state_dict()
-    if spelled is not None:
-        # An adapter starts as the seed says, or as its own folder does.
-        own = {n: t for n, t in model_state.items() if adapter is None or not is_of_adapter(n)}
-        _load_named(own, spelled[1], config, world=world)
+    if key_and_path is not None:
+        # An adapter is initialized from the seed or from adapter.path.
+        pretrained = {
+            n: t for n, t in model_state.items() if adapter is None or not is_of_adapter(n)
+        }
+        _load_named(pretrained, key_and_path[1], config, world=world)
         if adapter is not None and adapter.dora:
             from axonlaunch.models.build import on_meta
             from axonlaunch.models.dora import fill_magnitudes
@@ -83,35 +85,35 @@ def load_initial_weights(engine: HasWeights, config: Any, *, world: World) -> No
     engine.load_model_state_dict(model_state)
 
 
-def _load_named(read: dict[str, Tensor], path: str, config: Any, *, world: World) -> None:
+def _load_named(state: dict[str, Tensor], path: str, config: Any, *, world: World) -> None:
     """Fill parameters and buffers from a run, a checkpoint or a folder of safetensors."""
     from axonlaunch.models.build import model_of
 
-    where = storage_path(path)
-    checkpoint = reader.find_for_all(where, world=world)
+    folder = storage_path(path)
+    checkpoint = reader.find_for_all(folder, world=world)
     if checkpoint is not None:
-        reader.load_checkpoint(checkpoint, {"model": read}, world=world)
+        reader.load_checkpoint(checkpoint, {"model": state}, world=world)
     else:
         import torch.distributed.checkpoint as dcp
 
         from axonlaunch.checkpoint.planners import ReadsBoxes
         from axonlaunch.checkpoint.safetensors import Reader
 
-        source = Reader(where, model_of(config))
-        known = source.shapes()
-        named = {name: tensor for name, tensor in read.items() if name in known}
-        dcp.load({"model": named}, storage_reader=source, planner=ReadsBoxes())
+        source = Reader(folder, model_of(config))
+        saved = source.shapes()
+        present = {name: tensor for name, tensor in state.items() if name in saved}
+        dcp.load({"model": present}, storage_reader=source, planner=ReadsBoxes())
 
 
 def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     """Compare saved weights with the names and shapes of a model's parameters.
 
-    What an adapter adds to the model is not among the weights that it starts from.
+    Adapter parameters are ignored, because the pretrained weights don't include them.
 
     Args:
-        path: A run, a checkpoint or a folder of safetensors.
-        config: Of the run, or of its model alone.
-        model: On ``meta`` or not.
+        path: Run, checkpoint or folder of safetensors.
+        config: Configuration of the run or of its model.
+        model: Model on any device, also ``meta``.
 
     Returns:
         A line for each parameter that is missing, unknown, or of another shape; [] if equal.
@@ -135,7 +137,7 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
         raise ConfigError([ConfigIssue("", message)])
     buffers = {name for name, _ in model.named_buffers()}
     saved = Reader(path, config).shapes()
-    return reader.mismatches(saved, model, beside=buffers, without=added)
+    return reader.mismatches(saved, model, optional=buffers, without=added)
 
 
 def export_weights(
@@ -147,23 +149,23 @@ def export_weights(
     file_bytes: int,
     merge: bool = False,
 ) -> list[str]:
-    """Write a checkpoint's weights as safetensors, file by file; of an adapter PEFT's folder.
+    """Write the weights of a checkpoint as safetensors; an adapter is written as PEFT's folder.
 
     Args:
-        checkpoint: Whose.
-        config: Of its run.
-        folder: New, or empty.
-        dtype: Floating-point numbers become this; None: they stay.
-        file_bytes: Size from which another file is begun.
-        merge: Write the whole model, adapters merged into it.
+        checkpoint: Checkpoint to export.
+        config: Configuration of its run.
+        folder: New or empty folder.
+        dtype: Dtype for floating-point tensors; None keeps theirs.
+        file_bytes: Maximum size of a file, except for a larger tensor.
+        merge: Whether to write the full model with the adapter merged into it.
 
     Returns:
-        The names of what was written.
+        Names of the written files.
 
     Raises:
-        ConfigError: The folder holds something or can't be written, or PEFT has no place for what
-            was trained.
-        CorruptCheckpointError: A file of the checkpoint is not what was written.
+        ConfigError: The folder is not empty or can't be written, or PEFT's format can't store the
+            trained parameters.
+        CorruptCheckpointError: A file of the checkpoint was changed or damaged.
     """
     if merge and config.adapter is None:
         message = f"--merge: {checkpoint.path} has no adapter; remove this option"
@@ -173,10 +175,10 @@ def export_weights(
             reader.refuse_damage(checkpoint)
             written = adapters.write_peft(checkpoint, config, folder)
             return [*written, *_copy_tokenizer(checkpoint.path.parent.parent, folder)]
-        return _write_whole(checkpoint, config, folder, dtype=dtype, file_bytes=file_bytes)
+        return _write_model(checkpoint, config, folder, dtype=dtype, file_bytes=file_bytes)
 
 
-def _write_whole(
+def _write_model(
     checkpoint: Checkpoint,
     config: RunConfig,
     folder: Path,
@@ -184,21 +186,21 @@ def _write_whole(
     dtype: torch.dtype | None,
     file_bytes: int,
 ) -> list[str]:
-    """Write the whole model; return the names of the files."""
+    """Write the full model; return the names of the files."""
     from axonlaunch.checkpoint import safetensors
 
     entries = reader.parameters(checkpoint)
     if config.adapter is not None:
         entries = {name: entry for name, entry in entries.items() if not is_of_adapter(name)}
-    left_out = base.left_out(config)
+    left_out = base_weights.left_out(config)
     names = sorted({*entries, *left_out}, key=_naturally)
     reader.refuse_damage(checkpoint)
     contents = {f"{reader.MODEL}{name}": entry for name, entry in entries.items()}
     saved = [name for name in names if name not in left_out]
     read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in saved], contents)
-    others = base.base_tensors(config, [name for name in names if name in left_out])
-    whole = ((name, next(others)[1] if name in left_out else next(read)) for name in names)
-    tensors = adapters.merged(checkpoint, config, whole)
+    others = base_weights.base_tensors(config, [name for name in names if name in left_out])
+    in_order = ((name, next(others)[1] if name in left_out else next(read)) for name in names)
+    tensors = adapters.merged(checkpoint, config, in_order)
     written = safetensors.write_safetensors(
         folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes
     )
@@ -217,15 +219,15 @@ def _write_whole(
     if files := _copy_tokenizer(run_dir, folder):
         content[TRAINED_ON]["tokenizer"] = model_of_folder(run_dir / TOKENIZER)
         copied = [*(name for name in copied if name not in files), *files]
-    own = base.kept_dtype(config) if left_out else entries[names[0]].properties.dtype
-    content["dtype"] = str(dtype or own).removeprefix("torch.")
+    kept = base_weights.kept_dtype(config) if left_out else entries[names[0]].properties.dtype
+    content["dtype"] = str(dtype or kept).removeprefix("torch.")
     text = json.dumps(without_environment(content), indent=1) + "\n"
     (folder / safetensors.CONFIG_FILE).write_text(text)
     return [*written, safetensors.CONFIG_FILE, *copied]
 
 
 def _copy_tokenizer(run_dir: Path, folder: Path) -> list[str]:
-    """Copy the tokenizer that a run has kept, over that of the model that it started from."""
+    """Copy the tokenizer in the run folder; it replaces the tokenizer of the pretrained model."""
     files = foreign_files(run_dir / TOKENIZER)
     for name, file in files.items():
         write_copy(folder / name, file)
@@ -233,22 +235,22 @@ def _copy_tokenizer(run_dir: Path, folder: Path) -> list[str]:
 
 
 def exported_tokenizer(folder: Path) -> PretrainedTokenizer | None:
-    """Return the tokenizer that was exported with a run's weights; None: there is none.
+    """Return the tokenizer that was exported with a run's weights; None without one.
 
     Raises:
-        ConfigError: It can't be read.
+        ConfigError: The tokenizer can't be read.
     """
     from axonlaunch.checkpoint.safetensors import CONFIG_FILE, read_json
 
     model = read_json(folder / CONFIG_FILE).get(TRAINED_ON, {}).get("tokenizer")
     if model is None:
         return None
-    # Of earlier versions it is no object. The folder's own model may be of another type.
+    # The value is from a foreign file, and the weights may be of another type of model.
     return read_foreign(folder, model=model if isinstance(model, dict) else {})
 
 
 def _naturally(name: str) -> list[tuple[bool, int, str]]:
-    """Return what sorts names so that block 2 comes before block 10, and a block stays together."""
+    """Return a sort key that keeps a block's names together and puts block 2 before block 10."""
     segments = name.split(".")
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in segments]
 
@@ -258,11 +260,11 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
 
     Args:
         folder: Folder with the weights and their ``config.json``.
-        run_dir: The new run's.
-        config: What the run is to be, but for its model.
+        run_dir: Folder of the new run.
+        config: Configuration of the new run; its model and data are replaced.
 
     Returns:
-        The checkpoint's folder.
+        Folder of the new checkpoint.
 
     Raises:
         ConfigError: The folder can't be read or was not exported from a run on text or tokens, a
@@ -277,7 +279,7 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     model, data = describe_folder(folder)
     config = with_values(config, {"model": model, "data": data, "name": run_dir.name})
     config = with_values(config, {"run_dir": str(run_dir.absolute())})
-    about = Checkpoint(
+    target = Checkpoint(
         step_folders.path_of(run_dir, step=0),
         0,
         0,
@@ -290,9 +292,9 @@ def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
         if wrong := differences(folder, model, on_meta(config, seed=config.seed)):
             raise ConfigError([ConfigIssue("", f"{folder}: {first(wrong)}")])
         state = read_folder(folder, model)
-        dcp.save({"model": state}, storage_writer=Writer(about), no_dist=True)
+        dcp.save({"model": state}, storage_writer=Writer(target), no_dist=True)
         (run_dir / RUN_CONFIG).write_text(to_yaml(config))
-    return about.path
+    return target.path
 
 
 def describe_folder(
@@ -304,7 +306,7 @@ def describe_folder(
     from a run on text; any other folder is left to ``model=hf``.
 
     Raises:
-        ConfigError: Its ``config.json`` can't be read, or is of another model.
+        ConfigError: The ``config.json`` can't be read, or describes another model.
     """
     from axonlaunch.checkpoint.safetensors import CONFIG_FILE, read_json
 
@@ -355,7 +357,7 @@ def hf_instead(folder: Path) -> str:
 
 
 def was_trained_on_text(folder: Path) -> bool:
-    """Say whether a folder of safetensors was exported of a run on text as bytes."""
+    """Return whether a folder of safetensors was exported from a run on byte-level text."""
     from axonlaunch.checkpoint.safetensors import CONFIG_FILE, read_json
 
     trained_on = read_json(folder / CONFIG_FILE).get(TRAINED_ON)
@@ -363,7 +365,7 @@ def was_trained_on_text(folder: Path) -> bool:
 
 
 def _is_text(name: str) -> bool:
-    """Say whether a dataset of this name is registered and gives bytes of text."""
+    """Return whether a dataset of this name is registered and yields bytes of text."""
     facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
     return facts is not None and facts.is_text
 
@@ -389,6 +391,6 @@ def read_folder(
 
 
 def first(problems: list[str]) -> str:
-    """Join the first ten problems, and say how many more there are."""
+    """Join the first ten problems and the number of the others."""
     more = f"; {len(problems) - 10} more" if len(problems) > 10 else ""
     return "; ".join(problems[:10]) + more

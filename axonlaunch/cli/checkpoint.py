@@ -11,6 +11,8 @@ import typer
 
 from axonlaunch.cli.command_help import Command
 from axonlaunch.cli.options import Json, Trust, print_json, refuse, show_help
+from axonlaunch.config.errors import one_of
+from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.system.files import why_no_folder
 from axonlaunch.system.terminal import console_on
@@ -237,11 +239,10 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export weights as safetensors files."""
-    dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     if form != "safetensors":
         refuse(f"--format={form}: is not supported; use safetensors")
-    if dtype is not None and dtype not in dtypes:
-        refuse(f"--dtype={dtype}: is not supported; use fp32, bf16 or fp16")
+    if dtype is not None and dtype not in NUMBER_FORMATS:
+        refuse(f"--dtype={dtype}: is not supported; use {one_of([*NUMBER_FORMATS])}")
     checkpoint = _checkpoint(run_dir)
     config = _config(checkpoint, trust)
     with spinner("writing"):
@@ -249,7 +250,7 @@ def export(
 
         from axonlaunch.checkpoint import weights
 
-        chosen = getattr(torch, dtypes[dtype]) if dtype else None
+        chosen = getattr(torch, NUMBER_FORMATS[dtype].dtype) if dtype else None
         size = int(file_gb * GB)
         written = weights.export_weights(
             checkpoint, config, out, dtype=chosen, file_bytes=size, merge=merge

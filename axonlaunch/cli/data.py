@@ -195,7 +195,7 @@ def _visible(token: str) -> str:
 
 
 def _print_notes(dataset: AnyText) -> None:
-    for note in dataset.notes:
+    for note in dataset.info.notes:
         _print(note)
 
 

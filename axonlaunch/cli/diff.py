@@ -52,12 +52,10 @@ def command(
         TraceTolerance,
         compare_traces,
     )
-    from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR, TOLERANCES
+    from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR
 
     folders = (run_a, run_b)
-    tolerance = TraceTolerance(
-        base=TOLERANCES, gradient_floor=GRADIENT_FLOOR, parameter_floor=PARAMETER_FLOOR
-    )
+    tolerance = TraceTolerance(gradient_floor=GRADIENT_FLOOR, parameter_floor=PARAMETER_FLOOR)
     traces, elements = _read(folders)
     try:
         comparison = compare_traces(*traces, tolerance=tolerance, elements=elements)

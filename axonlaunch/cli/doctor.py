@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from axonlaunch.cli.options import Json, print_json
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.system.terminal import console_on
 
 HELP = "Show this node's hardware and test each communication backend."
@@ -122,7 +123,7 @@ def _gpu_rows(report: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 def _figures(measured: dict[str, Any]) -> list[tuple[str, str]]:
     """Return rows with the measured speed of one rank."""
-    gflops = {name: measured[f"{name}_tflops"] * 1000 for name in ("fp32", "bf16", "fp16")}
+    gflops = {name: measured[each.peak] * 1000 for name, each in PRECISIONS.items()}
     rows = [("matmul", ", ".join(f"{name} {rate:,.3g} GFLOP/s" for name, rate in gflops.items()))]
     kernel, mib = measured["kernel_us"], 2**20
     moved = zip(measured["kernel_bytes"], measured["kernel_latency_us"], strict=True)

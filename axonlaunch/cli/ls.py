@@ -123,7 +123,7 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     """
     from axonlaunch.config import ConfigError, ConfigIssue
     from axonlaunch.config.did_you_mean import unknown
-    from axonlaunch.verification.proved import proved_table
+    from axonlaunch.verification.proved_layouts import proved_table
 
     table = proved_table()
     families = _like(like, table.named)

@@ -1,6 +1,6 @@
-"""A run's configuration: composed by Hydra, typed by dataclasses, checked as a whole.
+"""Configuration of a run: composed by Hydra, typed by dataclasses, checked by rules.
 
-``load`` is the only way in; below it there is no DictConfig.
+``load`` is the entry point. Its result consists of dataclasses and contains no DictConfig.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 
 
 CONFIG = "config.yaml"
-"""A run's frozen configuration, in its folder."""
+"""File name of the frozen configuration in a run folder."""
 
 
 def load(
@@ -61,11 +61,12 @@ def load(
 
     Args:
         overrides: Hydra overrides, ``["strategy=fsdp", "train.steps=10"]``.
-        config_name: The primary config.
-        config_dirs: Folders of a user's own YAML, searched before ours.
+        config_name: Name of the primary config.
+        config_dirs: Folders with YAML of the user, searched before the included ones.
 
     Raises:
-        ConfigError: Everything that is wrong and can be detected without torch, all at once.
+        ConfigError: The configuration is invalid; the error lists all problems that can be detected
+            without torch.
     """
     composed = compose(overrides, config_name=config_name, config_dirs=config_dirs)
     return type_config(composed.tree, composed.problems, origins=composed.origins)
@@ -77,50 +78,53 @@ def compose(
     config_name: str = "config",
     config_dirs: Sequence[str | Path] = (),
 ) -> Composed:
-    """Compose a configuration without typing it, for who asks where its values come from.
+    """Compose a configuration without typing it; the result knows the origin of each value.
 
     Args:
-        overrides: As ``load`` takes them.
-        config_name: The primary config.
-        config_dirs: Folders of a user's own YAML, searched before ours.
+        overrides: Hydra overrides, as in ``load``.
+        config_name: Name of the primary config.
+        config_dirs: Folders with YAML of the user, searched before the included ones.
 
     Returns:
-        The tree with what set each value; what is wrong with single overrides is in ``problems``.
+        The composed tree. Problems of single overrides are in ``problems``.
 
     Raises:
-        ConfigError: The files themselves can't be composed.
+        ConfigError: The YAML files can't be composed.
     """
-    composer = composer_of(config_dirs) if config_dirs else _of_ours()
+    composer = composer_of(config_dirs) if config_dirs else _included_composer()
     composed, issues = _compose_with_plugins(composer, overrides, config_name)
-    return _replaced(dataclasses.replace(composed, problems=issues + composed.problems))
+    return _resolve_alternatives(dataclasses.replace(composed, problems=issues + composed.problems))
 
 
 def _compose_with_plugins(
     composer: Composer, overrides: Sequence[str], config_name: str
 ) -> tuple[Composed, list[ConfigIssue]]:
-    """Compose, and import the plug-ins; compose again only if an option is registered by none.
+    """Compose a configuration and import its plug-ins.
+
+    Compose again if a selected option is still not registered.
 
     Returns:
-        What was composed, and what is wrong with the plug-ins.
+        The composed tree, and the problems of the plug-ins.
 
     Raises:
-        ConfigError: The files themselves can't be composed.
+        ConfigError: The YAML files can't be composed.
     """
     try:
-        composed, awaited = composer.compose_before_plugins(overrides, config_name=config_name)
-    except ConfigError:  # perhaps because of an option that does not exist
+        composed, unregistered = composer.compose_before_plugins(overrides, config_name=config_name)
+    except ConfigError:  # possibly because an option does not exist
         issues = _import_plugins(composer.compose(overrides, config_name=config_name).tree)
     else:
         issues = _import_plugins(composed.tree)
-        if composer.are_registered(awaited):
+        if composer.are_registered(unregistered):
             return composed, issues
     return composer.compose(overrides, config_name=config_name), issues
 
 
-def _replaced(composed: Composed) -> Composed:
-    """Let a key take the place of another one that nobody has set.
+def _resolve_alternatives(composed: Composed) -> Composed:
+    """Let a key replace its alternative if the user did not set that one.
 
-    ``train.epochs`` that of the packaged number of steps, ``data.mix`` that of files.
+    ``train.epochs`` replaces the ``train.steps`` of config.yaml, ``data.mix`` replaces
+    ``data.files``.
     """
     tree = dict(composed.tree)
     data, train = tree.get("data"), tree.get("train")
@@ -133,13 +137,13 @@ def _replaced(composed: Composed) -> Composed:
 
 
 def composer_of(config_dirs: Sequence[str | Path] = ()) -> Composer:
-    """Return what composes from a user's folders and ours, and knows what is registered."""
+    """Return a composer for the user's folders and the included one, with all registries."""
     return Composer(config_dirs=config_dirs, registries=REGISTRIES)
 
 
 @functools.cache
-def _of_ours() -> Composer:
-    """Return what composes from our own YAML alone, which does not change."""
+def _included_composer() -> Composer:
+    """Return a composer for the included folder; cached, because its files do not change."""
     return composer_of()
 
 
@@ -150,16 +154,18 @@ def type_config(
     origins: Callable[[], dict[str, str]] = dict,
     searched: Collection[str] = (),
 ) -> RunConfig:
-    """Type a tree of plain values and check the rules between them.
+    """Type a tree of plain values and check the rules between its values.
 
     Args:
-        tree: As composed.
-        problems: What is already known to be wrong with it.
-        origins: What set each leaf, for who asks which of a user's files is wrong.
-        searched: Keys that break no rule yet: those that they have to go with are searched.
+        tree: Composed tree.
+        problems: Problems found so far.
+        origins: Function that returns the origin of each leaf, used in messages about the user's
+            files.
+        searched: Keys whose rules are not checked, because a search sets the keys that they depend
+            on.
 
     Raises:
-        ConfigError: Everything that is wrong, all at once.
+        ConfigError: The tree is invalid; the error lists all problems.
     """
     checked = validate(tree, RunConfig)
     problems = [*problems, *checked.problems]
@@ -167,37 +173,39 @@ def type_config(
     problems += [rule for rule in find_rule_violations(checked.config) if rule.key not in reported]
     if problems:
         sources = origins()
-        placed = (_placed(_chosen(problem, sources), sources) for problem in problems)
-        # Of keys that another option left, each has the same one.
-        raise ConfigError([*{str(issue): issue for issue in placed}.values()])
+        explained = (
+            _with_file(_as_option_problem(problem, sources), sources) for problem in problems
+        )
+        # Several leftover keys of one option give the same problem.
+        raise ConfigError([*{str(issue): issue for issue in explained}.values()])
     assert isinstance(checked.config, RunConfig)
     return checked.config
 
 
-def _chosen(problem: ConfigIssue, origins: Mapping[str, str]) -> ConfigIssue:
-    """Say of a key left by another option how that option is replaced as a whole.
+def _as_option_problem(problem: ConfigIssue, origins: Mapping[str, str]) -> ConfigIssue:
+    """Turn a problem of a leftover key into one that says how to select the whole option.
 
-    ``scheduler.name=constant`` leaves ``scheduler.final_lr_ratio`` of the default
-    ``scheduler/cosine.yaml``, which nobody wrote; ``scheduler=constant`` is meant.
+    ``data.name=digits`` leaves the ``data.sequence_length`` of the default ``data/auto.yaml``,
+    which the user did not write; ``data=digits`` replaces it.
     """
     group, _, name = problem.key.partition(".")
-    by = origins.get(f"{group}.name", "")
+    name_origin = origins.get(f"{group}.name", "")
     file = Path(origins.get(problem.key, ""))
-    if name == "name" or file.parent.name != group or not by.startswith(OVERRIDE_ORIGIN):
+    if name == "name" or file.parent.name != group or not name_origin.startswith(OVERRIDE_ORIGIN):
         return problem
-    option = by.rpartition("=")[2]
+    option = name_origin.rpartition("=")[2]
     message = f"leaves the keys of {group}={file.stem} as they are; write {group}={option}"
     return ConfigIssue(f"{group}.name", message, option)
 
 
-def _placed(problem: ConfigIssue, origins: Mapping[str, str]) -> ConfigIssue:
-    """Say in which of a user's own files a problem is."""
+def _with_file(problem: ConfigIssue, origins: Mapping[str, str]) -> ConfigIssue:
+    """Add the user's file that contains the problem to the message."""
     inside = f"{problem.key}."
     files = {o for key, o in origins.items() if key == problem.key or key.startswith(inside)}
     if not problem.key or len(files) != 1:
         return problem
     file = Path(files.pop())
-    if not file.is_absolute():  # an override, or one of ours
+    if not file.is_absolute():  # an override or an included file
         return problem
     message = f"{problem.message} (in {file})"
     if file.parent.name == problem.key:
@@ -206,13 +214,13 @@ def _placed(problem: ConfigIssue, origins: Mapping[str, str]) -> ConfigIssue:
 
 
 def _import_plugins(tree: dict[str, Any]) -> list[ConfigIssue]:
-    """Import the modules that register what the configuration may choose."""
+    """Import the modules in ``plugins``, which register options; return the problems."""
     modules = tree.get("plugins")
     return import_plugins(modules) if isinstance(modules, list) else []
 
 
 def import_code(config: RunConfig) -> None:
-    """Import the plugins of a configuration, in a process that received it as a value.
+    """Import the plug-ins of a configuration that another process has loaded.
 
     Raises:
         ConfigError: A module can't be imported.
@@ -222,16 +230,17 @@ def import_code(config: RunConfig) -> None:
 
 
 def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
-    """Read a frozen ``config.yaml``, or that of a run folder.
+    """Read a frozen configuration.
 
     Args:
-        path: The file or the folder.
-        trusted: Import the modules that it names, which are refused otherwise, and put in the
-            values of the environment variables that it names, which otherwise stay
-            ``${oc.env:NAME}``: its author could have them sent to a server.
+        path: Path of a ``config.yaml`` or of a run folder.
+        trusted: Whether to import modules and to insert values of environment variables that the
+            file names. If false, modules are an error and variables stay ``${oc.env:NAME}``,
+            because the author of the file could have their values sent to a server.
 
     Raises:
-        ConfigError: There is no such file, it does not fit this version's schema, or names code.
+        ConfigError: There is no such file, it does not fit the schema of this version, or it names
+            code and is not trusted.
     """
     path = Path(path) if isinstance(path, str) else path
     file = path / CONFIG if path.is_dir() else path
@@ -251,17 +260,17 @@ def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
 
 
 def meant_below_runs(path: Path) -> str:
-    """Return the question for a run that was given by its name alone; empty for other paths."""
+    """Return a suggestion if the path is only the name of a run, else an empty text."""
     run = Path("runs", str(path))
     return f"; did you mean {run}?" if (run / CONFIG).is_file() else ""
 
 
 def parse_frozen(text: str, *, name: str = "the frozen configuration") -> RunConfig:
-    """Read the text of a ``config.yaml`` that this very run has frozen, and import what it names.
+    """Parse a ``config.yaml`` that this run has frozen, and import the code that it names.
 
     Raises:
-        ConfigError: It does not fit this version's schema, or names environment variables that this
-            process does not have.
+        ConfigError: The text does not fit the schema of this version, or names environment
+            variables that are not set in this process.
     """
     tree = _with_environment(_read_tree(text, name=name), os.environ, name=name)
     return type_config(tree, _import_plugins(tree))
@@ -270,10 +279,12 @@ def parse_frozen(text: str, *, name: str = "the frozen configuration") -> RunCon
 def _with_environment(
     tree: dict[str, Any], environment: Mapping[str, str] | None, *, name: str
 ) -> dict[str, Any]:
-    """Put the values of environment variables into a frozen configuration; None: their names.
+    """Insert the values of environment variables into a frozen configuration.
+
+    With ``environment=None`` the names stay in the texts.
 
     Raises:
-        ConfigError: Some are not set here; all of them are named.
+        ConfigError: Some variables are not set; the error names all of them.
     """
     values: dict[str, Any] = {}
     issues = []

@@ -1,6 +1,6 @@
-"""Hydra in, plain tree out: groups, overrides, searched folders, sweeps, and who set what.
+"""Composes YAML files and overrides by Hydra to a plain tree that knows the origin of each value.
 
-Nothing here knows the schema.
+This module does not know the schema.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ OVERRIDE_ORIGIN = "override "
 DEFAULT_ORIGIN = "default"
 
 PRESET = "preset"
-"""A key of the group ``model``: what its size makes sense with, by a key of ``PRESETS``. It is a
-default of last resort, which our own files read by ``${oc.select:model.preset.KEY,DEFAULT}``.
+"""Key of the group ``model`` with settings that suit its size, by the keys of ``PRESETS``.
+
+They have the lowest priority. Included files read them by
+``${oc.select:model.preset.KEY,DEFAULT}``.
 """
 PRESETS = (
     "data",
@@ -58,13 +60,14 @@ class Composed:
     """A composed configuration before it is typed.
 
     Attributes:
-        tree: Nested plain values, interpolations resolved; texts with values of environment
+        tree: Nested plain values with resolved interpolations; texts with values of environment
             variables are ``EnvironmentText``.
-        given: Dotted key of each leaf that an override set -> that override.
-        in_files: The same of files; a call, since reading them all again takes as long as composing
-            and few ask.
-        problems: Overrides that could not be taken; the tree is composed without them.
-        in_environment: Dotted key of each leaf that what started the process set -> what that was.
+        given: Maps the dotted key of each leaf that an override set to that override.
+        in_files: Function that maps the dotted key of each leaf in a file to that file. It reads
+            all files again, which takes as long as composing, so it is called only if needed.
+        problems: Problems of overrides; the tree is composed without these overrides.
+        in_environment: Maps the dotted key of each leaf that the starter of this process set, such
+            as torchrun, to a text with its name.
     """
 
     tree: dict[str, Any]
@@ -74,20 +77,20 @@ class Composed:
     in_environment: dict[str, str] = field(default_factory=dict)
 
     def origins(self) -> dict[str, str]:
-        """Return what set each leaf: a file, the environment, ``"override "`` and the override."""
+        """Return the origin of each leaf: a file, the environment, or ``"override TEXT"``."""
         overridden = {key: OVERRIDE_ORIGIN + text for key, text in self.given.items()}
         return {**self.in_files(), **overridden, **self.in_environment}
 
 
 def packaged_configs() -> Path:
-    """Return the folder of our own YAML: inside the installed package, else beside it."""
+    """Return the folder of included YAML: in the installed package, else next to its source."""
     package = Path(__file__).resolve().parent.parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 class Composer:
-    """Composes configurations from our own YAML and a user's folders, which come first."""
+    """Composes configurations from the user's folders, which have priority, and included YAML."""
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class Composer:
         config_dirs: Sequence[str | Path] = (),
         registries: Mapping[str, Registry[Any, Any]] | None = None,
     ) -> None:
-        """Find a user's folders; what ``registries`` list are options of their groups too."""
+        """Find the folders; entries of ``registries`` are options of their groups too."""
         self.folders = [*(Path(folder).resolve() for folder in config_dirs), packaged_configs()]
         if missing := [folder for folder in self.folders if not folder.is_dir()]:
             messages = [f"--config-dir {folder}: {why_no_folder(folder)}" for folder in missing]
@@ -104,9 +107,9 @@ class Composer:
         self._files = HydraFiles(self.folders, open_groups=self._open_groups)
 
     def options(self, group: str) -> dict[str, str]:
-        """Return ``{option: what it is in a line}`` of a group, sorted by name.
+        """Return ``{option: summary line}`` of a group, sorted by name.
 
-        Options are files of YAML, and what is registered or offered by installed packages.
+        Options are YAML files, registered entries, and entry points of installed packages.
         """
         registry = self._registries.get(group)
         summaries = {} if registry is None else registry.summaries()
@@ -115,7 +118,7 @@ class Composer:
         return dict(sorted(summaries.items()))
 
     def contents(self, group: str) -> dict[str, dict[str, Any]]:
-        """Return ``{option: what its YAML says}`` of a group, sorted by name."""
+        """Return ``{option: keys of its YAML}`` of a group, sorted by name."""
         values: dict[str, dict[str, Any]] = {}
         for name in self._files.options(group):
             files = (folder / group / f"{name}.yaml" for folder in self.folders)
@@ -126,16 +129,17 @@ class Composer:
         """Compose a tree from a primary config and overrides.
 
         Raises:
-            ConfigError: The files themselves can't be composed.
+            ConfigError: The YAML files can't be composed.
         """
         self._check_primary(config_name)
-        asked, problems = self.sort_overrides(overrides, config_name)
+        override_lists, problems = self.sort_overrides(overrides, config_name)
+        groups = override_lists.groups
         with as_config_errors():
-            unregistered = self._unregistered_options(self._files, config_name, asked.groups)
+            unregistered = self._unregistered_options(self._files, config_name, groups)
             absent = [f"{group}/{name}" for group, name in unregistered.items()]
-            files = self._files.without_optional(config_name, asked.groups, absent)
-            unregistered = self._unregistered_options(files, config_name, asked.groups)
-        composed = self._merge(files, config_name, asked, problems)
+            files = self._files.without_optional(config_name, groups, absent)
+            unregistered = self._unregistered_options(files, config_name, groups)
+        composed = self._compose_files(files, config_name, override_lists, problems)
         for group, name in unregistered.items():
             composed.tree.pop(group, None)
             problems.append(self._unknown_option(group, name))
@@ -144,29 +148,37 @@ class Composer:
     def compose_before_plugins(
         self, overrides: Sequence[str], *, config_name: str = "config"
     ) -> tuple[Composed, dict[str, str]]:
-        """Compose a tree as if all options that may be registered were, since plug-ins may.
+        """Compose a tree before plug-ins are imported, which may register some of its options.
 
         Returns:
-            What ``compose`` returns once they are registered, and ``{group: option}`` of those
-            that are not registered yet.
+            The result of ``compose`` after these options are registered, and ``{group: option}`` of
+            options that are not registered yet.
 
         Raises:
-            ConfigError: The files themselves can't be composed.
+            ConfigError: The YAML files can't be composed.
         """
         self._check_primary(config_name)
-        asked, problems = self.sort_overrides(overrides, config_name, with_unregistered=True)
+        override_lists, problems = self.sort_overrides(
+            overrides, config_name, with_unregistered=True
+        )
+        groups = override_lists.groups
         with as_config_errors():
-            unregistered = self._unregistered_options(self._files, config_name, asked.groups)
-        return self._merge(self._files, config_name, asked, problems), unregistered
+            unregistered = self._unregistered_options(self._files, config_name, groups)
+        composed = self._compose_files(self._files, config_name, override_lists, problems)
+        return composed, unregistered
 
     def are_registered(self, options: Mapping[str, str]) -> bool:
-        """Whether options that ``compose_before_plugins`` returned are registered by now."""
+        """Return whether options from ``compose_before_plugins`` are registered now."""
         return all(name in self._registries[group] for group, name in options.items())
 
-    def _merge(
-        self, files: HydraFiles, config_name: str, asked: Asked, problems: list[ConfigIssue]
+    def _compose_files(
+        self,
+        files: HydraFiles,
+        config_name: str,
+        overrides: SortedOverrides,
+        problems: list[ConfigIssue],
     ) -> Composed:
-        """Merge the chosen files and the values; add to ``problems`` what is wrong with a preset.
+        """Merge the selected files and the values; add problems of a preset to ``problems``.
 
         Raises:
             ConfigError: The files can't be merged.
@@ -174,15 +186,15 @@ class Composer:
         from omegaconf import OmegaConf
 
         with as_config_errors():
-            merged = files.compose(config_name, asked.groups, asked.values)
+            merged = files.compose(config_name, overrides.groups, overrides.values)
             tree = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
-            tree, unclear = mark_environment(tree, merged)
+            tree, changed = mark_environment(tree, merged)
         assert isinstance(tree, dict)
-        problems += [ConfigIssue(key, _CHANGED) for key in unclear]
-        problems += _taken_preset(tree)
-        in_files = partial(self._file_origins, files, config_name, asked.groups)
+        problems += [ConfigIssue(key, _CHANGED) for key in changed]
+        problems += _remove_preset(tree)
+        in_files = partial(self._file_origins, files, config_name, overrides.groups)
         named = {str(key): value for key, value in tree.items()}
-        return Composed(named, asked.origins, in_files, problems)
+        return Composed(named, overrides.origins, in_files, problems)
 
     def sweep(self, overrides: Sequence[str]) -> list[list[str]]:
         """Expand Hydra's sweep syntax (``a=1,2``, ``range``, ``glob``) into runs, in order.
@@ -191,7 +203,7 @@ class Composer:
             The overrides of each run: ``a=1,2 b=3`` gives ``[["a=1", "b=3"], ["a=2", "b=3"]]``.
 
         Raises:
-            ConfigError: An override is none.
+            ConfigError: An override is invalid.
         """
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
@@ -202,7 +214,7 @@ class Composer:
         return [list(overrides) for batch in batches for overrides in batch]
 
     def _parse(self, overrides: Sequence[str]) -> tuple[list[Any], list[ConfigIssue]]:
-        """Parse overrides, each by itself, so that every one that is wrong is reported."""
+        """Parse each override separately, so that all invalid ones are reported."""
         from hydra.errors import OverrideParseException
 
         parsed = []
@@ -215,7 +227,7 @@ class Composer:
                 override = self._files.parse(text)
             except OverrideParseException as error:
                 reason = why_unread(text, str(error).splitlines()[0])
-                reason = reason or f"not an override; write {self._meant(text)}"
+                reason = reason or f"not an override; write {self._suggest(text)}"
                 problems.append(ConfigIssue("", f"{in_one_line(text)}: {reason}"))
                 continue
             if override.key_or_group:
@@ -224,12 +236,12 @@ class Composer:
                 problems.append(ConfigIssue("", f"{text}: has no key; write key=value"))
         return parsed, problems
 
-    def _meant(self, text: str) -> str:
-        """Return what somebody may have meant by a word that is no override."""
+    def _suggest(self, text: str) -> str:
+        """Return the override that a word without ``=`` probably means."""
         if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text):
             return f"{text}=VALUE"
-        of = [group for group in self._files.groups() if text in self._files.options(group)]
-        return " or ".join(f"{group}={text}" for group in of) or "key=value"
+        groups = [group for group in self._files.groups() if text in self._files.options(group)]
+        return " or ".join(f"{group}={text}" for group in groups) or "key=value"
 
     def _check_primary(self, config_name: str) -> None:
         if not self._files.has_file(config_name):
@@ -239,18 +251,22 @@ class Composer:
 
     def sort_overrides(
         self, overrides: Sequence[str], config_name: str, *, with_unregistered: bool = False
-    ) -> tuple[Asked, list[ConfigIssue]]:
-        """Sort overrides into those that choose files and those that set values.
+    ) -> tuple[SortedOverrides, list[ConfigIssue]]:
+        """Separate overrides that select files from overrides that set values.
 
-        ``strategy=x`` and ``+strategy=x`` mean the same. A value is always added by force (``++``):
-        whether its key exists is checked by the schema, for all keys at once. What is wrong with
-        those that are left out is returned beside them. With ``with_unregistered``, an option that
-        is not registered is one nevertheless, where plug-ins can register it.
+        ``strategy=x`` and ``+strategy=x`` mean the same. Values are always added by force (``++``),
+        because the schema checks later whether their keys exist, for all keys at once. Invalid
+        overrides are left out, and their problems are returned.
+
+        Args:
+            overrides: Hydra overrides.
+            config_name: Name of the primary config.
+            with_unregistered: Whether to accept options that a plug-in may register.
         """
         from hydra.core.override_parser.types import OverrideType
 
         parsed, problems = self._parse(overrides)
-        asked = Asked([], [], {})
+        result = SortedOverrides([], [], {})
         for override in parsed:
             text, key = override.input_line, override.key_or_group
             if key == "hydra" or key.startswith("hydra."):
@@ -260,7 +276,7 @@ class Composer:
                 message = f"{text}: several values; add -m to run them one after another"
                 problems.append(ConfigIssue("", message))
             elif override.is_delete():
-                (asked.groups if self._files.has_group(key) else asked.values).append(override)
+                (result.groups if self._files.has_group(key) else result.values).append(override)
             elif self._files.has_group(key):
                 may_be_registered = (
                     with_unregistered
@@ -270,15 +286,15 @@ class Composer:
                 group_problems = [] if may_be_registered else self._group_problems(override)
                 problems += group_problems
                 if not group_problems:
-                    asked.groups.extend(self._group(override, config_name))
+                    result.groups.extend(self._group(override, config_name))
             else:
-                asked.values.append(_with_type(override, OverrideType.FORCE_ADD))
+                result.values.append(_with_type(override, OverrideType.FORCE_ADD))
                 for leaf in flatten(override.value(), key):
-                    asked.origins[leaf] = text
-        return asked, problems
+                    result.origins[leaf] = text
+        return result, problems
 
     def _group(self, override: Any, config_name: str) -> list[Any]:
-        """Return what Hydra takes for a choice of a group: it asks whether a file names it."""
+        """Return a group override with the prefix that Hydra requires for the primary config."""
         from hydra.core.override_parser.types import OverrideType
 
         with as_config_errors():
@@ -301,7 +317,7 @@ class Composer:
 
     @property
     def _open_groups(self) -> frozenset[str]:
-        """The groups whose options can be registered."""
+        """Groups with options that can be registered."""
         return frozenset(k for k, known in self._registries.items() if known.entry_points)
 
     def _is_option(self, group: str, name: str) -> bool:
@@ -313,14 +329,14 @@ class Composer:
         options = sorted({*self._files.options(group), *(registry.names() if registry else ())})
         close = FOREIGN_OPTIONS.get(f"{group}={value}".lower()) or nearest(str(value), options)
         meant = f"did you mean {close}? " if close else ""
-        own = "; plugins=[module] registers your own" if group in self._open_groups else ""
-        message = f"there is no such option; {meant}known: {', '.join(options)}{own}"
+        hint = "; plugins=[module] registers your own" if group in self._open_groups else ""
+        message = f"there is no such option; {meant}known: {', '.join(options)}{hint}"
         return ConfigIssue(group, message, value)
 
     def _unregistered_options(
         self, files: HydraFiles, config_name: str, groups: Sequence[Any]
     ) -> dict[str, str]:
-        """Return ``{group: option}`` of what files name, and nobody has a file for or registers."""
+        """Return ``{group: option}`` of selected options without a file or a registered entry."""
         named = files.without_file(config_name, groups)
         return {k: name for k, name in named.items() if name not in self._registries[k]}
 
@@ -336,15 +352,15 @@ class Composer:
                 continue
             content = files.content(config_name, default)
             tree = OmegaConf.to_container(content, resolve=False)
-            where = self._describe(default.config_path)
+            file = self._describe(default.config_path)
             for leaf, value in flatten(tree, "").items():
-                origins[leaf] = where
+                origins[leaf] = file
                 reference = _FROM_PRESET.match(str(value))
                 sources[leaf] = reference[1] if reference else leaf
-        return {leaf: origins.get(sources[leaf], where) for leaf, where in origins.items()}
+        return {leaf: origins.get(sources[leaf], file) for leaf, file in origins.items()}
 
     def _describe(self, config_path: str) -> str:
-        """Name a file: from our own folder by its place in it, a user's by its whole path."""
+        """Return the relative name of an included file, or the full path of a user's file."""
         name = f"{config_path}.yaml"
         for base in self.folders:
             candidate = base / name
@@ -364,13 +380,13 @@ class Composer:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Overrides as Hydra takes them.
+class SortedOverrides:
+    """Parsed overrides in the form that Hydra requires.
 
     Attributes:
-        groups: Those that choose files.
-        values: Those that set values or remove them, in order.
-        origins: Dotted key of each leaf that one sets -> the override as it was written.
+        groups: Overrides that select files.
+        values: Overrides that set or remove values, in order.
+        origins: Maps the dotted key of each leaf that an override sets to the original text.
     """
 
     groups: list[Any]
@@ -379,14 +395,14 @@ class Asked:
 
 
 def _with_type(override: Any, kind: Any) -> Any:
-    """Return a parsed override as if it had been written with another prefix: ``+``, ``~``."""
+    """Return a parsed override with another prefix: ``+``, ``++``, ``~`` or none."""
     text = override.input_line.lstrip("+")
     prefix = {"ADD": "+", "FORCE_ADD": "++", "DEL": "~"}.get(kind.name, "")
     return replace(override, type=kind, input_line=prefix + text)
 
 
-def _taken_preset(tree: dict[Any, Any]) -> list[ConfigIssue]:
-    """Take a model's preset out of a composed tree, where it has had its effect."""
+def _remove_preset(tree: dict[Any, Any]) -> list[ConfigIssue]:
+    """Remove the model's preset from a composed tree, and return its problems."""
     model = tree.get("model")
     preset = model.pop(PRESET, None) if isinstance(model, dict) else None
     key = f"model.{PRESET}"

@@ -1,7 +1,4 @@
-"""What Hydra, OmegaConf and YAML find wrong with files and overrides, in a line each.
-
-It composes nothing itself.
-"""
+"""Turns errors of Hydra, OmegaConf and YAML into configuration errors of one line each."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from axonlaunch.config.errors import ConfigError, ConfigIssue
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Raise what Hydra, OmegaConf and YAML find wrong with files and overrides.
+    """Convert errors of Hydra, OmegaConf and YAML inside the block.
 
     Raises:
-        ConfigError: In place of an error of theirs.
+        ConfigError: Hydra, OmegaConf or YAML raised an error about files or overrides.
     """
     from omegaconf.errors import OmegaConfBaseException
 
@@ -38,9 +35,9 @@ def _omegaconf_problem(error: Any) -> ConfigIssue:
 
 
 def _hydra_problem(error: Exception) -> ConfigIssue | None:
-    """Say a Hydra or YAML error in one line; None where it is neither.
+    """Return a Hydra or YAML error as a problem of one line; None for other errors.
 
-    Hydra hides the reason of "Error merging override" in ``__cause__``.
+    Hydra keeps the reason of "Error merging override" in ``__cause__``.
     """
     from hydra.errors import HydraException
     from yaml import MarkedYAMLError, YAMLError

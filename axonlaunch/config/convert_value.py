@@ -1,6 +1,6 @@
-"""Plain values as the types of a schema's fields: nothing is guessed.
+"""Converts plain values to the types of a schema's fields, without guessing.
 
-No text is taken for a number, no fraction for a count.
+A text is never converted to a number, nor a fraction to a whole number.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from axonlaunch.config.environment_values import EnvironmentText
 from axonlaunch.config.errors import one_of
 
 
-class Rejected(Exception):  # noqa: N818 - caught by who knows the key, never seen by a user
-    """A value that does not fit; the text says what would."""
+class Rejected(Exception):  # noqa: N818 - caught by callers that know the key
+    """Invalid value; the text names the expected values."""
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """Return the value as the hint's type.
+    """Convert a value to the type of a hint.
 
     Raises:
-        Rejected: It can't be one; the text says what was expected.
+        Rejected: The value can't be converted; the text names the expected values.
     """
     origin = get_origin(hint)
     if hint is Any:
@@ -71,7 +71,7 @@ def _scalar(value: Any, hint: Any) -> Any:
 
 
 def _literal(value: Any, choices: tuple[Any, ...]) -> Any:
-    value = str(value) if isinstance(value, EnvironmentText) else value  # frozen as it is
+    value = str(value) if isinstance(value, EnvironmentText) else value  # frozen with its value
     for choice in choices:
         if value == choice and type(value) is type(choice):
             return choice
@@ -114,15 +114,16 @@ def _tuple(value: Any, hints: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def check_range(value: Any, limits: Mapping[str, Any], *, or_null: bool) -> None:
-    """Refuse a number, or one of a list, beyond the limits of its field.
+    """Check a number, or the numbers in a list, against the limits of a field.
 
     Args:
-        value: Converted; what is no number is left alone.
-        limits: The field's metadata: ``min``, ``max``, and ``above``, ``below``, which exclude.
-        or_null: Whether the message offers null too.
+        value: Converted value; values that are not numbers are ignored.
+        limits: Metadata of the field: ``min`` and ``max``, and the exclusive ``above`` and
+            ``below``.
+        or_null: Whether the message also suggests null.
 
     Raises:
-        Rejected: It says which limit.
+        Rejected: A number is outside a limit; the text names the limit.
     """
     tail = ", or null" if or_null else ""
     for number in value if isinstance(value, list | tuple) else [value]:

@@ -1,6 +1,6 @@
-"""Typed configurations of datasets.
+"""Typed configurations of datasets, and the registry of datasets.
 
-It holds values; ``axonlaunch.data`` reads what they name.
+``axonlaunch.data`` reads the data.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from axonlaunch.config.errors import target_problems
 from axonlaunch.config.registry import Entry, Needs, Registry
 
 IGNORE_INDEX: Final = -100
-"""The target that a loss does not count: torch's own default for ``ignore_index``."""
+"""Target that the loss ignores; torch's default for ``ignore_index``."""
 NUM_BYTES: Final = 256
-"""The vocabulary of text, a token a byte."""
+"""Vocabulary size of text that is read as bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PythonSourceConfig:
-    """The source of Python's own standard library, as bytes."""
+    """Source code of Python's standard library, as bytes."""
 
     name: str = "python_source"
-    """name in the registry of datasets"""
+    """name of the dataset"""
     sequence_length: int = field(default=128, metadata={"min": 1})
-    """bytes of a sample"""
+    """bytes per sample"""
     eval_fraction: float = field(default=0.05, metadata={"above": 0, "below": 1})
-    """share of the files held out for evaluation"""
+    """fraction of the files that is held out for evaluation"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """A user's own files, as bytes."""
+    """User-defined text files, as bytes."""
 
     name: str = "text"
-    """name in the registry of datasets"""
+    """name of the dataset"""
     files: list[str]
-    """paths or globs of text in UTF-8; ** crosses folders"""
+    """paths or globs of UTF-8 text files; ** matches any depth of folders"""
     sequence_length: int = field(default=128, metadata={"min": 1})
-    """bytes of a sample"""
+    """bytes per sample"""
     eval_fraction: float = field(default=0.05, metadata={"above": 0, "below": 1})
-    """share of the bytes held out for evaluation: the last ones"""
+    """fraction of the bytes, at the end, that is held out for evaluation"""
 
     def problems(self) -> list[tuple[str, str]]:
-        """Return ``(field, message)`` for values that don't fit each other."""
+        """Return ``(field, message)`` for each invalid value."""
         if self.files:
             return []
         return [("files", "names no file; write data.files=[notes.txt,'corpus/**/*.md']")]
@@ -53,66 +53,66 @@ class TextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensConfig:
-    """A flat binary file of token numbers, memory-mapped."""
+    """Flat binary file of token numbers, memory-mapped."""
 
     name: str = "tokens"
-    """name in the registry of datasets"""
+    """name of the dataset"""
     path: str
-    """file of token numbers, nothing else in it"""
+    """file that contains only token numbers, without a header"""
     dtype: Literal["uint16", "uint32"] = "uint16"
-    """type of a number in the file, in this node's byte order"""
+    """dtype of the token numbers, in the byte order of this node"""
     sequence_length: int = field(default=1024, metadata={"min": 1})
-    """tokens of a sample"""
+    """tokens per sample"""
     vocab_size: int | None = field(default=None, metadata={"min": 1})
-    """size of the vocabulary; null: found by reading the files through once"""
+    """size of the vocabulary; null: found by reading the files once"""
     eval_path: str | None = None
-    """file of held-out tokens; null: the last part of path"""
+    """file of held-out tokens; null: the end of path"""
     eval_fraction: float = field(default=0.01, metadata={"above": 0, "below": 1})
-    """share of path held out for evaluation where eval_path is null"""
+    """fraction of path that is held out for evaluation if eval_path is null"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticTokensConfig:
-    """Made-up token sequences that count up by a stride: cheap, and learnable."""
+    """Synthetic token sequences that count up by a stride; cheap, and learnable."""
 
     name: str = "synthetic_tokens"
-    """name in the registry of datasets"""
+    """name of the dataset"""
     vocab_size: int = field(default=256, metadata={"min": 2})
-    """tokens of the vocabulary"""
+    """size of the vocabulary"""
     sequence_length: int = field(default=128, metadata={"min": 1})
-    """tokens of a sample"""
+    """tokens per sample"""
     num_samples: int = field(default=65536, metadata={"min": 1})
-    """training samples"""
+    """number of training samples"""
     num_eval_samples: int = field(default=1024, metadata={"min": 1})
-    """evaluation samples"""
+    """number of evaluation samples"""
     document_length: int | None = field(default=None, metadata={"min": 1})
-    """tokens of a document, of which a row has as many as fit; null: a row is one sequence"""
+    """tokens per document; rows are packed with documents; null: each row is one sequence"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeOnlyTokensConfig(SyntheticTokensConfig):
-    """Rows of the same shape as those of text in files, which estimates do not read."""
+    """Stand-in for text files in estimates: rows of the same shape, without reading files."""
 
     packing: str = "none"
-    """``data.packing`` of the text"""
+    """``data.packing`` of the text dataset"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticImagesConfig:
-    """Made-up images, one noisy pattern a class: cheap, and learnable."""
+    """Synthetic images, one noisy pattern per class; cheap, and learnable."""
 
     name: str = "synthetic_images"
-    """name in the registry of datasets"""
+    """name of the dataset"""
     image_size: int = field(default=28, metadata={"min": 1})
     """height and width, pixels"""
     num_channels: int = field(default=1, metadata={"min": 1})
-    """channels: 1 grey, 3 colour"""
+    """number of channels: 1 grey, 3 colour"""
     num_classes: int = field(default=10, metadata={"min": 1})
     """number of classes"""
     num_samples: int = field(default=65536, metadata={"min": 1})
-    """training samples"""
+    """number of training samples"""
     num_eval_samples: int = field(default=1024, metadata={"min": 1})
-    """evaluation samples"""
+    """number of evaluation samples"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,41 +120,45 @@ class DigitsConfig:
     """1797 real handwritten digits that ship with scikit-learn."""
 
     name: str = "digits"
-    """name in the registry of datasets"""
+    """name of the dataset"""
     image_size: int = field(default=28, metadata={"min": 8})
-    """height and width to which the 8 x 8 pixels are enlarged; 28 suits the default mlp and vit"""
+    """height and width to which the 8 x 8 pixels are enlarged; mlp and vit expect 28 by default"""
     eval_fraction: float = field(default=0.2, metadata={"above": 0, "below": 1})
-    """share of the images held out for evaluation"""
+    """fraction of the images that is held out for evaluation"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomDataConfig:
-    """A user's own dataset, named by where it is imported from."""
+    """User-defined dataset, named by its import path."""
 
     name: str = "custom"
-    """name in the registry of datasets"""
+    """name of the dataset"""
     target: str
-    """what makes the dataset, package.module:Class; called with the arguments"""
+    """import path of the dataset, package.module:Class; it is called with the arguments"""
     arguments: dict[str, Any] = field(default_factory=dict)
     """keyword arguments of the target"""
     num_classes: int | None = field(default=None, metadata={"min": 1})
-    """classes, or tokens of the vocabulary; null: as the dataset itself says"""
+    """number of classes, or size of the vocabulary; null: read from the dataset"""
     eval_fraction: float = field(default=0.05, metadata={"min": 0, "below": 1})
-    """share of a map-style dataset that is held out, its last samples; unless it has held_out"""
+    """fraction of a map-style dataset, at its end, that is held out for evaluation; unused if the
+    dataset has held_out
+    """
     collate: str | None = None
-    """package.module:function of a list of samples; null: pairs are stacked, others as by torch"""
+    """import path of a function that batches a list of samples, package.module:function; null:
+    pairs are stacked, other samples are collated by torch
+    """
 
     def problems(self) -> list[tuple[str, str]]:
-        """Return ``(field, message)`` for values that don't fit each other."""
+        """Return ``(field, message)`` for each invalid value."""
         return target_problems(self.target, "Class")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeDataConfig:
-    """Configuration of a registered dataset that brought no dataclass of its own."""
+    """Configuration of a dataset that was registered without a dataclass."""
 
     name: str
-    """name in the registry of datasets"""
+    """name under which the dataset is registered"""
     arguments: dict[str, Any] = field(default_factory=dict)
     """keyword arguments of the dataset"""
 
@@ -164,32 +168,32 @@ Kind = Literal["tokens", "images", "structured"]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShape:
-    """What one sample is, as far as memory and time depend on it."""
+    """Properties of one sample that memory and time depend on."""
 
     kind: Kind
-    """tokens are int64, images fp32; structured are batches of any structure"""
+    """kind of input: tokens are int64, images fp32, structured is any structure of tensors"""
     shape: tuple[int, ...]
-    """of one input, [T] or [C, H, W]"""
+    """shape of one input, [T] or [C, H, W]"""
     num_classes: int | None = None
-    """tokens of the vocabulary, or classes; None: only the data knows"""
+    """size of the vocabulary, or number of classes; None if only the data can tell"""
     is_packed: bool = False
-    """whether a row holds several documents, which a mask keeps apart"""
+    """whether a row holds several documents, separated by an attention mask"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFacts:
-    """What others must know of a dataset without reading it."""
+    """Properties of a dataset that are known without reading it."""
 
     sample: Callable[[Any], SampleShape] | None = None
-    """from its configuration; None: the dataset is made to find out"""
+    """function from the configuration to the sample shape; None: build the dataset and ask it"""
     files: tuple[str, ...] = ()
-    """required keys that name files, which an estimate does without"""
+    """required keys that name files; estimates work without them"""
     is_text: bool = False
-    """whether its tokens are text"""
+    """whether the tokens represent text"""
     takes_tokenizer: bool = False
-    """whether it is called with a tokenizer too; otherwise text is bytes"""
+    """whether the dataset is built with a tokenizer; otherwise text is read as bytes"""
     collate: Callable[[list[Any]], Any] | None = None
-    """makes a batch of samples, where the dataset itself gives one by one"""
+    """function that batches single samples; None if the dataset returns batches"""
 
 
 def _bytes(config: PythonSourceConfig | TextConfig) -> SampleShape:
@@ -225,25 +229,25 @@ DATASETS: Registry[Callable[[Any], Any], DatasetFacts] = Registry(
     {
         "python_source": Entry(
             "axonlaunch.data.python_source:PythonSource",
-            "source of Python's standard library",
+            "source code of Python's standard library",
             PythonSourceConfig,
             DatasetFacts(sample=_bytes, is_text=True),
         ),
         "text": Entry(
             "axonlaunch.data.text:Text",
-            "your own files as bytes, data.files",
+            "your files as bytes, data.files",
             TextConfig,
             DatasetFacts(sample=_bytes, files=("files",), is_text=True),
         ),
         "documents": Entry(
             "axonlaunch.data.mix:build_text",
-            "text of rows in files, tokenised: jsonl, csv, parquet, data.files",
+            "text in rows of files, tokenised: jsonl, csv, parquet, data.files",
             DocumentsConfig,
             DatasetFacts(sample=_text_rows, files=("files",), is_text=True, takes_tokenizer=True),
         ),
         "chat": Entry(
             "axonlaunch.data.mix:build_text",
-            "messages of rows in files, by the chat template of a tokenizer, data.files",
+            "chat messages in rows of files, by the tokenizer's chat template, data.files",
             ChatConfig,
             DatasetFacts(sample=_text_rows, files=("files",), is_text=True, takes_tokenizer=True),
         ),
@@ -255,13 +259,13 @@ DATASETS: Registry[Callable[[Any], Any], DatasetFacts] = Registry(
         ),
         "synthetic_tokens": Entry(
             "axonlaunch.data.synthetic:SyntheticTokens",
-            "made-up sequences that count up",
+            "synthetic sequences that count up",
             SyntheticTokensConfig,
             DatasetFacts(sample=_tokens),
         ),
         "synthetic_images": Entry(
             "axonlaunch.data.synthetic:SyntheticImages",
-            "made-up images, a noisy pattern a class",
+            "synthetic images, one noisy pattern per class",
             SyntheticImagesConfig,
             DatasetFacts(sample=_images),
         ),
@@ -274,7 +278,7 @@ DATASETS: Registry[Callable[[Any], Any], DatasetFacts] = Registry(
         ),
         "custom": Entry(
             "axonlaunch.data.custom:build_custom_dataset",
-            "your own dataset, data.target",
+            "your dataset, data.target",
             CustomDataConfig,
             DatasetFacts(),
         ),

@@ -1,7 +1,7 @@
-"""What ranks that hold the same parameters do: the variants, and the properties others go by.
+"""Variants of data parallelism and their properties.
 
-It holds values; ``axonlaunch.engines`` carries them out. Nobody compares names: what follows from a
-variant follows from its properties.
+``axonlaunch.engines`` implements the variants. Other packages decide by the properties of a
+variant, not by its name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from axonlaunch.config.registry import Entry, Registry
 
 DEFAULT, NONE = "ddp", "none"
-"""The variant where none is chosen: of several ranks, and of one."""
+"""Variants that ``strategy.data_parallel=null`` selects: for several ranks, and for one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +21,13 @@ class DataParallelFacts:
     """Properties of a variant.
 
     Attributes:
-        averages: What its ranks average: gradients, in every step, as one process has them;
-            parameters, every ``period`` steps; nothing, for there is one rank.
-        shards_parameters: Whether a rank keeps a part of each parameter between uses.
-        shards_gradients: Whether it keeps a part of each gradient.
-        shards_optimizer: Whether it keeps, and updates, a part of each optimizer state.
-        section: The part of ``strategy`` that this variant reads, beside what all do.
-        period: From ``strategy.options`` to the steps between two averages of parameters.
+        averages: Values that the ranks average: ``"gradients"`` in every step, with the same result
+            as one process; ``"parameters"`` every ``period`` steps; ``"nothing"`` with one rank.
+        shards_parameters: Whether a rank stores only a part of each parameter between uses.
+        shards_gradients: Whether a rank stores only a part of each gradient.
+        shards_optimizer: Whether a rank stores and updates only a part of each optimizer state.
+        section: Section of ``strategy`` with the options of this variant; None without options.
+        period: Function from ``strategy.options`` to the steps between two averages of parameters.
     """
 
     averages: Literal["gradients", "parameters", "nothing"] = "gradients"
@@ -39,29 +39,29 @@ class DataParallelFacts:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether ranks add up whole gradients through a step, and average them once, in buckets.
+        """Whether ranks accumulate full gradients during a step, and average them once, in buckets.
 
-        They get the whole mean, or where they divide the update, that of their own part.
+        Each rank receives the full mean, or only its part if ``divides_update``.
         """
         return self.averages == "gradients" and not self.shards_gradients
 
     @property
     def divides_update(self) -> bool:
-        """Whether ranks of whole parameters update a part each, and then give each other theirs.
+        """Whether ranks with full parameters each update a part, and then gather the other parts.
 
-        Each is given the gradients of its own part alone.
+        Each rank receives only the gradients of its part.
         """
         return self.shards_optimizer and not self.shards_parameters
 
     @property
     def is_exact(self) -> bool:
-        """Whether it computes what one process does."""
+        """Whether the results are those of one process."""
         return self.averages != "parameters"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeDataParallelConfig:
-    """Options of a registered variant that brought no dataclass of its own."""
+    """Options of a variant that was registered without a dataclass."""
 
     name: str = ""
     """name of the variant"""
@@ -90,4 +90,4 @@ DATA_PARALLEL: Registry[Callable[..., Any], DataParallelFacts] = Registry(
     entry_points="axonlaunch.data_parallel",
     free_config=FreeDataParallelConfig,
 )
-"""Those without a target are built by ``engines.build`` from their properties alone."""
+"""Variants by name; ``engines.build`` builds those without a target from their properties."""

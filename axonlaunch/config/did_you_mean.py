@@ -1,4 +1,4 @@
-"""What was probably meant by a name that is not known."""
+"""Suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import difflib
 from collections.abc import Iterable
 
 _BEGUN = 3
-"""Letters that are the beginning of a name, rather than any letters."""
+"""Least number of letters that count as the beginning of a name."""
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known name that is most like ``name``, or None where none is like it.
+    """Return the most similar known name; None if no name is similar.
 
-    A name that was begun is nearer than one of other letters: ``h100`` is ``h100_80gb``, and not
+    The beginning of a name is preferred to similar letters: ``h100`` gives ``h100_80gb``, not
     ``h200``.
 
     Args:
-        name: As a user wrote it.
-        known: What it may stand for.
-        cutoff: Similarity, from 0 to 1, below which a name is too far to be what was meant.
+        name: Name that the user wrote.
+        known: Known names.
+        cutoff: Least similarity, from 0 to 1, of a returned name.
     """
     lowered = {candidate.lower(): candidate for candidate in known}
     begun = [candidate for candidate in lowered if candidate.startswith(name.lower())]
@@ -29,12 +29,12 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Say that a name is not known, which ones are, and which was probably meant.
+    """Return the message for an unknown name, with a suggestion and the known names.
 
     Args:
-        kind: What it would be the name of, ``optimizer``.
-        name: As a user wrote it.
-        known: What there is, in the order in which it is listed.
+        kind: Kind of the named object, ``optimizer``.
+        name: Name that the user wrote.
+        known: Known names, in the order in which they are listed.
     """
     known = list(known)
     close = nearest(name, known)

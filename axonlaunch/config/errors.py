@@ -1,6 +1,6 @@
-"""What is wrong with a configuration, in the form in which a user reads it.
+"""Problems of a configuration, and their text for users.
 
-It holds the form alone; each package finds its own problems.
+Each package finds its problems itself; this module defines only their form.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 from axonlaunch.config.environment_values import EnvironmentText
 
 _SHOWN = 200
-"""Characters of a value that a message shows."""
+"""Largest number of characters of a value in a message."""
 
 
 @dataclass(frozen=True)
 class ConfigIssue:
-    """One thing to put right before anything starts.
+    """One problem that must be fixed before anything starts.
 
     Attributes:
-        key: The dotted key at fault, ``strategy.fsdp.sharding``; empty where no key is.
-        message: What was seen and what to write instead.
-        value: The value as the user gave it; ``...`` where none is to be shown.
-        traceback: Of a user's code that failed, for ``--debug``; empty for a mistake.
+        key: Dotted key with the problem, ``strategy.fsdp.sharding``; empty if there is no key.
+        message: Description of the problem, and what to write instead.
+        value: Value as the user wrote it; ``...`` if none should be shown.
+        traceback: Traceback of failed user code, for ``--debug``; else empty.
     """
 
     key: str
@@ -37,18 +37,18 @@ class ConfigIssue:
     def of_failure(
         cls, key: str, what: str, error: BaseException, value: Any = ..., *, then: str = ""
     ) -> ConfigIssue:
-        """Return the issue of a user's code that failed, with its file and line.
+        """Return the issue of failed user code, with its file and line.
 
         ``model=custom: building it failed with KeyError: 'width' (models.py:7)``.
 
         Args:
-            key: The dotted key that chose the code.
-            what: What was done with it, ``"building it"``.
-            error: What it raised, which has its traceback.
-            value: Of the key.
-            then: What to write instead, where that is known.
+            key: Dotted key that selected the code.
+            what: Action that failed, ``"building it"``.
+            error: Exception with its traceback.
+            value: Value of the key.
+            then: Suggestion what to write instead; may be empty.
         """
-        import traceback  # here, as below: what is right needs neither
+        import traceback  # imported here, as below, because valid configurations don't need it
 
         message = f"{what} failed with {failure_text(error)}" + (f"; {then}" if then else "")
         return cls(key, message, value, "".join(traceback.format_exception(error)))
@@ -61,10 +61,10 @@ class ConfigIssue:
 
 
 class ConfigError(ValueError):
-    """A configuration that can't be run; ``problems`` holds every reason."""
+    """Invalid configuration; ``problems`` lists all problems."""
 
     def __init__(self, problems: list[ConfigIssue]) -> None:
-        super().__init__(problems)  # also what it is pickled as
+        super().__init__(problems)  # arguments for pickling
         self.problems = problems
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class ConfigError(ValueError):
 
 @contextmanager
 def gathering(issues: list[ConfigIssue]) -> Iterator[None]:
-    """Add what is refused within to ``issues``, so that all of it is reported at once."""
+    """Catch ``ConfigError`` in the block and add its problems to ``issues``."""
     try:
         yield
     except ConfigError as error:
@@ -81,14 +81,14 @@ def gathering(issues: list[ConfigIssue]) -> Iterator[None]:
 
 
 def failure_text(error: BaseException) -> str:
-    """Return what a user's code raised and where: ``KeyError: 'width' (models.py:7)``."""
+    """Return the exception of user code and its location: ``KeyError: 'width' (models.py:7)``."""
     from axonlaunch.system.frame_origin import place_in_user_code
 
     return f"{type(error).__name__}: {error}{place_in_user_code(error)}"
 
 
 def plain(value: Any) -> str:
-    """Write a value as one would on the command line: ``[1,2]``, ``true``, ``null``, ``0.5``."""
+    """Format a value in the syntax of overrides: ``[1,2]``, ``true``, ``null``, ``0.5``."""
     if value is None:
         return "null"
     if isinstance(value, EnvironmentText):
@@ -108,12 +108,12 @@ def _shortened(text: str) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """Write line breaks as escape sequences."""
+    """Replace line breaks by escape sequences."""
     return text.replace("\r", "\\r").replace("\n", "\\n")
 
 
 def target_problems(target: str | None, attribute: str) -> list[tuple[str, str]]:
-    """Return ``(field, message)`` if a ``target`` does not name something to import."""
+    """Return ``(field, message)`` if a ``target`` is not of the form ``module:attribute``."""
     module, _, name = (target or "").partition(":")
     if module and name:
         return []
@@ -121,13 +121,13 @@ def target_problems(target: str | None, attribute: str) -> list[tuple[str, str]]
 
 
 def divisors(number: int) -> list[int]:
-    """Return what divides a number, ascending."""
+    """Return the divisors of a number in ascending order."""
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
 
 
 def divisor_of(number: int, *, at_most: int = 8) -> str:
-    """List what divides a number, for messages: ``1, 2, 4 or 8``; long lists keep both ends."""
+    """List the divisors of a number, ``1, 2, 4 or 8``; long lists are cut in the middle."""
     numbers = divisors(number)
     if len(numbers) > at_most:
         numbers = numbers[: at_most - 2] + numbers[-2:]
@@ -135,6 +135,6 @@ def divisor_of(number: int, *, at_most: int = 8) -> str:
 
 
 def one_of(values: list[Any] | tuple[Any, ...]) -> str:
-    """Join alternatives for a sentence: ``a, b or c``."""
+    """Join alternatives: ``a, b or c``."""
     shown = [plain(value) for value in values]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"

@@ -1,8 +1,7 @@
-"""Options of groups, ``{pattern: {option: value}}``, typed by the fields of a dataclass.
+"""Types the options of groups, ``{pattern: {option: value}}``, by the fields of a dataclass.
 
-Groups are of parameters, of an optimizer, or sources, of a mix. It refuses options that there are
-not; whether a pattern matches the model's names is
-found where there is a model.
+Groups are parameter groups of an optimizer, or sources of a data mix. Unknown options are reported
+here; patterns are compared with the names of the model once there is a model.
 """
 
 from __future__ import annotations
@@ -25,59 +24,59 @@ def typed_groups(
     type_tree: Callable[[dict[str, Any], type, str], Any],
     schema_of: Callable[[dict[str, Any], type], type] = lambda options, schema: schema,
 ) -> tuple[dict[str, dict[str, Any]], list[ConfigIssue]]:
-    """Type ``{pattern: {option: value}}``, whose options are a dataclass's fields, or ``extra``'s.
+    """Type ``{pattern: {option: value}}`` by the fields of ``schema`` and ``extra``.
 
-    Each pattern's are typed as the whole dataclass with these values in place of its own would be,
-    so that a value is refused here for the reason that it would be there.
+    The options of each pattern are typed as ``schema`` would be with these values, so that the same
+    checks apply and the messages are the same.
 
     Args:
-        patterns: As composed.
-        schema: The dataclass of the optimizer, or of the data.
-        extra: Of what a group may set beside its fields.
-        tree: Of the optimizer or the data, as composed.
-        key: Dotted, of the patterns.
-        type_tree: ``validate``, which imports this module.
-        schema_of: A group's options and ``schema`` to the dataclass of that group.
+        patterns: Composed value of the key.
+        schema: Dataclass of the optimizer or the dataset.
+        extra: Dataclass of further options that only groups have.
+        tree: Composed tree of the optimizer or the dataset.
+        key: Dotted key of the patterns.
+        type_tree: The function ``validate``; passed because its module imports this one.
+        schema_of: Function from the options of a group and ``schema`` to the group's dataclass.
 
     Returns:
-        The typed options, and what is wrong with them.
+        The typed options, and the problems.
     """
     if not isinstance(patterns, dict):
         return {}, [ConfigIssue(key, "expected {PATTERN: {OPTION: value}}", patterns)]
     problems: list[ConfigIssue] = []
     extras = {f.name for f in dataclasses.fields(extra)}
-    own = {name: value for name, value in tree.items() if name != key.rpartition(".")[2]}
+    common = {name: value for name, value in tree.items() if name != key.rpartition(".")[2]}
     typed: dict[str, dict[str, Any]] = {}
     for pattern, options in patterns.items():
-        where = f"{key}.{pattern}"
+        group_key = f"{key}.{pattern}"
         if not isinstance(options, dict) or not options:
-            problems.append(ConfigIssue(where, "expected its options, {OPTION: value}", options))
+            message = "expected its options, {OPTION: value}"
+            problems.append(ConfigIssue(group_key, message, options))
             continue
-        of_group = schema_of(options, schema)
-        fields = _options_of(of_group, key)
-        is_free = "arguments" in fields  # whose class takes what it takes
+        group_schema = schema_of(options, schema)
+        fields = _options_of(group_schema, key)
+        is_free = "arguments" in fields  # the keywords of the class are not known here
         if is_free:
             fields = {"lr"}
-        known = fields & options.keys()
-        beside = {name: options[name] for name in extras & options.keys()}
-        chosen = {name: options[name] for name in known}
-        of_fields = type_tree({**own, **chosen}, of_group, where)
-        of_extras = type_tree(beside, extra, where)
+        field_options = {name: options[name] for name in fields & options.keys()}
+        extra_options = {name: options[name] for name in extras & options.keys()}
+        typed_fields = type_tree({**common, **field_options}, group_schema, group_key)
+        typed_extras = type_tree(extra_options, extra, group_key)
         problems += [
             problem
-            for problem in (*of_fields.problems, *of_extras.problems)
-            if problem.key.removeprefix(f"{where}.") in options
+            for problem in (*typed_fields.problems, *typed_extras.problems)
+            if problem.key.removeprefix(f"{group_key}.") in options
         ]
         typed[str(pattern)] = {}
         for name, value in options.items():
-            if name in known or name in beside:
-                config = of_fields.config if name in known else of_extras.config
+            if name in field_options or name in extra_options:
+                config = typed_fields.config if name in field_options else typed_extras.config
                 typed[str(pattern)][name] = getattr(config, name)
             elif is_free:
                 typed[str(pattern)][str(name)] = value
             else:
                 message = unknown("option of a group", str(name), sorted(fields | extras))
-                problems.append(ConfigIssue(f"{where}.{name}", message, value))
+                problems.append(ConfigIssue(f"{group_key}.{name}", message, value))
     return typed, problems
 
 

@@ -1,7 +1,7 @@
-"""What one device of a kind has and can do, and how it reaches the others, as published.
+"""Published figures of a device, its node and its network.
 
-It holds figures; nothing here is measured on this node. A figure that nobody published is null,
-and whoever needs it refuses.
+Nothing here is measured on this node. A figure that is not published is null, and what needs it is
+an error.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.system.formatting import GIB as GIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
-    """One device, its node and the network between nodes; rates count one direction."""
+    """A device, its node and the network between nodes; bandwidths are for one direction."""
 
     name: str
     """name of the device"""
     device: str | None = None
-    """regular expression of torch's name of the device, by which strategy=auto knows it"""
+    """regular expression that matches torch's name of the device, for detection by strategy=auto"""
     memory_gib: float | None = field(default=None, metadata={"above": 0})
-    """memory of one device as torch reports it, GiB; null: this node's memory shared among its
-    ranks
+    """memory of one device as reported by torch, GiB; null: the memory of this node, divided among
+    its ranks
     """
     fp32_tflops: float | None = field(default=None, metadata={"above": 0})
-    """fp32 peak of matrix products as torch does them by default, without TF32, TFLOP/s"""
+    """fp32 peak of matrix products without TF32, which is torch's default, TFLOP/s"""
     tf32_tflops: float | None = field(default=None, metadata={"above": 0})
     """dense TF32 matrix peak, TFLOP/s, without sparsity"""
     fp16_tflops: float | None = field(default=None, metadata={"above": 0})
@@ -33,83 +34,85 @@ class HardwareConfig:
     bf16_tflops: float | None = field(default=None, metadata={"above": 0})
     """dense bf16 matrix peak, TFLOP/s, without sparsity; null: not published"""
     matrix_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
-    """share of the matrix peak that the best shapes of products reach"""
+    """fraction of the matrix peak that products of the best shapes reach"""
     attention_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
-    """share of the matrix peak that fused attention reaches on long sequences"""
+    """fraction of the matrix peak that fused attention reaches on long sequences"""
     multiprocessors: int | None = field(default=None, metadata={"min": 1})
-    """streaming multiprocessors or compute units: tiles of a product that run side by side"""
+    """number of streaming multiprocessors or compute units, which process tiles in parallel"""
     cublas_workspace_mib: float = field(default=32.0, metadata={"min": 0})
-    """what torch gives cuBLAS to work in, MiB for each of two threads; by default as on Hopper"""
+    """cuBLAS workspace that torch allocates for each of two threads, MiB; the default is Hopper's
+    """
     context_mib: float | None = field(default=None, metadata={"min": 0})
-    """what a process that trains holds of a device beside torch's allocator and NCCL, MiB, as
-    ``scripts/gpu memory`` prints it; null: 426, of an RTX 6000 Ada
+    """device memory of a training process outside torch's allocator and NCCL, MiB, as printed by
+    `scripts/gpu memory`; null: 426, measured on an RTX 6000 Ada
     """
     communicator_mib: float | None = field(default=None, metadata={"min": 0})
-    """what NCCL holds of a device for each communicator of a rank, MiB; null: 544 of two ranks and
-    688 of more, of 4 A100 with NCCL 2.19
+    """device memory of NCCL for each communicator of a rank, MiB; null: 544 for two ranks and 688
+    for more, measured on 4 A100 with NCCL 2.19
     """
     memory_bandwidth_gb_s: float | None = field(default=None, metadata={"above": 0})
     """device memory bandwidth, GB/s (1e9)"""
     memory_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
-    """share of the memory bandwidth that long kernels reach"""
+    """fraction of the memory bandwidth that long kernels reach"""
     kernel_bytes: list[float] = field(default_factory=list)
-    """bytes that kernels of several sizes read and write, where caches and fresh pages make the
-    bandwidth depend on them; rising
+    """bytes read and written by kernels of several sizes, ascending, for devices with a bandwidth
+    that depends on the size because of caches and new pages
     """
     kernel_latency_us: list[float] = field(default_factory=list)
-    """microseconds of each of them, beyond those of the smallest kernel"""
+    """time of each kernel in kernel_bytes in addition to the smallest kernel, microseconds"""
     kernel_us: float = field(default=2.0, metadata={"above": 0})
-    """time of the smallest kernel beside others in a queue, microseconds; by default what GPUs
-    take, fitted once on published measurements
+    """time of the smallest kernel in a queue of kernels, microseconds; the default is fitted to
+    published measurements on GPUs
     """
     devices_per_node: int | None = field(default=None, metadata={"min": 1})
-    """devices of a node"""
+    """number of devices per node"""
     link: Literal["nvlink", "xgmi", "pcie", "loopback"] | None = None
-    """what joins the devices of a node; loopback: gloo's ranks, whose exchanges take the cores that
-    would compute meanwhile
+    """connection between the devices of a node; loopback: ranks on one CPU node with gloo, which
+    communicates on the cores that also compute
     """
     link_gb_s: float | None = field(default=None, metadata={"above": 0})
-    """bandwidth of a device to the others of its node, one direction, GB/s (1e9)"""
+    """bandwidth from one device to the others of its node, one direction, GB/s (1e9)"""
     link_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
-    """share of the link's bandwidth that collectives reach"""
+    """fraction of the link bandwidth that collectives reach"""
     allgather_bw_gb_s: float | None = field(default=None, metadata={"above": 0})
-    """the same of gathers alone, where it is another; null: ``link_gb_s``"""
+    """link bandwidth of all-gathers if it differs, one direction, GB/s (1e9); null: link_gb_s"""
     link_latency_us: float | None = field(default=None, metadata={"above": 0})
     """time of one step of a collective inside a node, microseconds"""
     network_gb_s: float | None = field(default=None, metadata={"above": 0})
-    """bandwidth between nodes for each device, one direction, GB/s (1e9)"""
+    """bandwidth between nodes per device, one direction, GB/s (1e9)"""
     network_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
-    """share of the network's bandwidth that collectives reach"""
+    """fraction of the network bandwidth that collectives reach"""
     network_latency_us: float | None = field(default=None, metadata={"above": 0})
     """time of one step of a collective between nodes, microseconds"""
     host_memory_gib: float | None = field(default=None, metadata={"above": 0})
-    """memory of a node's host, GiB; null: no node is standard"""
+    """host memory of a node, GiB; null: there is no standard node"""
     host_gb_s: float | None = field(default=None, metadata={"above": 0})
-    """bandwidth of a device to its host's memory, one direction, GB/s (1e9)"""
+    """bandwidth between a device and host memory, one direction, GB/s (1e9)"""
     host_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
-    """share of that bandwidth that copies of pinned memory reach"""
+    """fraction of host_gb_s that copies of pinned memory reach"""
     price_per_hour: float | None = field(default=None, metadata={"min": 0})
-    """price of one device for an hour, in any currency, from which reports count what a run cost;
-    null: not counted
+    """price of one device per hour, in any currency, from which reports compute the cost of a run;
+    null: no cost is reported
     """
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is this node, whose ranks have cores and no GPU's allocator or driver."""
+        """Whether the device is the CPU of this node (``hardware=cpu``)."""
         return self.name == "cpu"
 
     def peak_figure(self, *, precision: str, matmul_precision: str) -> str:
-        """Return the name of the figure that bounds a run's matrix products.
+        """Return the field with the peak rate of a run's matrix products.
 
         Args:
             precision: ``train.precision``.
-            matmul_precision: ``train.matmul_precision``: on GPUs ``high`` and ``medium`` both mean
-                TF32 (``torch.set_float32_matmul_precision``), on a CPU there is none.
+            matmul_precision: ``train.matmul_precision``. On GPUs ``high`` and ``medium`` both mean
+                TF32 (``torch.set_float32_matmul_precision``); CPUs have no TF32.
         """
         has_tf32 = matmul_precision != "highest" and not self.is_cpu
-        return "tf32_tflops" if precision == "fp32" and has_tf32 else f"{precision}_tflops"
+        chosen = PRECISIONS[precision]
+        return chosen.relaxed_peak if has_tf32 else chosen.peak
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of one device; None where it is not known."""
+        """Memory of one device in bytes; None if it is unknown."""
         return None if self.memory_gib is None else int(self.memory_gib * GIB)

@@ -1,9 +1,9 @@
-"""Folders of YAML as Hydra reads them: each file, and each choice of files, once.
+"""Reads folders of YAML by Hydra; each file and each selection of files is read only once.
 
-An option that is registered has no file; it is read as if it had one that says its name alone.
+A registered option without a file is read as a file that contains only its name.
 
-Hydra's own ``load_configuration`` reads every file, and those of its own settings, for each
-configuration. Everything of it that is not public API is used here alone.
+Hydra's ``load_configuration`` would read all files, and Hydra's settings, every time.
+All uses of Hydra's private API are in this module.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 
 class HydraFiles:
-    """The files of some folders, the first of which comes first; they are expected not to change.
+    """YAML files of several folders; earlier folders have priority. The files must not change.
 
-    Errors of Hydra, OmegaConf and YAML pass.
+    Errors of Hydra, OmegaConf and YAML are not caught.
     """
 
     def __init__(
@@ -28,24 +28,24 @@ class HydraFiles:
         open_groups: Collection[str] = (),
         absent: Collection[str] = (),
     ) -> None:
-        """Look into folders; the last is our own.
+        """Open folders.
 
         Args:
-            folders: Where groups are.
-            open_groups: Those whose options may be registered, and need no file.
-            absent: ``GROUP/OPTION`` of those of them that nobody registered.
+            folders: Folders with groups; the last one has the included YAML.
+            open_groups: Groups with options that can be registered and need no file.
+            absent: ``GROUP/OPTION`` of options in open groups that are not registered.
         """
         from hydra._internal.config_loader_impl import ConfigLoaderImpl
         from hydra._internal.utils import create_config_search_path
 
-        *foreign, ours = folders
-        search_path = create_config_search_path(ours.as_uri())
-        for folder in reversed(foreign):
+        *user_folders, included = folders
+        search_path = create_config_search_path(included.as_uri())
+        for folder in reversed(user_folders):
             search_path.prepend("user", folder.as_uri())
         self._loader = ConfigLoaderImpl(search_path)
-        # A user's file may name what configures Hydra, which is then merged and left out; ours
-        # never do, and half of all files to read are Hydra's.
-        self._with_hydra = bool(foreign)
+        # A user's file may name settings of Hydra, which are then merged and left out. Included
+        # files never do, and skipping Hydra's settings halves the number of files to read.
+        self._with_hydra = bool(user_folders)
         self._folders, self._open_groups, self._absent = folders, open_groups, absent
         self._repositories: dict[str, Any] = {}
         self._lists: dict[tuple[str, ...], Any] = {}
@@ -53,26 +53,26 @@ class HydraFiles:
         self._parsed: dict[str, Any] = {}
 
     def has_file(self, name: str) -> bool:
-        """Return whether there is a file of this name: a primary config, or ``GROUP/OPTION``."""
+        """Return whether there is a file with this name: a primary config, or ``GROUP/OPTION``."""
         return bool(self._loader.repository.config_exists(name))
 
     def has_group(self, name: str) -> bool:
-        """Return whether there is a folder of options of this name."""
+        """Return whether there is a folder of options with this name."""
         return bool(self._loader.repository.group_exists(name))
 
     def groups(self) -> list[str]:
-        """Return the groups at the top, ours and a user's."""
+        """Return the top-level groups of all folders."""
         from hydra.core.object_type import ObjectType
 
         groups = self._loader.repository.get_group_options("", ObjectType.GROUP)
         return [name for name in groups if name != "hydra"]
 
     def options(self, group: str) -> list[str]:
-        """Return the options of a group for which there is a file, sorted."""
+        """Return the options of a group that have a file, sorted."""
         return list(self._loader.repository.get_group_options(group))
 
     def without_file(self, config_name: str, groups: Sequence[Any]) -> dict[str, str]:
-        """Return ``{group: option}`` of a choice's options for which there is no file."""
+        """Return ``{group: option}`` of selected options in open groups that have no file."""
         paths = (default.config_path for default in self.chosen(config_name, groups))
         split = ((path, *path.rpartition("/")[::2]) for path in paths)
         return {
@@ -84,21 +84,23 @@ class HydraFiles:
     def without_optional(
         self, config_name: str, groups: Sequence[Any], absent: Collection[str]
     ) -> HydraFiles:
-        """Return files that lack those of ``absent`` which are ``optional`` in a choice.
+        """Return files without the ``absent`` options that are ``optional`` in the selection.
 
         Args:
             config_name: The primary config.
             groups: Parsed overrides of groups.
-            absent: ``GROUP/OPTION`` of options that nobody registered.
+            absent: ``GROUP/OPTION`` of options that are not registered.
         """
-        optional = {path for path in absent if self._lacking([path])._is_whole(config_name, groups)}
-        return self._lacking(optional) if optional else self
+        optional = {
+            path for path in absent if self._without([path])._is_complete(config_name, groups)
+        }
+        return self._without(optional) if optional else self
 
-    def _lacking(self, absent: Collection[str]) -> HydraFiles:
+    def _without(self, absent: Collection[str]) -> HydraFiles:
         return HydraFiles(self._folders, open_groups=self._open_groups, absent=absent)
 
-    def _is_whole(self, config_name: str, groups: Sequence[Any]) -> bool:
-        """Return whether nothing is missed: Hydra passes over what is optional."""
+    def _is_complete(self, config_name: str, groups: Sequence[Any]) -> bool:
+        """Return whether no required file is missing; Hydra skips optional ones."""
         from hydra.errors import MissingConfigException
 
         try:
@@ -108,7 +110,7 @@ class HydraFiles:
         return True
 
     def parse(self, text: str) -> Any:
-        """Return Hydra's ``Override`` of a text; who changes it copies it."""
+        """Return the cached ``Override`` of a text; callers must not modify it."""
         if text not in self._parsed:
             self._parsed[text] = self._parser.parse_overrides([text])[0]
         return self._parsed[text]
@@ -120,11 +122,11 @@ class HydraFiles:
         return OverridesParser.create(config_loader=self._loader)
 
     def groups_in(self, config_name: str) -> frozenset[str]:
-        """Return the groups that the primary config, or an experiment it takes, names."""
+        """Return the groups in the primary config and in an experiment that it selects."""
         return frozenset(self._list(config_name, ()).overrides.known_choices)
 
     def chosen(self, config_name: str, groups: Sequence[Any]) -> list[Any]:
-        """Return Hydra's list of files, in the order in which they are merged.
+        """Return Hydra's list of selected files, in the order in which they are merged.
 
         Args:
             config_name: The primary config.
@@ -133,7 +135,7 @@ class HydraFiles:
         return list(self._list(config_name, groups).defaults)
 
     def compose(self, config_name: str, groups: Sequence[Any], values: Sequence[Any]) -> Any:
-        """Return the DictConfig of files with values set in it.
+        """Return the DictConfig of the selected files with values applied.
 
         Args:
             config_name: The primary config.
@@ -146,12 +148,12 @@ class HydraFiles:
         tree = copy.deepcopy(self._trees[key])
         for override in values:
             if not override.is_delete() and isinstance(override.value(), list):
-                _make_way(tree, override.key_or_group)
+                _remove_mapping(tree, override.key_or_group)
             self._loader._apply_overrides_to_config([override], tree)
         return tree
 
     def content(self, config_name: str, default: Any) -> Any:
-        """Return the DictConfig of one file of a choice, where its package puts it."""
+        """Return the DictConfig of one selected file, below the key of its package."""
         repository = self._repository(config_name)
         return self._loader._load_single_config(default=default, repo=repository).config
 
@@ -179,7 +181,7 @@ class HydraFiles:
         return tree
 
     def _repository(self, config_name: str) -> Any:
-        """Return what reads files; the primary config may add folders to those it reads from."""
+        """Return the repository of files; the primary config may extend its search path."""
         if config_name not in self._repositories:
             from hydra._internal.config_repository import CachingConfigRepository
             from hydra.plugins.config_source import ConfigResult
@@ -187,8 +189,8 @@ class HydraFiles:
 
             open_groups, absent = self._open_groups, self._absent
 
-            class Copies(CachingConfigRepository):  # type: ignore[misc]
-                """Hydra merges into what it has read; the next choice reads it unchanged."""
+            class CopyingRepository(CachingConfigRepository):  # type: ignore[misc]
+                """Repository that returns copies, because Hydra merges into the trees it reads."""
 
                 def load_config(self, config_path: str) -> Any:
                     if (result := super().load_config(config_path)) is not None:
@@ -201,20 +203,20 @@ class HydraFiles:
                         provider="registered", path=config_path, config=named, header=_OWN_PACKAGE
                     )
 
-            repository = Copies(self._loader.repository)
+            repository = CopyingRepository(self._loader.repository)
             self._loader._process_config_searchpath(config_name, [], repository)
             self._repositories[config_name] = repository
         return self._repositories[config_name]
 
 
 _OWN_PACKAGE = {"package": None}
-"""Header of a file whose keys are its group's."""
+"""Header of a file with the keys of its group."""
 
 
-def _make_way(tree: Any, key: str) -> None:
-    """Take away keys in whose place a list is to stand.
+def _remove_mapping(tree: Any, key: str) -> None:
+    """Remove a mapping that a list replaces.
 
-    Hydra can't merge it into them; the schema then says what is expected there.
+    Hydra can't merge a list into a mapping; the schema checks later which of them is expected.
     """
     from omegaconf import DictConfig, OmegaConf
 

@@ -1,6 +1,6 @@
-"""What each key means and may be, from the schema: its types, limits and the text below a field.
+"""Describes every key of a configuration: its allowed values and the text below its field.
 
-It describes; ``validate`` refuses.
+``validate`` checks the values.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Key:
     """One key of a configuration.
 
     Attributes:
-        name: Dotted.
-        value: In this configuration.
-        allowed: What it may be, in words.
-        meaning: What it does; empty where a user's own schema says nothing.
+        name: Dotted name.
+        value: Value in the described configuration.
+        allowed: Allowed values, in words.
+        meaning: Description; empty if a user-defined dataclass has none.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Key:
 
 
 def reference(config: RunConfig) -> list[Key]:
-    """Describe every key of a configuration, with those of the model, data, ... that it chose."""
+    """Describe every key of a configuration, including the keys of the selected model, data, ..."""
     return [*_keys(config, "")]
 
 
@@ -93,12 +93,17 @@ def _allowed_values(hint: Any, limits: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _meanings(schema: type) -> dict[str, str]:
-    """Return the text that follows each field of a dataclass, by its name."""
+    """Return the text below each field of a dataclass, by the name of the field."""
     meanings: dict[str, str] = {}
     for base in reversed(schema.__mro__):
         try:
             [body] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except (OSError, TypeError, ValueError, SyntaxError):  # made at run time, or built in
+        except (
+            OSError,
+            TypeError,
+            ValueError,
+            SyntaxError,
+        ):  # no source: created at run time, or built in
             continue
         statements = getattr(body, "body", [])
         for field, text in itertools.pairwise(statements):

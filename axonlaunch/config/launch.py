@@ -1,6 +1,6 @@
-"""Typed configuration of how ranks are started, and the table of launchers.
+"""Typed configuration of launchers, and the registry of launchers.
 
-It holds values and names; ``axonlaunch.launch`` carries them out.
+``axonlaunch.launch`` starts the ranks.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from axonlaunch.config.registry import Entry, Registry
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    """What sbatch needs to know of a job (launch=slurm); nodes and ranks are those of the run."""
+    """Options of sbatch for launch=slurm; launch.nnodes and launch.nproc set nodes and ranks."""
 
     partition: str | None = None
-    """partition of the job; null: the cluster's default"""
+    """partition of the job; null: the default of the cluster"""
     account: str | None = None
-    """account that the job is charged to; null: the user's default"""
+    """account that the job is charged to; null: the default of the user"""
     time: str | None = None
-    """time limit, as sbatch takes it: 30 (minutes), 8:00:00, 2-0; the run is checkpointed and
-    requeued 2 minutes before it
+    """time limit in sbatch's format: 30 (minutes), 8:00:00, 2-0 (days-hours); 2 minutes before it
+    the run is checkpointed and requeued
     """
     cpus_per_task: int | None = field(default=None, metadata={"min": 1})
-    """cores for all ranks of a node together; null: the whole node (--exclusive), for SLURM gives a
-    task one core otherwise
+    """number of cores per node, for all its ranks; null: the whole node (--exclusive), because
+    SLURM otherwise gives a task only one core
     """
     extra_args: list[str] = field(default_factory=list)
-    """more options of sbatch: ["--qos=high","--constraint=h100"]"""
+    """further options of sbatch: ["--qos=high","--constraint=h100"]"""
     prologue: list[str] = field(default_factory=list)
-    """lines of the job's script that run before training starts: ["module load cuda"]"""
+    """lines of the job script that run before training starts: ["module load cuda"]"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """How the ranks are started and find each other."""
+    """Start and rendezvous of ranks."""
 
     name: str = field(
         default="auto",
         metadata={"allowed": "auto | local | env | slurm, or the name of a registered launcher"},
     )
-    """auto: detected from the environment: a rank of torchrun, mpirun or srun, one of several nodes
-    (WORLD_SIZE), else local; local: ranks on this node, whatever the environment says; env: from
-    the environment, and an error if it describes no world; slurm: submit a job
+    """launcher. auto: detected from the environment (a rank of torchrun, mpirun or srun, or one of
+    several nodes by WORLD_SIZE), else local; local: ranks on this node, the environment is ignored;
+    env: from the environment, an error if it describes no world; slurm: submit a job
     """
     nproc: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """ranks per node; auto: one per accelerator; without accelerators 2, or what the degrees of the
-    strategy need
+    """number of ranks per node; auto: one per accelerator; without accelerators 2, or the number
+    that the degrees of the strategy need
     """
     nnodes: int | str = field(default=1, metadata={"min": 1})
-    """nodes, with nproc ranks on each; 2:4: from 2 to 4, as many as join and stay"""
+    """number of nodes, each with nproc ranks; 2:4: between 2 and 4, depending on how many join"""
     node_rank: int | Literal["auto"] = field(default="auto", metadata={"min": 0})
     """rank of this node, from 0; auto: from the environment"""
     master_addr: str = "auto"
@@ -59,52 +59,51 @@ class LaunchConfig:
     master_port: int | Literal["auto"] = field(default="auto", metadata={"min": 1, "max": 65535})
     """port of the rendezvous, on node 0; auto: from the environment, else a free one"""
     token_file: str | None = None
-    """file with a secret, the same on every node, that only this user can read (mode 0600): the
-    nodes sign their messages to each other with a key derived from it; made by
-    (umask 077; head -c 32 /dev/urandom | base64 > FILE)
+    """file with a secret, equal on all nodes and readable only by this user (mode 0600); nodes sign
+    their messages with a key derived from it. Create it by (umask 077; head -c 32 /dev/urandom |
+    base64 > FILE)
     """
     require_token: bool = False
-    """refuse a run on more than one node without token_file; its messages could be forged"""
+    """refuse runs on several nodes without token_file, because messages could be forged"""
     backend: Literal["auto", "gloo", "nccl", "mock"] = "auto"
-    """auto: nccl with an accelerator for each rank, else gloo, or mock with device=cuda; mock: all
-    ranks are threads of one process
+    """communication backend. auto: nccl if each rank has an accelerator, else gloo, or mock with
+    device=cuda; mock: all ranks are threads of one process
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where ranks compute. auto: on accelerators with nccl, else on the CPU; cpu: on the CPU,
-    whatever else this node has; cuda: on accelerators, which ranks share where they are fewer: any
-    layout under launch.backend=mock, to debug it on one, single and ddp under gloo
+    """device of the ranks. auto: accelerators with nccl, else the CPU; cpu: the CPU, even if there
+    are accelerators; cuda: accelerators, shared if there are fewer than ranks (with
+    launch.backend=mock any layout, to debug it on one device; with gloo only single and ddp)
     """
     timeout_s: float = field(default=600.0, metadata={"above": 0})
-    """seconds that nodes wait for each other to join, and that a rank may make no progress,
-    after which the run fails and says where each rank is
+    """seconds that nodes wait for each other to join, and seconds without progress of a rank after
+    which the run fails and reports the position of each rank
     """
     max_restarts: int = field(default=0, metadata={"min": 0})
-    """how often a run that fails is started again, from its last checkpoint, on the nodes that
-    are left
+    """largest number of restarts of a failed run, from its last checkpoint on the remaining nodes
     """
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     threads: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """threads that a rank computes with on a CPU; auto: the first node's cores / its ranks, for all
-    nodes; on another number sums round otherwise, and a run's losses differ in their last bits
+    """number of CPU threads per rank; auto: cores of the first node / its ranks, on all nodes; it
+    affects the rounding of sums, so that losses differ in their last bits
     """
     pin_cores: bool = True
-    """pin each rank to its own share of this node's physical cores, near its device"""
+    """pin each rank to a separate set of physical cores near its device"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """What makes runs of configurations; its functions may be named, ``"module:function"``.
+    """Functions that check and launch runs; each is a callable or ``"module:function"``.
 
     Attributes:
-        check: Takes a configuration and ``LaunchOptions``; returns the configuration, checked and
-            complete, or raises ``ConfigError``. Called for all runs of a command before ``launch``
-            is for the first.
-        launch: Takes what ``check`` returned and ``LaunchOptions``; returns the exit status and
-            the run's summary, None where another process has it.
-        on_this_node: Whether ``launch`` runs all ranks here, to their end: runs that are finished
-            are then passed over, and those of a sweep compared.
-        sweeps: Whether it can launch more than one run of a command.
-        renders: Whether ``launch`` can print what it would submit, and submit nothing.
+        check: Function of a configuration and ``LaunchOptions`` that returns the checked, completed
+            configuration, or raises ``ConfigError``. Called for all runs of a command before the
+            first ``launch``.
+        launch: Function of the checked configuration and ``LaunchOptions`` that returns the exit
+            status and the summary of the run; the summary is None if another process has it.
+        on_this_node: Whether ``launch`` runs all ranks on this node and waits for them. If so,
+            finished runs are skipped, and the runs of a sweep are compared.
+        sweeps: Whether the launcher supports several runs in one command.
+        renders: Whether ``launch`` can print the job instead of submitting it.
     """
 
     check: str | Callable[..., Any]
@@ -117,7 +116,7 @@ class Launcher:
 LAUNCHERS: Registry[Any, Launcher] = Registry(
     "launcher",
     {
-        "auto": Entry(None, "local, or what started this process", LaunchConfig),
+        "auto": Entry(None, "detected from the environment, else local", LaunchConfig),
         "local": Entry(
             None,
             "ranks on this node",
@@ -128,7 +127,7 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
                 on_this_node=True,
             ),
         ),
-        "env": Entry(None, "as the environment says", LaunchConfig),
+        "env": Entry(None, "world described by the environment", LaunchConfig),
         "slurm": Entry(
             None,
             "a SLURM job",
@@ -143,4 +142,4 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
     entry_points="axonlaunch.launchers",
     free_config=LaunchConfig,
 )
-"""``auto`` and ``env`` become one of the others once the environment is known."""
+"""Launchers by name; ``auto`` and ``env`` are resolved to another one from the environment."""

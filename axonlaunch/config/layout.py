@@ -1,13 +1,27 @@
-"""What a configuration means for a world of a given size: how many of what.
+"""Computes the layout of a run on a number of ranks: sizes of mesh axes and micro-batches.
 
-Pure arithmetic on the typed tree; it starts nothing and refuses nothing (``rules`` does).
+The functions only compute; ``rules`` and ``degree_rules`` check the values.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from axonlaunch.config.axes import (
+    AXES,
+    DP_REPLICATE,
+    DP_SHARD,
+    INNER,
+    LIKE_DATA,
+    OUTER,
+    PRINTED,
+    Divided,
+    degrees_of,
+    divisor,
+)
 from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT, NONE, DataParallelFacts
 from axonlaunch.config.errors import divisors
 from axonlaunch.config.launch import LaunchConfig
@@ -17,29 +31,44 @@ from axonlaunch.config.schema import RunConfig, StrategyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Sizes of the mesh axes and of a rank's share of a step.
+class ParameterDivision:
+    """Mesh axes whose ranks share one parameter.
 
     Attributes:
-        data_parallel: The variant's name, ``null`` resolved.
-        pipeline: Ranks that layers are divided among.
-        dp_replicate: Ranks that hold the same shard.
-        dp_shard: Ranks that one copy of the parameters is divided among.
-        context: Ranks that each sequence is divided among.
-        tensor: Ranks that each layer is divided among.
-        schedule: The pipeline's.
-        stages_per_rank: Stages of the pipeline on each rank.
+        shard_axes: Axes over which data parallelism shards whatever it shards of the parameter: the
+            parameter itself in fsdp, only its optimizer states in zero1. Empty in ddp.
+        sum_axes: Axes over which its gradients are summed.
+    """
+
+    shard_axes: tuple[str, ...]
+    sum_axes: tuple[str, ...]
+
+    @property
+    def replicate_axes(self) -> tuple[str, ...]:
+        """Axes of replicas, whose gradients are summed and not scattered."""
+        return tuple(axis for axis in self.sum_axes if axis not in self.shard_axes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the mesh axes, and of a rank's share of a step.
+
+    Attributes:
+        data_parallel: Name of the data-parallel variant; ``null`` is resolved.
+        dp_replicate: Number of ranks that hold the same shard.
+        dp_shard: Number of ranks that one copy of the parameters is divided among.
+        degrees: Degree of each axis of ``config.axes.AXES`` by its name.
+        schedule: Name of the pipeline schedule.
+        stages_per_rank: Number of pipeline stages on each rank.
         micro_batch_size: Samples per forward on one rank.
         micro_batches: Forwards per optimizer step on one rank (gradient accumulation).
-        microbatches_per_round: Micro-batches of one round of the pipeline's schedule.
+        microbatches_per_round: Micro-batches in one round of the pipeline schedule.
     """
 
     data_parallel: str
-    pipeline: int
     dp_replicate: int
     dp_shard: int
-    context: int
-    tensor: int
+    degrees: dict[str, int]
     schedule: str
     stages_per_rank: int
     micro_batch_size: int
@@ -48,24 +77,22 @@ class Layout:
 
     @classmethod
     def of(cls, config: RunConfig, *, world_size: int) -> Self:
-        """Lay a run out over a world; sizes are rounded down where they don't divide."""
+        """Compute the layout of a run on ``world_size`` ranks; quotients are rounded down."""
         strategy = config.strategy
         ranks = max(1, world_size // model_ranks(strategy))
         replicate = replicas(config, world_size=world_size)
         size, count = _micro_batches(config, share=max(1, config.train.global_batch_size // ranks))
-        in_round = strategy.pipeline.microbatches
+        per_round = strategy.pipeline.microbatches
         return cls(
             data_parallel=data_parallel(strategy, world_size=world_size),
-            pipeline=strategy.pipeline.degree,
             dp_replicate=replicate,
             dp_shard=max(1, ranks // replicate),
-            context=strategy.context.degree,
-            tensor=strategy.tensor.degree,
+            degrees=degrees_of(strategy),
             schedule=strategy.pipeline.schedule,
             stages_per_rank=stages_per_rank(strategy),
             micro_batch_size=size,
             micro_batches=count,
-            microbatches_per_round=count if in_round == "auto" else min(in_round, count),
+            microbatches_per_round=count if per_round == "auto" else min(per_round, count),
         )
 
     @property
@@ -74,107 +101,179 @@ class Layout:
         return DATA_PARALLEL.facts(self.data_parallel)
 
     @property
+    def pipeline(self) -> int:
+        """Number of ranks that the blocks are divided among."""
+        return self.degrees["pp"]
+
+    @property
+    def context(self) -> int:
+        """Number of ranks that each sequence is divided among."""
+        return self.degrees["cp"]
+
+    @property
+    def tensor(self) -> int:
+        """Number of ranks that each layer is divided among."""
+        return self.degrees["tp"]
+
+    def divisor(self, divided: Divided) -> int:
+        """Return the number of ranks that something is divided among, for example sequences."""
+        return divisor(self.degrees, divided)
+
+    def division(self, *, is_expert: bool = False) -> ParameterDivision:
+        """Return the mesh axes whose ranks share a parameter.
+
+        Args:
+            is_expert: Whether the parameter belongs to experts. As long as no axis divides experts,
+                their parameters are shared like all others.
+        """
+        del is_expert
+        facts, merged_into = self.facts, self._merged_into
+        replicas = (DP_REPLICATE, *(LIKE_DATA if merged_into == DP_REPLICATE else ()))
+        if facts.shards_parameters:
+            shards = (DP_SHARD, *(LIKE_DATA if merged_into == DP_SHARD else ()))
+            return ParameterDivision(shard_axes=shards, sum_axes=(*replicas, *shards))
+        shards_others = facts.shards_gradients or facts.shards_optimizer
+        return ParameterDivision(shard_axes=replicas if shards_others else (), sum_axes=replicas)
+
+    @property
+    def _merged_into(self) -> str:
+        """Data axis of the run's mesh that includes the axes in ``LIKE_DATA``."""
+        is_replicated = self.dp_replicate == self.data_ranks > 1
+        return DP_REPLICATE if is_replicated or not self.facts.shards_parameters else DP_SHARD
+
+    def ranks_along(self, names: Iterable[str]) -> int:
+        """Return the number of ranks along several axes of ``axes``."""
+        sizes = self.axes
+        return math.prod(sizes[name] for name in names)
+
+    @property
     def parameter_shards(self) -> int:
-        """Ranks that each parameter is divided among, beside those of other axes."""
+        """Number of data-parallel ranks that each parameter is divided among."""
         return self._shards() if self.facts.shards_parameters else 1
 
     @property
     def gradient_shards(self) -> int:
-        """The same of each gradient, once a step's last backward has passed it.
+        """Number of data-parallel ranks that each gradient is divided among at the end of backward.
 
-        Before that whole ones add up, where a step has several backwards, or travel, where ranks
-        that share a sequence wait for none in a backward.
+        If only the update is divided, this needs a single backward per step and full sequences:
+        several backwards accumulate full gradients, and ranks that share sequences have gradients
+        in flight.
         """
         has_one_backward = self.micro_batches == 1 and self.pipeline == 1
-        leaves_parts = self.facts.divides_update and has_one_backward and self.context == 1
-        return self._shards() if self.facts.shards_gradients or leaves_parts else 1
+        frees_rest = self.facts.divides_update and has_one_backward and not self.divides_sequences
+        return self._shards() if self.facts.shards_gradients or frees_rest else 1
 
     @property
     def optimizer_shards(self) -> int:
-        """The same of each optimizer state."""
+        """Number of data-parallel ranks that each optimizer state is divided among."""
         return self._shards() if self.facts.shards_optimizer else 1
 
     def _shards(self) -> int:
-        if not self.facts.shards_parameters:
-            return self.gradient_ranks
-        return self.dp_shard if self.replicates_context else self.dp_shard * self.context
+        return self.ranks_along(self.division().shard_axes)
 
     @property
-    def replicates_context(self) -> bool:
-        """Whether ranks that share a sequence hold whole parameters, as replicas do."""
-        return not self.facts.shards_parameters or self.dp_replicate == self.data_ranks > 1
+    def parameter_divisor(self) -> int:
+        """Number of ranks with different parameters, not counting shards of data parallelism."""
+        return self.ranks_along(axis.name for axis in AXES if not axis.same_parameters)
+
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether ranks share sequences, and so exchange parts of them in a backward."""
+        return self.divisor("sequences") > 1
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different samples."""
+        """Number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def gradient_ranks(self) -> int:
-        """Ranks whose gradients of one parameter are different parts of one sum."""
-        return self.data_ranks * self.context
+        """Number of ranks over which the gradient of a parameter is summed."""
+        return self.ranks_along(self.division().sum_axes)
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline; 1 without one."""
+        """Number of pipeline stages; 1 without a pipeline."""
         return self.pipeline * self.stages_per_rank
 
     @property
     def rounds(self) -> int:
-        """Rounds of the pipeline's schedule in an optimizer step."""
+        """Number of rounds of the pipeline schedule in an optimizer step."""
         return self.micro_batches // self.microbatches_per_round
 
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh axes, outermost first; the innermost stays inside a node."""
-        return {
-            "pp": self.pipeline,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "cp": self.context,
-            "tp": self.tensor,
-        }
+        data = {DP_REPLICATE: self.dp_replicate, DP_SHARD: self.dp_shard}
+        outer, inner = (
+            {axis.name: self.degrees[axis.name] for axis in some} for some in (OUTER, INNER)
+        )
+        return {**outer, **data, **inner}
+
+    def mesh_sizes(self) -> dict[str, int]:
+        """Return the sizes of the axes of the run's mesh, which sums gradients over data axes.
+
+        Axes with the same parameters are merged into a data axis, so that sums of gradients and
+        sharding include their ranks.
+        """
+        sizes = self.axes
+        for name in LIKE_DATA:
+            sizes[self._merged_into] *= sizes.pop(name)
+        return sizes
+
+    def mesh_axes(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the axes of the run's mesh that include the axes with these names of ``axes``."""
+        merged = (self._merged_into if name in LIKE_DATA else name for name in names)
+        return tuple(dict.fromkeys(merged))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank stands on each axis, the last the fastest."""
-        places: dict[str, int] = {}
+        """Return the coordinate of a rank on each axis; the last axis varies fastest."""
+        coordinates: dict[str, int] = {}
         for axis, size in reversed(self.axes.items()):
-            places[axis] = rank % size
+            coordinates[axis] = rank % size
             rank //= size
-        return dict(reversed(places.items()))
+        return dict(reversed(coordinates.items()))
 
     def data_shard(self, rank: int) -> int:
-        """Return which of the ``data_ranks`` shares of a batch a rank works on."""
-        return rank // (self.context * self.tensor) % self.data_ranks
+        """Return the number of the batch share, below ``data_ranks``, that a rank processes."""
+        return rank // self.ranks_along(axis.name for axis in INNER) % self.data_ranks
+
+    def random_stream(self, rank: int) -> int:
+        """Return a number that is equal for ranks that draw the same random numbers."""
+        coordinates, sizes, stream = self.coordinates(rank), self.axes, 0
+        for axis in AXES:
+            if axis.draws_alike:
+                del sizes[axis.name]
+        for name, size in sizes.items():
+            stream = stream * size + coordinates[name]
+        return stream
 
     def __str__(self) -> str:
-        axes, facts = [], self.facts
+        parts, facts = [], self.facts
         if facts.shards_parameters and self.dp_replicate > 1 and self.dp_shard > 1:
-            axes.append(f"{self.data_parallel} {self.dp_replicate} x {self.dp_shard}")
-        elif not facts.shards_optimizer and self.data_ranks == 1 < self.context:
-            pass  # the replicas are the context ranks, which stand below
+            parts.append(f"{self.data_parallel} {self.dp_replicate} x {self.dp_shard}")
+        elif not facts.shards_optimizer and self.data_ranks == 1 < self.gradient_ranks:
+            pass  # the replicas are the ranks of other axes, which are printed below
         elif facts.averages != "nothing":
-            axes.append(f"{self.data_parallel} {self.data_ranks}")
-        if self.context > 1:
-            axes.append(f"context {self.context}")
-        if self.tensor > 1:
-            axes.append(f"tensor {self.tensor}")
-        if self.pipeline > 1:
-            axes.append(f"pipeline {self.pipeline} ({self.schedule})")
-        return " x ".join(axes) or "single"
+            parts.append(f"{self.data_parallel} {self.data_ranks}")
+        for axis in PRINTED:
+            if (degree := self.degrees[axis.name]) > 1:
+                schedule = f" ({self.schedule})" if axis.divides == "blocks" else ""
+                parts.append(f"{axis.word} {degree}{schedule}")
+        return " x ".join(parts) or "single"
 
 
 def num_ranks(config: RunConfig) -> int:
-    """Return the ranks of a run whose ``launch.nproc`` is resolved, on as many nodes as it may.
+    """Return the number of ranks of a run on its largest number of nodes.
 
-    ``launch.nnodes`` is a number or two.
+    ``launch.nproc`` must be resolved; ``launch.nnodes`` may be a range.
     """
     assert config.launch.nproc != "auto"
     return config.launch.nproc * nodes(config)[1]
 
 
 def nodes(config: RunConfig) -> tuple[int, int]:
-    """Return the fewest and the most nodes of a run."""
+    """Return the smallest and the largest number of nodes of a run."""
     nnodes = config.launch.nnodes
     if isinstance(nnodes, int):
         return nnodes, nnodes
@@ -183,35 +282,36 @@ def nodes(config: RunConfig) -> tuple[int, int]:
 
 
 def of_ranks(world_size: int) -> dict[str, int]:
-    """Return the settings that give a run a world of that size, wherever its ranks are."""
+    """Return the settings that give a run ``world_size`` ranks, independent of nodes."""
     return {"launch.nproc": world_size, "launch.nnodes": 1}
 
 
 def model_ranks(strategy: StrategyConfig) -> int:
-    """Return how many ranks work on the same samples: all degrees but the data's."""
-    return strategy.pipeline.degree * strategy.context.degree * strategy.tensor.degree
+    """Return the number of ranks that process the same samples: the product of all degrees."""
+    return math.prod(degrees_of(strategy).values())
 
 
 def data_parallel_facts(strategy: StrategyConfig) -> DataParallelFacts:
-    """Return the properties of the variant that is chosen, or of the default."""
+    """Return the properties of the selected data-parallel variant, or of the default."""
     return DATA_PARALLEL.facts(strategy.data_parallel or DEFAULT)
 
 
 def data_parallel(strategy: StrategyConfig, *, world_size: int) -> str:
-    """Return what keeps the ranks in step that hold the same parameters; nothing else decides it.
+    """Return the name of the data-parallel variant.
 
-    Where ``strategy.data_parallel`` is null that is ddp, or none if no two ranks hold the same.
-    Ranks that share a sequence (``strategy.context``) hold the same parameters, and each has the
-    gradient of its own positions alone: context 2 on 2 ranks needs ddp as much as 2 replicas do.
+    ``strategy.data_parallel=null`` selects ddp, or none if no two ranks hold the same parameters.
+    Ranks that share a sequence hold the same parameters, but each has only the gradient of its
+    positions. Therefore 2 such ranks need ddp, as 2 replicas do.
     """
     if strategy.data_parallel is not None:
         return strategy.data_parallel
-    holders = world_size // (strategy.pipeline.degree * strategy.tensor.degree)
+    degrees = (axis.degree(strategy) for axis in AXES if not axis.same_parameters)
+    holders = world_size // math.prod(degrees)
     return DEFAULT if holders > 1 else NONE
 
 
 def stages_per_rank(strategy: StrategyConfig) -> int:
-    """Return how many stages of the pipeline a rank holds; 1 without a pipeline."""
+    """Return the number of pipeline stages on a rank; 1 without a pipeline."""
     pipeline = strategy.pipeline
     if pipeline.degree == 1:
         return 1
@@ -221,7 +321,7 @@ def stages_per_rank(strategy: StrategyConfig) -> int:
 
 
 def replicas(config: RunConfig, *, world_size: int) -> int:
-    """Return how many whole copies of the parameters the data-parallel ranks hold."""
+    """Return the number of full copies of the parameters on the data-parallel ranks."""
     fsdp, ranks = config.strategy.fsdp, max(1, world_size // model_ranks(config.strategy))
     is_sharded = data_parallel_facts(config.strategy).shards_parameters
     if not is_sharded or fsdp.sharding == "no_shard":
@@ -232,21 +332,22 @@ def replicas(config: RunConfig, *, world_size: int) -> int:
 
 
 def _nodes_of_a_stage(config: RunConfig) -> int:
-    """Return how many nodes the data-parallel ranks of a pipeline's stage are on."""
+    """Return the number of nodes that the ranks of one pipeline stage occupy."""
     return max(1, nodes(config)[1] // config.strategy.pipeline.degree)
 
 
 def frozen_threads(config: RunConfig) -> int:
-    """Return with how many threads each rank of a run computes whose configuration is frozen."""
+    """Return the number of threads per rank in a frozen configuration."""
     assert config.launch.threads != "auto"
     return config.launch.threads
 
 
 def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
-    """Decide what was left to the node: the number of ranks, and by it the strategy.
+    """Resolve ``launch.nproc``, ``strategy.data_parallel`` and ``strategy.fsdp.replicate``.
 
-    ``launch.nproc=auto`` is one rank for one device, else one an accelerator. Without any it is 2,
-    or what the strategy's degrees need: as many, and twice as many for a data-parallel kind.
+    ``launch.nproc=auto`` becomes the product of the degrees if there are no data-parallel ranks
+    (``none``), else the number of accelerators. Without accelerators it is 2, or with degrees above
+    1 their product, times 2 if ``strategy.data_parallel`` is set.
     """
     nproc, strategy = config.launch.nproc, config.strategy
     if nproc == "auto":
@@ -267,16 +368,16 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
 
 
 def is_on_cpu(launch: LaunchConfig) -> bool:
-    """Return whether a run says that its ranks compute on the CPU, on whichever node."""
+    """Return whether the ranks of a run compute on the CPU on any node."""
     if launch.device == "auto":
         return launch.backend in ("gloo", "mock")
     return launch.device == "cpu"
 
 
 def estimated_on(config: RunConfig) -> Literal["gpu", "gloo", "mock"]:
-    """Return what a run is estimated for: the hardware that it names, or what it computes on.
+    """Return the kind of device that a run is estimated for.
 
-    A run that leaves it to the node is estimated for a GPU.
+    This is its ``hardware``, else the device that it computes on, else a GPU.
     """
     hardware = config.hardware
     if not (is_on_cpu(config.launch) if hardware is None else hardware.is_cpu):
@@ -287,7 +388,8 @@ def estimated_on(config: RunConfig) -> Literal["gpu", "gloo", "mock"]:
 def with_backend(config: RunConfig, *, accelerators: int) -> RunConfig:
     """Decide ``launch.backend`` and ``launch.device`` once the number of ranks is known.
 
-    nccl with a device each; ranks that are to share one are threads, of which each layout works.
+    auto is nccl if each rank has an accelerator. Ranks that must share accelerators are threads
+    (mock), because every layout works with them.
     """
     launch = config.launch
     backend, device = launch.backend, launch.device
@@ -303,7 +405,7 @@ def with_backend(config: RunConfig, *, accelerators: int) -> RunConfig:
 
 
 def _micro_batches(config: RunConfig, *, share: int) -> tuple[int, int]:
-    """Return the size and the number of a rank's micro-batches."""
+    """Return the size and the number of micro-batches of a rank."""
     micro = config.train.micro_batch_size
     if micro != "auto":
         size = min(micro, share)
@@ -315,7 +417,7 @@ def _micro_batches(config: RunConfig, *, share: int) -> tuple[int, int]:
 
 
 def _pipeline_micro_batch(strategy: StrategyConfig, share: int) -> int:
-    """Choose the largest micro-batch that gives two a stage, or as many as the schedule needs."""
+    """Return the largest micro-batch with two per stage, else the largest legal one."""
     rule, degree = SCHEDULES[strategy.pipeline.schedule], strategy.pipeline.degree
     stages = stages_per_rank(strategy)
     legal = [

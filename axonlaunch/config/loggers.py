@@ -1,6 +1,6 @@
-"""Typed configurations of loggers, and the table of them.
+"""Typed configurations of loggers, and the registry of loggers.
 
-It holds values; ``axonlaunch.training.loggers`` carries them out.
+``axonlaunch.training.loggers`` implements them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from axonlaunch.config.registry import Entry, Needs, Registry
 
 @dataclass(frozen=True, kw_only=True)
 class JSONLConfig:
-    """Lines of JSON, ``metrics.jsonl`` in the run folder; always written, listed or not."""
+    """Lines of JSON, ``metrics.jsonl`` in the run folder; always written, even if not listed."""
 
     name: str = "jsonl"
-    """name in the registry of loggers"""
+    """name of the logger"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoardConfig:
-    """Events of TensorBoard, in ``tensorboard`` in the run folder."""
+    """TensorBoard events, in ``tensorboard`` in the run folder."""
 
     name: str = "tensorboard"
-    """name in the registry of loggers"""
+    """name of the logger"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class CSVConfig:
     """A table, ``metrics.csv`` in the run folder."""
 
     name: str = "csv"
-    """name in the registry of loggers"""
+    """name of the logger"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +42,19 @@ class WandbConfig:
     """Weights & Biases."""
 
     name: str = "wandb"
-    """name in the registry of loggers"""
+    """name of the logger"""
     project: str = "axonlaunch"
-    """project that the run is shown in"""
+    """project of the run"""
     entity: str | None = None
-    """user or team that owns the project; null: the account's default"""
+    """user or team that owns the project; null: the default of the account"""
     group: str | None = None
-    """group of runs that are shown together"""
+    """group of runs that are displayed together; null: none"""
     tags: list[str] = field(default_factory=list)
     """labels of the run"""
     mode: Literal["online", "offline"] | None = None
-    """offline: written to the run folder, for `wandb sync`; null: WANDB_MODE, else online"""
+    """destination. online: the server; offline: the run folder, for `wandb sync`; null: set by the
+    environment variable WANDB_MODE, else online
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,49 +62,49 @@ class MLflowConfig:
     """MLflow."""
 
     name: str = "mlflow"
-    """name in the registry of loggers"""
+    """name of the logger"""
     tracking_uri: str | None = None
-    """where runs are kept: http://HOST:5000, sqlite:///FILE, file:FOLDER; null: what
-    MLFLOW_TRACKING_URI says, else MLflow's default
+    """storage of runs: http://HOST:5000, sqlite:///FILE or file:FOLDER; null: set by the
+    environment variable MLFLOW_TRACKING_URI, else MLflow's default
     """
     experiment: str = "axonlaunch"
-    """experiment that the run belongs to; made where there is none"""
+    """experiment of the run; created if it does not exist"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackioConfig:
-    """Trackio, Hugging Face's local tracker."""
+    """Trackio, the local tracker of Hugging Face."""
 
     name: str = "trackio"
-    """name in the registry of loggers"""
+    """name of the logger"""
     project: str = "axonlaunch"
-    """project that the run is shown in"""
+    """project of the run"""
     space_id: str | None = None
-    """Hugging Face Space that shows it; null: on this machine alone"""
+    """Hugging Face Space that displays the run; null: only this machine"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomLoggerConfig:
-    """A user's own logger, named by where it is imported from."""
+    """User-defined logger, named by its import path."""
 
     name: str = "custom"
-    """name in the registry of loggers"""
+    """name of the logger"""
     target: str
-    """what makes the logger, package.module:Class; called with the arguments"""
+    """import path of the logger, package.module:Class; it is called with the arguments"""
     arguments: dict[str, Any] = field(default_factory=dict)
     """keyword arguments of the target"""
 
     def problems(self) -> list[tuple[str, str]]:
-        """Return ``(field, message)`` for values that don't fit each other."""
+        """Return ``(field, message)`` for each invalid value."""
         return target_problems(self.target, "Class")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeLoggerConfig:
-    """Configuration of a registered logger that brought no dataclass of its own."""
+    """Configuration of a logger that was registered without a dataclass."""
 
     name: str
-    """name in the registry of loggers"""
+    """name under which the logger is registered"""
     arguments: dict[str, Any] = field(default_factory=dict)
     """keyword arguments of the logger"""
 
@@ -113,11 +115,13 @@ LOGGERS: Registry[Callable[[Any], Any], None] = Registry(
     "logger",
     {
         "jsonl": Entry(
-            f"{_HERE}.jsonl:JSONLLogger", "metrics.jsonl in the run folder, always", JSONLConfig
+            f"{_HERE}.jsonl:JSONLLogger",
+            "metrics.jsonl in the run folder, always written",
+            JSONLConfig,
         ),
         "tensorboard": Entry(
             f"{_HERE}.tensorboard:TensorBoardLogger",
-            "TensorBoard's events, in the run folder",
+            "TensorBoard events in the run folder",
             TensorBoardConfig,
             needs=Needs("tensorboard", "TensorBoard", "axonlaunch[tensorboard]"),
         ),
@@ -142,7 +146,7 @@ LOGGERS: Registry[Callable[[Any], Any], None] = Registry(
         ),
         "custom": Entry(
             f"{_HERE}.custom:make_custom",
-            "your own logger, target and arguments",
+            "your logger, target and arguments",
             CustomLoggerConfig,
         ),
     },

@@ -1,7 +1,4 @@
-"""Losses of one's own: the table of those that are registered.
-
-It holds names; what a loss computes is ``models.own_loss``'s to call.
-"""
+"""Registry of user-defined losses; ``models.own_loss`` calls them."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from axonlaunch.config.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class FreeLossConfig:
-    """Options of a registered loss that brought no dataclass of its own."""
+    """Options of a loss that was registered without a dataclass."""
 
     name: str = ""
     """name of the loss"""
@@ -24,4 +21,4 @@ class FreeLossConfig:
 LOSSES: Registry[Any, None] = Registry(
     "loss", entry_points="axonlaunch.losses", free_config=FreeLossConfig
 )
-"""Each stands for what makes a ``models.own_loss.OwnLoss`` of its options."""
+"""Losses by name; each target creates a ``models.own_loss.OwnLoss`` from its options."""

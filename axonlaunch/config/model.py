@@ -1,6 +1,6 @@
-"""Typed configurations of models, under the names that Hugging Face gives the same figures.
+"""Typed configurations of models, and the registry of models.
 
-It holds values and what fits together among them; ``axonlaunch.models`` builds from them.
+Sizes have the names that Hugging Face uses. ``axonlaunch.models`` builds the models.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from axonlaunch.config.errors import divisor_of, target_problems
 from axonlaunch.config.registry import Entry, Needs, Registry
 
 MOST_LAYERS = 10_000
-"""Each is a module that is built before anything can be said of the model, on ``meta`` too."""
+"""Largest number of layers; every layer is built, on ``meta`` at least, before any estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,86 +20,86 @@ class MLPConfig:
     """Linear layers with ReLU between them, on flattened inputs."""
 
     name: str = "mlp"
-    """name in the registry of models"""
+    """name of the model"""
     input_size: int = field(default=784, metadata={"min": 1})
-    """numbers in one flattened sample: channels x height x width of an image"""
+    """size of one flattened sample: channels x height x width of an image"""
     hidden_size: int = field(default=256, metadata={"min": 1})
     """width of each hidden layer"""
     num_hidden_layers: int = field(default=1, metadata={"min": 1, "max": MOST_LAYERS})
-    """hidden layers"""
+    """number of hidden layers"""
     num_classes: int = field(default=10, metadata={"min": 1})
     """number of classes"""
     weights: str | None = None
-    """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
+    """initial weights: a run, checkpoint or safetensors folder; null: random, from the seed"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """A GPT-2 shaped decoder: learned positions, LayerNorm, GELU, tied embeddings."""
+    """Decoder like GPT-2: learned positions, LayerNorm, GELU, tied embeddings."""
 
     name: str = "gpt"
-    """name in the registry of models"""
+    """name of the model"""
     hidden_size: int = field(default=128, metadata={"min": 1})
     """width of the residual stream"""
     num_hidden_layers: int = field(default=4, metadata={"min": 1, "max": MOST_LAYERS})
-    """blocks of attention and feed-forward"""
+    """number of blocks, each with attention and feed-forward"""
     num_attention_heads: int = field(default=4, metadata={"min": 1})
-    """heads of each attention; divides hidden_size"""
+    """number of attention heads per block; must divide hidden_size"""
     intermediate_size: int | None = field(default=None, metadata={"min": 1})
-    """width inside the feed-forward; null: 4 x hidden_size"""
+    """width of the feed-forward layers; null: 4 x hidden_size"""
     vocab_size: int = field(default=256, metadata={"min": 1})
-    """tokens that the model knows; 256 are all bytes"""
+    """size of the vocabulary; 256 covers all bytes"""
     max_position_embeddings: int = field(default=1024, metadata={"min": 1})
-    """longest sequence"""
+    """length of the longest sequence, tokens"""
     activation_function: Literal["gelu", "gelu_new"] = "gelu"
-    """between the linear layers; gelu_new is GPT-2's own, with a tanh"""
+    """activation between the feed-forward layers; gelu_new is the tanh approximation of GPT-2"""
     layer_norm_eps: float = field(default=1e-5, metadata={"above": 0})
-    """added to the variance inside LayerNorm"""
+    """term added to the variance in LayerNorm"""
     initializer_range: float | None = field(default=None, metadata={"above": 0})
     """standard deviation of the initial weights; null: sqrt(0.4 / hidden_size)"""
     tie_word_embeddings: bool = True
-    """use the embedding's matrix as the output projection too"""
+    """use the embedding matrix as the output projection too"""
     weights: str | None = None
-    """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
+    """initial weights: a run, checkpoint or safetensors folder; null: random, from the seed"""
 
     def problems(self) -> list[tuple[str, str]]:
-        """Return ``(field, message)`` for values that don't fit each other."""
+        """Return ``(field, message)`` for each invalid combination of values."""
         return _head_problems(self.hidden_size, self.num_attention_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """A Llama 3 shaped decoder: RoPE, RMSNorm, SwiGLU, grouped-query attention."""
+    """Decoder like Llama 3: RoPE, RMSNorm, SwiGLU, grouped-query attention."""
 
     name: str = "llama"
-    """name in the registry of models"""
+    """name of the model"""
     hidden_size: int = field(default=128, metadata={"min": 1})
     """width of the residual stream"""
     num_hidden_layers: int = field(default=4, metadata={"min": 1, "max": MOST_LAYERS})
-    """blocks of attention and feed-forward"""
+    """number of blocks, each with attention and feed-forward"""
     num_attention_heads: int = field(default=8, metadata={"min": 1})
-    """query heads of each attention; divides hidden_size"""
+    """number of query heads per block; must divide hidden_size"""
     num_key_value_heads: int | None = field(default=4, metadata={"min": 1})
-    """heads of keys and values, each shared by a group of query heads; null: one a query head"""
+    """number of key-value heads, each shared by a group of query heads; null: one per query head"""
     intermediate_size: int = field(default=384, metadata={"min": 1})
-    """width inside the feed-forward"""
+    """width of the feed-forward layers"""
     vocab_size: int = field(default=256, metadata={"min": 1})
-    """tokens that the model knows; 256 are all bytes"""
+    """size of the vocabulary; 256 covers all bytes"""
     max_position_embeddings: int = field(default=1024, metadata={"min": 1})
-    """longest sequence"""
+    """length of the longest sequence, tokens"""
     rope_theta: float = field(default=500_000.0, metadata={"above": 0})
-    """base of the rotary embedding's wavelengths"""
+    """base of the wavelengths of rotary embeddings"""
     rms_norm_eps: float = field(default=1e-5, metadata={"above": 0})
-    """added to the mean square inside RMSNorm"""
+    """term added to the mean square in RMSNorm"""
     initializer_range: float | None = field(default=None, metadata={"above": 0})
     """standard deviation of the initial weights; null: sqrt(0.4 / hidden_size)"""
     tie_word_embeddings: bool = False
-    """use the embedding's matrix as the output projection too"""
+    """use the embedding matrix as the output projection too"""
     weights: str | None = None
-    """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
+    """initial weights: a run, checkpoint or safetensors folder; null: random, from the seed"""
 
     def problems(self) -> list[tuple[str, str]]:
-        """Return ``(field, message)`` for values that don't fit each other."""
+        """Return ``(field, message)`` for each invalid combination of values."""
         heads = self.num_attention_heads
         if problems := _head_problems(self.hidden_size, heads):
             return problems
@@ -118,35 +118,35 @@ class LlamaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
-    """A vision transformer: patches, learned positions, mean pooling."""
+    """Vision transformer: patches, learned positions, mean pooling."""
 
     name: str = "vit"
-    """name in the registry of models"""
+    """name of the model"""
     image_size: int = field(default=28, metadata={"min": 1})
     """height and width of an image, pixels"""
     patch_size: int = field(default=4, metadata={"min": 1})
-    """height and width of a patch, pixels; divides image_size"""
+    """height and width of a patch, pixels; must divide image_size"""
     num_channels: int = field(default=1, metadata={"min": 1})
-    """channels of an image: 1 grey, 3 colour"""
+    """number of channels of an image: 1 grey, 3 colour"""
     num_classes: int = field(default=10, metadata={"min": 1})
     """number of classes"""
     hidden_size: int = field(default=64, metadata={"min": 1})
     """width of the residual stream"""
     num_hidden_layers: int = field(default=4, metadata={"min": 1, "max": MOST_LAYERS})
-    """blocks of attention and feed-forward"""
+    """number of blocks, each with attention and feed-forward"""
     num_attention_heads: int = field(default=4, metadata={"min": 1})
-    """heads of each attention; divides hidden_size"""
+    """number of attention heads per block; must divide hidden_size"""
     intermediate_size: int | None = field(default=None, metadata={"min": 1})
-    """width inside the feed-forward; null: 4 x hidden_size"""
+    """width of the feed-forward layers; null: 4 x hidden_size"""
     layer_norm_eps: float = field(default=1e-6, metadata={"above": 0})
-    """added to the variance inside LayerNorm"""
+    """term added to the variance in LayerNorm"""
     initializer_range: float | None = field(default=None, metadata={"above": 0})
     """standard deviation of the initial weights; null: sqrt(0.4 / hidden_size)"""
     weights: str | None = None
-    """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
+    """initial weights: a run, checkpoint or safetensors folder; null: random, from the seed"""
 
     def problems(self) -> list[tuple[str, str]]:
-        """Return ``(field, message)`` for values that don't fit each other."""
+        """Return ``(field, message)`` for each invalid combination of values."""
         problems = _head_problems(self.hidden_size, self.num_attention_heads)
         if self.image_size % self.patch_size:
             message = (
@@ -159,47 +159,47 @@ class ViTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomConfig:
-    """A user's own builder, named by where it is imported from."""
+    """User-defined model builder, named by its import path."""
 
     name: str = "custom"
-    """name in the registry of models"""
+    """name of the model"""
     target: str
-    """what builds the module, package.module:build; called with the arguments"""
+    """import path of the builder, package.module:build; it is called with the arguments"""
     arguments: dict[str, Any] = field(default_factory=dict)
     """keyword arguments of the builder"""
     layers: str | None = None
-    """path of the nn.ModuleList of blocks in the module, the unit of sharding; null: one unit"""
+    """path of the nn.ModuleList of blocks, which are sharded separately; null: one unit"""
     weights: str | None = None
-    """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
+    """initial weights: a run, checkpoint or safetensors folder; null: random, from the seed"""
 
     def problems(self) -> list[tuple[str, str]]:
-        """Return ``(field, message)`` for values that don't fit each other."""
+        """Return ``(field, message)`` for each invalid combination of values."""
         return target_problems(self.target, "build")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceConfig:
-    """A causal language model of the installed transformers."""
+    """Causal language model of the installed transformers package."""
 
     name: str = "hf"
-    """name in the registry of models"""
+    """name of the model"""
     path: str | None = None
-    """folder with a config.json, or a model id on the Hugging Face Hub; null: model.config alone"""
+    """folder with a config.json, or model id on the Hugging Face Hub; null: only model.config"""
     init: Literal["pretrained", "random"] = "pretrained"
-    """initial weights: those of model.path, or random ones from the seed"""
+    """initial weights. pretrained: those of model.path; random: from the seed"""
     config: dict[str, Any] = field(default_factory=dict)
-    """overrides of keys in config.json, nested; without a path it needs model_type"""
+    """nested overrides of keys in config.json; model_type is required without a path"""
     attention: Literal["auto", "sdpa", "flex", "eager"] = "auto"
-    """implementation of attention; auto: what transformers chooses"""
+    """implementation of attention; auto: chosen by transformers"""
     revision: str | None = None
-    """branch, tag or commit of a model id; null: its main branch"""
+    """branch, tag or commit of the model id; null: the main branch"""
     trust_remote_code: bool = False
-    """run Python code that comes with the model"""
+    """run Python code that is distributed with the model"""
     weights: str | None = None
-    """start from these: a run, a checkpoint, or a folder of safetensors; null: as init says"""
+    """initial weights: a run, checkpoint or safetensors folder; null: set by init"""
 
     def problems(self) -> list[tuple[str, str]]:
-        """Return ``(field, message)`` for values that don't fit each other."""
+        """Return ``(field, message)`` for each invalid combination of values."""
         if self.path is None and "model_type" not in self.config:
             message = "is missing; write a folder or a model id, or model.config={model_type: ...}"
             return [("path", message)]
@@ -208,20 +208,22 @@ class HuggingFaceConfig:
         if self.path is None and self.init == "pretrained" and self.weights is None:
             return [("init", "model.path names no weights to read; use random, or set model.path")]
         if self.path is None and self.revision is not None:
-            return [("revision", "is of a model id, and model.path is null; remove this setting")]
+            return [
+                ("revision", "applies to a model id, but model.path is null; remove this setting")
+            ]
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeModelConfig:
-    """Configuration of a registered model that brought no dataclass of its own."""
+    """Configuration of a model that was registered without a dataclass."""
 
     name: str
-    """name in the registry of models"""
+    """name under which the model is registered"""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of the model"""
+    """keyword arguments of the builder"""
     weights: str | None = None
-    """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
+    """initial weights: a run, checkpoint or safetensors folder; null: random, from the seed"""
 
 
 def _head_problems(hidden_size: int, num_attention_heads: int) -> list[tuple[str, str]]:
@@ -232,7 +234,7 @@ def _head_problems(hidden_size: int, num_attention_heads: int) -> list[tuple[str
 
 
 OWN_MODEL_CONFIGS = (MLPConfig, GPTConfig, LlamaConfig, ViTConfig)
-"""Of the models whose code is here: what they are fed and return follows from their figures."""
+"""Included models; the shapes of their inputs and outputs follow from their configurations."""
 
 MODELS: Registry[Any, None] = Registry(
     "model",
@@ -241,10 +243,10 @@ MODELS: Registry[Any, None] = Registry(
             "axonlaunch.models.mlp:SPEC", "linear layers with ReLU, for images", MLPConfig
         ),
         "gpt": Entry(
-            "axonlaunch.models.gpt:SPEC", "decoder with learned positions, as GPT-2", GPTConfig
+            "axonlaunch.models.gpt:SPEC", "decoder with learned positions, like GPT-2", GPTConfig
         ),
         "llama": Entry(
-            "axonlaunch.models.llama:SPEC", "decoder with RoPE and GQA, as Llama 3", LlamaConfig
+            "axonlaunch.models.llama:SPEC", "decoder with RoPE and GQA, like Llama 3", LlamaConfig
         ),
         "vit": Entry("axonlaunch.models.vit:SPEC", "vision transformer, for images", ViTConfig),
         "hf": Entry(
@@ -254,10 +256,10 @@ MODELS: Registry[Any, None] = Registry(
             needs=Needs("transformers", "transformers", "axonlaunch[hf]"),
         ),
         "custom": Entry(
-            "axonlaunch.models.custom:SPEC", "your own builder, model.target", CustomConfig
+            "axonlaunch.models.custom:SPEC", "your builder, model.target", CustomConfig
         ),
     },
     entry_points="axonlaunch.models",
     free_config=FreeModelConfig,
 )
-"""Each stands for a ``ModelSpec``, in which is all that others must know of a model."""
+"""Models by name. Each target is a ``ModelSpec`` with all facts that other packages need."""

@@ -1,6 +1,6 @@
-"""What others must know of an optimizer: the states that it keeps, and what it needs to be whole.
+"""Facts about optimizers: the states of each parameter, and support for sharded parameters.
 
-It describes tensors and makes none; ``axonlaunch.engines.optimizer.optimizers`` allocates them.
+``axonlaunch.engines.optimizer.optimizers`` allocates the states.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ Sharding = Literal["elementwise", "collective", "whole"]
 
 _BYTES = {"float32": 4, "int64": 8, "float64": 8, "bfloat16": 2, "float16": 2}
 _BYTES |= {"int8": 1, "uint8": 1, "bool": 1, "int32": 4, "int16": 2, "int": 8, "float": 8}
-"""Of an element, by dtype; numbers of Python's are saved in 8 bytes."""
+"""Bytes per element by dtype; Python numbers are saved in 8 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterFacts:
-    """What an optimizer's states and its choice of options depend on.
+    """Properties of a parameter that its optimizer states and options depend on.
 
     Attributes:
-        name: Fully-qualified, in the whole model.
-        shape: Of the whole parameter.
-        is_hidden_matrix: Whether it is a matrix of one of the model's repeated blocks, and no
-            embedding's.
+        name: Fully-qualified name in the model.
+        shape: Shape of the full parameter.
+        is_hidden_matrix: Whether the parameter is a matrix in one of the repeated blocks of the
+            model, and not of an embedding.
     """
 
     name: str
@@ -35,46 +35,47 @@ class ParameterFacts:
 
 
 def like_parameter(shape: Shape) -> Shape | None:
-    """Return the shape of a state that has an element for each of the parameter's."""
+    """Return the shape of a state with the shape of the parameter."""
     return shape
 
 
 def one_number(shape: Shape) -> Shape | None:
-    """Return the shape of a number, such as a count of steps."""
+    """Return the shape of a scalar state, such as a step count."""
     del shape
     return ()
 
 
 def row_means(shape: Shape) -> Shape | None:
-    """Return the shape of a number for each row, [..., m, 1]; of vectors there is none."""
+    """Return the shape of row means, [..., m, 1]; None for vectors."""
     return (*shape[:-1], 1) if len(shape) > 1 else None
 
 
 def column_means(shape: Shape) -> Shape | None:
-    """Return the shape of a number for each column, [..., 1, n]; of vectors there is none."""
+    """Return the shape of column means, [..., 1, n]; None for vectors."""
     return (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None
 
 
 def of_vectors(shape: Shape) -> Shape | None:
-    """Return the parameter's own shape where it is a vector; of matrices there is none."""
+    """Return the shape of a state with the shape of a vector; None for matrices."""
     return shape if len(shape) < 2 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """One tensor that an optimizer keeps of each parameter.
+    """One state that an optimizer keeps for each parameter.
 
     Attributes:
-        name: torch's key of it in ``optimizer.state[parameter]``.
-        shape: The whole parameter's shape to the state's, each dim of which is the parameter's or
-            1; None of a parameter that has no such state.
-        dtype: Name of torch's, ``"parameter"`` for the parameter's own, or ``"int"`` and
-            ``"float"`` for a number of Python's.
-        initial: What it is filled with before the first step; None: the optimizer makes it in its
-            first step, and nobody else can before.
-        absent_at_zero: The configuration's field without which there is no such state; None: it
-            is always there.
-        on_host: Whether it is in host memory wherever the parameter is.
+        name: Key of the state in ``optimizer.state[parameter]``.
+        shape: Function from the full parameter's shape to the state's shape, or to None for
+            parameters without this state. Each dim of the state has the size of the parameter's dim
+            or 1.
+        dtype: Name of a torch dtype, ``"parameter"`` for the dtype of the parameter, or ``"int"``
+            or ``"float"`` for a Python number.
+        initial: Value of all elements before the first step; None if only the optimizer can create
+            the state, in its first step.
+        absent_at_zero: Field of the configuration; if its value is 0, there is no such state. None
+            if the state always exists.
+        on_host: Whether the state is in host memory even if the parameter is not.
     """
 
     name: str
@@ -85,36 +86,36 @@ class OptimizerState:
     on_host: bool = False
 
     def kept_dims(self, ndim: int) -> tuple[int, ...]:
-        """Return the dims of a parameter of so many dims that this state has too.
+        """Return the dims that the state shares with a parameter of ``ndim`` dims.
 
-        The rule is asked about a shape whose dims all differ: row means of (2, 3) are (2, 1), so
-        that dim 0 is kept, also of a parameter of one row.
+        They are found with a shape of different sizes: row means of (2, 3) have the shape (2, 1),
+        so dim 0 is kept, even for parameters with one row.
         """
-        asked = tuple(range(2, 2 + ndim))
-        shape = self.shape(asked)
+        probe = tuple(range(2, 2 + ndim))
+        shape = self.shape(probe)
         if shape is None or len(shape) != ndim:
             return ()
-        return tuple(dim for dim in range(ndim) if shape[dim] == asked[dim])
+        return tuple(dim for dim in range(ndim) if shape[dim] == probe[dim])
 
     def nbytes(self, shape: Shape, *, element: int = 4) -> int:
-        """Return the bytes of this state of a whole parameter, whose elements have so many."""
-        own = self.shape(shape)
+        """Return the bytes of this state for a parameter of a shape and ``element`` bytes each."""
+        state_shape = self.shape(shape)
         size = element if self.dtype == "parameter" else _BYTES[self.dtype]
-        return 0 if own is None else math.prod(own) * size
+        return 0 if state_shape is None else math.prod(state_shape) * size
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """What others must know of an optimizer, and can't ask its class.
+    """Properties of an optimizer that its class does not tell.
 
     Attributes:
-        states: What it keeps of each parameter; None: it is tried on small parameters.
-        sharding: What it makes of a parameter that is divided among ranks. elementwise: each
-            element's update depends on that element alone, so that it is given each rank's part as
-            a tensor of its own; collective: it is given DTensors and exchanges what it needs;
-            whole: it needs the whole parameter, and layouts that divide one are refused. None: it
-            is tried on small parameters whether it is the first or the last.
-        fixed: Keyword arguments of the class that are no choice of a user's, ``{"fused": True}``.
+        states: States of each parameter; None finds them by steps on small parameters.
+        sharding: Support for parameters that are divided among ranks. ``"elementwise"``: the update
+            of an element depends only on that element, so the optimizer gets each rank's part as a
+            plain tensor. ``"collective"``: the optimizer gets DTensors and communicates.
+            ``"whole"``: the optimizer needs full parameters, so layouts that divide them are an
+            error. None finds out by steps on small parameters whether it is elementwise or whole.
+        fixed: Keyword arguments of the class that the user can't set, ``{"fused": True}``.
     """
 
     states: tuple[OptimizerState, ...] | None = None
@@ -127,7 +128,7 @@ _HOST_STEP = OptimizerState(name="step", shape=one_number, dtype="float32", on_h
 _MOMENTS = (OptimizerState(name="exp_avg"), OptimizerState(name="exp_avg_sq"))
 
 ADAM = OptimizerFacts(states=(_STEP, *_MOMENTS), sharding="elementwise", fixed={"fused": True})
-"""Of Adam and AdamW."""
+"""Facts about Adam and AdamW."""
 SGD = OptimizerFacts(
     states=(OptimizerState(name="momentum_buffer", absent_at_zero="momentum"),),
     sharding="elementwise",
@@ -153,8 +154,8 @@ ADAFACTOR = OptimizerFacts(
         OptimizerState(name="variance", shape=of_vectors),
     ),
     sharding="collective",
-    # torch's foreach holds the updates of all parameters at once, which are what it is to save.
+    # With foreach, the updates of all parameters exist at once, which Adafactor is meant to avoid.
     fixed={"foreach": False},
 )
 MUON = OptimizerFacts(states=(OptimizerState(name="momentum_buffer"),), sharding="collective")
-"""Of what Muon updates; the other parameters have AdamW's."""
+"""States of the parameters that Muon updates; the others have the states of AdamW."""

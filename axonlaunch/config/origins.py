@@ -1,6 +1,6 @@
-"""Where each value of a configuration comes from: a file, an override, the environment, a default.
+"""Origin of each value of a configuration: a file, an override, the environment or a default.
 
-What was ``auto``, or followed from another value, names what was written before.
+The origin of a value that was ``auto``, or follows from another value, names the original value.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from axonlaunch.config.validate import validate
 
 
 def origins_of(composed: Composed, config: RunConfig) -> dict[str, str]:
-    """Return what set each value of a run.
+    """Return the origin of each value of a run.
 
     Args:
-        composed: What the run's files, overrides and environment say.
-        config: What became of it: as it is run.
+        composed: Composed configuration, from files, overrides and the environment.
+        config: Final configuration of the run.
 
     Returns:
-        By dotted key: ``config.yaml``, ``override train.steps=3``, ``environment (torchrun)``,
-        ``default``, or ``automatic: default has null`` where the launch has decided.
+        Origins by dotted key: ``config.yaml``, ``override train.steps=3``, ``environment
+        (torchrun)``, ``default``, or ``automatic: default has null`` if the launch decided.
     """
     sources = composed.origins()
-    written = flatten(validate(composed.tree, RunConfig).config)
+    original = flatten(validate(composed.tree, RunConfig).config)
     origins = {}
     for key, value in flatten(config).items():
         origins[key] = sources.get(key, DEFAULT_ORIGIN)
-        if key not in written or written[key] != value:
-            origins[key] = f"automatic: {origins[key]} has {plain(written.get(key))}"
+        if key not in original or original[key] != value:
+            origins[key] = f"automatic: {origins[key]} has {plain(original.get(key))}"
     return origins

@@ -1,6 +1,6 @@
-"""Overrides as they were typed, before Hydra's parser has them.
+"""Prepares the text of overrides for Hydra's parser.
 
-It puts right what can only be meant in one way, and refuses what the parser would take seconds for.
+Unambiguous mistakes are corrected. Overrides that the parser would need seconds for are errors.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 from axonlaunch.config.errors import ConfigIssue
 
 _LONGEST, _DEEPEST = 8192, 32
-"""Characters and levels of an override: Hydra's parser takes seconds for a multiple of it."""
+"""Longest and deepest override; Hydra's parser needs seconds for a few times as much."""
 MOST_RUNS = 1000
-"""Runs of a sweep: all are checked before the first is launched."""
+"""Largest number of runs of a sweep; all are checked before the first is launched."""
 _QUOTES = "'\""
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
 
 def as_meant(text: str) -> str:
-    """Return an override as Hydra's parser takes it, where that can be meant in one way alone."""
+    """Return an override in the syntax of Hydra's parser, if its meaning is unambiguous."""
     return _with_home(_without_quoted_keys(text))
 
 
 def _with_home(text: str) -> str:
-    """Write the home folder for ``~`` in ``key=~/data`` and ``key=[~/a,~/b]``, as a shell would."""
+    """Replace ``~`` by the home folder in ``key=~/data`` and ``key=[~/a,~/b]``, as a shell does."""
     outside = re.split(f"({_QUOTED.pattern})", text)
     home = str(Path.home())
     outside[::2] = [re.sub(r"(?<=[=\[,:\s])~(?=/)", lambda _: home, part) for part in outside[::2]]
@@ -35,11 +35,11 @@ def _with_home(text: str) -> str:
 
 
 def why_unread(text: str, error: str) -> str:
-    """Return why the parser can't read an override, where that is known; else an empty text.
+    """Return why the parser rejected an override; an empty text if the reason is unknown.
 
     Args:
         text: The override.
-        error: What the parser says.
+        error: Message of the parser.
     """
     key, equals, value = text.partition("=")
     if not equals:
@@ -55,9 +55,9 @@ def why_unread(text: str, error: str) -> str:
 
 
 def _without_quoted_keys(text: str) -> str:
-    """Take the quotes from the keys of ``key={"*.bias": {lr: 0}}``, where Hydra's grammar has none.
+    """Remove the quotes of keys, as in ``key={"*.bias": {lr: 0}}``; Hydra's grammar forbids them.
 
-    Only from those that need none: it would take a comma or a colon for what ends the key.
+    Quotes around keys with a comma or a colon stay, because these characters would end the key.
     """
 
     def plain(match: re.Match[str]) -> str:
@@ -70,7 +70,7 @@ def _without_quoted_keys(text: str) -> str:
 
 
 def too_much(text: str) -> str:
-    """Say what is too much of an override to be parsed in a second; empty if nothing is."""
+    """Return why an override is too large to be parsed within a second; empty if it is not."""
     if len(text) > _LONGEST:
         return (
             f"is longer than {_LONGEST} characters; write it to a YAML file, and give its folder "
@@ -85,7 +85,7 @@ def too_much(text: str) -> str:
 
 
 def sweep_issues(parsed: Sequence[Any]) -> list[ConfigIssue]:
-    """Return why parsed overrides are no sweep: one has no values, or there are too many runs."""
+    """Return why a sweep is invalid: an override without values, or too many runs."""
     runs, issues = 1, []
     for override in parsed:
         count, text = _num_values(override), override.input_line
@@ -95,13 +95,13 @@ def sweep_issues(parsed: Sequence[Any]) -> list[ConfigIssue]:
             message = f"{text}: gives no value to run with; write {override.key_or_group}=1,2"
             issues.append(ConfigIssue("", message))
     if runs > MOST_RUNS:
-        message = f"-m: {runs:,} runs are more than one sweep takes; use {MOST_RUNS:,} at most"
+        message = f"-m: {runs:,} runs are too many for one sweep; use {MOST_RUNS:,} at most"
         issues.append(ConfigIssue("", message))
     return issues
 
 
 def _num_values(override: Any) -> int:
-    """Return how many values an override gives a sweep; of a glob, which lists options, 1."""
+    """Return the number of values of an override in a sweep; a glob of options counts 1."""
     sweep = override._value
     if override.is_interval_sweep():
         return 0
@@ -112,14 +112,14 @@ def _num_values(override: Any) -> int:
 
 
 def without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[ConfigIssue]]:
-    """Separate ``key = value``, which a shell passes as three arguments, and report it."""
+    """Report ``key = value``, three arguments of a shell, and return the other overrides."""
     rest, problems = [*overrides], []
     while "=" in rest:
         at = rest.index("=")
-        of_it = slice(max(0, at - 1), at + 2)
-        written = rest[of_it]
+        around = slice(max(0, at - 1), at + 2)
+        written = rest[around]
         problems.append(
             ConfigIssue("", f"{' '.join(written)}: has spaces; write {''.join(written)}")
         )
-        del rest[of_it]
+        del rest[around]
     return rest, problems

@@ -1,6 +1,6 @@
-"""What each parameter of a model is updated with: the optimizer's options, and its group's.
+"""Selects the optimizer options of each parameter, and counts the bytes of optimizer states.
 
-It matches patterns with names and counts bytes of states; it makes no optimizer.
+The options of a parameter group apply to parameters with names that match its pattern.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from axonlaunch.config.did_you_mean import nearest
 from axonlaunch.config.errors import ConfigIssue
 from axonlaunch.config.optimizer import OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts, Sharding
+from axonlaunch.config.precision import state_format
 from axonlaunch.system.targets import load_target
 
 LR_SCALE = "lr_scale"
 NOT_OF_A_GROUP = ("name", "groups", "state_dtype", "target", "arguments")
-"""Fields of an optimizer's configuration that are no options of a group of parameters."""
+"""Fields of an optimizer's configuration that a parameter group can't set."""
 _PROBE = "axonlaunch.engines.optimizer.probe:probe"
 _PROBE_STATES = "axonlaunch.engines.optimizer.probe:probe_states"
 _LISTED = 4
 
 
 def with_options(config: Any, parameter: ParameterFacts) -> Any:
-    """Return the configuration that updates one parameter, without groups.
+    """Return the configuration, without groups, that updates one parameter.
 
-    Of ``{"*.bias": {lr: 1e-3}, "head.*": {lr: 1e-4}}`` head.bias has lr 1e-4, the later one. Decay
-    is for matrices unless a group says otherwise.
+    With ``{"*.bias": {lr: 1e-3}, "head.*": {lr: 1e-4}}``, head.bias has lr 1e-4, because the last
+    matching pattern has priority. Only matrices have weight decay, unless a group sets it.
     """
     options: dict[str, Any] = {}
     for pattern, group_options in getattr(config, "groups", {}).items():
@@ -45,7 +46,7 @@ def with_options(config: Any, parameter: ParameterFacts) -> Any:
 
 
 def _replaced(config: Any, options: dict[str, Any]) -> Any:
-    """Return a configuration with other options, and no groups; of a free one, other arguments."""
+    """Return a configuration with changed options (arguments if it is free) and no groups."""
     values: dict[str, Any] = {"groups": {}} if hasattr(config, "groups") else {}
     if isinstance(config, FreeOptimizerConfig):
         arguments = {key: value for key, value in options.items() if key != "lr"}
@@ -60,7 +61,7 @@ def _arguments(config: Any) -> dict[str, Any]:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """Return what an optimizer's class is called with beside the parameters, from its fields."""
+    """Return the keyword arguments of an optimizer's class, without the parameters."""
     options = {
         spec.name: getattr(config, spec.name)
         for spec in dataclasses.fields(config)
@@ -70,14 +71,14 @@ def options_of(config: Any) -> dict[str, Any]:
 
 
 def states_of(config: Any, shape: tuple[int, ...]) -> dict[str, OptimizerState]:
-    """Return what an optimizer keeps of a parameter, by name.
+    """Return the optimizer states of a parameter, by name.
 
     Args:
-        config: That updates the parameter, as ``with_options`` returns it.
-        shape: The whole parameter's.
+        config: Configuration that updates the parameter, as returned by ``with_options``.
+        shape: Shape of the full parameter.
     """
-    known = OPTIMIZERS.facts(config.name).states
-    states = load_target(_PROBE_STATES)(config, tuple(shape)) if known is None else known
+    declared = OPTIMIZERS.facts(config.name).states
+    states = load_target(_PROBE_STATES)(config, tuple(shape)) if declared is None else declared
     return {
         state.name: state
         for state in states
@@ -87,10 +88,10 @@ def states_of(config: Any, shape: tuple[int, ...]) -> dict[str, OptimizerState]:
 
 
 def sharding_of(config: Any) -> Sharding:
-    """Return what an optimizer makes of a parameter that is divided among ranks."""
-    known = OPTIMIZERS.facts(config.name).sharding
-    if known is not None:
-        return known
+    """Return how an optimizer supports parameters that are divided among ranks."""
+    declared = OPTIMIZERS.facts(config.name).sharding
+    if declared is not None:
+        return declared
     sharding: Sharding = load_target(_PROBE)(config, 2).sharding
     return sharding
 
@@ -98,14 +99,15 @@ def sharding_of(config: Any) -> Sharding:
 def state_bytes(
     config: Any, parameters: Iterable[ParameterFacts], *, parameter_bytes: int = 4
 ) -> int:
-    """Return the bytes of an optimizer's states of whole parameters.
+    """Return the bytes of the optimizer states of full parameters.
 
     Args:
-        config: The run's.
-        parameters: What is updated.
-        parameter_bytes: Of an element of each.
+        config: Optimizer configuration of the run.
+        parameters: Parameters that are updated.
+        parameter_bytes: Bytes per element of the parameters.
     """
-    element = 4 if getattr(config, "state_dtype", None) == "fp32" else parameter_bytes
+    chosen = state_format(config)
+    element = chosen.nbytes if chosen is not None else parameter_bytes
     return sum(
         state.nbytes(parameter.shape, element=element)
         for parameter in parameters
@@ -114,7 +116,7 @@ def state_bytes(
 
 
 def group_problems(config: Any, parameters: Iterable[ParameterFacts]) -> Iterator[ConfigIssue]:
-    """Yield the patterns that match no parameter, and what can't be updated as a group says."""
+    """Yield patterns that match no parameter, and parameters that a group's options don't suit."""
     parameters = list(parameters)
     names = [parameter.name for parameter in parameters]
     for pattern, options in getattr(config, "groups", {}).items():
@@ -138,14 +140,14 @@ def group_problems(config: Any, parameters: Iterable[ParameterFacts]) -> Iterato
 
 
 def explain_unmatched(pattern: str, names: list[str]) -> str:
-    """Say which name, beginning or ending a pattern that matches nothing was probably meant for."""
-    ends = {
-        end
+    """Return a suggestion for a pattern that matches no name, and some of the names."""
+    patterns = {
+        part
         for name in names
         for cut in range(1, name.count(".") + 1)
-        for end in (f"*.{name.split('.', cut)[-1]}", f"{name.rsplit('.', cut)[0]}.*")
+        for part in (f"*.{name.split('.', cut)[-1]}", f"{name.rsplit('.', cut)[0]}.*")
     }
-    meant = nearest(pattern, [*names, *sorted(ends)])
+    meant = nearest(pattern, [*names, *sorted(patterns)])
     hint = f"; did you mean {meant}?" if meant else ";"
     some = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
     return f"{hint} names are {some}"

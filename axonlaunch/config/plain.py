@@ -1,6 +1,6 @@
-"""The typed tree as plain values and as YAML, and back.
+"""Converts the typed tree to plain values and YAML, and reads YAML.
 
-What is written here can be read back to an equal tree; nothing is guessed.
+Written YAML can be read back to an equal tree.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from axonlaunch.config.environment_values import to_interpolations
 _T = TypeVar("_T")
 
 LARGEST_YAML = 1 << 20
-"""Bytes, and characters, of a file of YAML."""
+"""Largest size of a YAML file, in bytes and in characters."""
 DEEPEST_YAML = 64
-"""Levels of lists and mappings in each other."""
+"""Largest nesting depth of lists and mappings."""
 MOST_YAML = 100_000
-"""Values in one file, those that aliases stand for counted again."""
+"""Largest number of values in a file, with aliases expanded."""
 
 
 def to_tree(config: Any) -> Any:
@@ -33,9 +33,9 @@ def to_tree(config: Any) -> Any:
 
 
 def to_yaml(config: Any) -> str:
-    """Write a typed tree as YAML, keys in the schema's order.
+    """Write a typed tree as YAML, with keys in the order of the schema.
 
-    Values of environment variables are left out: their texts are written as interpolations.
+    Values of environment variables are written as interpolations.
     """
     import yaml
 
@@ -44,7 +44,7 @@ def to_yaml(config: Any) -> str:
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings, or a typed tree, to ``{dotted key: leaf}``; lists are leaves."""
+    """Flatten nested mappings or a typed tree to ``{dotted key: leaf}``; lists are leaves."""
     if dataclasses.is_dataclass(tree):
         tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
     if not isinstance(tree, dict) or not tree:
@@ -56,7 +56,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def with_values(tree: _T, settings: Mapping[str, Any]) -> _T:
-    """Return a typed tree with values at dotted keys replaced; what they mean is not checked."""
+    """Return a typed tree with values at dotted keys replaced; the values are not checked."""
     inside: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
     for key, value in settings.items():
@@ -71,10 +71,10 @@ def with_values(tree: _T, settings: Mapping[str, Any]) -> _T:
 
 
 def read_yaml(text: str) -> dict[str, Any]:
-    """Read YAML of plain values, which may be anybody's.
+    """Read YAML of plain values; the text need not be trusted.
 
     Raises:
-        ValueError: The text is not YAML, holds no keys, or is larger than any configuration is.
+        ValueError: The text is not YAML, has no keys, or is larger than any configuration.
     """
     import yaml
 
@@ -89,7 +89,7 @@ def read_yaml(text: str) -> dict[str, Any]:
 
 
 def line_of(text: str, key: str) -> int:
-    """Return the line, from 1, in which YAML that was read names a dotted key, ``a.b[0].c``."""
+    """Return the line number, from 1, of a dotted key ``a.b[0].c`` in valid YAML."""
     import yaml
 
     node = yaml.compose(text, Loader=_loader())
@@ -107,26 +107,26 @@ def line_of(text: str, key: str) -> int:
 
 
 def _refuse_bombs(text: str) -> None:
-    """Go through YAML's events, of which none takes memory, before anything is built of them.
+    """Check the events of a YAML text, which need little memory, before values are built.
 
-    An alias counts as much as what it stands for: nine lists of nine aliases each, every one of
-    the list before, are 9^9 values in 200 characters.
+    An alias counts with all its values: nine lists, each with nine aliases of the
+    previous list, are 9^9 values in 200 characters.
 
     Raises:
-        ValueError: It is too large, too deep, or an alias stands for something that holds it.
+        ValueError: The text is too large or too deep, or an alias contains itself.
     """
     import yaml
 
     if len(text) > LARGEST_YAML:
         raise ValueError(f"is larger than {LARGEST_YAML} characters")
     count = 0
-    counts: dict[str, int] = {}  # of anchors that are complete
+    counts: dict[str, int] = {}  # by complete anchor
     begun: list[tuple[str | None, int]] = []
     for event in _events(text):
         if isinstance(event, yaml.AliasEvent):
             if any(event.anchor == anchor for anchor, _ in begun):
                 raise ValueError(f"the alias *{event.anchor} stands for something that holds it")
-            count += counts.get(event.anchor, 1)  # one that is not there is an error of YAML's
+            count += counts.get(event.anchor, 1)  # YAML reports a missing anchor
         elif isinstance(event, yaml.NodeEvent):
             count += 1
             if isinstance(event, yaml.CollectionStartEvent):
@@ -134,9 +134,9 @@ def _refuse_bombs(text: str) -> None:
             elif event.anchor is not None:
                 counts[event.anchor] = 1
         elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = begun.pop()
+            anchor, count_before = begun.pop()
             if anchor is not None:
-                counts[anchor] = count - before
+                counts[anchor] = count - count_before
         if len(begun) > DEEPEST_YAML:
             raise ValueError(f"is nested deeper than {DEEPEST_YAML} levels")
         if count > MOST_YAML:
@@ -144,7 +144,7 @@ def _refuse_bombs(text: str) -> None:
 
 
 def _events(text: str) -> Iterator[Any]:
-    """Yield YAML's events; libyaml, which reads ahead, may find that it is too deep by itself."""
+    """Yield YAML events; libyaml, which reads ahead, may report the nesting depth first."""
     import yaml
 
     try:
@@ -156,7 +156,7 @@ def _events(text: str) -> Iterator[Any]:
 
 
 def _loader() -> Any:
-    """Return the loader of plain values: the fast one, where PyYAML was built with it."""
+    """Return the fast loader of plain values if PyYAML was built with it, else the slow one."""
     import yaml
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -1,7 +1,7 @@
-"""A user's own modules, imported for what they register or for what a ``target`` names.
+"""Imports user code that a configuration names in ``plugins`` or in a ``target``.
 
-They come from ``plugins`` and ``target``; what installed packages offer by entry points is imported
-by the registry that lists it, and nothing else is imported on a configuration's word.
+Entry points of installed packages are imported by the registries. A configuration can't import
+anything else.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from axonlaunch.system.targets import load_target
 
 
 def import_plugins(modules: Sequence[str]) -> list[ConfigIssue]:
-    """Import modules by name, the working folder's included; return what went wrong."""
+    """Import modules by name, also from the working folder; return the problems."""
     problems = []
     for name in modules:
         search_here()
         try:
-            # What a module prints while it is imported must not mix with a command's output.
+            # Text that a module prints during import must not mix with the output of the command.
             with contextlib.redirect_stdout(sys.stderr):
                 importlib.import_module(name)
-        except (Exception, SystemExit) as error:  # a user's module may fail in any way
+        except (Exception, SystemExit) as error:  # user code can fail in any way
             problems.append(_import_failure(name, error))
     return problems
 
 
 def search_here() -> None:
-    """Let modules of the working folder be imported, but for what is installed.
+    """Add the working folder to the end of the module search path.
 
-    After all others: a ``yaml.py`` that lies there is not taken for the library.
+    Installed packages have priority, so a file ``yaml.py`` in the folder does not hide the library.
     """
     here = str(Path.cwd())
     if here not in sys.path:
@@ -45,7 +45,7 @@ def search_here() -> None:
 
 
 def import_target(target: str) -> Any:
-    """Import ``package.module:attribute``, of the working folder or of an installed package.
+    """Import ``package.module:attribute`` from the working folder or an installed package.
 
     Raises:
         ValueError: The text is not of that form.
@@ -63,26 +63,26 @@ def import_callable(
     passed: int = 0,
     beside: Collection[str] = (),
 ) -> Callable[..., Any]:
-    """Import what is to be called.
+    """Import a callable and check its arguments.
 
     Args:
-        key: Of the target, for messages; that of the arguments has ``arguments`` in its place.
+        key: Dotted key of the target, for messages; the key of the arguments is next to it.
         target: ``package.module:attribute``.
-        arguments: With what it is called; None: that can't be said before.
-        passed: How many parameters come first and are no arguments.
-        beside: Keywords that it is called with beside the arguments.
+        arguments: Keyword arguments of the later call; None skips the check of arguments.
+        passed: Number of leading parameters that are not arguments.
+        beside: Keywords that the later call passes in addition to the arguments.
 
     Raises:
-        ConfigError: It can't be imported or called, or does not take these arguments.
+        ConfigError: The target can't be imported or called, or does not accept the arguments.
     """
     try:
         builder = import_target(target)
-    except Exception as error:  # a user's module may fail in any way
+    except Exception as error:  # user code can fail in any way
         from axonlaunch.system.frame_origin import place_in_user_code
 
-        then = "write package.module:name, importable from where you start"
-        issue = ConfigIssue(key, f"{error}; {then}", target)
-        if place_in_user_code(error):  # the module was found, and fails
+        hint = "write package.module:name, importable from where you start"
+        issue = ConfigIssue(key, f"{error}; {hint}", target)
+        if place_in_user_code(error):  # the module was found, but failed
             issue = ConfigIssue.of_failure(key, "importing it", error, target)
         raise ConfigError([issue]) from error
     if not callable(builder):
@@ -103,15 +103,15 @@ def _check_arguments(
     passed: int,
     beside: Collection[str],
 ) -> None:
-    """Refuse arguments that what is called does not take, and that it misses some.
+    """Check that a callable accepts the arguments, and that all required ones are there.
 
     Raises:
-        ConfigError: It says which it takes.
+        ConfigError: An argument is unknown or missing; the message lists the accepted ones.
     """
     known = keywords_of(builder, passed=passed)
-    place = f"{key.rpartition('.')[0]}.arguments"
+    arguments_key = f"{key.rpartition('.')[0]}.arguments"
     issues = [
-        ConfigIssue(f"{place}.{name}", unknown("argument", name, known), value)
+        ConfigIssue(f"{arguments_key}.{name}", unknown("argument", name, known), value)
         for name, value in arguments.items()
         if known is not None and name not in known
     ]
@@ -120,7 +120,7 @@ def _check_arguments(
     try:
         signature = inspect.signature(builder)
     except (ValueError, TypeError):
-        return  # some of what is written in C has none
+        return  # some objects written in C have no signature
     try:
         signature.bind(*[None] * passed, **{**dict.fromkeys(beside), **arguments})
     except TypeError as error:

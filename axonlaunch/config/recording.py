@@ -1,4 +1,4 @@
-"""Typed configuration of what is recorded of some steps: profiles, and what modules compute."""
+"""Typed configurations of recordings of single steps: profiles, and traces of module outputs."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Which steps are profiled, on which ranks."""
+    """Profiling of steps with torch.profiler."""
 
     steps: list[int] = field(default_factory=list)
-    """first and last step that torch.profiler records, [10,13]; empty: none"""
+    """first and last step to record, [10,13]; empty: none"""
     ranks: list[int] = field(default_factory=lambda: [0])
-    """ranks that record; each writes profile/rank_N.json.gz to the run folder"""
+    """ranks to record; each writes profile/rank_N.json.gz to the run folder"""
     memory: bool = False
-    """also record every allocation on a GPU, and write a snapshot with the trace, or when a step
-    runs out of memory: profile/rank_N.memory.pickle
+    """also record every GPU allocation, and write a snapshot with the profile and when a step runs
+    out of memory: profile/rank_N.memory.pickle
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig:
-    """Of which steps what the modules compute is written, for axonlaunch diff."""
+    """Traces of the tensors that modules compute, for axonlaunch diff."""
 
     steps: list[int] = field(default_factory=list)
-    """steps that are traced, by the updates before them: [0, 100] are the first and the 101st;
-    empty: none
-    """
+    """steps to trace, counted from 0: [0, 100] are the first and the 101st; empty: none"""
     tensors: Literal["norms", "full"] = "norms"
-    """norms: root mean square, mean and largest absolute value of each module's output, of its
-    gradient, of parameters and their gradients; full: all their elements too, of a few steps
+    """recorded values of module outputs, parameters and their gradients. norms: root mean square,
+    mean and largest absolute value; full: also all elements, for at most 16 steps
     """

@@ -1,6 +1,6 @@
-"""Names that stand for code: a name maps to ``"module:attribute"``, imported on first use.
+"""Registries, which map names to objects or to ``"module:attribute"``, imported on first use.
 
-It knows nothing of what it holds; importing a registry never imports what it lists.
+Importing a registry does not import its targets.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ B = TypeVar("B", bound=Callable[..., Any])
 
 
 class UnknownNameError(ValueError):
-    """A name that the registry does not list; the message lists those that it does."""
+    """A name is not registered; the message lists the registered names."""
 
 
 class EntryPointError(ValueError):
-    """An installed package offers a name and can't be imported, or does not register it."""
+    """An installed package that offers a name can't be imported, or does not register the name."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """A package that an entry does not work without, and that need not be installed.
+    """An optional package that an entry requires.
 
     Attributes:
-        module: What is imported of it.
-        package: Its name, as people write it.
-        requirement: What to ``pip install``.
+        module: Name of the module to import.
+        package: Name of the package in messages.
+        requirement: Argument of ``pip install``.
     """
 
     module: str
@@ -51,7 +51,7 @@ class Needs:
 
     @property
     def is_missing(self) -> bool:
-        """Whether it is not installed; a folder that is only named like it does not count."""
+        """Whether the package is not installed; a folder with its name does not count."""
         spec = importlib.util.find_spec(self.module)
         return spec is None or spec.origin is None
 
@@ -61,15 +61,15 @@ class Needs:
 
 @dataclass(frozen=True)
 class Entry(Generic[F]):
-    """What a registry knows about a name before its code is imported.
+    """Properties of a registered name that are known before its code is imported.
 
     Attributes:
-        target: The object itself, or where to import it from as ``"module:attribute"``.
-        summary: One line that says what it is, for ``axonlaunch ls``.
-        config: Dataclass with a field ``name`` that types its group of the configuration.
-        facts: What others must know of it and can't ask the target.
-        needs: What has to be installed for it.
-        arguments: Keywords that ``arguments`` of the group may have; None: any.
+        target: Object, or its import path ``"module:attribute"``.
+        summary: One line of description, for ``axonlaunch ls``.
+        config: Dataclass with a field ``name`` that types the group of the configuration.
+        facts: Properties that other packages need without importing the target.
+        needs: Package that must be installed.
+        arguments: Allowed keywords in ``arguments`` of the group; None allows any.
     """
 
     target: Any
@@ -81,15 +81,15 @@ class Entry(Generic[F]):
 
 
 class Registry(Generic[_T, F]):
-    """A table of lazily imported things of one kind.
+    """A table of lazily imported objects of one kind.
 
-    An installed package offers a name by an entry point, whose metadata alone is read until the
-    name is chosen. Importing it must register that name.
+    Installed packages can offer names by entry points. Only the metadata of an entry point is read
+    until its name is selected. Importing the package must then register that name.
 
     Attributes:
-        kind: What the things are, ``"dataset"``; ``register_dataset`` adds one.
-        entry_points: Group of entry points that packages offer names in; None: they can't.
-        free_config: Dataclass with ``name`` and ``arguments`` for an entry that brings none.
+        kind: Kind of the objects, ``"dataset"``; ``register_dataset`` adds one.
+        entry_points: Group of entry points by which packages offer names; None if they can't.
+        free_config: Dataclass with ``name`` and ``arguments`` for entries without a dataclass.
     """
 
     def __init__(
@@ -116,18 +116,18 @@ class Registry(Generic[_T, F]):
         facts: F | None = None,
         arguments: tuple[str, ...] | None = None,
     ) -> None:
-        """List a thing under a name.
+        """Register an object under a name.
 
         Args:
-            name: As configurations choose it.
-            target: The thing, or ``"module:attribute"``, imported on first use.
-            summary: One line for ``axonlaunch ls``.
-            config: Dataclass that types its group; None: ``free_config``.
-            facts: What others must know of it.
-            arguments: Keywords that ``arguments`` of a ``free_config`` may have; None: any.
+            name: Name that configurations use.
+            target: Object, or ``"module:attribute"``, which is imported on first use.
+            summary: One line of description, for ``axonlaunch ls``.
+            config: Dataclass that types the group; None uses ``free_config``.
+            facts: Properties that other packages need.
+            arguments: Allowed keywords in ``arguments`` of a ``free_config``; None allows any.
 
         Raises:
-            ValueError: The name is taken by something else.
+            ValueError: The name is already registered for another target.
         """
         known = self._entries.get(name)
         if known is not None and known.target != target:
@@ -146,22 +146,24 @@ class Registry(Generic[_T, F]):
         make_target: Callable[[Callable[..., Any]], Any] | None = None,
         passed: int = 0,
     ) -> Callable[[B], B]:
-        """Return the decorator that lists a class or a function under a name.
+        """Return a decorator that registers a class or a function under a name.
 
-        What is decorated is called with one of ``config``; without it, with the ``arguments`` of
-        the group as keywords.
+        The decorated object is called with an instance of ``config``, or without ``config`` with
+        the ``arguments`` of the group as keywords.
 
         Args:
-            name: The name.
-            config: Dataclass with a field ``name``; None: ``free_config``.
-            facts: What others must know of it.
-            summary: One line for ``axonlaunch ls``; None: the docstring's first.
-            make_target: From what takes a configuration to what is listed; None: itself.
-            passed: How many parameters of what is decorated come first and are no arguments.
+            name: Name to register.
+            config: Dataclass with a field ``name``; None uses ``free_config``.
+            facts: Properties that other packages need.
+            summary: One line of description, for ``axonlaunch ls``; None uses the first line of the
+                docstring.
+            make_target: Function from a builder that takes a configuration to the target; None
+                registers the builder.
+            passed: Number of leading parameters of the decorated object that are not arguments.
 
         Raises:
-            ValueError: The configuration is no dataclass with a name; when decorating, that the
-                name is taken.
+            ValueError: ``config`` is not a dataclass with a field ``name``; when decorating, the
+                name is already registered.
         """
         self.check_config(name, config)
 
@@ -178,10 +180,10 @@ class Registry(Generic[_T, F]):
         return register
 
     def check_config(self, name: str, config: type | None) -> None:
-        """Refuse what is no dataclass with a name.
+        """Check that a configuration is a dataclass with a field ``name``.
 
         Raises:
-            ValueError: It is none.
+            ValueError: It is not.
         """
         fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
         if config is not None and "name" not in [field.name for field in fields]:
@@ -191,20 +193,20 @@ class Registry(Generic[_T, F]):
             )
 
     def get(self, name: str) -> _T:
-        """Import and return what a name stands for.
+        """Import and return the target of a name.
 
         Raises:
-            UnknownNameError: The name is not listed.
+            UnknownNameError: The name is not registered.
             EntryPointError: The package that offers it can't be imported.
         """
         target = self.entry(name).target
         return cast("_T", load_target(target) if isinstance(target, str) else target)
 
     def config(self, name: str) -> type:
-        """Return the dataclass that types the group where this name is chosen.
+        """Return the dataclass that types the group if this name is selected.
 
         Raises:
-            UnknownNameError: The name is not listed.
+            UnknownNameError: The name is not registered.
             EntryPointError: The package that offers it can't be imported.
         """
         config = self.entry(name).config
@@ -212,19 +214,19 @@ class Registry(Generic[_T, F]):
         return config
 
     def facts(self, name: str) -> F:
-        """Return what others must know of what a name stands for.
+        """Return the facts of a name.
 
         Raises:
-            UnknownNameError: The name is not listed.
+            UnknownNameError: The name is not registered.
             EntryPointError: The package that offers it can't be imported.
         """
         return cast("F", self.entry(name).facts)
 
     def entry(self, name: str) -> Entry[F]:
-        """Return all that is known of a name, importing the package that offers it if one does.
+        """Return the entry of a name; import the package that offers it if it is not registered.
 
         Raises:
-            UnknownNameError: The name is not listed.
+            UnknownNameError: The name is not registered.
             EntryPointError: The package that offers it can't be imported.
         """
         if name not in self._entries:
@@ -235,31 +237,31 @@ class Registry(Generic[_T, F]):
         return self._entries[name]
 
     def offers(self, name: str | None = None) -> list[EntryPoint]:
-        """Return the entry points of installed packages, of one name or all; imports nothing."""
+        """Return the entry points of installed packages for one name, or all; import nothing."""
         if self.entry_points is None:
             return []
-        from importlib import metadata  # takes 10 ms, and few runs use what others offer
+        from importlib import metadata  # takes 10 ms, and few runs need it
 
         points = metadata.entry_points(group=self.entry_points)
         if name is not None:
             points = points.select(name=name)
-        # A package that is installed twice, in place and from a wheel, offers the same twice.
+        # A package that is installed twice, editable and from a wheel, has each entry point twice.
         return sorted({(point.name, point.value): point for point in points}.values())
 
     def configs(self) -> dict[str, type]:
-        """Return ``{name: its dataclass}`` of what is registered; what packages offer is not."""
+        """Return ``{name: dataclass}`` of registered names, without those only offered."""
         return {name: entry.config for name, entry in self._entries.items() if entry.config}
 
     def known_facts(self) -> dict[str, F]:
-        """Return ``{name: facts}`` of what is registered; what packages offer is not."""
+        """Return ``{name: facts}`` of registered names, without those only offered."""
         return {n: entry.facts for n, entry in self._entries.items() if entry.facts is not None}
 
     def names(self) -> list[str]:
-        """Return the listed names, those that installed packages offer among them, sorted."""
+        """Return all names, sorted, including those that installed packages offer."""
         return sorted({*self._entries, *(point.name for point in self.offers())})
 
     def summaries(self) -> dict[str, str]:
-        """Return ``{name: summary}``, sorted by name; of an offered one the package that does."""
+        """Return ``{name: summary}``, sorted by name; for an offered name, its package."""
         lines = {name: entry.summary for name, entry in self._entries.items()}
         for point in self.offers():
             target = self._entries[point.name].target if point.name in lines else None
@@ -278,27 +280,28 @@ class Registry(Generic[_T, F]):
         return name in self._entries or bool(isinstance(name, str) and self.offers(name))
 
     def is_included(self, name: str) -> bool:
-        """Say whether a name is in the table as it was made, and nobody else's."""
+        """Return whether a name belongs to the included entries."""
         return name in self._included
 
     def is_registered(self, name: str) -> bool:
-        """Say whether a name is known without importing a package that offers it."""
+        """Return whether a name is registered; names that packages only offer are not."""
         return name in self._entries
 
     def _import_offer(self, name: str, points: list[EntryPoint]) -> None:
         """Import the one package that offers a name.
 
         Raises:
-            EntryPointError: Several offer it, it can't be imported, or registers another name.
+            EntryPointError: Several packages offer the name, or the package can't be imported or
+                does not register the name.
         """
         offered = " and ".join(f"{_package(p)} (entry point {name} = {p.value})" for p in points)
         if len(points) > 1:
             raise EntryPointError(f"it is offered by {offered}; uninstall all but one")
         try:
-            # What a module prints while it is imported must not mix with a command's output.
+            # Text that a module prints during import must not mix with the output of the command.
             with contextlib.redirect_stdout(sys.stderr):
                 points[0].load()
-        except (Exception, SystemExit) as error:  # someone else's package may fail in any way
+        except (Exception, SystemExit) as error:  # foreign code can fail in any way
             reason = f"importing it failed with {failure_text(error)}"
             raise EntryPointError(f"it is offered by {offered}; {reason}") from error
         if name not in self._entries:
@@ -309,11 +312,11 @@ class Registry(Generic[_T, F]):
 
 
 def keywords_of(builder: Callable[..., Any], *, passed: int = 0) -> tuple[str, ...] | None:
-    """Return the keywords that a function or class takes, but for the first ones; None: any."""
+    """Return the keywords of a function or class except the first ``passed``; None if any."""
     try:
         parameters = [*inspect.signature(builder).parameters.values()]
     except (ValueError, TypeError):
-        return None  # some of what is written in C has no signature
+        return None  # some objects written in C have no signature
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -321,7 +324,7 @@ def keywords_of(builder: Callable[..., Any], *, passed: int = 0) -> tuple[str, .
 
 
 def _with_arguments(builder: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return what calls a builder with the ``arguments`` of a configuration as keywords."""
+    """Return a function that calls a builder with the ``arguments`` of a configuration."""
 
     def build(config: Any) -> Any:
         return builder(**config.arguments)

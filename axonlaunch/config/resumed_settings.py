@@ -17,17 +17,17 @@ from axonlaunch.system.files import read_text
 
 _LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
 _LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
-"""Settings that the result depends on; a layout and a number of steps are not among them."""
+"""Settings that the result depends on; the layout and the number of steps are not included."""
 
 
 def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[str]:
-    """Return the settings that differ and change the result, each as ``key=new (was old)``.
+    """Return settings that differ and affect the result, each as ``key=new (was old)``.
 
-    A key that an earlier version of the program did not write is taken to have had its default.
+    Keys that an earlier version of the program did not write count as their defaults.
 
     Args:
-        config: The run's.
-        before: The frozen configuration, by dotted key.
+        config: Configuration of the run.
+        before: Frozen configuration of the resumed run, by dotted key.
     """
     now = _without_empty(flatten(to_interpolations(to_tree(config))))
     before = _without_empty({**before, **_defaults(config, before), **before})
@@ -41,9 +41,9 @@ def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[s
 
 
 def _defaults(config: RunConfig, before: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults of sections in which the run has the same option as before.
+    """Return the defaults of sections with the same option in both configurations.
 
-    An option that is another one (``model.name``) is reported with all of its keys.
+    If the option differs (``model.name``), all of its keys are reported.
     """
     defaults: dict[str, Any] = {}
     for name in (*_LEARNED, "train"):
@@ -61,12 +61,12 @@ def _defaults(config: RunConfig, before: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_empty(settings: dict[str, Any]) -> dict[str, Any]:
-    """Drop empty mappings: one with content is written as its keys, ``optimizer.groups.a.lr``."""
+    """Remove empty mappings; others are flattened to keys like ``optimizer.groups.a.lr``."""
     return {key: value for key, value in settings.items() if value != {}}
 
 
 def other_threads(config: RunConfig, before: dict[str, Any]) -> list[str]:
-    """Say that a run which resumes on another number of threads is not the same to the bit."""
+    """Return a note that a run resumed with a different number of threads differs in last bits."""
     was, now = before.get("launch.threads"), config.launch.threads
     if was in (None, "auto", now):
         return []
@@ -81,7 +81,7 @@ def frozen_settings(file: Path) -> dict[str, Any]:
     """Return the frozen configuration of a run, by dotted key.
 
     Raises:
-        OSError: It can't be read.
-        ValueError: It is not a configuration.
+        OSError: The file can't be read.
+        ValueError: The file is not a configuration.
     """
     return flatten(read_yaml(read_text(file, at_most=LARGEST_YAML)))

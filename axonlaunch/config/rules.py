@@ -1,7 +1,7 @@
 """Rules between values of a configuration that can be checked without torch.
 
-Each rule yields its problems; none stops another. What needs the model or the data is checked
-by ``preflight``.
+All rules are checked, even if some are violated. ``preflight`` checks rules that need the model or
+the data.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from axonlaunch.config.axes import degrees_of, divisor
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT
 from axonlaunch.config.degree_rules import (
@@ -31,21 +32,22 @@ from axonlaunch.config.layout import (
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.plain import with_values
+from axonlaunch.config.precision import PRECISIONS, Precision
 from axonlaunch.config.recording import ProfileConfig
 from axonlaunch.config.run_name import run_name_issues
 from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.url import is_url
 from axonlaunch.system.files import why_no_folder
 
-_WHOLE_STEPS = 16
-"""Steps of which all elements may be written: of a billion parameters each takes 10 GB and more."""
+_FULL_STEPS = 16
+"""Largest number of full traces; each takes more than 10 GB for a billion parameters."""
 _NODES = re.compile(r"[1-9]\d{0,8}(:[1-9]\d{0,8})?")
 _SIZES = 8
-"""Problems of different numbers of nodes that are reported: a range of a million has no end."""
+"""Number of problems after which no further numbers of nodes are checked."""
 
 
 def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
-    """Return the problems of a typed tree, in the order of its keys."""
+    """Return all problems of a typed tree that are known without torch."""
     if not _NODES.fullmatch(str(config.launch.nnodes)) or nodes(config)[0] > nodes(config)[1]:
         message = "expected a number of nodes, or a minimum and a maximum, as in 2:4"
         return [ConfigIssue("launch.nnodes", message, config.launch.nnodes)]
@@ -76,7 +78,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
 
 
 def broken_sizes(config: RunConfig) -> list[ConfigIssue]:
-    """Return the problems of the worlds that the run may have, the first of them."""
+    """Return the first problems for each number of nodes that the run may have."""
     assert config.launch.nproc != "auto"
     least, most = nodes(config)
     if least == most:
@@ -86,15 +88,15 @@ def broken_sizes(config: RunConfig) -> list[ConfigIssue]:
         size = config.launch.nproc * count
         resized = with_values(config, {"launch.nnodes": count})
         problems = broken_world_rules(resized, world_size=size)
-        where = f"with {count} node{'s' if count > 1 else ''}: "
-        violations += [dataclasses.replace(p, message=where + p.message) for p in problems]
+        prefix = f"with {count} node{'s' if count > 1 else ''}: "
+        violations += [dataclasses.replace(p, message=prefix + p.message) for p in problems]
         if len(violations) >= _SIZES:
             break
     return violations
 
 
 def broken_world_rules(config: RunConfig, *, world_size: int) -> list[ConfigIssue]:
-    """Return the problems of a typed tree on a world of a known size."""
+    """Return the problems of a typed tree for a number of ranks."""
     if problems := broken_world_degrees(config, world_size=world_size):
         return problems
     return [
@@ -106,7 +108,7 @@ def broken_world_rules(config: RunConfig, *, world_size: int) -> list[ConfigIssu
 
 
 def _unused_settings(config: RunConfig) -> Iterator[ConfigIssue]:
-    """A setting of an engine that is not the chosen one would silently do nothing."""
+    """Yield settings of data-parallel variants that are not selected; they would have no effect."""
     name, chosen = config.strategy.data_parallel or DEFAULT, data_parallel_facts(config.strategy)
     sections: dict[str, str] = {}
     for engine, facts in DATA_PARALLEL.known_facts().items():
@@ -126,11 +128,15 @@ def _unused_settings(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _parameters_in_bf16(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Weights in bf16 are computed with as they are."""
-    train = config.train
-    if train.param_dtype == "bf16" and train.precision != "bf16":
-        message = f"weights in bf16 compute in bf16, not in {train.precision}; use bf16"
-        yield ConfigIssue("train.precision", message, train.precision)
+    """Require bf16 precision for bf16 weights, which are used without conversion."""
+    precision = Precision.of(config)
+    stored = precision.parameters
+    if stored.is_low and precision.compute != stored:
+        message = (
+            f"weights in {stored.name} compute in {stored.name}, not in {precision.name}; "
+            f"use {stored.name}"
+        )
+        yield ConfigIssue("train.precision", message, precision.name)
 
 
 def _compile_mode(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -141,36 +147,37 @@ def _compile_mode(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _attention_kernel(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Torch would find in the first step that the kernel does not take what it is given."""
+    """Yield unsupported uses of an attention kernel, which torch would report in the first step."""
     kernel = config.train.attention_kernel
     if kernel == "auto":
         return
     message = ""
-    if config.strategy.context.degree > 1:
-        message = "ring attention has a kernel of its own; use auto"
-    elif kernel != "efficient" and config.train.precision == "fp32":
-        message = "computes in bf16 and fp16; use efficient, or train.precision=bf16"
+    if divisor(degrees_of(config.strategy), "sequences") > 1:
+        message = "ring attention uses its own kernel; use auto"
+    elif kernel != "efficient" and not PRECISIONS[config.train.precision].compute.is_low:
+        message = "supports only bf16 and fp16; use efficient, or train.precision=bf16"
     elif kernel == "flash" and getattr(config.data, "packing", "none") != "none":
-        message = "takes no mask, which keeps packed documents apart; use cudnn or efficient"
+        message = "supports no mask, which packed documents need; use cudnn or efficient"
     if message:
         yield ConfigIssue("train.attention_kernel", message, kernel)
 
 
 def _averaged_parameters(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Ranks that each train by themselves for a while would each scale their loss."""
+    """Yield fp16 for variants that average parameters: each rank would need its own loss scale."""
     name, precision = config.strategy.data_parallel, config.train.precision
-    if not data_parallel_facts(config.strategy).is_exact and precision == "fp16":
-        message = f"ranks of {name} have gradients of their own, and one loss scale; use bf16"
+    needs_scale = PRECISIONS[precision].needs_loss_scale
+    if not data_parallel_facts(config.strategy).is_exact and needs_scale:
+        message = f"ranks of {name} have different gradients, but only one loss scale; use bf16"
         yield ConfigIssue("train.precision", message, precision)
 
 
 def _single(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     needed = model_ranks(config.strategy)
-    alone = data_parallel_facts(config.strategy).averages == "nothing"
-    if alone and world_size > needed:
-        many = "1 rank" if needed == 1 else f"{needed} ranks"
-        apart = f"{world_size} ranks would train independent copies"
-        message = f"{apart}; use strategy.data_parallel=ddp or {many}"
+    is_single = data_parallel_facts(config.strategy).averages == "nothing"
+    if is_single and world_size > needed:
+        count = "1 rank" if needed == 1 else f"{needed} ranks"
+        copies = f"{world_size} ranks would train independent copies"
+        message = f"{copies}; use strategy.data_parallel=ddp or {count}"
         yield ConfigIssue("launch.nproc", message, world_size)
 
 
@@ -199,8 +206,8 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     if train.global_batch_size % ranks:
         nearest = max(1, round(train.global_batch_size / ranks)) * ranks
         counts = divisor_of(train.global_batch_size)
-        who = "ranks" if ranks == world_size else "data-parallel ranks"
-        message = f"must be divisible by {ranks} {who}; try {nearest}, or {counts} {who}"
+        kind = "ranks" if ranks == world_size else "data-parallel ranks"
+        message = f"must be divisible by {ranks} {kind}; try {nearest}, or {counts} {kind}"
         yield ConfigIssue("train.global_batch_size", message, train.global_batch_size)
         return
     share = train.global_batch_size // ranks
@@ -220,7 +227,7 @@ def _length(config: RunConfig) -> Iterator[ConfigIssue]:
         message = f"train.steps is {train.steps}; use one of them"
         yield ConfigIssue("train.epochs", message, train.epochs)
     if train.epochs is None and train.steps == "auto":
-        message = "it is as many as train.epochs takes, which is null; set one of them"
+        message = "is computed from train.epochs, which is null; set one of them"
         yield ConfigIssue("train.steps", message, "auto")
     if train.early_stop is not None and not (train.eval_every and train.eval_batches):
         key = "eval_every" if train.eval_batches else "eval_batches"
@@ -231,7 +238,7 @@ def _length(config: RunConfig) -> Iterator[ConfigIssue]:
 def _schedule(config: RunConfig) -> Iterator[ConfigIssue]:
     steps, schedule = config.train.steps, config.scheduler
     if steps == "auto":
-        return  # only the data knows; this is checked again then
+        return  # known once the data is read; checked again then
     warmup = schedule.warmup(steps)
     if schedule.warmup_steps != "auto" and 0 < steps <= warmup:
         message = f"train.steps is {steps}; use fewer, or auto, or train longer"
@@ -245,7 +252,7 @@ def _schedule(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _extras(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Name packages that are needed and not installed."""
+    """Yield packages that the selected options require and that are not installed."""
     chosen = [
         (f"{group}.name", getattr(config, group).name, registry)
         for group, registry in GROUPS.items()
@@ -265,16 +272,16 @@ def _loggers(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:
-    """A tokenizer that nothing is tokenised by would silently do nothing."""
+    """Yield a tokenizer for data that uses none; it would have no effect."""
     name, path = config.data.name, config.tokenizer.path
     facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
-    is_asked = path is not None or config.tokenizer.name == "train"
-    if is_asked and not (facts and facts.takes_tokenizer):
+    is_set = path is not None or config.tokenizer.name == "train"
+    if is_set and not (facts and facts.takes_tokenizer):
         takers = [
             dataset for dataset, facts in DATASETS.known_facts().items() if facts.takes_tokenizer
         ]
-        instead = "null" if path is not None else "auto"
-        message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or {instead}"
+        default = "null" if path is not None else "auto"
+        message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or {default}"
         key = "path" if path is not None else "name"
         yield ConfigIssue(f"tokenizer.{key}", message, getattr(config.tokenizer, key))
 
@@ -282,8 +289,8 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:
 def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.checkpoint.async_save and config.launch.backend == "mock":
         message = (
-            "launch.backend=mock runs ranks as threads that take turns, and a save in the "
-            "background has none; use false or launch.backend=gloo"
+            "launch.backend=mock runs one rank at a time, so it can't save in the background; "
+            "use false or launch.backend=gloo"
         )
         yield ConfigIssue("checkpoint.async_save", message, True)
     if config.checkpoint.keep_best and not config.train.eval_batches:
@@ -293,15 +300,15 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _trace(config: RunConfig) -> Iterator[ConfigIssue]:
     steps, last = config.train.trace.steps, config.train.steps
-    if last == "auto":  # how many there are is not known before the data is
+    if last == "auto":  # known once the data is read
         last = 10**9
     if len(set(steps)) < len(steps) or any(not 0 <= step < last for step in steps):
         message = f"expected steps from 0, the first, to {last - 1}, each once, as [0]"
         yield ConfigIssue("train.trace.steps", message, steps)
-    if config.train.trace.tensors == "full" and len(steps) > _WHOLE_STEPS:
+    if config.train.trace.tensors == "full" and len(steps) > _FULL_STEPS:
         message = (
-            f"all elements of {len(steps)} steps would be written; name {_WHOLE_STEPS} at most, or "
-            "use train.trace.tensors=norms"
+            f"all elements of {len(steps)} steps would be written; list at most {_FULL_STEPS}, "
+            "or use train.trace.tensors=norms"
         )
         yield ConfigIssue("train.trace.steps", message, steps)
 
@@ -309,24 +316,24 @@ def _trace(config: RunConfig) -> Iterator[ConfigIssue]:
 def _device(config: RunConfig) -> Iterator[ConfigIssue]:
     launch, strategy = config.launch, config.strategy
     if launch.device == "cpu" and launch.backend == "nccl":
-        message = "NCCL works on accelerators alone; use auto, or launch.backend=gloo"
+        message = "NCCL needs accelerators; use auto, or launch.backend=gloo"
         yield ConfigIssue("launch.device", message, launch.device)
     if launch.device != "cuda" or launch.backend != "gloo":
         return
-    degrees = (strategy.tensor.degree, strategy.pipeline.degree, strategy.context.degree)
+    degrees = degrees_of(strategy).values()
     facts = data_parallel_facts(strategy)
     shards = facts.shards_parameters or facts.shards_gradients or facts.shards_optimizer
     if max(degrees) > 1 or shards:
         message = (
-            "gloo reduces and broadcasts tensors of a GPU, and can't gather, scatter or send them, "
-            "which this strategy does; use mock"
+            "gloo can reduce and broadcast GPU tensors, but not gather, scatter or send them, "
+            "which this strategy needs; use mock"
         )
         yield ConfigIssue("launch.backend", message, launch.backend)
 
 
 def _profile(config: RunConfig) -> Iterator[ConfigIssue]:
     profile, steps = config.train.profile, config.train.profile.steps
-    # How many there are is not known before the data is, where epochs are asked for.
+    # With train.epochs the number of steps is known once the data is read.
     last = math.inf if config.train.steps == "auto" else config.train.steps
     if not steps and profile != ProfileConfig():
         message = "no step is profiled; write the first and the last, as [10,13]"
@@ -341,7 +348,7 @@ def _profile(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("train.profile.ranks", message, profile.ranks)
     elif steps and config.launch.backend == "mock" and len(profile.ranks) > 1:
         message = (
-            "launch.backend=mock runs ranks as threads of one process, of which one can be "
+            "launch.backend=mock runs ranks as threads of one process, and only one of them can be "
             "profiled; use [0] or launch.backend=gloo"
         )
         yield ConfigIssue("train.profile.ranks", message, profile.ranks)
@@ -368,7 +375,7 @@ def _resume(config: RunConfig) -> Iterator[ConfigIssue]:
     resume = config.checkpoint.resume
     if config.checkpoint.path == "":
         yield ConfigIssue("checkpoint.path", "is empty; write a folder or a URL, or null", "")
-    if resume in ("auto", "never") or is_url(resume):  # whether a URL is there is asked later
+    if resume in ("auto", "never") or is_url(resume):  # URLs are checked later
         return
     if not Path(resume).is_dir():
         use = "give a run folder, a checkpoint, auto or never"

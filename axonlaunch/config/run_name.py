@@ -47,7 +47,7 @@ def run_name_issues(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _unreadable_part(path: str) -> str | None:
-    """Return what people and programs cannot read in a path; None if there is nothing."""
+    """Return the problem of a path with unreadable characters; None for a valid path."""
     for character in path:
         kind = _UNREADABLE.get(unicodedata.category(character))
         if character in "\n\r":

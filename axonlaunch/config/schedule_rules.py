@@ -1,6 +1,6 @@
-"""What each pipeline schedule asks of stages and micro-batches, without torch.
+"""Requirements of pipeline schedules on stages and micro-batches, without torch.
 
-It holds rules alone; the order of a schedule's actions is torch's, read by ``engines``.
+The order of actions of a schedule is defined by torch and read by ``engines``.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ScheduleRule:
-    """Demands of a schedule.
+    """Requirements of a schedule.
 
     Attributes:
-        stages_per_rank: Stages that a rank holds unless it is said otherwise.
-        fixed: Whether that number is the only one.
+        stages_per_rank: Default number of stages on a rank.
+        fixed: Whether no other number of stages is possible.
         v_shaped: Whether stages run to the last rank and back, so that the first rank also holds
-            the last stage; else they go round and round.
-        separate_weight_grad: Whether gradients of weights are computed apart from those of inputs.
-        in_rounds: Whether micro-batches must fill rounds of about one a rank.
-        two_way: Whether micro-batches must fill every stage, for both directions overlap.
+            the last stage. If false, stages go around the ranks in a circle.
+        separate_weight_grad: Whether gradients of weights and of inputs are computed separately.
+        in_rounds: Whether micro-batches must fill rounds of about one micro-batch per rank.
+        two_way: Whether there must be one micro-batch per stage, because both directions overlap.
     """
 
     stages_per_rank: int = 1
@@ -30,20 +30,20 @@ class ScheduleRule:
     two_way: bool = False
 
     def least_microbatches(self, *, degree: int, stages_per_rank: int) -> int:
-        """Return how many micro-batches a round has at least: one a rank, or one a stage.
+        """Return the smallest number of micro-batches in a round: one per rank, or one per stage.
 
-        torch needs one a rank for 1f1b and one a stage for dualpipev. It runs the others with
-        fewer, but those are too few to keep all ranks at work, so that is refused too.
+        torch requires one per rank for 1f1b and one per stage for dualpipev. It runs the other
+        schedules with fewer, but then some ranks have no work, so that is an error too.
         """
         return degree * stages_per_rank if self.two_way else degree
 
     def fits(self, microbatches: int, *, degree: int, stages_per_rank: int) -> bool:
-        """Say whether the schedule can order so many micro-batches.
+        """Return whether the schedule supports a number of micro-batches.
 
         Args:
-            microbatches: Of one round.
-            degree: Ranks of the pipeline.
-            stages_per_rank: That each holds.
+            microbatches: Number of micro-batches in one round.
+            degree: Number of ranks of the pipeline.
+            stages_per_rank: Number of stages on each rank.
         """
         if microbatches < self.least_microbatches(degree=degree, stages_per_rank=stages_per_rank):
             return False

@@ -1,7 +1,4 @@
-"""Typed configuration of what turns text into tokens.
-
-It holds values; ``axonlaunch.data.tokenizer`` reads what they name.
-"""
+"""Typed configuration of the tokenizer; ``axonlaunch.data.tokenizer`` loads or trains it."""
 
 from __future__ import annotations
 
@@ -11,21 +8,21 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """What turns text into tokens, for data that is text."""
+    """Tokenizer of text datasets."""
 
     name: Literal["auto", "bytes", "train"] = "auto"
-    """auto: that of path, else that of model=hf's folder, else bytes; bytes: a token a byte; train:
-    learned from the data, once, with a chat template, and kept in the run folder
+    """auto: the tokenizer in path, else of model=hf, else bytes; bytes: one token per byte; train:
+    a tokenizer with a chat template, learned once from the data and saved in the run folder
     """
     path: str | None = None
-    """folder with a tokenizer.json as save_pretrained writes it, that file alone, or a model id in
-    the cache of the Hugging Face Hub; null: as name says
+    """folder written by save_pretrained, a tokenizer.json, or a model id in the local cache of the
+    Hugging Face Hub; null: selected by name
     """
     vocab_size: int = field(default=4096, metadata={"min": 300})
-    """tokens that tokenizer=train learns at most, bytes and special ones included"""
+    """largest vocabulary of tokenizer=train, including bytes and special tokens"""
 
     def problems(self) -> list[tuple[str, str]]:
-        """Return ``(field, message)`` for values that don't fit each other."""
+        """Return ``(field, message)`` for each invalid combination of values."""
         if self.name == "bytes" and self.path is not None:
             return [("path", "tokenizer=bytes reads no files; use tokenizer=auto, or null")]
         if self.name == "train" and self.path is not None:

@@ -1,7 +1,7 @@
-"""What of a run's frozen configuration is somebody's code, which reading it would import.
+"""Finds code in a frozen configuration that would be imported when it is loaded.
 
-A configuration that came with a checkpoint is as foreign as the checkpoint: its code is refused
-until a user says whom he trusts.
+A configuration that was downloaded with a checkpoint is not trusted: its code is an error until the
+user adds ``--trust``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from axonlaunch.config.schema import REGISTRIES
 
 
 def foreign_code(tree: dict[str, Any], text: str, *, file: str) -> list[ConfigIssue]:
-    """Return what a configuration would have run, and in which line it says so.
+    """Return the code that a configuration would run, each with its line in the file.
 
     Args:
-        tree: As read.
-        text: That it was read from.
-        file: Its path.
+        tree: Configuration as plain values.
+        text: Text that the tree was read from.
+        file: Path of the file, for messages.
     """
     return [
         ConfigIssue(
@@ -33,7 +33,7 @@ def foreign_code(tree: dict[str, Any], text: str, *, file: str) -> list[ConfigIs
 
 
 def _named_code(tree: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield key, value, and what would be done with it."""
+    """Yield the key, the value, and the action that loading would perform."""
     plugins = tree.get("plugins") or []
     for module in plugins if isinstance(plugins, list) else [plugins]:
         yield "plugins", module, "import it"
@@ -51,7 +51,7 @@ def _named_code(tree: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def _groups(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each group with its keys; of a list of groups, each item."""
+    """Yield each group with its keys, and each item of a list of groups."""
     for group, keys in tree.items():
         items = enumerate(keys) if isinstance(keys, list) else []
         for name, item in [(group, keys), *((f"{group}[{n}]", item) for n, item in items)]:
@@ -60,7 +60,7 @@ def _groups(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _chosen(tree: dict[str, Any], key: str) -> Iterator[tuple[str, str]]:
-    """Yield the names that a key chooses: as its value, its ``name``, or of each of its items."""
+    """Yield the names that a key selects: its value, its ``name``, or those of its items."""
     value: Any = tree
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""What distinguishes a URL, which fsspec reaches, from a folder of this node."""
+"""Distinguishes URLs, which are opened by fsspec, from paths on this node."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ SCHEME = "://"
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path that a user wrote is a URL."""
+    """Return whether a path is a URL."""
     return SCHEME in path

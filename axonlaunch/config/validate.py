@@ -1,6 +1,6 @@
-"""Turns a plain tree of values into the typed tree, and says everything that is wrong with it.
+"""Converts a plain tree of values to the typed tree, and collects all problems.
 
-It refuses what it can't convert without guessing (``convert_value``), and keys that no field has.
+Unknown keys, and values that can't be converted without guessing (``convert_value``), are problems.
 """
 
 from __future__ import annotations
@@ -19,37 +19,39 @@ from axonlaunch.config.other_names import FOREIGN_NAMES, UNSUPPORTED
 from axonlaunch.config.registry import EntryPointError, Registry
 
 _ELSEWHERE = 0.75
-"""How like a key of another group a name must be: ``stepz`` is meant for ``train.steps`` (0.8), and
-``epochs`` for ``optimizer.eps`` (0.67) is not."""
+"""Least similarity of an unknown name to a key of another group that is suggested for it.
+
+``stepz`` suggests ``train.steps`` (0.8), but ``epochs`` does not suggest ``optimizer.eps`` (0.67).
+"""
 
 
 @dataclass
 class Validation:
-    """The typed tree as far as it goes (defaults stand in for what is wrong) and the problems."""
+    """A typed tree, with defaults instead of invalid values, and the problems."""
 
     config: Any
     problems: list[ConfigIssue] = field(default_factory=list)
 
 
 def validate(tree: dict[str, Any], schema: type, prefix: str = "") -> Validation:
-    """Type a plain tree by a dataclass; collect every problem rather than stop at the first.
+    """Type a plain tree by a dataclass, and collect all problems.
 
     Args:
-        tree: Of values as YAML has them.
-        schema: The dataclass.
-        prefix: Dotted key of the tree in the configuration, for the problems.
+        tree: Nested plain values, as read from YAML.
+        schema: Dataclass.
+        prefix: Dotted key of the tree in the configuration; problems have keys below it.
     """
     walk = _Walk(schema)
     return Validation(walk.dataclass(tree, schema, prefix), walk.problems)
 
 
 class _Walk:
-    """A walk down a tree, beside the dataclasses that type it.
+    """Recursive walk over a tree and the dataclasses that type it.
 
-    An example, ``{"optimizer": {"name": "adamw", "lr": "fast"}}``: the field ``optimizer`` has
-    variants, and ``_variant`` looks ``adamw`` up, whose dataclass types the group. Its ``lr`` is a
-    plain number, so ``convert`` rejects the text; the problem gets the key ``optimizer.lr``, the
-    default stands in, and the walk continues.
+    An example is ``{"optimizer": {"name": "adamw", "lr": "fast"}}``. The field ``optimizer`` has
+    variants, so ``_variant`` looks up the dataclass of ``adamw`` and types the group by it. Its
+    ``lr`` is a number, so ``convert`` rejects the text. The problem gets the key ``optimizer.lr``,
+    ``lr`` gets its default, and the walk continues.
     """
 
     def __init__(self, root: type) -> None:
@@ -57,7 +59,7 @@ class _Walk:
         self.problems: list[ConfigIssue] = []
 
     def dataclass(self, tree: Any, schema: type, prefix: str) -> Any:
-        """Type a group by a dataclass; what the dataclass itself finds wrong comes last."""
+        """Type a group by a dataclass; problems that the dataclass finds come last."""
         if not isinstance(tree, dict):
             example = f"{prefix}.{dataclasses.fields(schema)[0].name}"
             self._add(prefix, f"is a group of keys; set one of them, as in {example}=...", tree)
@@ -76,7 +78,7 @@ class _Walk:
         return config
 
     def _values(self, tree: dict[str, Any], schema: type, prefix: str) -> dict[str, Any]:
-        """Return the typed values of a group's fields, but for those that are wrong or not set."""
+        """Return the typed values of a group's fields, except invalid and missing ones."""
         hints = typing.get_type_hints(schema)
         fields = {f.name: f for f in dataclasses.fields(schema)}
         values: dict[str, Any] = {}
@@ -97,10 +99,12 @@ class _Walk:
         return values
 
     def _value(self, tree: dict[str, Any], spec: Any, hint: Any, key: str, schema: type) -> Any:
-        """Return one field's typed value.
+        """Return the typed value of one field.
+
+        Problems inside a group are added to ``problems``.
 
         Raises:
-            Rejected: A plain value does not fit. What is wrong inside of a group is added instead.
+            Rejected: A plain value is invalid.
         """
         value, facts = tree[spec.name], spec.metadata
         if "each" in facts:
@@ -125,13 +129,13 @@ class _Walk:
             raise Rejected(reason)
         converted = convert(value, hint)
         if (names := facts.get("names")) is not None and converted is not None:
-            converted = str(converted)  # a name in a registry, frozen as it is
+            converted = str(converted)  # a registered name, frozen with its value
             _check_name(converted, names)
         check_range(converted, facts, or_null=type(None) in get_args(hint))
         return converted
 
     def _variant(self, tree: Any, variants: Registry[Any, Any], spec: Any, key: str) -> Any:
-        """Type a group by the dataclass that its ``name`` stands for."""
+        """Type a group by the dataclass that its ``name`` selects."""
         if not isinstance(tree, dict):
             choices = one_of(variants.names())
             self._add(key, f"is a group; choose one with {key}=NAME: {choices}", tree)
@@ -148,11 +152,11 @@ class _Walk:
             return _default(spec)
         self._check_arguments(tree, variants, name, key)
         if "name" in tree:
-            tree = {**tree, "name": str(name)}  # a name in a registry, frozen as it is
+            tree = {**tree, "name": str(name)}  # a registered name, frozen with its value
         return self.dataclass(tree, schema, key)
 
     def _options(self, tree: Any, variants: Registry[Any, Any], name: str | None, key: str) -> Any:
-        """Type the options of what another field names; None where that has none."""
+        """Type the options of the entry that another field names; None if it has no options."""
         schema = None if name is None else variants.entry(name).config
         if schema is not None:
             named = {"name": name, **(tree or {})} if isinstance(tree, dict | None) else tree
@@ -165,7 +169,7 @@ class _Walk:
     def _check_arguments(
         self, tree: Any, variants: Registry[Any, Any], name: str | None, key: str
     ) -> None:
-        """Refuse arguments that what is registered without a dataclass does not take."""
+        """Report unknown arguments of an entry that was registered without a dataclass."""
         known = None if name is None else variants.entry(name).arguments
         arguments = tree.get("arguments") if isinstance(tree, dict) else None
         if known is None or not isinstance(arguments, dict):
@@ -176,7 +180,7 @@ class _Walk:
                 self._add(f"{key}.arguments.{argument}", message, value)
 
     def _each(self, tree: Any, variants: Registry[Any, Any], key: str) -> list[Any]:
-        """Type a list of which each item is a name, a group with one, or a group with a target."""
+        """Type a list; each item is a name, or a group with a name or a target."""
         if not isinstance(tree, list):
             example = plain(tree) if isinstance(tree, str) else variants.names()[0]
             self._add(key, f"expected a list; write {key}=[{example}]", tree)
@@ -197,16 +201,16 @@ class _Walk:
 
 
 def _explain_unnamed(group: Any, key: str, variants: Registry[Any, Any]) -> str:
-    """Say how an item of a list is written that names no entry, or code as if it were one."""
-    own = f"{{target: package.module:Class}} is your own {variants.kind}"
+    """Return how to write an item of a list that has no name, or has code as its name."""
+    custom = f"{{target: package.module:Class}} is your own {variants.kind}"
     if not isinstance(group, dict):
-        return f"is not a name; write {key}=[NAME], {one_of(variants.names())}; {own}"
+        return f"is not a name; write {key}=[NAME], {one_of(variants.names())}; {custom}"
     if "name" not in group:
         close = [nearest(str(name), ["name", "target"]) for name in group]
         meant = next((f"did you mean {name}? " for name in close if name), "")
-        return f"has no name; {meant}write {key}=[{{name: NAME}}]; {own}"
+        return f"has no name; {meant}write {key}=[{{name: NAME}}]; {custom}"
     is_code = ":" in str(group["name"]) or (group["name"] == "custom" and "target" not in group)
-    return f"names no {variants.kind}; {own}" if is_code else ""
+    return f"names no {variants.kind}; {custom}" if is_code else ""
 
 
 def _below(prefix: str, name: str) -> str:
@@ -218,16 +222,16 @@ def _is_required(spec: Any) -> bool:
 
 
 def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> Any:
-    """Build the dataclass; a required field that is missing (reported already) is None."""
+    """Build the dataclass; missing required fields, which were reported already, are None."""
     missing = [name for name, spec in fields.items() if name not in values and _is_required(spec)]
     return schema(**values, **dict.fromkeys(missing))
 
 
 def _check_name(value: Any, registry: Registry[Any, Any] | None) -> None:
-    """Refuse a name that a registry does not list, or can't import.
+    """Check that a registry lists a name and can import it.
 
     Raises:
-        Rejected: It says why.
+        Rejected: The name is not listed, or its package can't be imported.
     """
     if registry is None or value is None:
         return
@@ -247,14 +251,14 @@ def _check_name(value: Any, registry: Registry[Any, Any] | None) -> None:
 
 
 def _default(spec: Any) -> Any:
-    """Return a field's default; an item of a list has none."""
+    """Return the default of a field; None for an item of a list."""
     if spec is None:
         return None
     return spec.default_factory() if spec.default is MISSING else spec.default
 
 
 def _nested_dataclass(hint: Any, value: Any) -> type | None:
-    """Return the dataclass that a hint names, unless the value is the null that it allows."""
+    """Return the dataclass in a type hint; None if the value is null and the hint allows it."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     candidates = [option for option in options if dataclasses.is_dataclass(option)]
     if not candidates or (value is None and type(None) in options):
@@ -265,7 +269,7 @@ def _nested_dataclass(hint: Any, value: Any) -> type | None:
 def _unknown_key(
     prefix: str, name: str, value: Any, fields: dict[str, Any], root: type
 ) -> ConfigIssue:
-    """Say that a key is unknown, and which one was meant: here, or of that name elsewhere."""
+    """Return the problem of an unknown key, with a suggestion from this group or another one."""
     key = _below(prefix, name)
     shown = ... if isinstance(value, dict) else value
     if name in UNSUPPORTED:
@@ -279,7 +283,7 @@ def _unknown_key(
         )
     last = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
     here = {field: _below(prefix, field) for field in fields}
-    # What another tool calls a key is known; the rest is guessed, in this group first.
+    # Names that other tools use come from a table; others are guessed, in this group first.
     meant = (
         FOREIGN_NAMES.get(name)
         or here.get(nearest(name, here) or "")
@@ -287,8 +291,8 @@ def _unknown_key(
     )
     if meant:
         return ConfigIssue(key, f"there is no such key; did you mean {meant}?", shown)
-    where = f"keys of {prefix}" if prefix else "top-level keys"
-    return ConfigIssue(key, f"there is no such key; {where}: {', '.join(sorted(fields))}", shown)
+    listed = f"keys of {prefix}" if prefix else "top-level keys"
+    return ConfigIssue(key, f"there is no such key; {listed}: {', '.join(sorted(fields))}", shown)
 
 
 def _paths(schema: type, prefix: str = "") -> list[str]:
@@ -306,7 +310,7 @@ def _paths(schema: type, prefix: str = "") -> list[str]:
 
 
 def _variants(root: type, key: str) -> list[tuple[str, set[str]]]:
-    """Return ``(name, its keys)`` of each variant of a top-level group."""
+    """Return ``(name, keys)`` of each variant of a top-level group."""
     spec = {f.name: f for f in dataclasses.fields(root)}[key]
     variants = spec.metadata.get("variants")
     known = variants.configs() if variants else {}

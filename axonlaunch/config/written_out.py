@@ -1,7 +1,7 @@
-"""A configuration with the values that ``auto`` stands for on a node, for who reads it.
+"""Replaces ``auto`` in a configuration by the value that it has on a node, for display.
 
-A run itself keeps ``auto`` where its world may still change. What depends on the model, or is only
-decided as a run starts (a free name, a free port), stays ``auto``.
+A run keeps ``auto`` for values that depend on a world that may still change. Values that depend on
+the model, or are decided when a run starts (a free name, a free port), stay ``auto`` here too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from axonlaunch.config.schema import RunConfig
 
 
 def written_out(config: RunConfig, *, accelerators: int) -> RunConfig:
-    """Return a configuration as a run of it would be laid out.
+    """Return a configuration with the layout that its run would have on this node.
 
     Args:
-        config: Checked; where its layout is to be planned it is returned as it is.
-        accelerators: How many this node has.
+        config: Checked configuration; returned unchanged if its layout is searched
+            (``strategy.auto``).
+        accelerators: Number of accelerators on this node.
 
     Raises:
-        ConfigError: So many ranks can't share the batch.
+        ConfigError: The batch can't be divided among the ranks.
     """
     if config.strategy.auto:
         return config

@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch.config.data import DATASETS, CustomDataConfig
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.data.dataset import Dataset, file_sums
+from axonlaunch.data.dataset import Dataset, FileSums
 from axonlaunch.data.origin import Origin, printable
 
 _NOT_OF_ROWS = ("files", "path", "cache_dir", "on_bad_row", "eval_path")
@@ -36,17 +36,17 @@ def describe_rows(
     """
     if not DATASETS.is_included(config.data.name) or isinstance(config.data, CustomDataConfig):
         return None
-    tokenizer = getattr(dataset, "tokenizer", None)
+    info = dataset.info
     is_chat = config.data.name == "chat" or any(
         source.name == "chat" for source in getattr(config.data, "sources", dict)().values()
     )
     shards = None if like is None else like.shards or sys.maxsize
-    sums, covered = file_sums(dataset, shards=shards)
+    sums, covered = FileSums([]) if info.file_sums is None else info.file_sums(shards)
     return Origin(
         files=tuple(_in_groups([(printable(name), digest) for name, digest in sums])),
         options=_options(config.data),
-        tokenizer="" if tokenizer is None else tokenizer.fingerprint,
-        template=getattr(tokenizer, "template_fingerprint", "") if is_chat else "",
+        tokenizer="" if info.tokenizer is None else info.tokenizer.fingerprint,
+        template=getattr(info.tokenizer, "template_fingerprint", "") if is_chat else "",
         shards=covered,
     )
 

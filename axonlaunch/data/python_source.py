@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from axonlaunch.config.data import PythonSourceConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.data.dataset import FileSums
 from axonlaunch.data.text import ByteWindows
 
 Bytes = npt.NDArray[np.uint8]
@@ -50,12 +51,13 @@ class PythonSource(ByteWindows):
         train, held_out = _read(root, config.eval_fraction)
         super().__init__(train, held_out, sequence_length=config.sequence_length)
 
-    def file_sums(self) -> list[tuple[str, str]]:
-        """Return a checksum of the source that is trained on, under one name."""
+    def file_sums(self, shards: int | None = None) -> FileSums:
+        """Return one checksum of all training files, under one name."""
+        del shards  # there are none
         source = self._rows["train"]
         version = sysconfig.get_python_version()
         name = f"the standard library of Python {version}"
-        return [(name, f"{len(source)}-{zlib.crc32(source.data):08x}")]
+        return FileSums([(name, f"{len(source)}-{zlib.crc32(source.data):08x}")])
 
 
 @lru_cache(maxsize=2)

@@ -26,7 +26,7 @@ from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data import token_cache
-from axonlaunch.data.dataset import Batch, Kind, Split
+from axonlaunch.data.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.shuffle import Indices, permute
@@ -49,16 +49,12 @@ class ShardedRows:
 
     Attributes:
         tokenizer: What makes the tokens.
-        is_packed: Whether rows hold several documents.
-        is_unsized: How many rows there are is known once all are tokenised.
         folder: Where the tokens are kept.
         num_bytes: Bytes of all files.
-        notes: What a run says of the data when it starts.
     """
 
     kind: Kind = "tokens"
     is_text = True
-    is_unsized = True
     num_samples = 0
 
     def __init__(self, config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> None:
@@ -72,7 +68,6 @@ class ShardedRows:
         self.tokenizer = tokenizer
         self.num_classes = tokenizer.vocab_size
         self.sample_shape = (config.sequence_length,)
-        self.is_packed = config.packing != "none"
         self.folder = token_cache.folder_of(config.cache_dir)
         sources = find_sources(config.files)
         refuse_overlap(config, sources)
@@ -89,7 +84,20 @@ class ShardedRows:
         total = size(self.num_bytes)
         later = f"data.shuffle=shards: {total} in {len(sources)} file{'s' * (len(sources) > 1)}; "
         later += "below is the first shard, the others are tokenised while it trains"
-        self.notes = (later, *self._first.notes)
+        self._notes = (later, *self._first.info.notes)
+
+    @property
+    def info(self) -> DatasetInfo:
+        """Optional facts."""
+        return DatasetInfo(
+            notes=self._notes,
+            is_packed=self._config.packing != "none",
+            is_unsized=True,
+            order=self.order,
+            file_sums=self.file_sums,
+            tokenizer=self.tokenizer,
+            tokenising_ahead=self.tokenising_ahead,
+        )
 
     def order(self, positions: Indices, *, seed: int) -> Indices:
         """Return which row stands at each global sample index.
@@ -119,7 +127,7 @@ class ShardedRows:
         shard, own = self._place(row)
         yield from self._rows(shard).sources(own)
 
-    def file_sums(self, shards: int | None) -> tuple[list[tuple[str, str]], int | None]:
+    def file_sums(self, shards: int | None = None) -> FileSums:
         """Return (name, checksum of tokens) of the files of the first shards, and their number.
 
         Args:
@@ -134,7 +142,7 @@ class ShardedRows:
             while len(first) < known and (shard := self._corpus.shard(len(first))) is not None:
                 first.append(shard)
         is_all = self._corpus.is_known and len(first) == self._corpus.num_known
-        return token_cache.sums_by_file(first), None if is_all else len(first)
+        return FileSums(token_cache.sums_by_file(first), None if is_all else len(first))
 
     def summaries(self) -> dict[str, TextSummary]:
         """Count what there is of all shards, which are tokenised for it."""

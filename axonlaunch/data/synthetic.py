@@ -11,18 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.data import SyntheticImagesConfig, SyntheticTokensConfig
-from axonlaunch.data.dataset import Batch, Kind, NoText, Split
+from axonlaunch.data.dataset import Batch, DatasetInfo, Kind, NoText, Split
 from axonlaunch.data.shuffle import mix
 
 _MAX_STRIDE = 8
 
 
 class SyntheticTokens(NoText):
-    """Sequences that count up by a stride of 1 to 8 from a random start, modulo the vocabulary.
-
-    Attributes:
-        is_packed: Whether a row is cut into documents.
-    """
+    """Sequences that count up by a stride of 1 to 8 from a random start, modulo the vocabulary."""
 
     kind: Kind = "tokens"
 
@@ -31,8 +27,13 @@ class SyntheticTokens(NoText):
         self.num_eval_samples = config.num_eval_samples
         self.num_classes = self.vocab_size = config.vocab_size
         self.sample_shape = (config.sequence_length,)
-        self.is_packed = config.document_length is not None
+        self._is_packed = config.document_length is not None
         self._document_length = config.document_length or config.sequence_length
+
+    @property
+    def info(self) -> DatasetInfo:
+        """Optional facts."""
+        return DatasetInfo(is_packed=self._is_packed)
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
         """Return the sequences of these indices, in their order."""
@@ -43,7 +44,7 @@ class SyntheticTokens(NoText):
         tokens = (start[:, None] + stride[:, None] * steps) % np.uint64(self.vocab_size)
         tokens = tokens.astype(np.int64)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        if not self.is_packed:
+        if not self._is_packed:
             return Batch.from_numpy(inputs, targets)
         positions = np.arange(inputs.shape[1]) % self._document_length
         return Batch.from_numpy(inputs, targets, np.tile(positions, (len(inputs), 1)))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from axonlaunch.config.data import NUM_BYTES, TextConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data import text_files
+from axonlaunch.data.dataset import DatasetInfo, FileSums
 from axonlaunch.data.windows import TokenWindows
 from axonlaunch.system import host
 from axonlaunch.system.formatting import size
@@ -49,8 +50,17 @@ class ByteWindows(TokenWindows):
     ) -> None:
         super().__init__(train, held_out, sequence_length=sequence_length, num_classes=NUM_BYTES)
 
+    @property
+    def info(self) -> DatasetInfo:
+        """Optional facts."""
+        return DatasetInfo(unigram_entropy=lambda: self._unigram_entropy, file_sums=self.file_sums)
+
+    def file_sums(self, shards: int | None = None) -> FileSums:
+        """Return (name, checksum) of the training files."""
+        raise NotImplementedError
+
     @cached_property
-    def unigram_entropy(self) -> float:
+    def _unigram_entropy(self) -> float:
         """Nats a byte that a model costs which knows how often each byte occurs, and no more.
 
         It is the cross entropy of the held-out bytes under the training bytes' frequencies, each
@@ -100,14 +110,15 @@ class Text(ByteWindows):
         train = len(content) - held_out
         super().__init__(content[:train], content[train:], sequence_length=config.sequence_length)
 
-    def file_sums(self) -> list[tuple[str, str]]:
+    def file_sums(self, shards: int | None = None) -> FileSums:
         """Return (name, checksum) of the files."""
+        del shards  # there are none
         sums, start = [], 0
         for name, length in self._files:
             crc32 = zlib.crc32(self._content[start : start + length].data)
             sums.append((name, f"{length}-{crc32:08x}"))
             start += length + 1  # a newline is between two files
-        return sums
+        return FileSums(sums)
 
 
 def _read(files: Sequence[Path], patterns: list[str], *, at_most: int = -1) -> list[bytes]:

@@ -17,7 +17,7 @@ from axonlaunch.config.documents import ChatConfig, TextRowsConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data import packing, token_cache
-from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Kind, Split
+from axonlaunch.data.dataset import IGNORE_INDEX, Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoders import make_encoder
 from axonlaunch.data.encoding import OnProgress
@@ -39,12 +39,12 @@ class Untokenised:
     Attributes:
         num_classes: Tokens of the vocabulary.
         sample_shape: Of a row.
-        is_packed: Whether rows hold several documents.
+        info: Whether rows hold several documents.
     """
 
     num_classes: int
     sample_shape: tuple[int, ...]
-    is_packed: bool
+    info: DatasetInfo
     kind: Kind = "tokens"
 
 
@@ -67,8 +67,8 @@ def find_untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Unto
         find_sources(source.files, key=f"{key}.files")
         if isinstance(source.held_out, list):
             find_sources(source.held_out, key=f"{key}.held_out")
-    length, is_packed = (config.sequence_length,), config.packing != "none"
-    return Untokenised(vocab_size, length, is_packed)
+    info = DatasetInfo(is_packed=config.packing != "none")
+    return Untokenised(vocab_size, (config.sequence_length,), info)
 
 
 class TextRows:
@@ -76,9 +76,7 @@ class TextRows:
 
     Attributes:
         tokenizer: What made the tokens.
-        is_packed: Whether rows hold several documents.
         folder: Where the tokens are kept.
-        notes: What a run says of the data when it starts.
     """
 
     kind: Kind = "tokens"
@@ -109,7 +107,7 @@ class TextRows:
         self.tokenizer = tokenizer
         self.num_classes = tokenizer.vocab_size
         self.sample_shape = (config.sequence_length,)
-        self.is_packed = config.packing != "none"
+        self._is_packed = config.packing != "none"
         self._config = config
         held_out = config.held_out if isinstance(config.held_out, list) else []
         self.folder = token_cache.folder_of(config.cache_dir)
@@ -144,7 +142,17 @@ class TextRows:
         if is_all and not len(self._tables["train"]):
             message = "; ".join(["no document is left to train on", *self._left_out()])
             raise ConfigError([ConfigIssue("data.files", message, config.files)])
-        self.notes = self._notes()
+        self._notes = self._describe()
+
+    @property
+    def info(self) -> DatasetInfo:
+        """Optional facts."""
+        return DatasetInfo(
+            notes=self._notes,
+            is_packed=self._is_packed,
+            file_sums=self.file_sums,
+            tokenizer=self.tokenizer,
+        )
 
     @property
     def num_samples(self) -> int:
@@ -173,7 +181,7 @@ class TextRows:
                 positions[row, at:end] = np.arange(places)
                 at = end
             positions[row, at:] = np.arange(shape[1] - at)
-        return Batch.from_numpy(inputs, targets, positions if self.is_packed else None)
+        return Batch.from_numpy(inputs, targets, positions if self._is_packed else None)
 
     def pieces(self, row: int, *, split: Split) -> Iterator[DocumentPart]:
         """Yield the documents, or parts of them, that fill a row."""
@@ -187,9 +195,10 @@ class TextRows:
             end = int(self._starts[document] + self._places[document]) + 1
             yield self._source(document), replace(piece, left=end - piece.start)
 
-    def file_sums(self) -> list[tuple[str, str]]:
-        """Return (name, checksum of tokens) of the files that are trained on, in order."""
-        return token_cache.sums_by_file(self._shards[: self._train_shards])
+    def file_sums(self, shards: int | None = None) -> FileSums:
+        """Return (name, checksum of tokens) of all training files, in order."""
+        del shards  # all are tokenised
+        return FileSums(token_cache.sums_by_file(self._shards[: self._train_shards]))
 
     def summaries(self) -> dict[str, TextSummary]:
         """Count what there is."""
@@ -272,13 +281,13 @@ class TextRows:
         number = int(np.searchsorted(self._first_document, document, side="right")) - 1
         return self._shards[number].place(document - int(self._first_document[number]))
 
-    def _notes(self) -> tuple[str, ...]:
+    def _describe(self) -> tuple[str, ...]:
         """Describe the size of the dataset, how full its rows are, and what was left out."""
         config = self._config
         unit = "chat" if isinstance(config, ChatConfig) else "document"
         held_out = f"{self._num_held_out:,} {unit}{'' if self._num_held_out == 1 else 's'}"
         tokens = sum(shard.progress.tokens for shard in self._shards)
-        verb = "packed into" if self.is_packed else "in"
+        verb = "packed into" if self._is_packed else "in"
         return (
             f"data: {len(self._places):,} {unit}s, {tokens:,} tokens; {verb} "
             f"{self.num_samples:,} rows of {config.sequence_length:,} "

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from axonlaunch.config.data import TokensConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.data.dataset import DatasetInfo, FileSums
 from axonlaunch.data.file_sum import sum_of_file
 from axonlaunch.data.windows import TokenWindows
 
@@ -40,9 +41,15 @@ class TokenFile(TokenWindows):
             train, held_out, sequence_length=config.sequence_length, num_classes=vocab_size
         )
 
-    def file_sums(self) -> list[tuple[str, str]]:
-        """Return (name, checksum) of the file that is trained on."""
-        return [(self._path, sum_of_file(Path(self._path).expanduser()))]
+    @property
+    def info(self) -> DatasetInfo:
+        """Optional facts."""
+        return DatasetInfo(file_sums=self.file_sums)
+
+    def file_sums(self, shards: int | None = None) -> FileSums:
+        """Return (name, checksum) of the training file."""
+        del shards  # there are none
+        return FileSums([(self._path, sum_of_file(Path(self._path).expanduser()))])
 
 
 def _map_file(key: str, path: str, dtype: str) -> npt.NDArray[Any]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.config.axes import DATA_AXES
+
 PROFILE_FOLDER = "profile"
 MERGED = "merged.json.gz"
 STEP = "axonlaunch step"
@@ -32,7 +34,6 @@ _PRODUCT = re.compile(
 )
 _EXCHANGE = re.compile(r"^nccl|^rccl|ncclDevKernel|^c10d::|^_?c10d_functional::|^gloo:")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_DATA_AXES = ("dp_replicate", "dp_shard", "cp", "dp")
 
 
 class UnreadableTraceError(ValueError):
@@ -164,7 +165,7 @@ def _kind(event: Mapping[str, Any]) -> str:
 def axis_of(group: str) -> str:
     """Return the mesh axis from torch's description of a group; all data axes are ``dp``."""
     axis = group.removeprefix("mesh_")
-    if axis in _DATA_AXES:
+    if axis in (*DATA_AXES, "dp"):
         return "dp"
     return axis if axis and axis not in ("default_pg", "undefined") else "world"
 

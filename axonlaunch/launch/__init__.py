@@ -1,1 +1,1 @@
-"""Starts ranks, watches them, and shows a run; the parent imports no torch."""
+"""Launches runs: starts and watches ranks and shows their progress, without torch in the parent."""

@@ -1,1 +1,1 @@
-"""Checks of a run that need torch, the model or the data, made before a rank starts."""
+"""Checks that need torch, the model or the data, and that run before a rank starts."""

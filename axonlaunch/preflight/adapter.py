@@ -1,4 +1,4 @@
-"""What a run's adapter is, and why a model can't have it; a folder of PEFT's may say it."""
+"""Reads the settings of a run's adapter from a PEFT folder and checks them against the model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from axonlaunch.models.spec import ModelSpec
 
 
 def with_adapter_settings(config: RunConfig) -> RunConfig:
-    """Return a run whose adapter is as its ``adapter.path`` has it, if there is one.
+    """Return a configuration with the adapter settings in ``adapter.path``, if that is set.
 
     Raises:
-        ConfigError: The folder can't be read, holds something else, or contradicts the run.
+        ConfigError: The folder can't be read, is not an adapter, or contradicts the configuration.
     """
     if config.adapter is None or config.adapter.path is None:
         return config
@@ -31,12 +31,12 @@ def with_adapter_settings(config: RunConfig) -> RunConfig:
 def find_adapter_problems(
     config: RunConfig, spec: ModelSpec, model: nn.Module
 ) -> Iterator[ConfigIssue]:
-    """Yield why a run's model can't have its adapter.
+    """Yield the reasons why a run's model can't have its adapter.
 
     Args:
-        config: As ``with_adapter_settings`` returns it.
-        spec: The model's.
-        model: Whole, with its adapters, on ``meta`` or not.
+        config: Configuration returned by ``with_adapter_settings``.
+        spec: Specification of the model.
+        model: Complete model with its adapters, on the meta device or not.
     """
     if config.adapter is None:
         return
@@ -44,13 +44,15 @@ def find_adapter_problems(
     yield from issues
     if issues or config.adapter.path is None:
         return
-    named = dict(model.named_parameters())
-    names = adapters.peft_names(named)
-    sizes = {key: tuple(named[name].shape) for name, key in names.items()}
-    shapes = adapters.read_peft(Path(config.adapter.path)).shapes
-    for name in {**shapes, **sizes}:
-        if shapes.get(name) != sizes.get(name):
-            its, other = (list(found.get(name, ())) or "absent" for found in (shapes, sizes))
-            message = f"its {name} is {its}; the model's is {other}"
+    parameters = dict(model.named_parameters())
+    names = adapters.peft_names(parameters)
+    model_shapes = {key: tuple(parameters[name].shape) for name, key in names.items()}
+    saved_shapes = adapters.read_peft(Path(config.adapter.path)).shapes
+    for name in {**saved_shapes, **model_shapes}:
+        if saved_shapes.get(name) != model_shapes.get(name):
+            saved, expected = (
+                list(shapes.get(name, ())) or "absent" for shapes in (saved_shapes, model_shapes)
+            )
+            message = f"its {name} is {saved}; the model's is {expected}"
             yield ConfigIssue("adapter.path", message, config.adapter.path)
             return

@@ -1,25 +1,26 @@
-"""What is wrong with what a run is to start from, reported before a rank starts.
+"""Checks the checkpoint or the weights from which a run starts, before a rank starts.
 
-Sizes, names and shapes are looked at; contents are read, and their checksums held, by the ranks.
+Only sizes, names and shapes are checked. The ranks read the contents and verify their checksums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from axonlaunch.checkpoint import fallback, reader, step_folders, weights
-from axonlaunch.checkpoint.base import find_base_problems
+from axonlaunch.checkpoint.base_weights import find_base_problems
 from axonlaunch.checkpoint.manifest import Checkpoint
-from axonlaunch.checkpoint.start import own_folder, resume_of
+from axonlaunch.checkpoint.resume_source import checkpoint_root, resume_of
 from axonlaunch.checkpoint.storage import reaching, storage_path
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.optimizer import OPTIMIZERS
 from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.config.precision import FP32, NUMBER_FORMATS, StoredFormatName, state_format
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.describe_rows import describe_rows
 from axonlaunch.data.learned_tokenizer import load_or_learn
@@ -28,36 +29,37 @@ from axonlaunch.data.tokenizer import FOLDER, load_kept
 from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.lora import not_saved
 from axonlaunch.models.parameter_facts import parameter_facts
+from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.system.files import why_no_folder
 
 if TYPE_CHECKING:
     from torch import nn
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""By what ``train.param_dtype`` calls them."""
+_DTYPES = {name: torch_dtype(NUMBER_FORMATS[name]) for name in get_args(StoredFormatName)}
+"""Types by their names in ``train.param_dtype``."""
 
 
 def checkpoint_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield what keeps a run from its checkpoint, or from the weights that it is to start from.
+    """Yield problems with the checkpoint or the weights from which a run starts.
 
     Args:
-        config: The run's.
-        model: As it is to be, on ``meta`` or not.
+        config: Configuration of the run.
+        model: Model of the run, on the meta device or not.
     """
-    key, where = "checkpoint.resume", config.checkpoint.resume
-    if where in ("auto", "never") and config.checkpoint.path is not None:
-        key, where = "checkpoint.path", config.checkpoint.path
+    key, path = "checkpoint.resume", config.checkpoint.resume
+    if path in ("auto", "never") and config.checkpoint.path is not None:
+        key, path = "checkpoint.path", config.checkpoint.path
     try:
         yield from _resume(config, model)
     except ConfigError as error:
-        yield from _explain_unreached(error, key, where)
+        yield from _explain_unreached(error, key, path)
     yield from _weights(config, model)
 
 
-def _explain_unreached(error: ConfigError, key: str, where: str) -> Iterator[ConfigIssue]:
-    """Yield, as problems of a key, that a place can't be reached."""
+def _explain_unreached(error: ConfigError, key: str, path: str) -> Iterator[ConfigIssue]:
+    """Yield the errors of a location that can't be reached as problems of a key."""
     for problem in error.problems:
-        yield ConfigIssue(key, problem.message.removeprefix(f"{where}: "), where)
+        yield ConfigIssue(key, problem.message.removeprefix(f"{path}: "), path)
 
 
 def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -71,31 +73,29 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     key, path = named
     if config.checkpoint.resume not in ("auto", "never") and config.saves_frozen:
         if key != "model.weights":
-            return  # what describes the model names weights too, which that checkpoint replaces
-        message = (
-            f"checkpoint.resume={config.checkpoint.resume} brings weights of its own; use null"
-        )
+            return  # the checkpoint replaces the weights in the model's folder
+        message = f"checkpoint.resume={config.checkpoint.resume} contains weights already; use null"
         yield ConfigIssue(key, message, path)
         return
     try:
-        there = storage_path(path)
-        with reaching(there):
-            is_folder = there.is_dir()
+        folder = storage_path(path)
+        with reaching(folder):
+            is_folder = folder.is_dir()
     except ConfigError as error:
         yield from _explain_unreached(error, key, path)
         return
     if not is_folder:
         use = "give a run, a checkpoint, or a folder of safetensors"
-        message = f"{why_no_folder(there)}; {use}"
+        message = f"{why_no_folder(folder)}; {use}"
         yield ConfigIssue(key, message, path)
         return
     try:
-        wrong = weights.differences(there, config.model, model)
+        differences = weights.differences(folder, config.model, model)
     except ConfigError as error:
         yield from (ConfigIssue(key, problem.message, path) for problem in error.problems)
     else:
-        if wrong:
-            message = f"they were saved with a different model: {weights.first(wrong)}"
+        if differences:
+            message = f"they were saved with a different model: {weights.first(differences)}"
             yield ConfigIssue(key, message, path)
 
 
@@ -119,34 +119,34 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
 
 
 def _resumed_from(config: RunConfig) -> Path | None:
-    """Return the folder whose newest checkpoint a run resumes from, if there is one; None: none."""
+    """Return the folder that may contain the checkpoint to resume from; None starts from step 0."""
     resume = resume_of(config)
     if resume == "never":
         return None
-    return own_folder(config) if resume == "auto" else storage_path(resume)
+    return checkpoint_root(config) if resume == "auto" else storage_path(resume)
 
 
 def changed_data_problems(config: RunConfig, dataset: Dataset) -> list[ConfigIssue]:
-    """Return how a run's data differs from that of the checkpoint that it resumes from."""
-    checkpoint, saved, now = _origins(config, dataset)
+    """Return a problem for each difference between the run's data and that of its checkpoint."""
+    checkpoint, saved, current = _origins(config, dataset)
     if checkpoint is None or saved is None or config.checkpoint.changed_data == "restart":
         return []
-    return changed_data_issues(saved, now, where=checkpoint.path, data=config.data)
+    return changed_data_issues(saved, current, where=checkpoint.path, data=config.data)
 
 
 def first_row_at(config: RunConfig, dataset: Dataset) -> int:
-    """Return how many samples of other data a run saw before the first row of this."""
-    checkpoint, saved, now = _origins(config, dataset)
+    """Return the number of samples of other data that a run read before its current data."""
+    checkpoint, saved, current = _origins(config, dataset)
     if checkpoint is None:
         return 0
-    is_changed = saved is not None and any(find_differences(saved, now))
+    is_changed = saved is not None and any(find_differences(saved, current))
     return checkpoint.samples if is_changed else checkpoint.first_row_at
 
 
 def _origins(
     config: RunConfig, dataset: Dataset
 ) -> tuple[Checkpoint | None, Origin | None, Origin | None]:
-    """Return what a run resumes from, and the descriptions of its rows and of the data's."""
+    """Return the checkpoint to resume from and descriptions of its data and the current data."""
     checkpoint = _newest(config)
     if checkpoint is None or checkpoint.origin is None:
         return checkpoint, None, None
@@ -155,7 +155,7 @@ def _origins(
 
 
 def _newest(config: RunConfig) -> Checkpoint | None:
-    """Return the checkpoint that a run resumes from; None: it begins."""
+    """Return the checkpoint that a run resumes from; None if it starts from step 0."""
     if (folder := _resumed_from(config)) is None:
         return None
     with reaching(folder):
@@ -163,37 +163,37 @@ def _newest(config: RunConfig) -> Checkpoint | None:
 
 
 def epochs_problems(config: RunConfig, *, epochs: float | None) -> Iterator[ConfigIssue]:
-    """Yield that a run has done more steps already than its epochs turned out to be.
+    """Yield a problem if a run has already done more steps than its epochs take.
 
     Args:
-        config: With the steps that the epochs take.
-        epochs: ``train.epochs``, as it was asked for; None: it was not.
+        config: Configuration with ``train.steps`` resolved from the epochs.
+        epochs: Configured value of ``train.epochs``.
     """
     checkpoint = None if epochs is None else _newest(config)
     if checkpoint is not None and checkpoint.step > config.train.num_steps:
         message = (
-            f"{checkpoint.path} has done {checkpoint.step} steps already, and this is "
-            f"{config.train.num_steps}; use more to train on"
+            f"{checkpoint.path} has done {checkpoint.step} steps already, but this is "
+            f"{config.train.num_steps} steps; use more to continue training"
         )
         yield ConfigIssue("train.epochs", message, epochs)
 
 
 def _other_tokenizer(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
-    """Refuse tokens that mean something else to a model than those that it was trained on."""
+    """Yield a problem if the tokenizer differs from that of the run to resume."""
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return
     try:
-        before = load_kept(run_dir)
+        saved = load_kept(run_dir)
         data: Any = config.data
-        now = load_or_learn(config.tokenizer, data, report=lambda state: None)
+        current = load_or_learn(config.tokenizer, data, report=lambda state: None)
     except ConfigError:
-        return  # the data, which needs it, reports it
-    if before is None or before.fingerprint == now.fingerprint:
+        return  # the check of the data reports this error
+    if saved is None or saved.fingerprint == current.fingerprint:
         return
     if config.tokenizer.name == "train":
         message = (
-            "another tokenizer is learned than the run was trained with, as data.files have "
-            f"changed; use tokenizer=auto tokenizer.path={run_dir / FOLDER}"
+            "data.files have changed, so training the tokenizer again gives another one than the "
+            f"run used; use tokenizer=auto tokenizer.path={run_dir / FOLDER}"
         )
         yield ConfigIssue("tokenizer.name", message, "train")
     else:
@@ -202,20 +202,20 @@ def _other_tokenizer(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
 
 
 def _overwritten(path: str | None) -> Iterator[ConfigIssue]:
-    """Refuse to start from step 0 where another run keeps its checkpoints."""
+    """Yield a problem if a run from step 0 would write to another run's checkpoint folder."""
     if path is None:
         return
     with reaching(storage_path(path)):
         checkpoint = step_folders.latest(storage_path(path))
     if checkpoint is not None:
         message = (
-            f"{checkpoint.path} is there; use another checkpoint.path, or resume from it with auto"
+            f"{checkpoint.path} exists; use another checkpoint.path, or resume from it with auto"
         )
         yield ConfigIssue("checkpoint.resume", message, "never")
 
 
 def _corrupt(resume: str, wrong: dict[Path, str], checkpoint: Checkpoint | None) -> ConfigIssue:
-    """Refuse to resume in silence from an older checkpoint, or from nothing."""
+    """Return the problem of corrupt checkpoints, with the alternatives."""
     reasons = "; ".join(f"{path} {reason}" for path, reason in wrong.items())
     return ConfigIssue("checkpoint.resume", f"{reasons}; {fallback.instead(checkpoint)}", resume)
 
@@ -223,15 +223,15 @@ def _corrupt(resume: str, wrong: dict[Path, str], checkpoint: Checkpoint | None)
 def _resumable(
     config: RunConfig, model: nn.Module, checkpoint: Checkpoint
 ) -> Iterator[ConfigIssue]:
-    """Compare a checkpoint with the run that is to resume from it."""
+    """Compare a checkpoint with the run that resumes from it."""
     resume = config.checkpoint.resume
     if config.train.steps != "auto" and checkpoint.step > config.train.steps:
         message = f"{checkpoint.path} has done {checkpoint.step} already; use more to train on"
         yield ConfigIssue("train.steps", message, config.train.steps)
     if checkpoint.samples != checkpoint.step * config.train.global_batch_size:
         message = (
-            f"{checkpoint.path} saw {checkpoint.samples // max(1, checkpoint.step)} samples per "
-            "step; keep that, so that no sample is skipped or repeated"
+            f"{checkpoint.path} has used {checkpoint.samples // max(1, checkpoint.step)} samples "
+            "per step; use the same, so that no sample is skipped or repeated"
         )
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if reader.is_of_a_run(checkpoint):
@@ -244,8 +244,8 @@ def _resumable(
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
     yield from find_base_problems(config, checkpoint.path.parent.parent)
-    left_out = not_saved(config, model)
-    differences = reader.model_differences(checkpoint, model, without=left_out)
+    frozen = not_saved(config, model)
+    differences = reader.model_differences(checkpoint, model, without=frozen)
     if differences:
         message = (
             f"{checkpoint.path} was saved with a different model: {weights.first(differences)}"
@@ -256,30 +256,30 @@ def _resumable(
 def _other_states(
     config: RunConfig, checkpoint: Checkpoint, model: nn.Module
 ) -> Iterator[ConfigIssue]:
-    """Refuse optimizer states that this run's optimizer does not have, or has and lacks here."""
+    """Yield a problem if the saved optimizer states differ from those of this run's optimizer."""
     optimizer, saved = config.optimizer, reader.saved_states(checkpoint)
     facts = parameter_facts(spec_for(config), model)
-    wanted = {
+    expected = {
         f"{name}.{state}"
         for name, parameter in facts.items()
         for state in states_of(with_options(optimizer, parameter), parameter.shape)
     }
-    if saved == wanted:
+    if saved == expected:
         return
-    kinds, wanted_kinds = _kinds(saved), _kinds(wanted)
-    # Of SGD with and without momentum that field is at fault, not the optimizer.
-    known = OPTIMIZERS.facts(optimizer.name).states or ()
-    depends_on = {state.name: state.absent_at_zero for state in known}
-    fields = {depends_on.get(name) for name in kinds ^ wanted_kinds}
+    kinds, expected_kinds = _kinds(saved), _kinds(expected)
+    # If only the momentum of SGD differs, the problem is that field and not the optimizer.
+    states = OPTIMIZERS.facts(optimizer.name).states or ()
+    depends_on = {state.name: state.absent_at_zero for state in states}
+    fields = {depends_on.get(name) for name in kinds ^ expected_kinds}
     field = fields.pop() if len(fields) == 1 else None
     if field is not None:
-        use = "use what it was saved with, above 0" if saved else "use 0, as it was saved with"
+        use = "use the saved value, above 0" if saved else "use 0, as in the saved run"
         message = f"{checkpoint.path} has {_list_kinds(kinds)}; {use}"
         yield ConfigIssue(f"optimizer.{field}", message, getattr(optimizer, field))
-    elif kinds == wanted_kinds:
-        other = sorted(saved ^ wanted)[0]
-        where = "has" if other in saved else "lacks"
-        message = f"{checkpoint.path} was saved with other groups: it {where} {other}; use the same"
+    elif kinds == expected_kinds:
+        other = sorted(saved ^ expected)[0]
+        verb = "has" if other in saved else "lacks"
+        message = f"{checkpoint.path} was saved with other groups: it {verb} {other}; use the same"
         yield ConfigIssue("optimizer.groups", message, getattr(optimizer, "groups", ...))
     else:
         message = (
@@ -291,28 +291,31 @@ def _other_states(
 def _other_types(
     config: RunConfig, checkpoint: Checkpoint, model: nn.Module
 ) -> Iterator[ConfigIssue]:
-    """Refuse to take weights, or states, in another type than they were saved in."""
+    """Yield a problem if weights or states were saved in another type than this run uses."""
     saved, optimizer = reader.contents(checkpoint), config.optimizer
-    dtype = _DTYPES[config.train.param_dtype]
+    stored = NUMBER_FORMATS[config.train.param_dtype]
+    states = state_format(optimizer)
     facts = parameter_facts(spec_for(config), model)
     for name, parameter in model.named_parameters():
-        is_kept = dtype is torch.float32 or (config.adapter is not None and parameter.requires_grad)
-        own = parameter.dtype if is_kept else dtype
-        seen = _dtype(saved.get(f"{reader.MODEL}{name}"))
-        if seen is not None and parameter.is_floating_point() and seen != own:
+        is_kept = not stored.is_low or (config.adapter is not None and parameter.requires_grad)
+        expected = parameter.dtype if is_kept else torch_dtype(stored)
+        actual = _dtype(saved.get(f"{reader.MODEL}{name}"))
+        if actual is not None and parameter.is_floating_point() and actual != expected:
             message = (
-                f"{checkpoint.path} has {name} in {_dtype_name(seen)}; use that, or model.weights"
+                f"{checkpoint.path} has {name} in {_dtype_name(actual)}; use that, or model.weights"
             )
             yield ConfigIssue("train.param_dtype", message, config.train.param_dtype)
             return
-        updated = torch.float32 if getattr(optimizer, "state_dtype", None) == "fp32" else own
+        updated = expected if states is None else torch_dtype(states)
         if (entry := facts.get(name)) is None:
             continue
         for state, kind in states_of(with_options(optimizer, entry), entry.shape).items():
-            seen = _dtype(saved.get(f"optimizer.{name}.{state}"))
-            if kind.dtype == "parameter" and seen is not None and seen != updated:
-                use = "fp32" if seen is torch.float32 else "parameter"
-                message = f"{checkpoint.path} has {name}.{state} in {_dtype_name(seen)}; use {use}"
+            actual = _dtype(saved.get(f"optimizer.{name}.{state}"))
+            if kind.dtype == "parameter" and actual is not None and actual != updated:
+                use = FP32.name if actual is torch_dtype(FP32) else "parameter"
+                message = (
+                    f"{checkpoint.path} has {name}.{state} in {_dtype_name(actual)}; use {use}"
+                )
                 yield ConfigIssue("optimizer.state_dtype", message, optimizer.state_dtype)
                 return
 

@@ -1,6 +1,7 @@
-"""Every check of a configuration that needs torch, the model or the data, but no rank.
+"""Runs all checks of a configuration that need torch, the model or the data, but no rank.
 
-It gathers problems; each package knows its own. It runs in a process of its own, before any rank.
+The checks run in a separate process before any rank starts. All problems are collected and reported
+together.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.axes import PRINTED
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, num_ranks, resolved, with_backend
 from axonlaunch.config.loggers import CustomLoggerConfig
@@ -50,12 +52,10 @@ from axonlaunch.preflight.module_trace import trace_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.own_data import needs_own_loss, own_data_problems
 from axonlaunch.preflight.parallelism import (
-    context_problems,
+    AXIS_PROBLEMS,
     first_four,
-    pipeline_problems,
     sharding_problems,
     statistics_problems,
-    tensor_problems,
 )
 from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.disk import free_bytes
@@ -63,14 +63,15 @@ from axonlaunch.system.formatting import size
 
 
 def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
-    """Resolve what was left to the node and check everything that can be checked without a rank.
+    """Resolve values that depend on this node, and run all checks that need no rank.
 
     Args:
-        config: A run's.
-        devices: How many ranks of this node can have a device of their own; None: it is found.
+        config: Configuration of a run.
+        devices: Number of ranks on this node that can have a separate device; None counts the
+            devices.
 
     Raises:
-        ConfigError: Every problem, all at once.
+        ConfigError: The configuration has problems; all are reported together.
     """
     devices = accelerators(config) if devices is None else devices
     return _resolve(config, devices=devices, here=True)
@@ -79,10 +80,10 @@ def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
 def resolving(
     config: RunConfig, *, devices: int | None = None
 ) -> Generator[Tokenising, None, RunConfig]:
-    """Do as ``resolve`` does, and yield how far text is tokenised.
+    """Resolve and check as ``resolve`` does, and yield the progress of tokenization.
 
     Raises:
-        ConfigError: Every problem, all at once.
+        ConfigError: The configuration has problems; all are reported together.
     """
     devices = accelerators(config) if devices is None else devices
     states: SimpleQueue[Tokenising | None] = SimpleQueue()
@@ -95,10 +96,10 @@ def resolving(
 
 
 def resolve_anywhere(config: RunConfig) -> RunConfig:
-    """Resolve ``launch.nproc`` and check what holds on every node that has the devices.
+    """Resolve ``launch.nproc`` and run the checks that apply to every node with the run's devices.
 
     Raises:
-        ConfigError: Every problem, all at once.
+        ConfigError: The configuration has problems; all are reported together.
     """
     devices = accelerators(config) if config.launch.nproc == "auto" else 0
     return _resolve(config, devices=devices, here=False)
@@ -107,7 +108,7 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
 def _resolve(
     config: RunConfig, *, devices: int, here: bool, report: OnProgress = lambda state: None
 ) -> RunConfig:
-    import_plugins(config.plugins)  # the parent did, but this is another process
+    import_plugins(config.plugins)  # the parent has imported them, but in another process
     config = resolved(config, accelerators=devices)
     if here:
         config = with_backend(config, accelerators=devices)
@@ -118,7 +119,7 @@ def _resolve(
     if here and dataset is not None and not problems:
         epochs = config.train.epochs
         config = with_steps(config, dataset, first_row_at=first_row_at(config, dataset))
-        problems = find_rule_violations(config)  # some are about the number of steps
+        problems = find_rule_violations(config)  # again, because the number of steps is now known
         problems += epochs_problems(config, epochs=epochs)
     if problems:
         raise ConfigError(problems)
@@ -126,12 +127,12 @@ def _resolve(
 
 
 def find_issues(config: RunConfig, *, devices: int | None) -> list[ConfigIssue]:
-    """Return what is wrong with a configuration whose ``launch.nproc`` is known.
+    """Return the problems of a configuration with resolved ``launch.nproc``.
 
     Args:
-        config: The run's.
-        devices: How many ranks of this node, which is to run it, can have a device of their own:
-            its devices, memory, disk, data and checkpoints then have to suffice. None: it need not.
+        config: Configuration of the run.
+        devices: Number of ranks on this node that can have a separate device. Devices, memory,
+            disk, data and checkpoints of this node are then checked too. None skips these checks.
     """
     return _examine(config, devices=devices, report=lambda state: None)[0]
 
@@ -139,11 +140,11 @@ def find_issues(config: RunConfig, *, devices: int | None) -> list[ConfigIssue]:
 def _examine(
     config: RunConfig, *, devices: int | None, report: OnProgress
 ) -> tuple[list[ConfigIssue], Dataset | None]:
-    """Return what is wrong with a configuration, and its dataset where that was made."""
+    """Return the problems of a configuration, and its dataset if it was built."""
     here = devices is not None
     ranks = num_ranks(config)
     layout = Layout.of(config, world_size=ranks)
-    # Again, now that all is resolved: each rank holds what it reads of the run against them.
+    # Check the rules again after resolving, because each rank checks its configuration too.
     problems = find_rule_violations(config)
     if devices is not None:
         problems += device_problems(config, devices)
@@ -156,25 +157,24 @@ def _examine(
     if here and dataset is not None and not isinstance(dataset, Untokenised):
         problems += sample_problems(config, dataset)
     if spec is not None and dataset is not None:
-        unfit = list(_fit_each_other(config, spec, dataset))
+        mismatches = list(_model_data_mismatches(config, spec, dataset))
         if needs_own_loss(dataset) or config.train.loss is not None:
-            unfit = list(own_data_problems(config, model, dataset))
-        elif not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
-            unfit = list(_name_model(config, output_problems(model, spec, dataset)))
-        problems += unfit
+            mismatches = list(own_data_problems(config, model, dataset))
+        elif not mismatches and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
+            mismatches = list(_with_model_key(config, output_problems(model, spec, dataset)))
+        problems += mismatches
         chunk = config.train.loss_chunk
-        if not unfit and model is not None and chunk is not None:
+        if not mismatches and model is not None and chunk is not None:
             problems += head_problems(model, spec, dataset, chunk=chunk)
     if model is not None and spec is not None:
         problems += sharding_problems(config, spec, model)
         problems += statistics_problems(config, model)
-        problems += context_problems(config, spec)
         problems += packing_problems(config, spec, dataset)
-        problems += tensor_problems(config, spec, model)
-        problems += pipeline_problems(config, spec, model)
-    unfit = [] if spec is None or model is None else optimizer_problems(config, spec, model)
-    problems += unfit
-    if here and model is not None and not unfit:
+        for axis in PRINTED:
+            problems += AXIS_PROBLEMS[axis.name](config, spec, model)
+    issues = [] if spec is None or model is None else optimizer_problems(config, spec, model)
+    problems += issues
+    if here and model is not None and not issues:
         problems += _memory(config, model, layout)
         problems += _disk(config, model)
         if dataset is not None and config.train.trace.tensors == "full":
@@ -189,7 +189,7 @@ def _examine(
 
 
 def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
-    """Bring what the Hugging Face Hub has of the model into its cache, once for all ranks."""
+    """Download the model from the Hugging Face Hub to its cache, once for all ranks."""
     if not isinstance(config.model, HuggingFaceConfig):
         return []
     from axonlaunch.models.hf import files
@@ -202,7 +202,7 @@ def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
 
 
 def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Import them; each is made on the main rank, once it is running."""
+    """Import custom loggers. They are built later, on the main rank."""
     for number, logger in enumerate(config.loggers):
         if isinstance(logger, CustomLoggerConfig):
             try:
@@ -223,14 +223,14 @@ def build_on_meta(config: RunConfig, spec: ModelSpec) -> nn.Module:
     """Build a run's model without storage.
 
     Raises:
-        ConfigError: Its builder fails, or what it built has not the blocks that ``spec`` names.
+        ConfigError: The builder fails, or the model does not have the blocks that ``spec`` names.
     """
     try:
         model = on_meta(config, seed=config.seed)
         spec.blocks(model)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # a user's own builder may fail in any way
+    except (Exception, SystemExit) as error:  # a custom builder may fail in any way
         issue = ConfigIssue.of_failure("model", "building it", error, config.model.name)
         raise ConfigError([issue]) from error
     return model
@@ -239,7 +239,7 @@ def build_on_meta(config: RunConfig, spec: ModelSpec) -> nn.Module:
 def _model(
     config: RunConfig,
 ) -> tuple[ModelSpec | None, nn.Module | None, list[ConfigIssue]]:
-    """Build the model without storage."""
+    """Return the specification, the model without storage, and the problems of building it."""
     spec = None
     try:
         spec = spec_for(config)
@@ -253,21 +253,22 @@ def _model(
         message = "it has no parameter that can be trained"
         return spec, None, [ConfigIssue("model", message, config.model.name)]
     if spec.initializers is not None:
-        started = spec.initializers(model)
-        if unstarted := [name for name, _ in model.named_parameters() if name not in started]:
-            message = (
-                f"initializers= gives nothing for {first_four(unstarted)}; add it by that name"
-            )
+        initializers = spec.initializers(model)
+        if missing := [name for name, _ in model.named_parameters() if name not in initializers]:
+            message = f"initializers= returns no entry for {first_four(missing)}; add it"
             return spec, None, [ConfigIssue("model", message, config.model.name)]
     return spec, model, []
 
 
-def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
+def _model_data_mismatches(
+    config: RunConfig, spec: ModelSpec, dataset: Dataset
+) -> Iterator[ConfigIssue]:
+    """Yield mismatches between the settings of the model and those of the data."""
     model, name = config.model, config.data.name
     if dataset.kind == "structured":
         return
     if spec.inputs not in ("any", dataset.kind):
-        message = f"is fed {spec.inputs}, but data={name} gives {dataset.kind}"
+        message = f"needs {spec.inputs}, but data={name} has {dataset.kind}"
         yield ConfigIssue("model.name", message, model.name)
         return
     size = getattr(model, "vocab_size", None)
@@ -278,10 +279,10 @@ def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Ite
     longest, length = getattr(model, "max_position_embeddings", None), _length(config)
     longest = longest if spec.max_positions is None else spec.max_positions
     if longest is not None and length is not None and length > longest:
-        of = "model.config" if isinstance(model, HuggingFaceConfig) else "model"
-        # A pretrained model has as many positions as it was trained with.
-        less = "shorten it" if config.is_pretrained else "shorten it or raise that"
-        message = f"longer than {of}.max_position_embeddings={longest}; {less}"
+        group = "model.config" if isinstance(model, HuggingFaceConfig) else "model"
+        # The number of positions of a pretrained model can't be changed.
+        remedy = "shorten it" if config.is_pretrained else "shorten it or raise that"
+        message = f"longer than {group}.max_position_embeddings={longest}; {remedy}"
         yield ConfigIssue("data.sequence_length", message, length)
     classes = getattr(model, "num_classes", None)
     if dataset.kind == "images" and classes is not None and classes < dataset.num_classes:
@@ -290,8 +291,8 @@ def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Ite
     yield from _image_shape(config, dataset)
 
 
-def _name_model(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[ConfigIssue]:
-    """Say of which model the problems are: by what the user chose it."""
+def _with_model_key(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[ConfigIssue]:
+    """Yield the problems with the configuration key by which the user chose the model."""
     for problem in problems:
         if isinstance(config.model, CustomConfig):
             yield ConfigIssue("model.target", problem.message, config.model.target)
@@ -303,7 +304,7 @@ def _name_model(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[
 
 
 def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
-    """Compare the figures of a model of images with those of the images."""
+    """Compare the sizes in an image model's configuration with those of the images."""
     if dataset.kind != "images":
         return
     shape = dataset.sample_shape
@@ -313,11 +314,11 @@ def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "model.input_size", f"the images are {_by(shape)}; use {numel}", input_size
         )
-    for field, seen in (("num_channels", shape[0]), ("image_size", shape[-1])):
-        input_size = getattr(config.model, field, None)
-        if input_size is not None and input_size != seen:
+    for field, actual in (("num_channels", shape[0]), ("image_size", shape[-1])):
+        configured = getattr(config.model, field, None)
+        if configured is not None and configured != actual:
             yield ConfigIssue(
-                f"model.{field}", f"the images are {_by(shape)}; use {seen}", input_size
+                f"model.{field}", f"the images are {_by(shape)}; use {actual}", configured
             )
 
 
@@ -331,9 +332,12 @@ def _length(config: RunConfig) -> int | None:
 
 
 def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[ConfigIssue]:
-    """Refuse what cannot fit: the states alone, without activations, against what a device has."""
+    """Yield a problem if parameters, gradients and optimizer states exceed the memory of a rank.
+
+    Activations are not counted.
+    """
     count = sum(p.numel() for p in model.parameters())
-    parameters = count // (layout.tensor * layout.pipeline)
+    parameters = count // layout.parameter_divisor
     element = config.train.parameter_bytes
     shares = TrainingShares.of(config)
     per_element = element * (
@@ -342,19 +346,19 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
         + shares.states / layout.optimizer_shards
     )
     per_rank = int(parameters * per_element)
-    memory, where = min(_rooms(config))
+    memory, owner = min(_memory_limits(config))
     offload = config.strategy.fsdp.cpu_offload
     if per_rank > memory and offload == "none":
         message = (
             f"{count / 1e9:.3g}B parameters with gradients and optimizer states take "
-            f"{per_rank / GIB:.1f} GiB per rank; {where} has {memory / GIB:.1f} GiB: "
+            f"{per_rank / GIB:.1f} GiB per rank; {owner} has {memory / GIB:.1f} GiB: "
             "use a smaller model, more ranks with strategy=fsdp, or larger devices"
         )
         yield ConfigIssue("model", message, config.model.name)
 
 
-def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
-    """Yield the bytes that a rank may take: of what runs it here, and of the hardware it names."""
+def _memory_limits(config: RunConfig) -> Iterator[tuple[int, str]]:
+    """Yield the memory of a rank on the configured hardware and on this node, with descriptions."""
     hardware = config.hardware
     if hardware is not None and hardware.memory_bytes is not None:
         yield hardware.memory_bytes, f"hardware={hardware.name}"
@@ -362,7 +366,7 @@ def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
 
 
 def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Refuse a run whose checkpoints can't fit the disk."""
+    """Yield a problem if the checkpoints do not fit on the disk."""
     if not config.checkpoint.every:
         return
     count = sum(p.numel() for p in model.parameters())
@@ -373,16 +377,16 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     saved = 1 if config.saves_frozen else shares.gradients
     per_checkpoint = count * config.train.parameter_bytes * (saved + shares.states)
     needed = int(per_checkpoint) * num_checkpoints
-    where = config.checkpoint.path or config.run_dir
-    if is_url(where):  # a bucket's free space is not known
+    path = config.checkpoint.path or config.run_dir
+    if is_url(path):  # the free space of remote storage is not known
         return
-    folder, free = free_bytes(Path(where if where != "auto" else "runs"))
+    folder, free = free_bytes(Path(path if path != "auto" else "runs"))
     if not os.access(folder, os.W_OK):
         key = "checkpoint.path" if config.checkpoint.path else "run_dir"
-        yield ConfigIssue(key, f"{folder} can't be written to; use another", where)
+        yield ConfigIssue(key, f"{folder} can't be written to; use another", path)
     elif needed > free:
         message = (
-            f"checkpoints take up to {size(needed)}, {folder} has {size(free)} free; keep fewer, "
-            "use another run_dir, or checkpoint.every=0"
+            f"checkpoints take up to {size(needed)}, but {folder} has {size(free)} free; keep "
+            "fewer, use another run_dir, or checkpoint.every=0"
         )
         yield ConfigIssue("checkpoint.keep_last", message, config.checkpoint.keep_last)

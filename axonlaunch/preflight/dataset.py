@@ -1,6 +1,6 @@
-"""A run's dataset before there is a rank: what it is, and what is wrong with it.
+"""Builds and checks a run's dataset before a rank starts.
 
-Text is tokenised last, when all else was found to be well, for it may take hours.
+Text is tokenized only after all other checks have passed, because it may take hours.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from typing import Any
 
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.axes import AXES, degrees_of, divisor
 from axonlaunch.config.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.documents import TextRowsConfig
-from axonlaunch.data.dataset import Dataset, holds_documents, is_unsized
+from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress
-from axonlaunch.data.own import StreamedSamples
 from axonlaunch.data.text_rows import find_untokenised
+from axonlaunch.data.user_datasets import StreamedSamples
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
-"""Of made-up data, the key by which rows hold several documents, and what undoes it."""
+"""Key of synthetic data that puts several documents into a row, and the value that disables it."""
 
 
 def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
-    """Return a run's dataset, or of text, which takes long to tokenise, what is known before."""
+    """Return a run's dataset, or a description of text before it is tokenized."""
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return make_dataset(config, lambda state: None)
     try:
@@ -35,15 +36,15 @@ def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
 
 
 def make_dataset(config: RunConfig, report: OnProgress) -> tuple[Dataset | None, list[ConfigIssue]]:
-    """Return a run's dataset, or why there is none; text is tokenised if it is not yet."""
+    """Return a run's dataset or the problems of building it. Text is tokenized if necessary."""
     try:
-        made = data.build_dataset(config.data, config.tokenizer, report=report, verifies=True)
-        return made, []
+        dataset = data.build_dataset(config.data, config.tokenizer, report=report, verifies=True)
+        return dataset, []
     except ConfigError as error:
         return None, error.problems
     except Exception as error:
         name = config.data.name
-        if name == "custom" or not DATASETS.is_included(name):  # it may fail in any way
+        if name == "custom" or not DATASETS.is_included(name):  # user code may fail in any way
             return None, [ConfigIssue.of_failure("data", "making it", error, name)]
         if not isinstance(error, ValueError | OSError | ImportError):
             raise
@@ -51,23 +52,24 @@ def make_dataset(config: RunConfig, report: OnProgress) -> tuple[Dataset | None,
 
 
 def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
-    """Yield what is wrong with how many samples there are, or what they are."""
+    """Yield problems with the number, the kind or the shape of the samples."""
     facts = DATASETS.facts(config.data.name)
     if facts is not None and facts.sample is not None:
-        said = facts.sample(config.data)
-        if (said.kind, tuple(said.shape)) != (dataset.kind, tuple(dataset.sample_shape)):
+        declared = facts.sample(config.data)
+        if (declared.kind, tuple(declared.shape)) != (dataset.kind, tuple(dataset.sample_shape)):
             message = (
-                f"it is registered with samples of {said.kind} {said.shape}, by which it is "
-                f"estimated, and gives {dataset.kind} {tuple(dataset.sample_shape)}; mend sample="
+                f"it is registered with samples of {declared.kind} {declared.shape}, which "
+                f"estimates use, but returns {dataset.kind} {tuple(dataset.sample_shape)}; correct "
+                "sample="
             )
             yield ConfigIssue("data.name", message, config.data.name)
     is_stream = isinstance(dataset, StreamedSamples)
-    if is_unsized(dataset):
+    if dataset.info.is_unsized:
         if config.train.epochs is not None:
-            why = "is not known before all of it is tokenised; use data.shuffle=all, or"
+            reason = "is not known before all of it is tokenized; use data.shuffle=all or"
             if is_stream:
-                why = "is not known, for its stream has no __len__; use"
-            message = f"how many samples the data has {why} train.steps"
+                reason = "is not known, because its stream has no __len__; use"
+            message = f"the number of samples in the data {reason} train.steps"
             yield ConfigIssue("train.epochs", message, config.train.epochs)
     elif not is_stream and dataset.num_samples < config.train.global_batch_size:
         message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
@@ -85,12 +87,12 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
 
 
 def with_steps(config: RunConfig, dataset: Dataset, *, first_row_at: int = 0) -> RunConfig:
-    """Resolve ``train.epochs`` to the steps in which every training row was seen as often.
+    """Resolve ``train.epochs`` to the number of steps of that many passes over the data.
 
     Args:
-        config: The run's.
-        dataset: What ``config.data`` describes.
-        first_row_at: Samples of other data that the run saw before the first row of this.
+        config: Configuration of the run.
+        dataset: Dataset described by ``config.data``.
+        first_row_at: Number of samples of other data that the run read before this data.
     """
     train = config.train
     if train.epochs is None:
@@ -101,14 +103,15 @@ def with_steps(config: RunConfig, dataset: Dataset, *, first_row_at: int = 0) ->
 
 
 def with_packing(config: RunConfig) -> RunConfig:
-    """Resolve ``data.packing=auto`` to ``none`` if nothing would keep documents of a row apart."""
+    """Resolve ``data.packing=auto`` to ``none`` if the model can't separate documents in a row."""
     if getattr(config.data, "packing", None) != "auto":
         return config
     try:
         spec = spec_for(config)
     except ConfigError:
-        return config  # the model's problems are reported with all others
-    if not spec.unpackable() and (spec.divides_documents or config.strategy.context.degree == 1):
+        return config  # problems of the model are reported later with all others
+    divided = divisor(degrees_of(config.strategy), "sequences") > 1
+    if not spec.unpackable() and (spec.divides_documents or not divided):
         return config
     settings: dict[str, Any] = {"data.packing": "none"}
     if isinstance(config.data, ShapeOnlyTokensConfig):
@@ -119,8 +122,8 @@ def with_packing(config: RunConfig) -> RunConfig:
 def packing_problems(
     config: RunConfig, spec: ModelSpec, dataset: Dataset | None
 ) -> Iterator[ConfigIssue]:
-    """Refuse rows of several documents where nothing would keep them apart."""
-    if dataset is None or not holds_documents(dataset):
+    """Yield a problem if rows have several documents and the model can't separate them."""
+    if dataset is None or not dataset.info.is_packed:
         return
     field, instead = ("packing", "none") if hasattr(config.data, "packing") else _DOCUMENT_LENGTH
     value = getattr(config.data, field)
@@ -128,8 +131,11 @@ def packing_problems(
         message = f"a row holds several documents, and model={config.model.name} can't keep them "
         message += f"apart: {reason}; use {instead}"
         yield ConfigIssue(f"data.{field}", message, value)
-    if (degree := config.strategy.context.degree) > 1 and not spec.divides_documents:
-        message = f"a row holds several documents, which model={config.model.name} does not keep "
-        message += "apart where attention is divided; "
-        message += f"use {instead}, or strategy.context.degree=1 in place of {degree}"
+    for axis in AXES:
+        degree = axis.degree(config.strategy)
+        if axis.divides != "sequences" or degree == 1 or spec.divides_documents:
+            continue
+        message = f"a row holds several documents, which model={config.model.name} can't keep "
+        message += f"apart with {axis.word} parallelism; "
+        message += f"use {instead}, or {axis.key}=1 instead of {degree}"
         yield ConfigIssue(f"data.{field}", message, value)

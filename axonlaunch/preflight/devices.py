@@ -1,6 +1,6 @@
-"""What of this node a run computes on: its devices, how many ranks each has, what memory that is.
+"""Checks the devices of this node: their number, their memory and the ranks that share them.
 
-It asks the driver, in a process that is none of a rank, and never initialises CUDA in one that
+The driver is queried in a process that is not a rank. CUDA is never initialized in a process that
 forks.
 """
 
@@ -16,10 +16,10 @@ def accelerators(config: RunConfig | None = None) -> int:
     """Return the number of accelerators that NCCL can serve.
 
     Args:
-        config: A run's, for which none is looked for where it is to be on the CPU; None: of any.
+        config: Configuration of a run; the number is 0 if it uses the CPU. None counts all.
 
     Raises:
-        ConfigError: There is a driver, and it fails: the run would be on the CPU unnoticed.
+        ConfigError: There is a driver but CUDA fails. Otherwise the run would silently use the CPU.
     """
     if config is not None and config.launch.device == "cpu":
         return 0
@@ -34,11 +34,11 @@ def accelerators(config: RunConfig | None = None) -> int:
 
 
 def device_problems(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
-    """Yield what keeps ranks from where they are to compute.
+    """Yield problems with the devices that ranks need.
 
     Args:
-        config: A run's, with backend and device decided.
-        devices: How many ranks of this node can have a device of their own.
+        config: Configuration of a run with resolved backend and device.
+        devices: Number of ranks on this node that can have a separate device.
     """
     launch = config.launch
     backend, nproc = launch.backend, launch.nproc
@@ -54,8 +54,8 @@ def device_problems(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
     tensor = config.strategy.tensor
     if tensor.async_collectives and (backend != "nccl" or nproc % tensor.degree):
         message = (
-            f"{tensor.degree} tensor ranks are not all on GPUs of one node, by whose memory they "
-            "exchange; use false"
+            f"requires that all {tensor.degree} tensor ranks are on GPUs of one node, because they "
+            "exchange data through GPU memory; use false"
         )
         yield ConfigIssue("strategy.tensor.async_collectives", message, True)
     kernel = config.train.attention_kernel
@@ -63,21 +63,21 @@ def device_problems(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
         message = "the ranks compute on the CPU, which has one kernel; use auto"
         yield ConfigIssue("train.attention_kernel", message, kernel)
     if backend == "mock" and config.train.compile:
-        message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
+        message = "ranks are threads of one process, which torch.compile does not support; use gloo"
         yield ConfigIssue("launch.backend", message, backend)
 
 
 def memory_of_a_rank(config: RunConfig) -> tuple[int, str]:
-    """Return the bytes that a rank may take of what it computes on here, and what that is."""
+    """Return the bytes of memory available to a rank on this node, and a description of them."""
     nproc = config.launch.nproc
     assert nproc != "auto"
     if config.launch.device == "cuda" and (devices := gpus.devices()):
         sharing = 1
-        if config.launch.backend != "nccl":  # threads share the first, processes all of them
+        if config.launch.backend != "nccl":  # threads share the first device, processes all devices
             used = 1 if config.launch.backend == "mock" else len(devices)
             sharing = -(-nproc // used)
-        where = "a device here" if sharing == 1 else "a rank's share of a device here"
-        return devices[0].memory_bytes // sharing, where
+        description = "a device here" if sharing == 1 else "a rank's share of a device here"
+        return devices[0].memory_bytes // sharing, description
     share, limit = host.memory_bytes() // nproc, limits.address_space()
     if limit is not None and limit < share:
         return limit, "the address space of a process (ulimit -v)"

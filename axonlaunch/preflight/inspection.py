@@ -1,18 +1,18 @@
-"""What a model looks like to parallelism: blocks, cuts, ties, plans, and which layouts are legal.
+"""Describes a model for parallelism: blocks, cut points, tied weights, plan and legal layouts.
 
-It builds the model without storage and starts nothing.
+The model is built on the meta device, without storage.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.axes import AXES
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.engines.pipeline.split import ends_of
@@ -21,27 +21,22 @@ from axonlaunch.engines.tensor.plan_checks import plan_issues
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.preflight.checks import build_on_meta, fetch_model
-from axonlaunch.preflight.parallelism import (
-    context_problems,
-    pipeline_problems,
-    sharding_problems,
-    tensor_problems,
-)
+from axonlaunch.preflight.parallelism import AXIS_PROBLEMS, sharding_problems
 
 _DEGREE = 2
-"""Of an axis when it is asked whether the model can be divided over it."""
+"""Degree with which an axis is checked."""
 _TENSOR_DEGREES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 32, 64)
-"""Of the tensor axis: heads and widths may allow some of them."""
+"""Tensor degrees to check. The number of heads and the widths of a model allow some of them."""
 
 
 @dataclass(frozen=True)
 class LayoutAnswer:
-    """Whether a layout is legal for a model.
+    """States whether a layout is legal for a model.
 
     Attributes:
-        layout: As overrides.
-        legal: Whether it is.
-        reason: Why not; empty if it is.
+        layout: Layout as overrides.
+        legal: Whether the layout is legal.
+        reason: Reason why it is not legal; empty if it is.
     """
 
     layout: str
@@ -54,17 +49,18 @@ class Inspection:
     """A model's structure.
 
     Attributes:
-        model: Its class.
-        parameters: How many numbers they hold, tied ones once.
-        layers: Path of the list of blocks; None: there is none.
-        blocks: ``{kind: count}``, in the order in which kinds first occur.
-        cut_points: Blocks before which a pipeline may cut.
-        first: Modules of the first stage alone, beside blocks.
-        last: Modules of the last stage alone.
-        ties: ``{other name: first name}`` of weights that are held twice.
-        tensor_plan: ``{pattern: style}``: the model's own, and transformers' where that is all.
-        layouts: Which can be used.
-        notes: What could not be determined, and why.
+        model: Class name of the model.
+        parameters: Number of elements of all parameters, tied ones counted once.
+        layers: Path of the list of blocks; None if there is no such list.
+        blocks: Number of blocks by class name, in order of first occurrence.
+        cut_points: Names of blocks before which a pipeline may cut.
+        first: Names of modules only in the first stage, except blocks.
+        last: Names of modules only in the last stage, except blocks.
+        ties: Tied weights as ``{other name: first name}``.
+        tensor_plan: Tensor plan as ``{pattern: style}``: that of the model, otherwise that of
+            transformers.
+        layouts: Checked layouts.
+        notes: Properties that could not be determined, with the reason.
     """
 
     model: str
@@ -81,10 +77,10 @@ class Inspection:
 
 
 def inspect(config: RunConfig) -> Inspection:
-    """Look at the model of a configuration.
+    """Inspect the model of a configuration.
 
     Raises:
-        ConfigError: It can't be built.
+        ConfigError: The model can't be built.
     """
     if problems := fetch_model(config, here=False):
         raise ConfigError(problems)
@@ -118,34 +114,24 @@ def inspect(config: RunConfig) -> Inspection:
 
 
 def _layouts(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[LayoutAnswer]:
+    for kind in ("ddp", "zero1", "fsdp"):
+        changed = with_values(config, {"strategy.data_parallel": kind})
+        yield _answer(f"strategy={kind}", sharding_problems(changed, spec, model))
     tensor = _tensor_degrees(config, spec, model) or [_DEGREE]
-    ways: dict[str, tuple[dict[str, Any], Callable[[RunConfig], Iterable[ConfigIssue]]]] = {
-        "strategy=ddp": ({"strategy.data_parallel": "ddp"}, lambda _: ()),
-        "strategy=zero1": ({"strategy.data_parallel": "zero1"}, lambda _: ()),
-        "strategy=fsdp": (
-            {"strategy.data_parallel": "fsdp"},
-            lambda changed: sharding_problems(changed, spec, model),
-        ),
-        f"strategy.tensor.degree={one_of(tensor)}": (
-            {"strategy.tensor.degree": tensor[0]},
-            lambda changed: tensor_problems(changed, spec, model),
-        ),
-        f"strategy.pipeline.degree={_DEGREE}": (
-            {"strategy.pipeline.degree": _DEGREE},
-            lambda changed: pipeline_problems(changed, spec, model),
-        ),
-        f"strategy.context.degree={_DEGREE}": (
-            {"strategy.context.degree": _DEGREE},
-            lambda changed: context_problems(changed, spec),
-        ),
-    }
-    for layout, (settings, problems) in ways.items():
-        reasons = [problem.message for problem in problems(with_values(config, settings))]
-        yield LayoutAnswer(layout, not reasons, "; ".join(reasons))
+    for axis in AXES:
+        degrees = tensor if axis.divides == "layers" else [_DEGREE]
+        changed = with_values(config, {axis.key: degrees[0]})
+        problems = AXIS_PROBLEMS[axis.name](changed, spec, model)
+        yield _answer(f"{axis.key}={one_of(degrees)}", problems)
+
+
+def _answer(layout: str, problems: Iterable[ConfigIssue]) -> LayoutAnswer:
+    reasons = [problem.message for problem in problems]
+    return LayoutAnswer(layout, not reasons, "; ".join(reasons))
 
 
 def _tensor_degrees(config: RunConfig, spec: ModelSpec, model: nn.Module) -> list[int]:
-    """Return the degrees that the sizes of what the plan divides allow."""
+    """Return the degrees that divide the sizes of all modules in the plan."""
     plan = config.strategy.tensor.plan or spec.plan(model)
     return [
         degree

@@ -1,7 +1,7 @@
-"""What a model makes of one micro-batch, found on fake tensors, before there is a rank.
+"""Checks the outputs of custom models for one micro-batch on fake tensors, before a rank starts.
 
-It is for models of others: what ours return follows from their configuration. What can't be run so
-is not judged; an estimate or the rank itself reports it, with its place in the code.
+The outputs of included models follow from their configuration. Models that can't run on fake
+tensors are not checked here; the estimate or the rank reports their errors with the code location.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from axonlaunch.models.spec import ModelOutputs, ModelSpec, not_a_tensor
 from axonlaunch.models.torch_internals import UNTRACEABLE
 
 _SAMPLES = 2
-"""Of the micro-batch: batch normalisation refuses one."""
+"""Samples in the micro-batch. Batch normalization does not accept a single sample."""
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """What one forward did.
+    """The result of one forward on fake tensors.
 
     Attributes:
-        returned: What the model returned; a tensor, if it is one, has no values.
-        embeddings: ``{name: rows}`` of the embeddings that looked the inputs themselves up.
+        returned: Object that the model returned; tensors have no values.
+        embeddings: Number of rows, by name, of each embedding that was applied to the inputs.
     """
 
     returned: Any
@@ -47,12 +47,14 @@ class _Forward:
 
 
 def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
-    """Yield why a model can't be trained on a dataset: what it returns, or knows too little of.
+    """Yield the reasons why a model can't be trained on a dataset.
+
+    The outputs may have the wrong type, or embeddings or outputs may have too few classes.
 
     Args:
-        model: On the meta device; it is not changed.
-        spec: Its loss decides what the outputs have to be.
-        dataset: Its samples' shape and the number of its classes are used, no sample.
+        model: Model on the meta device; it is not changed.
+        spec: Specification of the model; its loss determines the required outputs.
+        dataset: Dataset of the run; only the shape of samples and the number of classes are used.
     """
     if spec.untraceable:
         return
@@ -71,42 +73,43 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
     sizes = {f"its embedding {name} has": rows for name, rows in forward.embeddings.items()}
     if spec.loss is cross_entropy_sum and outputs.dim():
         sizes["its outputs have"] = outputs.shape[-1]
-    needed, what = dataset.num_classes, "tokens" if dataset.kind == "tokens" else "classes"
+    needed, unit = dataset.num_classes, "tokens" if dataset.kind == "tokens" else "classes"
     if small := [f"{has} {size}" for has, size in sizes.items() if size < needed]:
-        message = f"{', '.join(small)}, and the data {needed} {what}; make it {needed} or more"
+        message = f"{', '.join(small)}, but the data has {needed} {unit}; use {needed} or more"
         yield ConfigIssue("model", message)
 
 
 def head_problems(
     model: nn.Module, spec: ModelSpec, dataset: Dataset, *, chunk: int
 ) -> Iterator[ConfigIssue]:
-    """Yield why a model's loss can't be computed in chunks of so many tokens.
+    """Yield the reasons why a model's loss can't be computed in chunks.
 
     Args:
-        model: As ``output_problems`` takes it.
-        spec: Says which module the head is.
-        dataset: Its samples' shape is used.
-        chunk: ``train.loss_chunk``.
+        model: Model on the meta device; it is not changed.
+        spec: Specification of the model, which names its head.
+        dataset: Dataset of the run; only the shape of samples is used.
+        chunk: Value of ``train.loss_chunk``.
     """
-    why = ""
+    reason = ""
     if spec.loss is not cross_entropy_sum:
-        why = "the model has a loss of its own"
+        reason = "the model has a custom loss"
     elif spec.head is None or spec.head_of(model) is None:
-        why = "which module makes the model's logits is not known"
+        reason = "the module that computes the model's logits is not known"
     elif spec.untraceable:
-        why = spec.untraceable
+        reason = spec.untraceable
     else:
         forward = _forward(spec.representative(model), sample_inputs(dataset), head=spec.head)
         if isinstance(forward, LogitsUsedError):
-            why = f"{forward} after {spec.head}, which takes them whole"
+            reason = f"{forward} after {spec.head}, which needs all of them"
         elif isinstance(forward, Exception):
-            why = f"the model can't be run without values: {' '.join(str(forward).split())[:200]}"
-    if why:
-        yield ConfigIssue("train.loss_chunk", f"{why}; use null", chunk)
+            text = " ".join(str(forward).split())[:200]
+            reason = f"the model can't be run without values: {text}"
+    if reason:
+        yield ConfigIssue("train.loss_chunk", f"{reason}; use null", chunk)
 
 
 def _forward(model: nn.Module, sample: Tensor, *, head: str | None = None) -> _Forward | Exception:
-    """Run a copy of the model on as good as nothing; return what it fails with if it does."""
+    """Run a copy of the model on fake tensors; return the result or the exception."""
     silence_fake_tensors()
     try:
         model = copy.deepcopy(model)
@@ -118,17 +121,17 @@ def _forward(model: nn.Module, sample: Tensor, *, head: str | None = None) -> _F
             with _Lookups(model, inputs.untyped_storage()) as lookups:
                 returned = model(inputs)
             return _Forward(returned, lookups.rows)
-    except Exception as error:  # a model of others may fail in any way without values
+    except Exception as error:  # custom models may fail in any way without values
         return error
 
 
 class _Lookups(TorchFunctionMode):
-    """Notes the embeddings in which the inputs, or a view of them, are looked up.
+    """Records the embeddings that are applied to the inputs or to views of them.
 
-    What is looked up in one of positions is something else, and it may be of any size.
+    Embeddings of other indices, such as positions, may have any size and are not recorded.
 
     Attributes:
-        rows: Of each embedding, by its name.
+        rows: Number of rows of each embedding, by name.
     """
 
     def __init__(self, model: nn.Module, inputs: torch.UntypedStorage) -> None:
@@ -151,7 +154,7 @@ class _Lookups(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keep what the model prints and warns of for its ranks, which do so again."""
+    """Suppress output and warnings of the model, because its ranks repeat them."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

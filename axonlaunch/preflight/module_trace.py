@@ -1,4 +1,4 @@
-"""Whether what ``train.trace.tensors=full`` writes fits the disk, before there is a rank."""
+"""Checks before the start whether the traces of ``train.trace.tensors=full`` fit on the disk."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ _ELEMENT_BYTES = 4
 
 
 def trace_problems(config: RunConfig, model: nn.Module, dataset: Dataset) -> Iterator[ConfigIssue]:
-    """Yield why the elements of the traced steps can't be written.
+    """Yield a problem if the elements of the traced steps do not fit on the disk.
 
     Args:
-        config: The run's, which traces some steps in full.
-        model: Whole, on the meta device; it is not changed.
-        dataset: Its samples' shape is used.
+        config: Configuration of a run that traces all elements of some steps.
+        model: Complete model on the meta device; it is not changed.
+        dataset: Dataset of the run; only the shape of its samples is used.
     """
     train = config.train
-    of_model = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shapes = output_shapes(copy.deepcopy(model), sample_inputs(dataset)).values()
     outputs = sum(math.prod(shape.whole(train.global_batch_size)) for shape in shapes)
-    # Of each the value and the gradient.
-    needed = len(train.trace.steps) * 2 * (of_model + outputs) * _ELEMENT_BYTES
-    where = Path(config.run_dir if config.run_dir != "auto" else "runs")
-    folder, free = free_bytes(where)
+    # Each tensor is written with its gradient.
+    needed = len(train.trace.steps) * 2 * (num_parameters + outputs) * _ELEMENT_BYTES
+    folder, free = free_bytes(Path(config.run_dir if config.run_dir != "auto" else "runs"))
     if needed > free:
         message = (
-            f"all elements of {len(train.trace.steps)} steps take {size(needed)}, {folder} has "
-            f"{size(free)} free; name fewer steps, use a smaller train.global_batch_size, another "
+            f"all elements of {len(train.trace.steps)} steps take {size(needed)}, but {folder} has "
+            f"{size(free)} free; use fewer steps, a smaller train.global_batch_size, another "
             "run_dir, or train.trace.tensors=norms"
         )
         yield ConfigIssue("train.trace.tensors", message, train.trace.tensors)

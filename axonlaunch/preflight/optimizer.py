@@ -1,6 +1,7 @@
-"""Why an optimizer can't update a model in a layout, or is not what its entry says that it is.
+"""Checks whether an optimizer can update a model in a layout and matches its registration.
 
-It tries optimizers of others on small parameters; ours are known by what is written of them.
+Optimizers of users and plug-ins are run on small parameters. The properties of included optimizers
+are declared.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from axonlaunch.config.parameter_groups import (
     states_of,
     with_options,
 )
+from axonlaunch.config.precision import NUMBER_FORMATS, state_format
 from axonlaunch.engines.optimizer.probe import probe
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
 
 
 def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> list[ConfigIssue]:
-    """Return why a run's optimizer can't update its model.
+    """Return the reasons why a run's optimizer can't update its model.
 
     Args:
-        config: With ``launch.nproc`` resolved.
-        spec: The model's.
-        model: Whole, on ``meta`` or not.
+        config: Configuration with resolved ``launch.nproc``.
+        spec: Specification of the model.
+        model: Complete model, on the meta device or not.
     """
     facts = [*parameter_facts(spec, model).values()]
     problems = list(group_problems(config.optimizer, facts))
@@ -42,7 +44,7 @@ def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> 
         return problems
     try:
         if config.optimizer.name not in OWN_OPTIMIZERS:
-            problems += _of_others(config.optimizer, facts)
+            problems += _registration_problems(config.optimizer, facts)
         if not problems:
             problems += layout_problems(config, Layout.of(config, world_size=num_ranks(config)))
     except ConfigError as error:
@@ -51,10 +53,10 @@ def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> 
 
 
 def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
-    """Refuse layouts that divide what an optimizer needs whole, or stream what it exchanges.
+    """Yield problems of layouts that divide or offload parameters in a way the optimizer forbids.
 
     Raises:
-        ConfigError: It is somebody else's, and can't be tried.
+        ConfigError: A custom optimizer can't be run on small parameters.
     """
     needs, divided = sharding_of(config.optimizer), []
     if layout.optimizer_shards > 1:
@@ -64,31 +66,33 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
     name = config.optimizer.name
     if needs == "whole" and divided:
         message = (
-            "it updates a parameter's elements by what is in the others, and "
+            "it needs all elements of a parameter to update one of them, and "
             f"{' and '.join(divided)} leave{'s' if len(divided) == 1 else ''} each rank a part; "
             "use strategy=single, ddp or pipeline"
         )
         target = getattr(config.optimizer, "target", None)
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
-    in_fp32 = getattr(config.optimizer, "state_dtype", None) == "fp32"
-    if in_fp32 and config.train.param_dtype != "fp32" and needs != "elementwise":
-        message = f"optimizer={name} updates weights as they are kept; use parameter, or adamw"
-        yield ConfigIssue("optimizer.state_dtype", message, "fp32")
+    state = state_format(config.optimizer)
+    is_other = state is not None and state != NUMBER_FORMATS[config.train.param_dtype]
+    if state is not None and is_other and needs != "elementwise":
+        message = f"optimizer={name} can't update in fp32; use parameter, or adamw"
+        yield ConfigIssue("optimizer.state_dtype", message, state.name)
     offload = config.strategy.fsdp.cpu_offload
     if needs == "collective" and layout.facts.shards_parameters and offload != "none":
         message = (
-            f"optimizer={name} exchanges parts of parameters among ranks while it updates them, "
-            "and offloaded ones pass through the device one by one; use none, or adamw"
+            f"optimizer={name} exchanges parts of parameters among ranks during the update, but "
+            "offloaded parameters are on the device one at a time; use none, or adamw"
         )
         yield ConfigIssue("strategy.fsdp.cpu_offload", message, offload)
 
 
-def _of_others(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue]:
-    """Try an optimizer of somebody else's: is it as declared, and does it take its groups' options.
+def _registration_problems(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue]:
+    """Run a custom optimizer and yield differences from its registration and unknown options.
 
     Raises:
-        ConfigError: It can't be made, fails, or keeps what a checkpoint can't save.
+        ConfigError: The optimizer can't be built, fails, or has states that a checkpoint can't
+            save.
     """
     if unknown_options := list(_unknown_options(config, facts)):
         yield from unknown_options
@@ -98,44 +102,46 @@ def _of_others(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue
         tried, shape = probe(options, ndim), tuple(range(2, 2 + ndim))
         if declared.states is not None:
             shapes = {state.name: state.shape(shape) for state in tried.states}
-            said = {name: state.shape(shape) for name, state in states_of(options, shape).items()}
-            if shapes != said:
+            registered = {
+                name: state.shape(shape) for name, state in states_of(options, shape).items()
+            }
+            if shapes != registered:
                 message = (
-                    f"it is registered with states {_list_states(said)}, and keeps "
-                    f"{_list_states(shapes)} of a parameter of shape {list(shape)}; register it "
+                    f"it is registered with states {_list_states(registered)}, but has "
+                    f"{_list_states(shapes)} for a parameter of shape {list(shape)}; register it "
                     "with states of these shapes"
                 )
                 yield ConfigIssue("optimizer.name", message, config.name)
                 return
         if declared.sharding == "elementwise" and tried.sharding != "elementwise":
             message = (
-                f"it is registered as elementwise, and updates halves of a parameter of {ndim} "
-                "dims otherwise than the whole; register it with sharding='whole'"
+                f"it is registered as elementwise, but updates halves of a parameter of {ndim} "
+                "dims differently from the full parameter; register it with sharding='whole'"
             )
             yield ConfigIssue("optimizer.name", message, config.name)
             return
 
 
 def _different(config: Any, facts: list[ParameterFacts]) -> Iterator[tuple[Any, int]]:
-    """Yield the configurations that update the parameters, each once for each number of dims."""
-    seen = set()
+    """Yield each distinct pair of optimizer options and number of parameter dims."""
+    yielded = set()
     for parameter in facts:
         options, ndim = with_options(config, parameter), len(parameter.shape)
-        if (repr(options), ndim) not in seen:
-            seen.add((repr(options), ndim))
+        if (repr(options), ndim) not in yielded:
+            yielded.add((repr(options), ndim))
             yield options, ndim
 
 
 def _unknown_options(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue]:
-    """Yield the options of groups that the class of a free configuration does not have."""
+    """Yield a problem for each group option that the class of a custom optimizer does not have."""
     if not isinstance(config, FreeOptimizerConfig) or not config.groups:
         return
-    alone = dataclasses.replace(config, groups={})
-    known = {LR_SCALE, *probe(alone, len(facts[0].shape)).defaults}
+    without_groups = dataclasses.replace(config, groups={})
+    allowed = {LR_SCALE, *probe(without_groups, len(facts[0].shape)).defaults}
     for pattern, options in config.groups.items():
         for option, value in options.items():
-            if option not in known:
-                message = unknown("option of a group", option, sorted(known))
+            if option not in allowed:
+                message = unknown("option of a group", option, sorted(allowed))
                 yield ConfigIssue(f"optimizer.groups.{pattern}.{option}", message, value)
 
 

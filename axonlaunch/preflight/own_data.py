@@ -1,4 +1,4 @@
-"""What batches of any structure, and a loss of one's own, ask of a run, before there is a rank."""
+"""Checks runs with structured batches or with a custom loss, before a rank starts."""
 
 from __future__ import annotations
 
@@ -10,34 +10,32 @@ import numpy as np
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.data.dataset import Dataset, float_targets
-from axonlaunch.data.own import StreamedSamples
+from axonlaunch.config.axes import AXES
+from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.samples import CollatedSamples, Samples, taken_names
+from axonlaunch.data.user_datasets import StreamedSamples
 
 _TRIED = 2
-"""Samples of the batch that is tried: of one any batch can be made."""
-_DIVIDED = {"tensor": "layers", "pipeline": "blocks", "context": "sequences"}
+"""Samples in the trial batch. A single sample can always be collated, so it would show nothing."""
 _ANYTHING = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def own_data_problems(
     config: RunConfig, model: nn.Module | None, dataset: Dataset | None
 ) -> Iterator[ConfigIssue]:
-    """Yield why a run can't take its loss, or batches of the structure that its data gives.
+    """Yield the reasons why a run can't use its custom loss or its structured batches.
 
     Args:
-        config: The run's.
-        model: On the meta device; None: it could not be built.
-        dataset: None: it could not be made.
+        config: Configuration of the run.
+        model: Model on the meta device; None if it could not be built.
+        dataset: Dataset of the run; None if it could not be built.
     """
     structured = dataset is not None and dataset.kind == "structured"
     name = config.data.name
     if dataset is not None and needs_own_loss(dataset) and config.train.loss is None:
-        gives = "batches of which the model's loss does not know the targets"
-        gives = (
-            gives if structured else "targets that are floats, and the model's loss takes classes"
-        )
-        message = f"data={name} gives {gives}; name a loss of yours, registered by register_loss"
+        returns = "structured batches, in which the model's loss can't identify the targets"
+        returns = returns if structured else "float targets, but the model's loss needs classes"
+        message = f"data={name} returns {returns}; use a loss registered with register_loss"
         yield ConfigIssue("train.loss", message, None)
     if structured or config.train.loss is not None:
         yield from _refuse_division(config, structured=structured)
@@ -52,19 +50,19 @@ def own_data_problems(
 
 
 def needs_own_loss(dataset: Dataset) -> bool:
-    """Say whether no loss of a model knows what its targets mean."""
-    return dataset.kind == "structured" or float_targets(dataset) is not None
+    """Return whether the losses of models can't handle the dataset's targets."""
+    return dataset.kind == "structured" or dataset.info.float_targets is not None
 
 
 def first_batch(dataset: Dataset, *, size: int) -> CollatedSamples:
-    """Return the first micro-batch of samples of any structure.
+    """Return the first micro-batch of a dataset with structured samples.
 
     Raises:
-        ConfigError: There is no sample, or no batch can be made of it.
+        ConfigError: The dataset has no sample, or its samples can't be collated.
     """
     try:
         samples = _first(dataset, size)
-    except Exception as error:  # somebody's own code may fail in any way
+    except Exception as error:  # user code may fail in any way
         issue = ConfigIssue.of_failure("data", "reading its first sample", error)
         raise ConfigError([issue]) from error
     if not len(samples):
@@ -72,8 +70,8 @@ def first_batch(dataset: Dataset, *, size: int) -> CollatedSamples:
     try:
         [batch] = samples.micro_batches(size)
     except Exception as error:
-        then = "give it a collate function that takes a list of them"
-        issue = ConfigIssue.of_failure("data", "making a batch of its samples", error, then=then)
+        remedy = "give it a collate function that takes a list of samples"
+        issue = ConfigIssue.of_failure("data", "collating its samples", error, then=remedy)
         raise ConfigError([issue]) from error
     return batch
 
@@ -87,39 +85,39 @@ def _first(dataset: Dataset, size: int) -> Samples:
 
 
 def _refuse_division(config: RunConfig, *, structured: bool) -> Iterator[ConfigIssue]:
-    """Refuse layouts that cut a model, or its batch, in a way that nobody said how to."""
-    whose = f"data={config.data.name} gives batches of any structure"
+    """Yield a problem for each axis that would divide the batch or the outputs."""
+    reason = f"data={config.data.name} returns structured batches"
     if not structured:
-        whose = f"train.loss={config.train.loss} sees the whole batch and the whole outputs"
-    for axis, what in _DIVIDED.items():
-        degree = getattr(config.strategy, axis).degree
+        reason = f"train.loss={config.train.loss} needs the full batch and the full outputs"
+    for axis in AXES:
+        degree = axis.degree(config.strategy)
         if degree > 1:
-            message = f"{whose}, and this divides {what}, where no rank has them; use 1, and ddp, "
-            yield ConfigIssue(f"strategy.{axis}.degree", f"{message}zero1 or fsdp", degree)
+            message = f"{reason}, but this divides {axis.divides} among ranks; use 1 with ddp, "
+            yield ConfigIssue(axis.key, f"{message}zero1 or fsdp", degree)
     if config.train.loss_chunk is not None:
-        message = f"{whose}, which can't be computed in chunks; use null"
+        message = f"{reason}, so the loss can't be computed in chunks; use null"
         yield ConfigIssue("train.loss_chunk", message, config.train.loss_chunk)
 
 
 def _forward_problems(
     config: RunConfig, model: nn.Module, batch: CollatedSamples
 ) -> Iterator[ConfigIssue]:
-    """Hold the names of a batch against those of the forward."""
+    """Compare the names in a batch with the parameters of the model's forward."""
     if not isinstance(batch.whole, Mapping):
         return
     names = ", ".join(map(str, batch.whole))
     parameters = inspect.signature(model.forward).parameters
-    taken = taken_names(model.forward, batch.whole)
-    wanted = [
+    accepted = taken_names(model.forward, batch.whole)
+    required = [
         name
         for name, parameter in parameters.items()
         if parameter.default is parameter.empty and parameter.kind not in _ANYTHING
     ]
-    if not taken:
-        message = f"its forward takes {', '.join(parameters) or 'nothing'}, and the batches of "
-        message += f"data={config.data.name} have {names}; give one of them the other's name"
+    if not accepted:
+        message = f"its forward takes {', '.join(parameters) or 'nothing'}, but the batches of "
+        message += f"data={config.data.name} have {names}; rename one of them to match"
         yield ConfigIssue("model", message, config.model.name)
-    elif missing := [name for name in wanted if name not in taken]:
-        message = f"its forward needs {', '.join(missing)}, and the batches of "
-        message += f"data={config.data.name} have {names}; add it to them"
+    elif missing := [name for name in required if name not in accepted]:
+        message = f"its forward needs {', '.join(missing)}, but the batches of "
+        message += f"data={config.data.name} have {names}; add it to the batches"
         yield ConfigIssue("model", message, config.model.name)

@@ -1,11 +1,11 @@
-"""Whether a model can be divided as a strategy asks: over tensor and data axes, into stages.
+"""Checks whether a strategy can divide a model: over context, data and tensor axes, and in stages.
 
-It reports problems of a model that was built on ``meta`` or on the CPU; it needs no rank.
+The model is on the meta device or on the CPU; no rank is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.layout import data_parallel_facts, stages_per_rank
 from axonlaunch.config.model import OWN_MODEL_CONFIGS
+from axonlaunch.config.precision import Precision
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.pipeline.split import (
     block_names,
@@ -31,8 +32,9 @@ from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
 
-def context_problems(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
-    """Yield what keeps ranks from dividing the model's sequences."""
+def context_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Yield the reasons why the model's sequences can't be divided among ranks."""
+    del model
     degree = config.strategy.context.degree
     if degree == 1:
         return
@@ -65,7 +67,7 @@ def _undivided_length(config: RunConfig) -> Iterator[ConfigIssue]:
 def sharding_problems(
     config: RunConfig, spec: ModelSpec, model: nn.Module
 ) -> Iterator[ConfigIssue]:
-    """Yield what keeps ``fully_shard`` from dividing the model's parameters."""
+    """Yield the reasons why ``fully_shard`` can't divide the model's parameters."""
     if not data_parallel_facts(config.strategy).shards_parameters:
         return
     key, kind = "strategy.data_parallel", config.strategy.data_parallel
@@ -75,7 +77,8 @@ def sharding_problems(
             "use ddp or zero1"
         )
         yield ConfigIssue(key, message, kind)
-    # Each block is gathered by itself, and the rest together; what is gathered is of one type.
+    # Each block is gathered separately, and all other parameters together. All parameters of a
+    # gather must have the same type.
     blocks = {f"{name}.": block for name, block in spec.blocks(model).items()}
     units: dict[str, dict[torch.dtype, str]] = {}
     for name, parameter in model.named_parameters():
@@ -83,38 +86,39 @@ def sharding_problems(
         units.setdefault(unit, {}).setdefault(parameter.dtype, name)
     for types in units.values():
         if len(types) > 1:
-            seen = " and ".join(f"{name} is {dtype}" for dtype, name in types.items())
-            message = f"{seen}, and they are gathered together; give them one type, or use ddp"
+            dtypes = " and ".join(f"{name} is {dtype}" for dtype, name in types.items())
+            message = f"{dtypes}, but they are gathered together; give them one type, or use ddp"
             yield ConfigIssue(key, message.replace("torch.", ""), kind)
 
 
 def statistics_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield why BatchNorm can't compute: torch takes its weights in the type of its statistics."""
-    train, strategy = config.train, config.strategy
-    gathers = data_parallel_facts(strategy).shards_parameters and train.precision != "fp32"
-    if not gathers and train.param_dtype == "fp32":
+    """Yield a problem for BatchNorm with weights of another type than its statistics."""
+    precision, strategy = Precision.of(config), config.strategy
+    stored = precision.parameters
+    gathers = data_parallel_facts(strategy).shards_parameters and precision.gather.is_low
+    if not gathers and not stored.is_low:
         return
-    normed = {name: part for name, part in model.named_modules() if has_statistics(part)}
-    if names := [name for name, part in normed.items() if [*part.parameters(recurse=False)]]:
+    norms = {name: part for name, part in model.named_modules() if has_statistics(part)}
+    if names := [name for name, part in norms.items() if [*part.parameters(recurse=False)]]:
         have = f"{first_four(names)} has running statistics in fp32, and torch refuses weights in "
-        if train.param_dtype != "fp32":
-            message = f"{have}{train.param_dtype} beside them; use fp32"
-            yield ConfigIssue("train.param_dtype", message, train.param_dtype)
+        if stored.is_low:
+            message = f"{have}{stored.name} with them; use fp32"
+            yield ConfigIssue("train.param_dtype", message, stored.name)
             return
         message = (
-            f"{have}{train.precision} beside them, in which they are gathered; use ddp or zero1, "
-            "where they stay in fp32, or train.precision=fp32"
+            f"{have}{precision.name} with them, the type in which fsdp gathers weights; use ddp "
+            "or zero1, which keep them in fp32, or train.precision=fp32"
         )
         yield ConfigIssue("strategy.data_parallel", message, strategy.data_parallel)
 
 
 def first_four(names: Sequence[str]) -> str:
-    """Return the first four names."""
+    """Return the first four names as text, with dots if there are more."""
     return ", ".join([*names[:4], "..."] if len(names) > 4 else names)
 
 
 def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
-    """Yield what keeps a tensor axis from dividing the model."""
+    """Yield the reasons why a tensor axis can't divide the model."""
     tensor = config.strategy.tensor
     if tensor.degree == 1:
         return
@@ -145,21 +149,24 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
     if issues:
         return
     if spec.loss is not cross_entropy_sum:
-        yield from _own_loss(config, plan, model)
+        yield from _custom_loss_problems(config, plan, model)
     if type(config.model) in OWN_MODEL_CONFIGS or tensor.sequence_parallel:
         return
-    few = model if tensor.plan else spec.representative(model)  # a user's plan may name any block
-    plan = tensor.plan or spec.plan(few)
-    if wrong := disagreement(few, plan, degree=tensor.degree, blocks=spec.blocks(few)):
-        yield ConfigIssue("strategy.tensor.degree", wrong, tensor.degree)
+    # A user's plan may name any block, so it needs the complete model.
+    reduced = model if tensor.plan else spec.representative(model)
+    plan = tensor.plan or spec.plan(reduced)
+    if difference := disagreement(reduced, plan, degree=tensor.degree, blocks=spec.blocks(reduced)):
+        yield ConfigIssue("strategy.tensor.degree", difference, tensor.degree)
 
 
-def _own_loss(config: RunConfig, plan: dict[str, str], model: nn.Module) -> Iterator[ConfigIssue]:
+def _custom_loss_problems(
+    config: RunConfig, plan: dict[str, str], model: nn.Module
+) -> Iterator[ConfigIssue]:
     for module in style_modules(model, plan):
         if module.style == "vocabulary" and isinstance(module.module, nn.Linear):
             message = (
-                f"{module.name} would give a part of the logits, and model={config.model.name} has "
-                "a loss of its own, which needs them whole; remove this setting"
+                f"{module.name} would compute only a part of the logits, but the custom loss of "
+                f"model={config.model.name} needs all of them; remove this setting"
             )
             yield ConfigIssue(f"strategy.tensor.plan.{module.pattern}", message, module.style)
 
@@ -167,7 +174,7 @@ def _own_loss(config: RunConfig, plan: dict[str, str], model: nn.Module) -> Iter
 def pipeline_problems(
     config: RunConfig, spec: ModelSpec, model: nn.Module
 ) -> Iterator[ConfigIssue]:
-    """Yield what keeps the model from being cut into the pipeline's stages."""
+    """Yield the reasons why the model can't be cut into pipeline stages."""
     pipeline = config.strategy.pipeline
     if pipeline.degree == 1:
         return
@@ -192,7 +199,7 @@ def pipeline_problems(
         return
     if names := kept_everywhere(spec, model):
         each = first_four(names)
-        message = f"every stage would train its own {each}; name what holds it among the ends"
+        message = f"every stage would train a separate {each}; add the module with it to the ends"
         yield ConfigIssue("model.ends", message)
     per_rank = stages_per_rank(config.strategy)
     stages, blocks = pipeline.degree * per_rank, len(block_names(spec, model))
@@ -206,7 +213,13 @@ def pipeline_problems(
         yield ConfigIssue("strategy.pipeline.split", message, pipeline.split)
     for other, owner in tied_names(model).items():
         if not all(any(holds(end, name) for end in ends_of(spec)) for name in (owner, other)):
-            message = (
-                f"{other} is {owner}, and they may come to lie on different stages; untie them"
-            )
+            message = f"{other} is tied to {owner}, but they may be on different stages; untie them"
             yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
+
+
+AXIS_PROBLEMS: Mapping[str, Callable[[RunConfig, ModelSpec, nn.Module], Iterator[ConfigIssue]]] = {
+    "tp": tensor_problems,
+    "pp": pipeline_problems,
+    "cp": context_problems,
+}
+"""Yields why a model cannot be divided over an axis, by the name of the axis."""

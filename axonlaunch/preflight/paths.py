@@ -1,6 +1,6 @@
-"""Where a run's model and tokenizer are, seen from any working folder.
+"""Makes the paths of a run's model, tokenizer and adapter absolute.
 
-It reads no file; a model id of the Hugging Face Hub stays what it is.
+No file is read. Model ids of the Hugging Face Hub are not changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from axonlaunch.data.tokenizer import tokenizer_of
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Return a configuration whose model and tokenizer are found from any working folder."""
+    """Return a configuration with absolute paths of model, tokenizer and adapter."""
     model = config.model.path if isinstance(config.model, HuggingFaceConfig) else None
     tokenizer = config.tokenizer.path
     if DATASETS.facts(config.data.name).takes_tokenizer:
@@ -28,7 +28,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _absolute(path: str) -> str:
-    """Return the whole path of what is there; a model id stays what it is."""
+    """Return the absolute path if the path exists; other text, such as a model id, unchanged."""
     here = Path(path).expanduser()
     if not here.exists() or str(here.absolute()) == path:
         return path

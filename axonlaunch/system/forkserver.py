@@ -183,7 +183,7 @@ def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
 
     Raises:
         ForkServerError: The server does not answer.
-        OSError: The system refused what the server needs, such as another open file.
+        OSError: The system has not enough resources for the server, such as open files.
     """
     # In the other process the unpickled object is a function.
     function = cast("Callable[..., object]", _ByName(target))

@@ -73,9 +73,8 @@ class Isolated:
             copy = self._copy
             if copy is None or not copy.is_alive:
                 copy = self._copy = _Copy(self._target, is_bounded=self._is_bounded)
-            done = copy.submit((function, args, seconds))
             try:
-                raised, result = done.result()
+                raised, result = copy.ask((function, args, seconds))
             except BaseException:  # it may be Ctrl-C
                 copy.kill()
                 raise
@@ -105,7 +104,10 @@ class _Copy:
         self._target = target
         self._requests: SimpleQueue[tuple[_Request, Future[_Answer]] | None] = SimpleQueue()
         self._pid: int | None = None
+        self._reaping = threading.Lock()
+        """Held while the process is signalled or reaped: its number may be another's afterwards."""
         self._is_killed = False
+        self._failure = ""
         self._memory = max(_LEAST_MEMORY, free_memory_bytes() // 2) if is_bounded else None
         self._thread = threading.Thread(target=self._serve, name="isolated calls", daemon=True)
         self._thread.start()
@@ -114,16 +116,25 @@ class _Copy:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._is_killed
 
-    def submit(self, request: _Request) -> Future[_Answer]:
+    def ask(self, request: _Request) -> _Answer:
+        """Return the answer to a request.
+
+        Raises:
+            IsolatedCallError: There is none in time, or the copy has ended or can't be made.
+        """
         done: Future[_Answer] = Future()
         self._requests.put((request, done))
-        return done
+        while True:
+            with suppress(TimeoutError):
+                return done.result(timeout=_TURN_S)
+            if not self._thread.is_alive() and not done.done():
+                raise IsolatedCallError(self._failure or "ended its process")
 
     def kill(self) -> None:
         self._is_killed = True
         self._requests.put(None)
-        if self._pid is not None:
-            with suppress(ProcessLookupError):
+        with self._reaping:
+            if self._pid is not None:
                 os.kill(self._pid, signal.SIGKILL)
 
     def _serve(self) -> None:
@@ -131,6 +142,11 @@ class _Copy:
         there, ours = os.pipe(), os.pipe()
         try:
             pid = self._pid = self._fork(there, ours)
+        except OSError as error:
+            self._failure = f"can't run, as no process could be made: {error.strerror}"
+            os.close(there[1])
+            os.close(ours[0])
+            return
         finally:
             os.close(there[0])
             os.close(ours[1])
@@ -143,10 +159,11 @@ class _Copy:
                     self._is_killed = True
                     done.set_exception(error)
         finally:
-            if self._pid is not None:
-                self._pid = None
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+            with self._reaping:
+                if self._pid is not None:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    self._pid = None
             os.close(there[1])
             os.close(ours[0])
 
@@ -166,16 +183,17 @@ class _Copy:
 
     def _why_ended(self) -> str:
         """Say how the copy ended by itself."""
-        assert self._pid is not None
-        with suppress(ChildProcessError):
-            status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        pid = self._pid
+        assert pid is not None
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        with self._reaping:
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             self._pid = None
-            if status == -signal.SIGABRT and self._memory is not None:
-                return f"ended its process; it may need more than {self._memory >> 20:,} MiB"
-            if status < 0:
-                return f"ended its process: {signal.Signals(-status).name}"
-            return f"ended its process with status {status}"
-        return "ended its process"
+        if status == -signal.SIGABRT and self._memory is not None:
+            return f"ended its process; it may need more than {self._memory >> 20:,} MiB"
+        if status < 0:
+            return f"ended its process: {signal.Signals(-status).name}"
+        return f"ended its process with status {status}"
 
     def _fork(self, there: tuple[int, int], ours: tuple[int, int]) -> int:
         end_with_parent = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

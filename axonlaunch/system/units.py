@@ -1,4 +1,4 @@
-"""Names numbers by the unit of the loss' targets: tokens, images or other samples."""
+"""Names metrics by the unit that has a target in the loss: tokens, images or samples."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Counted = Literal["tokens", "images", "samples"]
 def named_by_unit(fields: Mapping[str, Any], counted: Counted) -> dict[str, Any]:
     """Return fields of an event with the unit in their names.
 
-    ``tokens_per_s`` becomes ``images_per_s`` where a target is an image.
+    If targets are images, ``tokens_per_s`` becomes ``images_per_s``.
     """
     return {name.replace("tokens", counted): value for name, value in fields.items()}
 
 
 def rate_in(content: Mapping[str, Any]) -> tuple[Counted, Any]:
-    """Return the unit of a summary or a line of metrics, and the rate; None if it has no rate.
+    """Return the unit and the rate in a summary or a line of metrics; the rate is None if missing.
 
-    It is the reverse of ``named_by_unit``.
+    This is the inverse of ``named_by_unit``.
     """
     for unit in get_args(Counted):
         if (rate := content.get(f"{unit}_per_s")) is not None:

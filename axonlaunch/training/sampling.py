@@ -154,7 +154,7 @@ def _load_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer
         length = _length(saved.data, where=f"{folder}: the run")
     import torch
 
-    from axonlaunch.checkpoint.base import base_tensors
+    from axonlaunch.checkpoint.base_weights import base_tensors
     from axonlaunch.models.build import build_model
     from axonlaunch.models.lora import not_saved
     from axonlaunch.models.module_state import model_state

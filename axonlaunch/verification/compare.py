@@ -1,6 +1,6 @@
-"""Holds a layout against plain torch in one process, from the same weights and samples.
+"""Compares a layout with plain torch in one process, from the same weights and samples.
 
-It runs both sides, on the mock world or on real ranks, and leaves nothing behind.
+The layout runs on the mock world or on real ranks. No files remain.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from axonlaunch.config.plugins import import_plugins
 from axonlaunch.system import host
 from axonlaunch.system.temporary_folders import temporary_folder
 from axonlaunch.verification import layout_run
-from axonlaunch.verification.demands import lowered_thresholds, with_smooth_updates
+from axonlaunch.verification.comparison_config import lowered_thresholds, with_smooth_updates
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.differences import Difference
-from axonlaunch.verification.draws import Draw
-from axonlaunch.verification.judge import judge
 from axonlaunch.verification.layout_run import RankReport
 from axonlaunch.verification.plain_model import threads_for
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.random_draws import Draw
 from axonlaunch.verification.reference import NoReferenceError
 from axonlaunch.verification.reference_runs import run_references
 from axonlaunch.verification.reference_values import Reference, ReferenceStep
 from axonlaunch.verification.result import ParityResult, failed_result
+from axonlaunch.verification.verdict import decide_verdict
 
 _SAVED = "reference.pt"
 
@@ -44,12 +44,13 @@ def on_mock(
     *,
     one_process: Callable[[RunConfig, ComparisonPlan], tuple[Reference, ...]] = run_references,
 ) -> ParityResult:
-    """Verify a layout whose ranks are threads of this process.
+    """Verify a layout with ranks that are threads of this process.
 
     Args:
-        config: Checked and resolved.
-        plan: How many steps, and what else is compared.
-        one_process: Gives what it computes: several layouts of a model can be held against one run.
+        config: Checked and resolved configuration.
+        plan: Length and scope of the comparison.
+        one_process: Computes the reference; callers can pass a cached one for several layouts of
+            the same model.
     """
     import_plugins(config.plugins)
     config = with_smooth_updates(config)
@@ -68,13 +69,13 @@ def on_mock(
         with threads_for(config), temporary_folder() as folder:
             with lowered_thresholds(plan):
                 results = world.run(run)
-            return judge(config, plan, references, results)
+            return decide_verdict(config, plan, references, results)
     except RankFailedError as error:
         return failed_result(config, plan.steps, str(error))
 
 
 def save_reference(config: RunConfig, plan: ComparisonPlan, folder: str) -> ParityResult | None:
-    """Run the one process for ``verify_on_rank`` to compare with; return a verdict if it fails."""
+    """Run the reference and save it for ``verify_on_rank``; return a verdict if it fails."""
     import_plugins(config.plugins)
     try:
         references = run_references(with_smooth_updates(config), plan)
@@ -87,13 +88,13 @@ def save_reference(config: RunConfig, plan: ComparisonPlan, folder: str) -> Pari
 def verify_on_rank(
     config: RunConfig, plan: ComparisonPlan, folder: str, rank: int
 ) -> ParityResult | None:
-    """Verify a layout as one of its real ranks; rank 0 judges.
+    """Verify a layout as one of its ranks; rank 0 returns the verdict, other ranks None.
 
     Args:
-        config: Checked and resolved.
-        plan: What is compared.
-        folder: Where the ranks meet and find what ``save_reference`` left.
-        rank: Which rank this process is.
+        config: Checked and resolved configuration.
+        plan: Length and scope of the comparison.
+        folder: Folder with the file of ``save_reference``, also used for the rendezvous.
+        rank: Global rank of this process.
     """
     ranks = num_ranks(config)
     import_plugins(config.plugins)
@@ -102,7 +103,7 @@ def verify_on_rank(
     torch.set_num_threads(host.threads(ranks=ranks) if threads == "auto" else threads)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     place = local_place(rank, ranks)
-    os.environ.update(place.variables())  # a user's model may look for them, as in training
+    os.environ.update(place.variables())  # models may read them, as in training
     with World.join(
         place,
         backend=config.launch.backend,
@@ -113,18 +114,18 @@ def verify_on_rank(
     ) as world:
         first, *others = map(_read, torch.load(Path(folder) / _SAVED))
         with lowered_thresholds(plan):
-            own = layout_run.compare(config, world, first, plan, folder=Path(folder))
-        gathered = all_gather_json(asdict(own))
+            report = layout_run.compare(config, world, first, plan, folder=Path(folder))
+        gathered = all_gather_json(asdict(report))
     if rank:
         return None
     reports = [
         RankReport(
-            [Difference(**item) for item in report["differences"]],
-            [Draw(**item) for item in report["draws"]],
+            [Difference(**item) for item in fields["differences"]],
+            [Draw(**item) for item in fields["draws"]],
         )
-        for report in gathered
+        for fields in gathered
     ]
-    return judge(config, plan, (first, *others), reports)
+    return decide_verdict(config, plan, (first, *others), reports)
 
 
 def _read(saved: dict[str, Any]) -> Reference:

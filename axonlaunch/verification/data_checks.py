@@ -1,7 +1,7 @@
-"""What both sides of a comparison read alike, held against what the data says it is.
+"""Checks samples and their order, which are the same code in the layout and in the reference.
 
-A layout and one process that read wrong samples agree. What a dataset of somebody's own means by
-its targets is not known here.
+A comparison does not show wrong samples, because both read the same ones. Targets of custom
+datasets are not checked, because their meaning is unknown.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from axonlaunch.config.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfi
 from axonlaunch.data.dataset import AnyBatch, Batch, Dataset, Split
 from axonlaunch.data.loader import Loader, StreamLoader, order_of
 from axonlaunch.data.mix import AnyText, TextMix
-from axonlaunch.data.own import PairsDataset
 from axonlaunch.data.sharded_rows import ShardedRows
-from axonlaunch.verification.inputs import evaluated_samples
+from axonlaunch.data.user_datasets import PairsDataset
+from axonlaunch.verification.comparison_inputs import evaluated_samples
 
 _COMPARED = 1024
-"""Samples of training that held-out ones are looked for among."""
+"""Number of training samples that are searched for held-out samples."""
 _DISTINCT = 0.9
-"""Share of these that must differ: among those that repeat anyway one is found by chance."""
+"""Fraction of them that must be distinct; with many repetitions a match can be chance."""
 _AT_ONCE = 16
-"""Samples of these in memory at a time."""
+"""Number of samples in memory at a time."""
 _STEPS = 16
-"""Steps at each end of an epoch whose samples are looked at as a loader gives them: 0.1 ms each."""
-_PLACES = 2**14
-"""Samples of an epoch that are looked at together: 2 ms."""
+"""Steps at each end of an epoch for which the loader's sample numbers are checked: 0.1 ms each."""
+_ORDERED = 2**14
+"""Samples of an epoch with an order that is checked at once: 2 ms."""
 _SHARDS_BYTES = 2**26
-"""Bytes of files that are tokenised to look at the order of their shards."""
+"""Largest size of files that are tokenised to check the order in their shards."""
 _PASSES = 3
-"""Passes over shards that are compared; in the first one shards are in the order of the files."""
+"""Passes over shards that are compared; the first one keeps the order of the files."""
 _FEW = 16
-"""Samples that two epochs may have in the same order by chance, and that are read twice."""
+"""Number of samples that are read twice. Fewer can have the same order by chance in two epochs."""
 
 
 def data_problem(config: Any, loader: Loader, batch: AnyBatch, *, step: int) -> str:
-    """Say what both sides would be wrong about alike; empty if the data is what it says.
+    """Describe a fault in the samples of a step, or return an empty string.
 
     Args:
-        config: Of the data.
-        loader: Of global batches.
-        batch: A step's.
-        step: Steps done before this one.
+        config: Configuration of the data.
+        loader: Loader of global batches.
+        batch: Global batch of the step.
+        step: Index of the step, from 0.
     """
     size, samples = loader.global_batch_size, loader.dataset.num_samples
     indices = loader.indices(step)
-    here = set(indices.tolist())
+    current = set(indices.tolist())
     if samples >= (step + 1) * size:
-        if len(here) < size:
-            return f"the data: step {step + 1} reads a sample twice, with {samples} to read"
-        if step and here & set(loader.indices(step - 1).tolist()):
-            return f"the data: step {step + 1} reads samples of the step before"
-    if not _is_ours(config) or not isinstance(batch, Batch) or loader.dataset.kind != "tokens":
+        if len(current) < size:
+            return f"the data: step {step + 1} reads a sample twice, of {samples} samples"
+        if step and current & set(loader.indices(step - 1).tolist()):
+            return f"the data: step {step + 1} repeats samples of the previous step"
+    if not _is_included(config) or not isinstance(batch, Batch) or loader.dataset.kind != "tokens":
         return ""
     if isinstance(loader.dataset, AnyText):
         return _row_problem(loader.dataset, indices, batch)
@@ -71,14 +71,14 @@ def data_problem(config: Any, loader: Loader, batch: AnyBatch, *, step: int) -> 
     return "the data: targets are not the tokens that follow their inputs"
 
 
-def _is_ours(config: Any) -> bool:
-    """Say whether a dataset is of this package, which brings a dataclass for each."""
-    foreign = isinstance(config, (CustomDataConfig, FreeDataConfig))
-    return type(config).__module__.startswith("axonlaunch.") and not foreign
+def _is_included(config: Any) -> bool:
+    """Return whether a dataset is part of this package, which has a dataclass for each."""
+    is_custom = isinstance(config, (CustomDataConfig, FreeDataConfig))
+    return type(config).__module__.startswith("axonlaunch.") and not is_custom
 
 
 def _follow(batch: Batch) -> bool:
-    """Say whether each target is the next input, but where another document begins."""
+    """Return whether each target is the next input, except at the start of another document."""
     expected = batch.inputs[:, 1:] == batch.targets[:, :-1]
     if batch.positions is not None:
         expected |= batch.positions[:, 1:] == 0
@@ -86,73 +86,73 @@ def _follow(batch: Batch) -> bool:
 
 
 def _row_problem(dataset: AnyText, indices: npt.NDArray[np.int64], batch: Batch) -> str:
-    """Say what of rows of text is not what their documents say; empty if nothing."""
+    """Describe a row of text that does not match its documents; empty if all rows match."""
     for row, index in enumerate(indices.tolist()):
         pieces = [piece for _, piece in dataset.sources(index)]
         if any(piece.left is not None and len(piece.tokens) > piece.left for piece in pieces):
-            return "the data: a row goes on past the end of a document as if it were the same one"
+            return "the data: a row continues past the end of a document as if it were one document"
         tokens = np.concatenate([piece.tokens[:-1] for piece in pieces])
         targets = np.concatenate([np.where(p.counted, p.tokens, IGNORE_INDEX)[1:] for p in pieces])
         end = len(tokens)
         if not np.array_equal(batch.inputs[row, :end], tokens):
-            return "the data: a row does not have the tokens of its documents"
+            return "the data: tokens of a row differ from those of its documents"
         if not np.array_equal(batch.targets[row, :end], targets):
-            return "the data: targets are not the tokens that follow in their document, and count"
+            return "the data: targets are not the counted next tokens of their document"
         if bool((batch.targets[row, end:] != IGNORE_INDEX).any()):
-            return "the data: targets count that are of no document"
-        places = np.concatenate([np.arange(len(piece.tokens) - 1) for piece in pieces])
+            return "the data: targets after the last document of a row are counted"
+        positions = np.concatenate([np.arange(len(piece.tokens) - 1) for piece in pieces])
         if batch.positions is None:
             continue
-        behind = batch.positions[row, end : end + 1]
-        if not np.array_equal(batch.positions[row, :end], places) or bool(behind.any()):
-            return "the data: positions are not those of tokens in their documents"
+        padding = batch.positions[row, end : end + 1]
+        if not np.array_equal(batch.positions[row, :end], positions) or bool(padding.any()):
+            return "the data: positions do not start at 0 in each document and count up by 1"
     return ""
 
 
 def order_problem(loader: Loader, *, seed: int) -> str:
-    """Say what is wrong with the order of samples, which both sides read by; empty if nothing is.
+    """Describe a fault in the order of samples, or return an empty string.
 
-    An epoch is each sample once, in another order than the one before. Of a long one its first
-    samples are looked at, and the steps at its ends.
+    An epoch must read each sample once, in a different order than the previous epoch. For long
+    epochs only the first samples and the steps at both ends are checked.
 
     Args:
-        loader: Of global batches.
-        seed: The run's.
+        loader: Loader of global batches.
+        seed: Seed of the run.
     """
     dataset = loader.dataset
     if isinstance(dataset, ShardedRows):
         return _shards_problem(dataset, seed=seed)
-    is_mix = isinstance(dataset, TextMix)  # which counts on from one pass to the next
-    if isinstance(loader, StreamLoader) or (hasattr(dataset, "order") and not is_mix):
-        return ""  # which sample comes when is somebody else's to say
+    is_mix = isinstance(dataset, TextMix)  # with sample numbers that continue across passes
+    if isinstance(loader, StreamLoader) or (dataset.info.order is not None and not is_mix):
+        return ""  # the dataset defines its own order
     samples = dataset.num_samples
-    begins = np.arange(min(samples, _PLACES))
-    by_place = [order_of(dataset, begins + epoch * samples, seed=seed) for epoch in (0, 1)]
+    begins = np.arange(min(samples, _ORDERED))
+    by_index = [order_of(dataset, begins + epoch * samples, seed=seed) for epoch in (0, 1)]
     by_step = [_at_ends(loader, epoch) for epoch in (0, 1)]
     if is_mix:
-        by_place, by_step = ([part % samples for part in parts] for parts in (by_place, by_step))
-    for part in (*by_place, *by_step):
+        by_index, by_step = ([part % samples for part in parts] for parts in (by_index, by_step))
+    for part in (*by_index, *by_step):
         if len(np.unique(part)) < len(part):
             return "the data: an epoch reads a sample twice"
         if part.min() < 0 or part.max() >= samples:
-            return "the data: an epoch reads samples that are not there"
-    for first, second in (by_place, by_step):
+            return "the data: an epoch reads samples that do not exist"
+    for first, second in (by_index, by_step):
         if len(first) > _FEW and np.array_equal(first, second):
-            return "the data: every epoch has its samples in the same order"
+            return "the data: every epoch reads samples in the same order"
     return ""
 
 
 def _shards_problem(dataset: ShardedRows, *, seed: int) -> str:
-    """Say what is wrong with the order of rows in shards, if there are few; empty if nothing is."""
+    """Describe a fault in the order of rows in small shards, or return an empty string."""
     if dataset.num_bytes > _SHARDS_BYTES:
         return ""
     shards = dataset.shard_rows()
     for number, (counted, filled) in enumerate(shards):
         if counted != filled:
-            return f"the data: shard {number} is counted as {counted} rows and has {filled}"
+            return f"the data: shard {number} has {filled} rows, but {counted} were counted"
     ends = np.cumsum([counted for counted, _ in shards])
     rows = int(ends[-1])
-    if rows > _PLACES:
+    if rows > _ORDERED:
         return ""
     passes = [order_of(dataset, np.arange(rows) + n * rows, seed=seed) for n in range(_PASSES)]
     for part in passes:
@@ -162,84 +162,84 @@ def _shards_problem(dataset: ShardedRows, *, seed: int) -> str:
         orders = [part[(part >= end - count) & (part < end)] for part in passes]
         same = (np.array_equal(*two) for two in itertools.pairwise(orders))
         if count > _FEW and any(same):
-            return "the data: every epoch has the samples of a shard in the same order"
+            return "the data: every epoch reads the samples of a shard in the same order"
     return ""
 
 
 def _at_ends(loader: Loader, epoch: int) -> npt.NDArray[np.int64]:
-    """Return which samples the steps at both ends of an epoch read that are of this epoch."""
+    """Return the samples of an epoch that the steps at both of its ends read."""
     size, samples = loader.global_batch_size, loader.dataset.num_samples
-    looked_at = min(samples, _STEPS * size)
-    ends = np.union1d(np.arange(looked_at), np.arange(samples - looked_at, samples))
-    places = ends + epoch * samples
-    steps = np.unique(places // size)
+    checked = min(samples, _STEPS * size)
+    ends = np.union1d(np.arange(checked), np.arange(samples - checked, samples))
+    indices = ends + epoch * samples
+    steps = np.unique(indices // size)
     read = np.concatenate([loader.indices(step) for step in steps.tolist()])
-    return read[np.isin((steps[:, None] * size + np.arange(size)).ravel(), places)]
+    return read[np.isin((steps[:, None] * size + np.arange(size)).ravel(), indices)]
 
 
 def random_problem(loader: Loader) -> str:
-    """Say that a dataset gives another sample when it is read again, and why; empty if none."""
+    """Describe a dataset with random samples and its generators; empty if it is deterministic."""
     if isinstance(loader, StreamLoader):
         return ""
     dataset, indices = loader.dataset, loader.indices(0)[:_FEW]
     states = _random_states()
-    once = _fingerprints(dataset.samples(indices, split="train"))
-    drawn = [name for name, state in _random_states().items() if state != states[name]]
-    if once == _fingerprints(dataset.samples(indices, split="train")):
+    first = _fingerprints(dataset.samples(indices, split="train"))
+    used = [name for name, state in _random_states().items() if state != states[name]]
+    if first == _fingerprints(dataset.samples(indices, split="train")):
         return ""
-    by = " and ".join(drawn) or "a generator of its own"
+    generators = " and ".join(used) or "a custom generator"
     return (
-        "the data: a sample is another one when it is read again: the dataset itself is random, by "
-        f"{by}; let what it draws follow from the index, as numpy.random.default_rng(index), or "
-        "leave its augmentation out of a comparison"
+        "Reading the same sample twice gave different values: the dataset uses random "
+        f"numbers ({generators}). Seed them with the sample's index, for example "
+        "numpy.random.default_rng(index), or turn augmentation off"
     )
 
 
 def _random_states() -> dict[str, bytes]:
-    """Return the states of the generators that a dataset may draw from, by what they are called."""
+    """Return the states of the global generators, by their names in messages."""
     return {
         "Python's random": repr(random.getstate()).encode(),
         "numpy.random": repr(np.random.get_state(legacy=False)).encode(),
-        "torch's generator": torch.get_rng_state().numpy().tobytes(),
+        "torch's": torch.get_rng_state().numpy().tobytes(),
     }
 
 
 def at_ends_of_epochs(loader: Loader) -> Iterator[int]:
-    """Yield steps around the ends of two epochs, of which a comparison does none."""
+    """Yield the steps around the ends of two epochs."""
     for epoch in (1, 2):
         last = epoch * loader.dataset.num_samples // loader.global_batch_size
         yield from range(max(0, last - 1), last + 2)
 
 
-def other_ranks_samples(loader: Loader, whole: Loader, *, shard: int) -> int:
-    """Return how many samples a shard reads, where epochs end, that are not its share of a batch.
+def other_ranks_samples(loader: Loader, global_loader: Loader, *, shard: int) -> int:
+    """Count samples that a shard reads at the ends of epochs and that belong to another shard.
 
     Args:
-        loader: The shard's.
-        whole: Of global batches.
-        shard: Which one it is.
+        loader: Loader of the shard.
+        global_loader: Loader of global batches.
+        shard: Index of the shard.
     """
     if isinstance(loader, StreamLoader):
         return 0
     wrong = 0
-    for step in at_ends_of_epochs(whole):
-        mine = loader.indices(step)
-        share = whole.indices(step)[shard * len(mine) : (shard + 1) * len(mine)]
-        wrong += int((mine != share).sum())
+    for step in at_ends_of_epochs(global_loader):
+        actual = loader.indices(step)
+        expected = global_loader.indices(step)[shard * len(actual) : (shard + 1) * len(actual)]
+        wrong += int((actual != expected).sum())
     return wrong
 
 
 def held_out_problem(config: Any, loader: Loader, batches: Sequence[AnyBatch]) -> str:
-    """Say what is wrong with what is held out, which both sides would do alike; empty if nothing.
+    """Describe a fault in the held-out samples of an evaluation, or return an empty string.
 
     Args:
-        config: Of the data.
-        loader: Of global batches.
-        batches: All held-out samples of an evaluation.
+        config: Configuration of the data.
+        loader: Loader of global batches.
+        batches: All batches of the evaluation.
     """
     dataset, part = loader.dataset, np.asarray(evaluated_samples(loader))
-    is_known = _is_ours(config) or isinstance(dataset, PairsDataset)
-    if not is_known or not all(isinstance(batch, Batch) for batch in batches):
+    has_pairs = _is_included(config) or isinstance(dataset, PairsDataset)
+    if not has_pairs or not all(isinstance(batch, Batch) for batch in batches):
         return ""
     held_out = [*_read(dataset, part, "eval")]
     if Counter(held_out) != Counter(row for batch in batches for row in _fingerprints(batch)):
@@ -248,42 +248,42 @@ def held_out_problem(config: Any, loader: Loader, batches: Sequence[AnyBatch]) -
     samples = [*_read(dataset, first, "train")]
     repeats = len({*samples}) < _DISTINCT * len(samples)
     if not repeats and {*samples}.issuperset(held_out) and len({*held_out}) > 1:
-        return "the data: every held-out sample that was looked at is one of training"
+        return "the data: every held-out sample is also one of the first training samples"
     return ""
 
 
 def part_problem(loader: Loader, part: range | None, batches: Sequence[AnyBatch]) -> str:
-    """Say that an evaluation of a part of the held-out samples reads others; empty if it does not.
+    """Describe an evaluation of one source that reads other samples; empty if there is no fault.
 
     Args:
-        loader: Of global batches.
-        part: Which samples; None: all, or too many to look at.
-        batches: Some of them.
+        loader: Loader of global batches.
+        part: Held-out samples of the source; None for all samples, which is not checked.
+        batches: Batches that the evaluation reads.
     """
     if part is None or len(part) > _COMPARED:
         return ""
     if not all(isinstance(batch, Batch) for batch in batches):
         return ""
-    once = Counter(_read(loader.dataset, np.asarray(part), "eval"))
-    if Counter(row for batch in batches for row in _fingerprints(batch)) <= once:
+    allowed = Counter(_read(loader.dataset, np.asarray(part), "eval"))
+    if Counter(row for batch in batches for row in _fingerprints(batch)) <= allowed:
         return ""
-    return "the data: an evaluation of one source reads samples of another, or one twice"
+    return "the data: an evaluation of one source reads samples of another source, or repeats one"
 
 
 def _read(dataset: Dataset, indices: npt.NDArray[np.int64], split: Split) -> Iterator[bytes]:
-    """Yield the fingerprints of samples, of which a few are in memory at a time."""
-    for begins in range(0, len(indices), _AT_ONCE):
-        yield from _fingerprints(dataset.samples(indices[begins : begins + _AT_ONCE], split=split))
+    """Yield the fingerprints of samples, with few samples in memory at a time."""
+    for start in range(0, len(indices), _AT_ONCE):
+        yield from _fingerprints(dataset.samples(indices[start : start + _AT_ONCE], split=split))
 
 
 def _fingerprints(batch: AnyBatch) -> list[bytes]:
-    """Return what tells the samples of a batch apart that have a target which counts.
+    """Return a hash of each sample that has a counted target.
 
-    Of samples of any structure, what tells the batch apart that is made of all of them.
+    For samples of arbitrary structure, return one hash of the batch that they are collated to.
     """
     if not isinstance(batch, Batch):
-        made = [part.whole for part in batch.micro_batches(len(batch))]
-        return [_digest([leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)])]
+        collated = [part.whole for part in batch.micro_batches(len(batch))]
+        return [_digest([leaf for leaf in tree_leaves(collated) if isinstance(leaf, Tensor)])]
     counted = len(batch) - batch.surplus
     rows = zip(batch.inputs[:counted], batch.targets[:counted], strict=True)
     return [_digest(row) for row in rows if bool((row[1] != IGNORE_INDEX).any())]

@@ -1,6 +1,6 @@
-"""A rank's side of a comparison: the layout's engine does the steps, and each number is compared.
+"""Runs the steps of one rank of a layout and compares its values with the reference.
 
-It judges nothing; every rank compares what it holds.
+Every rank compares the tensors that it holds. ``verdict`` decides which differences pass.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
 from axonlaunch.training.bare_fit import bare_fit
 from axonlaunch.training.worker import load_run_state
-from axonlaunch.verification import inputs
+from axonlaunch.verification import comparison_inputs
 from axonlaunch.verification.compared_engine import ComparedEngine
+from axonlaunch.verification.comparison_plan import EVALUATED_BATCHES, ComparisonPlan
 from axonlaunch.verification.data_checks import other_ranks_samples
-from axonlaunch.verification.differences import Difference, of_number, of_tensor
-from axonlaunch.verification.draws import Draw, MaskRecorder
-from axonlaunch.verification.plan import EVALUATED_BATCHES, ComparisonPlan
+from axonlaunch.verification.differences import Difference, compare_numbers, compare_tensors
+from axonlaunch.verification.random_draws import Draw, MaskRecorder
 from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.saved_state import read_by_one_process, read_in_parts
 from axonlaunch.verification.tolerances import PARAMETER_FLOOR, state_floors
 
 STEPS_OF_MASKS = 2
-"""Steps whose masks are compared, of models with dropout."""
+"""Number of steps in which dropout masks are recorded."""
 
 
 def prepared_engine(
     config: RunConfig, world: World, *, drops: bool = False
 ) -> tuple[Engine, Loader]:
-    """Build a rank's engine, with its initial weights, and its data.
+    """Build this rank's engine with initial weights, and its loader.
 
     Args:
-        config: The layout's.
-        world: Its ranks; all of them call this.
-        drops: Whether dropout stays as the model has it; it is off otherwise.
+        config: Configuration of the layout.
+        world: World of the layout; all ranks must call this.
+        drops: Whether dropout keeps its configured rates; otherwise it is turned off.
     """
     engine, loader = _build(config, world)
     load_initial_weights(engine, config, world=world)
-    inputs.move_vectors(engine.named_parameters())
+    comparison_inputs.move_vectors(engine.named_parameters())
     if not drops:
-        inputs.Dropout(engine.modules)
+        comparison_inputs.Dropout(engine.modules)
     return engine, loader
 
 
 def _build(config: RunConfig, world: World) -> tuple[Engine, Loader]:
-    """Build a rank's engine, which holds no weights yet, and its data."""
+    """Build this rank's engine without loading initial weights, and its loader."""
     layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
@@ -71,11 +71,11 @@ def _build(config: RunConfig, world: World) -> tuple[Engine, Loader]:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank found.
+    """Results of one rank.
 
     Attributes:
-        differences: Every quantity's, here.
-        draws: Random numbers that it drew in training.
+        differences: Differences of all quantities that the rank compared.
+        draws: Random numbers that the rank drew in training.
     """
 
     differences: list[Difference]
@@ -85,14 +85,14 @@ class RankReport:
 def compare(
     config: RunConfig, world: World, reference: Reference, plan: ComparisonPlan, *, folder: Path
 ) -> RankReport:
-    """Run the same steps as one rank of the layout; return every quantity's difference here.
+    """Run the steps as one rank of the layout and return the differences of this rank.
 
     Args:
-        config: The layout's.
-        world: Its ranks; all of them call this.
-        reference: What one process computes.
-        plan: How long.
-        folder: Where a checkpoint may be written, the same for every rank.
+        config: Configuration of the layout.
+        world: World of the layout; all ranks must call this.
+        reference: Values computed by one process.
+        plan: Length and scope of the comparison.
+        folder: Folder for a checkpoint, the same on every rank.
     """
     run = _LayoutRun(config, world, reference, plan)
     differences = [replace(difference, rank=world.rank) for difference in run.differences(folder)]
@@ -103,9 +103,9 @@ def compare(
 
 
 def _masks(config: RunConfig, world: World) -> list[Draw]:
-    """Return the masks that this rank's model draws in some steps, with dropout on.
+    """Return the masks that this rank draws in two steps with dropout on.
 
-    Before each step but the first is an evaluation, after which it must draw again.
+    An evaluation precedes the second step, to check that training draws masks again after it.
     """
     engine, loader = prepared_engine(config, world, drops=True)
     recorder = MaskRecorder(engine.modules, rank=world.rank)
@@ -121,7 +121,7 @@ def _masks(config: RunConfig, world: World) -> list[Draw]:
 
 
 class _LayoutRun:
-    """One rank's run."""
+    """Run of one rank: the steps, the checkpoint and the steps after the resume."""
 
     def __init__(
         self, config: RunConfig, world: World, reference: Reference, plan: ComparisonPlan
@@ -145,10 +145,10 @@ class _LayoutRun:
         )
 
     def _resume(self, folder: Path) -> None:
-        """Build an engine that knows nothing of what was before, and load what a run resumes from.
+        """Build a new engine and resume from the checkpoint, as a run does.
 
         Args:
-            folder: Where the run has its checkpoints.
+            folder: Run folder with the checkpoint.
         """
         config = with_values(
             self._config,
@@ -162,14 +162,14 @@ class _LayoutRun:
         self._resumed = load_run_state(config, engine, self._world).checkpoint
         if not config.saves_frozen:
             named = engine.named_parameters()
-            inputs.move_vectors((name, p) for name, p in named if not p.requires_grad)
+            comparison_inputs.move_vectors((name, p) for name, p in named if not p.requires_grad)
         self._engine = self._compare_engine(engine, done=self._plan.saved)
 
     def differences(self, folder: Path) -> Iterator[Difference]:
-        """Yield what differs, in the order of what is done."""
+        """Yield the differences in the order of the run."""
         plan = self._plan
-        yield self._samples_of_others()
-        yield from self._tables(0)
+        yield self._epoch_ends()
+        yield from self._unsaved_buffers(0)
         yield from self._steps()
         last = plan.saved - 1
         yield from self._states(last)
@@ -182,7 +182,7 @@ class _LayoutRun:
             yield from self._parameters(plan.steps - 1, self._reference.end)
 
     def _steps(self) -> Iterator[Difference]:
-        """Compare steps until the checkpoint, whose data is read ahead as a run's is."""
+        """Compare the steps until the checkpoint, with data prefetched as in a run."""
         engine = self._engine
         with closing(self._loader.iterate()) as batches:
             while engine.done < self._plan.saved:
@@ -195,14 +195,14 @@ class _LayoutRun:
         self.draws += engine.draws
 
     def _train_on(self, folder: Path) -> Iterator[Difference]:
-        """Let the training loop do the steps after the checkpoint, and compare what it reports."""
+        """Run the steps after the checkpoint in the training loop and compare the logged values."""
         plan, reference = self._plan, self._reference
         end = reference.end_evaluation
         train = replace(
             self._config.train,
             steps=plan.steps,
             log_every=1,
-            eval_every=0,  # after the last step alone
+            eval_every=0,  # only after the last step
             eval_batches=0 if end is None else EVALUATED_BATCHES,
             early_stop=None,
         )
@@ -217,109 +217,121 @@ class _LayoutRun:
         )
         self.draws += self._engine.draws
         yield from self._engine.take()
-        yield of_number(plan.steps - 1, "steps", float(self._engine.done), float(plan.steps))
-        of_steps = plan.steps - plan.saved
-        yield of_number(plan.steps - 1, "logged", float(len(logged)), float(of_steps))
-        yield of_number(plan.steps - 1, "evaluated", float(len(evaluated)), float(end is not None))
-        for number, shown in enumerate(logged[:of_steps], start=plan.saved):
+        yield compare_numbers(plan.steps - 1, "steps", float(self._engine.done), float(plan.steps))
+        remaining = plan.steps - plan.saved
+        yield compare_numbers(plan.steps - 1, "logged", float(len(logged)), float(remaining))
+        yield compare_numbers(
+            plan.steps - 1, "evaluated", float(len(evaluated)), float(end is not None)
+        )
+        for number, shown in enumerate(logged[:remaining], start=plan.saved):
             expected = reference.steps[number]
-            yield of_number(number, "steps", shown.step, number + 1)
-            yield of_number(number, "rate", shown.lr, expected.rate)
-            yield of_number(number, "loss", shown.loss, expected.loss)
-            yield of_number(number, "counted", shown.tokens, expected.counted)
-            yield of_number(number, "seen", shown.tokens_seen or 0, self._targets_seen(number + 1))
+            yield compare_numbers(number, "steps", shown.step, number + 1)
+            yield compare_numbers(number, "rate", shown.lr, expected.rate)
+            yield compare_numbers(number, "loss", shown.loss, expected.loss)
+            yield compare_numbers(number, "counted", shown.tokens, expected.counted)
+            yield compare_numbers(
+                number, "seen", shown.tokens_seen or 0, self._targets_seen(number + 1)
+            )
             if shown.grad_norm is not None and not expected.skipped:
-                yield of_number(number, "norm", shown.grad_norm, expected.norm)
+                yield compare_numbers(number, "norm", shown.grad_norm, expected.norm)
         if end is not None:
             for found in evaluated:
-                yield of_number(plan.steps - 1, "evaluation", found.eval_loss, end[0])
-                yield of_number(plan.steps - 1, "evaluation", found.eval_tokens, end[1])
+                yield compare_numbers(plan.steps - 1, "evaluation", found.eval_loss, end[0])
+                yield compare_numbers(plan.steps - 1, "evaluation", found.eval_tokens, end[1])
 
     def _targets_seen(self, steps: int) -> float:
-        """Return the targets that counted in the first steps."""
+        """Return the number of counted targets in the first steps."""
         return sum(step.counted for step in self._reference.steps[:steps])
 
-    def _samples_of_others(self) -> Difference:
-        """Compare which samples this rank reads where epochs end, which no step here does."""
+    def _epoch_ends(self) -> Difference:
+        """Compare this rank's samples at the ends of epochs, after the compared steps."""
         whole = whole_loader(self._config, self._loader.dataset)
         layout = Layout.of(self._config, world_size=self._world.world_size)
         shard = layout.data_shard(self._world.rank)
         wrong = other_ranks_samples(self._loader, whole, shard=shard)
-        return of_number(0, "order", float(wrong), 0.0)
+        return compare_numbers(0, "order", float(wrong), 0.0)
 
     def _parameters(self, number: int, expected: dict[str, Tensor]) -> Iterator[Difference]:
         for name, parameter in self._engine.named_parameters():
-            where = (number, "parameter", name)
-            yield of_tensor(where, parameter, expected[name], floor=PARAMETER_FLOOR)
+            quantity = (number, "parameter", name)
+            yield compare_tensors(quantity, parameter, expected[name], floor=PARAMETER_FLOOR)
 
     def _buffers(self, number: int, model: dict[str, Tensor]) -> Iterator[Difference]:
         for name, expected in self._reference.buffers.items():
             if name in model:
-                where = (number, "buffer", name)
-                yield of_tensor(where, model[name], expected, floor=PARAMETER_FLOOR)
+                quantity = (number, "buffer", name)
+                yield compare_tensors(quantity, model[name], expected, floor=PARAMETER_FLOOR)
 
-    def _tables(self, number: int) -> Iterator[Difference]:
-        """Compare buffers that are not saved, which an engine fills by itself."""
+    def _unsaved_buffers(self, number: int) -> Iterator[Difference]:
+        """Compare non-persistent buffers, which the engine computes itself."""
         for module in self._engine.modules:
-            for name, seen in module.named_buffers():
-                expected = self._reference.tables.get(name)
-                if expected is not None and seen.shape == expected.shape:
-                    yield of_tensor((number, "buffer", name), seen, expected, floor=PARAMETER_FLOOR)
-                    yield from self._of_type(number, f"values of {name}", seen, expected)
+            for name, actual in module.named_buffers():
+                expected = self._reference.unsaved_buffers.get(name)
+                if expected is not None and actual.shape == expected.shape:
+                    yield compare_tensors(
+                        (number, "buffer", name), actual, expected, floor=PARAMETER_FLOOR
+                    )
+                    yield from self._dtype_difference(number, f"values of {name}", actual, expected)
 
     def _states(self, number: int) -> Iterator[Difference]:
-        """Compare what is saved, before anything else reads it after the update, as in a run."""
+        """Compare the state to be saved.
+
+        As in a run, nothing else reads the parameters between the update and this call.
+        """
         state, floor = self._engine.state_dict(), state_floors(self._reference.states)
         for name, expected in self._reference.parameters.items():
             if name in state["model"]:
-                where = (number, "parameter", name)
-                seen = state["model"][name]
-                yield of_tensor(where, seen, expected, floor=PARAMETER_FLOOR)
-                yield from self._of_type(number, f"values of {name}", seen, expected)
+                quantity = (number, "parameter", name)
+                actual = state["model"][name]
+                yield compare_tensors(quantity, actual, expected, floor=PARAMETER_FLOOR)
+                yield from self._dtype_difference(number, f"values of {name}", actual, expected)
         yield from self._buffers(number, state["model"])
-        for key, seen in state["optimizer"].items():
+        for key, actual in state["optimizer"].items():
             if key in self._reference.states:
-                where = (number, "state", key)
-                least, expected = (
-                    floor.get(key.rpartition(".")[2], 0.0),
-                    self._reference.states[key],
+                expected = self._reference.states[key]
+                yield compare_tensors(
+                    (number, "state", key),
+                    actual,
+                    expected,
+                    floor=floor.get(key.rpartition(".")[2], 0.0),
                 )
-                yield of_tensor(where, seen, expected, floor=least)
-                if seen.ndim:  # numbers of Python's are saved in a type of ours
-                    yield from self._of_type(number, f"values of {key}", seen, expected)
+                if actual.ndim:  # Python numbers are saved with a fixed dtype
+                    yield from self._dtype_difference(number, f"values of {key}", actual, expected)
 
     def _evaluation(self) -> Iterator[Difference]:
-        """Compare the loss of some held-out samples, and outputs for a few of them."""
+        """Compare the loss of some held-out samples and the outputs for a few of them."""
         if self._reference.evaluation is None:
             return
-        part = inputs.evaluated_samples(self._loader)
+        part = comparison_inputs.evaluated_samples(self._loader)
         sums = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         for number, held_out in enumerate(self._loader.eval_batches(part=part)):
-            sums += self._engine.evaluate(self._engine.uneven(held_out, step=number))
+            sums += self._engine.evaluate(self._engine.make_uneven(held_out, step=number))
         if self._world.world_size > 1:
             dist.all_reduce(sums)
         loss, counted = self._reference.evaluation
         half = self._plan.halfway - 1
-        yield of_number(half, "evaluation", float(sums[0] / sums[1].clamp(min=1)), loss)
-        yield of_number(half, "evaluation", float(sums[1]), counted)
+        yield compare_numbers(half, "evaluation", float(sums[0] / sums[1].clamp(min=1)), loss)
+        yield compare_numbers(half, "evaluation", float(sums[1]), counted)
         if self._reference.prediction is not None:
             whole = whole_loader(self._config, self._loader.dataset)
             whole_batch = next(whole.eval_batches(1, part=part))
             assert isinstance(whole_batch, Batch)
-            outputs = self._engine.predict(inputs.predicted_samples(self._config, whole_batch))
-            where, expected = (half, "prediction", ""), self._reference.prediction
-            yield of_tensor(where, outputs, expected, floor=0.0)
-            yield from self._of_type(half, "outputs", outputs, expected)
+            outputs = self._engine.predict(
+                comparison_inputs.predicted_samples(self._config, whole_batch)
+            )
+            expected = self._reference.prediction
+            yield compare_tensors((half, "prediction", ""), outputs, expected, floor=0.0)
+            yield from self._dtype_difference(half, "outputs", outputs, expected)
 
-    def _of_type(
-        self, number: int, name: str, seen: Tensor, expected: Tensor
+    def _dtype_difference(
+        self, number: int, name: str, actual: Tensor, expected: Tensor
     ) -> Iterator[Difference]:
-        """Yield that something is in another arithmetic, perhaps within what rounding explains."""
-        if seen.dtype != expected.dtype and not self._plan.fp64:
-            yield Difference(number + 1, "arithmetic", f"{name} are {seen.dtype}", math.inf)
+        """Yield a difference if the dtype differs, even if the values are close."""
+        if actual.dtype != expected.dtype and not self._plan.fp64:
+            yield Difference(number + 1, "arithmetic", f"{name} are {actual.dtype}", math.inf)
 
     def _checkpoint(self, folder: Path) -> Iterator[Difference]:
-        """Save, let one process read it, and continue from it with an engine that knows nothing."""
+        """Save a checkpoint, compare it as read by others, and resume from it in a new engine."""
         step = self._plan.saved
         saver = Saver(
             folder,
@@ -335,7 +347,7 @@ class _LayoutRun:
             tokens=int(self._targets_seen(step)),
             data=self._loader.state(step),
         )
-        _forget(state)  # as training does, while a save in the background still writes
+        _overwrite(state)  # as training does while a background save still writes
         saver.close()
         saved = checkpoint.find_checkpoint(folder)
         assert saved is not None
@@ -345,16 +357,16 @@ class _LayoutRun:
             dist.barrier()
         yield from read_in_parts(saved, self._reference, world=self._world)
         self._resume(folder)
-        yield from self._tables(step)
-        # No later step of training would show that these were not read.
+        yield from self._unsaved_buffers(step)
+        # Later training steps do not show whether buffers were loaded.
         yield from self._buffers(step - 1, self._engine.state_dict()["model"])
 
 
-def _forget(state: dict[str, Any]) -> None:
-    """Overwrite tensors in place."""
+def _overwrite(state: dict[str, Any]) -> None:
+    """Set all tensors to zero in place."""
     for value in state.values():
         if isinstance(value, dict):
-            _forget(value)
+            _overwrite(value)
         else:
             local = value.to_local() if isinstance(value, DTensor) else value
             local.detach().zero_()

@@ -1,7 +1,8 @@
-"""Where a layout begins to compute something else than one process: the first module, by its name.
+"""Finds the first module whose results differ between a layout and one process.
 
-Outputs of modules are compared in order of computation, each rank's with its part of what the plain
-model gives; then gradients of outputs and of parameters, from the loss backwards; then updates.
+Outputs of modules are compared in order of computation, each rank's output with the matching part
+of the reference. Gradients of outputs and of parameters follow, from the loss backwards, and then
+the updates of parameters.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ from torch import Tensor
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.plugins import import_plugins
-from axonlaunch.verification import dump
-from axonlaunch.verification.both_sides import BothSides, Pair, Quantity
-from axonlaunch.verification.differences import Difference, of_tensor, simple_ratio
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification import tensor_dump
+from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.differences import Difference, compare_tensors, simple_ratio
+from axonlaunch.verification.recorded_steps import Pair, Quantity, RecordedSteps
 from axonlaunch.verification.result import tolerance_of
 from axonlaunch.verification.tolerances import GRADIENT_FLOOR, root_mean_square
 
-_TIMES = 10.0
-"""Of the base tolerance: far more than rounding, for what differs here differs in earnest."""
-_OF_UPDATES = 1e-2
-"""What an update may be off by in any case: of a small part of a weight the last bits are lost."""
-_TIMES_OF_UPDATES = 3.0
-"""By how much more than a gradient: AdamW makes a whole step of one that is nearly nothing."""
+_TOLERANCE_FACTOR = 10.0
+"""Multiple of the base tolerance. It is far above rounding, because real errors are large."""
+_UPDATE_TOLERANCE = 1e-2
+"""Lowest tolerance of updates: a small change of a weight loses its last bits."""
+_UPDATE_FACTOR = 3.0
+"""Tolerance of updates relative to gradients: AdamW makes a full step of a tiny gradient."""
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where two runs part.
+    """The first module whose results differ.
 
     Attributes:
-        module: Its name; of the whole model it is empty.
-        what: What differs, where, and by which factor if it is one.
+        module: Name of the module; empty for the whole model.
+        what: Description of the quantity, the difference and the ranks.
     """
 
     module: str
@@ -51,7 +52,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class _Compared:
-    """A pair of tensors and how far they are apart."""
+    """A pair of tensors and their difference."""
 
     pair: Pair
     difference: Difference
@@ -60,87 +61,93 @@ class _Compared:
 def locate_difference(
     config: RunConfig, plan: ComparisonPlan, folder: Path | None = None
 ) -> FirstDifference | None:
-    """Run both sides again, module by module; return the first difference.
+    """Record two steps of the reference and the layout, and return the first difference.
 
     Args:
-        config: Checked, small enough to be run on the mock world twice.
-        plan: What was compared.
-        folder: Where both sides are kept; None: nowhere.
+        config: Checked configuration, small enough to run twice on the mock world.
+        plan: Plan of the comparison that failed.
+        folder: Folder to which the recorded tensors are written; None writes nothing.
     """
     import_plugins(config.plugins)
-    sides = BothSides(config, fp64=plan.fp64)
+    recorded = RecordedSteps(config, fp64=plan.fp64)
     if folder is not None:
-        dump.write_sides(sides, folder)
-    return first_difference(sides, config)
+        tensor_dump.write_tensors(recorded, folder)
+    return first_difference(recorded, config)
 
 
-def first_difference(sides: BothSides, config: RunConfig) -> FirstDifference | None:
-    """Return the first module whose output, gradient or update is not one process's.
+def first_difference(recorded: RecordedSteps, config: RunConfig) -> FirstDifference | None:
+    """Return the first module whose output, gradient or update differs from one process.
 
-    Of a gradient of an output that is wrong the module is named that gives it back: the one that
-    reads the output, if its own output's gradient is right.
+    If the gradient of an output is wrong, the module that computes it is named: the module that
+    takes the output as input, if the gradient of its output is correct.
 
     Args:
-        sides: What both gave.
-        config: The run's.
+        recorded: Recorded steps of the reference and of the layout.
+        config: Configuration of the run.
     """
-    passing = _TIMES * tolerance_of(config)
-    right: set[tuple[int, str]] = set()
-    floors = _floors(sides)
-    for quantity in sides.quantities():
+    passing = _TOLERANCE_FACTOR * tolerance_of(config)
+    correct: set[tuple[int, str]] = set()
+    floors = _floors(recorded)
+    for quantity in recorded.quantities():
         if not bool(quantity.plain.isfinite().all()):
-            continue  # fp16 overflowed
+            continue  # overflowed in fp16
         if quantity.missing:
-            return _fewer(quantity, sides.layout)
-        least = passing
+            return _missing_micro_batches(quantity, recorded.layout)
+        tolerance = passing
         if quantity.kind == "parameter":
-            least = max(_TIMES_OF_UPDATES * passing, _OF_UPDATES)
+            tolerance = max(_UPDATE_FACTOR * passing, _UPDATE_TOLERANCE)
         compared = [_compare(quantity, pair, floors) for pair in quantity.pairs]
-        wrong = [candidate for candidate in compared if not candidate.difference.relative <= least]
+        wrong = [
+            candidate for candidate in compared if not candidate.difference.relative <= tolerance
+        ]
         if wrong:
-            module, of = _at_fault(quantity, sides, right)
-            return FirstDifference(module, _what(of, quantity, wrong, compared, sides, least))
+            module, subject = _at_fault(quantity, recorded, correct)
+            return FirstDifference(
+                module, _describe(subject, quantity, wrong, compared, recorded, tolerance)
+            )
         if quantity.kind == "output gradient" and compared:
-            right.add((quantity.step, quantity.name))
+            correct.add((quantity.step, quantity.name))
     return None
 
 
-def _floors(sides: BothSides) -> dict[tuple[int, str], float]:
-    """Return by step and kind what an element of a gradient or update is at least taken for."""
-    of_kind: dict[tuple[int, str], list[Tensor]] = {}
-    for quantity in sides.quantities():
+def _floors(recorded: RecordedSteps) -> dict[tuple[int, str], float]:
+    """Return lower bounds for the size of gradients and updates, by step and kind."""
+    by_kind: dict[tuple[int, str], list[Tensor]] = {}
+    for quantity in recorded.quantities():
         if quantity.kind in ("gradient", "parameter"):
             tensor = quantity.plain
-            moved = tensor if quantity.before is None else tensor - quantity.before
-            of_kind.setdefault((quantity.step, quantity.kind), []).append(moved)
-    return {key: GRADIENT_FLOOR * root_mean_square(tensors) for key, tensors in of_kind.items()}
+            moved = tensor if quantity.previous is None else tensor - quantity.previous
+            by_kind.setdefault((quantity.step, quantity.kind), []).append(moved)
+    return {key: GRADIENT_FLOOR * root_mean_square(tensors) for key, tensors in by_kind.items()}
 
 
 def _compare(quantity: Quantity, pair: Pair, floors: dict[tuple[int, str], float]) -> _Compared:
-    seen, expected = pair.seen, pair.expected
-    if quantity.before is not None:  # how they move, for what they were is the same
-        before = quantity.before[pair.index]
-        seen, expected = seen.double() - before, expected.double() - before
+    actual, expected = pair.actual, pair.expected
+    if quantity.previous is not None:  # compare updates, because the previous values are equal
+        previous = quantity.previous[pair.index]
+        actual, expected = actual.double() - previous, expected.double() - previous
     floor = floors.get((quantity.step, quantity.kind), 0.0)
-    where = (quantity.step - 1, quantity.kind, quantity.name)
-    return _Compared(pair, of_tensor(where, seen, expected, floor=floor, rank=pair.rank))
+    key = (quantity.step - 1, quantity.kind, quantity.name)
+    return _Compared(pair, compare_tensors(key, actual, expected, floor=floor, rank=pair.rank))
 
 
-def _at_fault(quantity: Quantity, sides: BothSides, right: set[tuple[int, str]]) -> tuple[str, str]:
-    """Return the module to name, and what of it is wrong."""
+def _at_fault(
+    quantity: Quantity, recorded: RecordedSteps, correct: set[tuple[int, str]]
+) -> tuple[str, str]:
+    """Return the module to name and the quantity of it that is wrong."""
     name = quantity.name
     if quantity.kind == "output":
         return name, "its output"
     if quantity.kind == "output gradient":
-        readers = sides.readers(quantity.step, name)
-        if readers and all((quantity.step, reader) in right for reader in readers):
+        readers = recorded.readers(quantity.step, name)
+        if readers and all((quantity.step, reader) in correct for reader in readers):
             return readers[0], f"the gradient of its input, {name}'s output,"
         return name, "the gradient of its output"
-    of = "gradient" if quantity.kind == "gradient" else "update"
-    return name.rpartition(".")[0] or name, f"the {of} of {name}"
+    kind = "gradient" if quantity.kind == "gradient" else "update"
+    return name.rpartition(".")[0] or name, f"the {kind} of {name}"
 
 
-def _fewer(quantity: Quantity, layout: Layout) -> FirstDifference:
+def _missing_micro_batches(quantity: Quantity, layout: Layout) -> FirstDifference:
     count = min(quantity.missing.values())
     ranks = ", ".join(map(str, sorted(quantity.missing)))
     return FirstDifference(
@@ -149,79 +156,79 @@ def _fewer(quantity: Quantity, layout: Layout) -> FirstDifference:
     )
 
 
-def _what(
-    of: str,
+def _describe(
+    subject: str,
     quantity: Quantity,
     wrong: Sequence[_Compared],
     everything: Sequence[_Compared],
-    sides: BothSides,
+    recorded: RecordedSteps,
     passing: float,
 ) -> str:
-    layout = sides.layout
+    layout = recorded.layout
     worst = max(wrong, key=lambda item: item.difference.relative)
     times = simple_ratio(worst.difference)
     how = f"is off by {worst.difference.relative:.2g} of its size"
     if times is not None:
         how = f"is {times} what it should be"
         for axis, size in layout.axes.items():
-            if size > 1 and _near(worst.difference.ratio, size):
+            if size > 1 and _is_close_to(worst.difference.ratio, size):
                 how += f", as if summed once too often over {axis}"
-            elif size > 1 and _near(worst.difference.ratio, 1 / size):
+            elif size > 1 and _is_close_to(worst.difference.ratio, 1 / size):
                 how += f", as if not summed, or averaged twice, over {axis}"
-    elif quantity.before is None:
+    elif quantity.previous is None:
         others = [item.pair for item in everything if item.pair.rank != worst.pair.rank]
-        how += _mistaken(worst.pair, others, partial(_is_near, within=passing))
+        how += _misplaced_part(worst.pair, others, partial(_is_near, within=passing))
     step = "" if quantity.step == 1 else f" in step {quantity.step}"
-    return f"{of} {how}{step} {_where(wrong, everything, layout)}"
+    return f"{subject} {how}{step} {_ranks_text(wrong, everything, layout)}"
 
 
-def _mistaken(
+def _misplaced_part(
     worst: Pair, others: Sequence[Pair], is_near: Callable[[Tensor, Tensor], bool]
 ) -> str:
-    """Say that one half of a dim alone is wrong, and whose part it is, where that is so."""
-    seen, expected = worst.seen, worst.expected
+    """Describe a tensor that is another rank's, or that is wrong in only one half of a dim."""
+    actual, expected = worst.actual, worst.expected
     for other in others:
-        if other.expected.shape == seen.shape and is_near(seen, other.expected):
+        if other.expected.shape == actual.shape and is_near(actual, other.expected):
             return f": it is rank {other.rank}'s"
-    for dim, size in enumerate(seen.shape):
+    for dim, size in enumerate(actual.shape):
         if size < 2 or size % 2:
             continue
-        halves = [*zip(seen.chunk(2, dim), expected.chunk(2, dim), strict=True)]
-        rights = [is_near(*half) for half in halves]
-        if sum(rights) != 1:
+        halves = [*zip(actual.chunk(2, dim), expected.chunk(2, dim), strict=True)]
+        half_is_correct = [is_near(*half) for half in halves]
+        if sum(half_is_correct) != 1:
             continue
-        place = rights.index(False)
-        which = f"the {('first', 'second')[place]} half of dim {dim}"
+        wrong = half_is_correct.index(False)
+        which = f"the {('first', 'second')[wrong]} half of dim {dim}"
         for other in others:
-            if other.expected.shape == seen.shape and is_near(
-                halves[place][0], other.expected.chunk(2, dim)[place]
+            if other.expected.shape == actual.shape and is_near(
+                halves[wrong][0], other.expected.chunk(2, dim)[wrong]
             ):
                 return f": {which} is rank {other.rank}'s"
         return f", all of it in {which}"
     return ""
 
 
-def _is_near(seen: Tensor, expected: Tensor, *, within: float) -> bool:
+def _is_near(actual: Tensor, expected: Tensor, *, within: float) -> bool:
     size = float(torch.linalg.vector_norm(expected.double()))
-    apart = float(torch.linalg.vector_norm(seen.double() - expected))
-    return math.isfinite(apart) and apart <= within * size
+    distance = float(torch.linalg.vector_norm(actual.double() - expected))
+    return math.isfinite(distance) and distance <= within * size
 
 
-def _near(ratio: float | None, value: float) -> bool:
+def _is_close_to(ratio: float | None, value: float) -> bool:
     return ratio is not None and abs(ratio - value) < 1e-2 * value
 
 
-def _where(wrong: Sequence[_Compared], everything: Sequence[_Compared], layout: Layout) -> str:
-    """Say on which ranks, and what they have in common that others have not."""
-    here = sorted({item.pair.rank for item in wrong})
-    everyone = {item.pair.rank for item in everything}
-    if set(here) == everyone:
+def _ranks_text(wrong: Sequence[_Compared], everything: Sequence[_Compared], layout: Layout) -> str:
+    """Name the ranks with a difference, and the mesh coordinates that only they have in common."""
+    wrong_ranks = sorted({item.pair.rank for item in wrong})
+    all_ranks = {item.pair.rank for item in everything}
+    if set(wrong_ranks) == all_ranks:
         return "on every rank that computes it"
-    places = []
+    coordinates = []
     for axis, size in layout.axes.items():
-        seen = {layout.coordinates(rank)[axis] for rank in here}
-        others = {layout.coordinates(rank)[axis] for rank in everyone}
-        if size > 1 and len(seen) == 1 and seen != others:
-            places.append(f"{axis} {seen.pop()}")
-    common = f" ({', '.join(places)})" if places else ""
-    return f"on rank {', '.join(map(str, here))}{common}"
+        of_wrong = {layout.coordinates(rank)[axis] for rank in wrong_ranks}
+        of_all = {layout.coordinates(rank)[axis] for rank in all_ranks}
+        if size > 1 and len(of_wrong) == 1 and of_wrong != of_all:
+            coordinates.append(f"{axis} {of_wrong.pop()}")
+    common = f" ({', '.join(coordinates)})" if coordinates else ""
+    return f"on rank {', '.join(map(str, wrong_ranks))}{common}"

@@ -1,7 +1,7 @@
-"""What the modules of one side give in a step: outputs, and their gradients, by name.
+"""Records the outputs of named modules in a step, and the gradients of these outputs.
 
-It records, in host memory, and compares nothing. Tensors are kept until the next step, so that a
-module that is given one is known to read what another gave.
+Copies are kept in host memory. Output tensors are also referenced until the next step, to recognise
+a module that takes the output of another module as input.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from axonlaunch.models.output_regions import (
 
 @dataclass
 class ModuleRecord:
-    """A step of some modules.
+    """Record of one step. All mappings have names of modules as keys.
 
     Attributes:
-        outputs: By a module's name, in order of computation: a tensor for each micro-batch.
-        gradients: Of these, in the same places; None where none arrived.
-        readers: By a module's name: the innermost ones that are given its output.
-        pieces: By a module's name: tensors that lie one behind the other in its last dim.
-        partial: Names of modules whose outputs are added up over ranks before they mean anything.
+        outputs: One tensor for each micro-batch; keys are in order of computation.
+        gradients: Gradients of ``outputs``, in the same order; None for a missing gradient.
+        readers: Names of the innermost modules that take the output as input.
+        pieces: Number of tensors that are concatenated in the last dimension of the output.
+        partial: Names of modules whose outputs are partial sums, to be summed over ranks.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -40,16 +40,16 @@ class ModuleRecord:
 
 
 class ModuleRecorder:
-    """Records the named modules of a side, one step after another."""
+    """Records the named modules of a model, one step after another."""
 
     def __init__(
-        self, modules: Iterable[nn.Module], *, but: Collection[nn.Module | None] = ()
+        self, modules: Iterable[nn.Module], *, exclude: Collection[nn.Module | None] = ()
     ) -> None:
-        """Hook into modules.
+        """Register hooks.
 
         Args:
-            modules: What a rank holds of a model: the whole, or stages.
-            but: Those in them whose outputs may not be read.
+            modules: Models or pipeline stages of a rank.
+            exclude: Submodules that are not recorded.
         """
         self.record = ModuleRecord()
         self._givers: dict[int, tuple[Tensor, list[str]]] = {}
@@ -58,12 +58,12 @@ class ModuleRecorder:
             module.register_forward_pre_hook(self._entering)
             module.register_forward_hook(self._leaving, always_call=True)
             for name, part in module.named_modules():
-                if name and part not in but:
+                if name and part not in exclude:
                     part.register_forward_pre_hook(self._reading(name), with_kwargs=True)
                     part.register_forward_hook(self._giving(name))
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Start a new record."""
         self.record = ModuleRecord()
         self._givers = {}
 
@@ -79,7 +79,7 @@ class ModuleRecorder:
                 for giver in self._givers.get(id(tensor), (tensor, []))[1]:
                     readers = self.record.readers.setdefault(giver, [])
                     if name not in readers:
-                        # A module that hands its input on to one inside of it does not read it.
+                        # A module that passes its input to a submodule is not the innermost.
                         readers[:] = [
                             reader for reader in readers if not name.startswith(f"{reader}.")
                         ]
@@ -91,11 +91,11 @@ class ModuleRecorder:
         def note(module: nn.Module, _inputs: Any, output: Any) -> None:
             tensor = _first_floating(output)
             if tensor is None or not (torch.is_grad_enabled() and module.training):
-                return  # shapes are tried out
+                return  # for example a forward that only determines shapes
             record = self.record
             calls = record.outputs.setdefault(name, [])
-            # In a forward two micro-batches may well give the same: of their positions, say.
-            if not self._forwards and any(torch.equal(tensor.cpu(), before) for before in calls):
+            # Inside a forward two micro-batches may have equal outputs, for example of positions.
+            if not self._forwards and any(torch.equal(tensor.cpu(), earlier) for earlier in calls):
                 return  # recomputed for a backward
             self._givers.setdefault(id(tensor), (tensor, []))[1].append(name)
             calls.append(tensor.detach().to("cpu", copy=True))
@@ -110,16 +110,16 @@ class ModuleRecorder:
         return note
 
 
-def _keeping(gradients: list[Tensor | None], place: int) -> Any:
+def _keeping(gradients: list[Tensor | None], index: int) -> Any:
     def keep(gradient: Tensor) -> None:
-        # A schedule that splits the backward passes here again, for the weights' sake.
-        if gradients[place] is None:
-            gradients[place] = gradient.detach().to("cpu", copy=True)
+        # Schedules that split the backward call this again for the gradients of weights.
+        if gradients[index] is None:
+            gradients[index] = gradient.detach().to("cpu", copy=True)
 
     return keep
 
 
 def _first_floating(outputs: Any) -> Tensor | None:
-    """Return the first tensor that a module returns, if it is one of numbers."""
+    """Return the first output of a module if it is a floating-point tensor."""
     first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
     return first if isinstance(first, Tensor) and first.is_floating_point() else None

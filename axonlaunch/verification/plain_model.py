@@ -1,4 +1,4 @@
-"""A model's loss, and where its initial weights go, in plain torch."""
+"""Functions of the reference, in plain torch: losses, micro-batches, buffers and casts."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from axonlaunch.models.spec import ModelSpec
 from axonlaunch.models.torch_internals import BatchNorm
 
 _SMALL = 20_000_000
-"""Parameters of a model that computes on one thread."""
+"""Models with fewer parameters compute on one thread."""
 
 
 def reference_device(config: RunConfig) -> torch.device:
-    """Return where one process computes what a layout's ranks do: on the first GPU, or the CPU."""
+    """Return the first GPU if the layout's ranks use GPUs, otherwise the CPU."""
     return torch.device("cuda", 0) if config.launch.device == "cuda" else torch.device("cpu")
 
 
-def has_drawn(device: torch.device, *, seed: int) -> bool:
-    """Say whether random numbers were drawn, on the host or on a device, since all were seeded."""
+def has_drawn_numbers(device: torch.device, *, seed: int) -> bool:
+    """Return whether host or device generators were used since they were seeded."""
     states = [(torch.Generator(), torch.get_rng_state())]
     if device.type == "cuda":
-        own = torch.cuda.default_generators[device.index]
-        states.append((torch.Generator(device), own.get_state()))
+        generator = torch.cuda.default_generators[device.index]
+        states.append((torch.Generator(device), generator.get_state()))
     return any(not torch.equal(g.manual_seed(seed).get_state(), now) for g, now in states)
 
 
 @contextmanager
-def leaving_no_trace(config: RunConfig) -> Iterator[None]:
-    """Let a plain run compute inside, and leave threads and random states as they were.
+def preserving_global_state(config: RunConfig) -> Iterator[None]:
+    """Restore the number of threads and the random states on exit.
 
     Args:
-        config: The layout's.
+        config: Configuration of the layout.
     """
     device = reference_device(config)
     devices = [device.index] if device.type == "cuda" else []
@@ -54,27 +54,28 @@ def leaving_no_trace(config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def threads_for(config: RunConfig) -> Iterator[None]:
-    """Compute a small model on one thread inside: to share its work out costs more than the work.
+    """Use one thread inside if the model is small: dividing its work costs more than the work.
 
     Args:
-        config: The run's.
+        config: Configuration of the run.
     """
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     parameters = sum(p.numel() for p in on_meta(config, seed=config.seed).parameters())
     if parameters < _SMALL:
         torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
 def loss_sum(spec: ModelSpec, outputs: Any, targets: Tensor) -> Tensor:
-    """Return the loss's sum over counted targets.
+    """Return the sum of the loss over counted targets.
 
-    Cross entropy is torch's, in fp32, of what counts alone. Its formula written out differs from it
-    by 1e-7, which after some layers in bf16 is as much as any rounding: 2e-3 on a CPU with AVX2. An
-    auxiliary loss counts as often as targets do. A model's own loss is called.
+    Cross entropy is computed by torch in fp32, on the counted targets only. Writing out its formula
+    gives a difference of 1e-7, which after some layers in bf16 grows to the size of rounding: 2e-3
+    on a CPU with AVX2. An auxiliary loss is multiplied by the number of counted targets. A loss
+    defined by the model is called unchanged.
     """
     if spec.loss is not cross_entropy_sum:
         return spec.loss(outputs, targets)
@@ -88,21 +89,21 @@ def loss_sum(spec: ModelSpec, outputs: Any, targets: Tensor) -> Tensor:
     return total
 
 
-def count_of(own: OwnLoss | None, batch: AnyBatch, *, micro_batch_size: int) -> int:
-    """Return what the sum of a global batch's losses is divided by, as ``register_loss`` says."""
-    if isinstance(batch, Batch) and (own is None or own.count is None):
+def loss_divisor(custom_loss: OwnLoss | None, batch: AnyBatch, *, micro_batch_size: int) -> int:
+    """Return the divisor of a global batch's summed loss, as defined by ``register_loss``."""
+    if isinstance(batch, Batch) and (custom_loss is None or custom_loss.count is None):
         targets = batch.targets[: len(batch) - batch.surplus]
         return (
             targets.numel() if targets.is_floating_point() else int((targets != IGNORE_INDEX).sum())
         )
     counted = [part for part in micro_batches_of(batch, micro_batch_size) if part.is_counted]
-    if own is None or own.count is None:
+    if custom_loss is None or custom_loss.count is None:
         return sum(part.num_samples for part in counted)
-    return sum(int(own.count(whole_of(part))) for part in counted)
+    return sum(int(custom_loss.count(loss_argument(part))) for part in counted)
 
 
-def whole_of(batch: MicroBatch) -> Any:
-    """Return what a loss of one's own sees."""
+def loss_argument(batch: MicroBatch) -> Any:
+    """Return the batch argument of a custom loss."""
     if isinstance(batch, CollatedSamples):
         return batch.whole
     named = {"inputs": batch.inputs, "targets": batch.targets}
@@ -110,7 +111,7 @@ def whole_of(batch: MicroBatch) -> Any:
 
 
 def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
-    """Yield micro-batches, without the code that the engines cut a batch by."""
+    """Yield micro-batches. Independent of the code by which engines divide a batch."""
     for part in (slice(start, start + size) for start in range(0, len(batch), size)):
         if isinstance(batch, Batch):
             end = len(batch) - batch.surplus
@@ -121,13 +122,13 @@ def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
             continue
         items = batch.items[part]
         counted = [True] * len(items) if batch.counted is None else batch.counted[part]
-        # Where none counts, the model sees them all the same.
+        # If no item is counted, the model still computes all of them.
         kept = [item for item, counts in zip(items, counted, strict=True) if counts] or [*items]
         yield CollatedSamples(batch.collate(kept), len(kept), is_counted=any(counted))
 
 
-def mapped(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
-    """Return a micro-batch of what a function makes of each tensor."""
+def map_batch(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
+    """Apply a function to each tensor of a micro-batch."""
     if isinstance(batch, CollatedSamples):
         return replace(batch, whole=map_tensors(function, batch.whole))
     positions = None if batch.positions is None else function(batch.positions)
@@ -135,7 +136,10 @@ def mapped(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatc
 
 
 def forward_arguments(model: nn.Module, batch: MicroBatch) -> tuple[list[Any], dict[str, Any]]:
-    """Return what a model is called with: inputs, and of a dict what its forward has names for."""
+    """Return positional and keyword arguments of a model's forward.
+
+    Of a batch that is a mapping, the entries that the forward has parameters for are passed.
+    """
     if isinstance(batch, Batch):
         return [batch.inputs], {} if batch.positions is None else {"positions": batch.positions}
     whole = batch.whole
@@ -147,55 +151,55 @@ def forward_arguments(model: nn.Module, batch: MicroBatch) -> tuple[list[Any], d
 
 @dataclass
 class LoadableWeights:
-    """A model as what initial weights are loaded into."""
+    """Adapter that lets ``load_initial_weights`` write to a plain module."""
 
     model: nn.Module
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and persistent buffers, a tied parameter once."""
-        known = self.model.state_dict()
+        """Return parameters and persistent buffers; a tied parameter is included once."""
+        persistent = self.model.state_dict()
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {name: tensor.detach() for name, tensor in named if name in known}
+        return {name: tensor.detach() for name, tensor in named if name in persistent}
 
     def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take values over."""
+        """Copy values to parameters and buffers."""
         for name, tensor in self.model_state_dict().items():
             tensor.copy_(state[name])
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that belong to a model's state, by name."""
+    """Return persistent buffers by name."""
     saved = model.state_dict()
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def clone_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of them."""
+    """Return copies of persistent buffers by name."""
     return {name: buffer.clone() for name, buffer in saved_buffers(model).items()}
 
 
-def put_back(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Give a model's buffers the values of copies."""
+def restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Copy values back to persistent buffers."""
     for name, buffer in saved_buffers(model).items():
         buffer.copy_(buffers[name])
 
 
 def moves_buffers(model: nn.Module) -> bool:
-    """Say whether it may matter to a model how many samples a forward has, and how many are done.
+    """Return whether results can depend on the micro-batch size or on earlier forwards.
 
-    Batch normalisation without statistics mixes samples all the same.
+    Batch normalisation without running statistics also mixes samples.
     """
     return has_batch_norm(model) or bool(saved_buffers(model))
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Say whether a model normalises over samples."""
+    """Return whether a model normalises over samples."""
     return any(isinstance(part, BatchNorm) for part in model.modules())
 
 
 @contextmanager
 def counting_calls(model: nn.Module) -> Iterator[Counter[nn.Module]]:
-    """Count inside how often each module of a model, and the model, are called."""
+    """Count calls of the model and of each of its modules inside the context."""
     calls: Counter[nn.Module] = Counter()
 
     def count(module: nn.Module, _inputs: Any) -> None:
@@ -209,32 +213,33 @@ def counting_calls(model: nn.Module) -> Iterator[Counter[nn.Module]]:
             handle.remove()
 
 
-def reads_again(model: nn.Module, calls: Mapping[nn.Module, int]) -> bool:
-    """Say whether a forward may read a trained parameter, read others, and read it once more.
+def rereads_parameters(model: nn.Module, calls: Mapping[nn.Module, int]) -> bool:
+    """Return whether a forward may read a trained parameter again after reading others.
 
-    Replicas that compute in a lower type then read two copies, whose gradients add up in fp32.
+    Replicas that compute in low precision then read two copies, and the gradients of both copies
+    are added in fp32.
     """
     return any(
-        calls.get(module, 0) > calls[model] or next(_of_children(module), None) is not None
+        calls.get(module, 0) > calls[model] or next(_child_parameters(module), None) is not None
         for module in model.modules()
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     )
 
 
-def _of_children(module: nn.Module) -> Iterator[nn.Parameter]:
+def _child_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for child in module.children() for parameter in child.parameters())
 
 
 def cast_parameters(
     model: nn.Module, dtype: torch.dtype, *, is_gathered: bool
 ) -> dict[str, Tensor]:
-    """Return a model's parameters, by name, as its forward reads them in a lower type.
+    """Return a model's parameters by name, cast to a lower precision for the forward.
 
     Args:
-        model: Whole.
-        dtype: The type.
-        is_gathered: Whether all are, as those that fully_shard gathers; of replicas those of a
-            module with running statistics, which torch takes in their type alone, stay.
+        model: Full model.
+        dtype: Type to cast to.
+        is_gathered: Whether all parameters are cast, as by fully_shard. Otherwise modules with
+            running statistics keep their type, because torch requires equal types there.
     """
     kept = {
         parameter

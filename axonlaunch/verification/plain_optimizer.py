@@ -1,6 +1,6 @@
-"""The update of a step in plain torch: the optimizers, their options, and the rate's formula.
+"""The reference's optimizers, their options and learning rates in plain torch.
 
-It is written from the definitions and shares no code with ``engines``, whose update it judges.
+Implemented from the definitions. Shares no code with ``engines``, because it checks their updates.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class PlainLion(Optimizer):
 
 
 def plain_rate(schedule: Any, step: int, *, peak: float, steps: int) -> float:
-    """Return the rate of a step by the schedule's formula.
+    """Return the learning rate of a step by the schedule's formula.
 
     Args:
-        schedule: Its configuration.
-        step: Steps done before this one.
-        peak: Largest rate.
-        steps: Of the whole run.
+        schedule: Configuration of the schedule.
+        step: Index of the step, from 0.
+        peak: Largest learning rate.
+        steps: Number of steps of the complete run.
     """
     warmup = schedule.warmup_steps
     if warmup == "auto":
@@ -83,13 +83,13 @@ def plain_rate(schedule: Any, step: int, *, peak: float, steps: int) -> float:
 def plain_optimizers(
     config: Any, spec: ModelSpec, model: nn.Module, parameters: Mapping[str, Tensor]
 ) -> list[Optimizer]:
-    """Build what updates a model: an optimizer for each class, a group for each parameter.
+    """Build one optimizer for each optimizer class, with a group for each parameter.
 
     Args:
-        config: The run's optimizer.
-        spec: The model's, for which parameters are hidden matrices.
-        model: Whole.
-        parameters: What is updated, by name.
+        config: Configuration of the optimizer.
+        spec: Specification of the model, which determines the hidden matrices.
+        model: Full model.
+        parameters: Tensors to update, by name.
     """
     blocks = tuple(f"{name}." for name in spec.blocks(model))
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
@@ -98,38 +98,42 @@ def plain_optimizers(
         if name not in parameters:
             continue
         is_hidden = parameter.ndim == 2 and name.startswith(blocks) and id(parameter) not in tables
-        make, options = _chosen(config, name, parameter.ndim, is_hidden=is_hidden)
+        make, options = _class_and_options(config, name, parameter.ndim, is_hidden=is_hidden)
         group = {"params": [parameters[name]], **options, PEAK: options["lr"]}
         by_class.setdefault(make, []).append(group)
     return [_make_optimizer(make, groups) for make, groups in by_class.items()]
 
 
 def _make_optimizer(make: Any, groups: list[dict[str, Any]]) -> Optimizer:
-    made: Optimizer = make(groups)
-    return made
+    optimizer: Optimizer = make(groups)
+    return optimizer
 
 
-def _chosen(config: Any, name: str, ndim: int, *, is_hidden: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the class that updates a parameter, and its options.
+def _class_and_options(
+    config: Any, name: str, ndim: int, *, is_hidden: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Return the optimizer class of a parameter and its options.
 
-    Matrices decay and vectors do not; what a group of the configuration says comes before both.
+    Weight decay applies to matrices but not to vectors. Groups of the configuration override this.
     """
-    own: dict[str, Any] = {}
+    group_options: dict[str, Any] = {}
     for pattern, options in getattr(config, "groups", {}).items():
         if fnmatchcase(name, pattern):
-            own |= options
-    scale = own.pop("lr_scale", 1.0)
+            group_options |= options
+    scale = group_options.pop("lr_scale", 1.0)
     if config.name == "muon":
-        algorithm = own.pop("algorithm", config.algorithm)
+        algorithm = group_options.pop("algorithm", config.algorithm)
         if algorithm == "adamw" or (algorithm == "auto" and not is_hidden):
             peak = config.lr if config.adamw_lr is None else config.adamw_lr
             config = AdamWConfig(
-                lr=own.pop("lr", peak),
+                lr=group_options.pop("lr", peak),
                 weight_decay=config.weight_decay,
                 betas=config.adamw_betas,
                 eps=config.adamw_eps,
             )
-            own = {key: value for key, value in own.items() if key == "weight_decay"}
+            group_options = {
+                key: value for key, value in group_options.items() if key == "weight_decay"
+            }
     options = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
@@ -138,29 +142,30 @@ def _chosen(config: Any, name: str, ndim: int, *, is_hidden: bool) -> tuple[Any,
     options |= getattr(config, "arguments", {})
     if "weight_decay" in options and ndim < 2:
         options["weight_decay"] = 0.0
-    options |= own
+    options |= group_options
     options["lr"] *= scale
     return class_of(config), options
 
 
 def class_of(config: Any) -> Any:
-    """Return what torch, or its user, has of an optimizer: called with groups of parameters."""
+    """Return the optimizer class or factory, which is called with groups of parameters."""
     if config.name == "lion":
         return PlainLion
     if config.name in OWN_OPTIMIZERS:
         return _CLASSES[config.name]
     if getattr(config, "target", None) is not None:
         return import_callable("optimizer.target", config.target)
-    return OPTIMIZERS.get(config.name)  # one that a plug-in registered: a torch.optim.Optimizer
+    return OPTIMIZERS.get(config.name)  # a torch.optim.Optimizer registered by a plug-in
 
 
-def clip(parameters: Sequence[Tensor], largest: float | None) -> float:
-    """Scale gradients down to a norm, as ``clip_grad_norm_`` does; return the one before.
+def clip(parameters: Sequence[Tensor], max_norm: float | None) -> float:
+    """Clip gradients like ``clip_grad_norm_`` and return the norm before clipping.
 
-    It is summed in fp64: the fp32 sum of ``clip_grad_norm_`` is too small where tensors are large.
+    The norm is summed in fp64, because the fp32 sum of ``clip_grad_norm_`` is too small for large
+    tensors.
     """
     norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    if largest is not None:
-        nn.utils.clip_grads_with_norm_(parameters, largest, norm, foreach=False)
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=False)
     return float(norm)

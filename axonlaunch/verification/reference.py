@@ -1,8 +1,7 @@
-"""What one process computes of a run, in plain torch: the reference that layouts are held against.
+"""Trains a run in one process with plain torch, as the reference for layouts.
 
-It imports nothing of ``engines``: the module, its loss as defined, ``torch.optim``,
-torch's clipping, the schedule's formula and ``torch.amp``. What both sides had in common could
-be wrong on both.
+Uses the module, its loss, ``torch.optim``, torch's clipping, the schedule's formula and
+``torch.amp``. Imports nothing from ``engines``: a comparison cannot find errors in shared code.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.precision import Precision, state_format
 from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.loader import whole_loader
 from axonlaunch.data.samples import map_tensors
@@ -29,28 +29,27 @@ from axonlaunch.models.lora import start_magnitudes
 from axonlaunch.models.module_state import evaluating
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
-from axonlaunch.verification import data_checks, inputs, plain_model
-from axonlaunch.verification.draws import MaskRecorder
-from axonlaunch.verification.foresight import foresight
+from axonlaunch.models.torch_dtypes import torch_dtype
+from axonlaunch.verification import comparison_inputs, data_checks, plain_model
+from axonlaunch.verification.comparison_plan import EVALUATED_BATCHES, FIRST_SCALE, ComparisonPlan
+from axonlaunch.verification.lookahead import lookahead_problem
 from axonlaunch.verification.plain_model import (
     LoadableWeights,
     clone_buffers,
-    has_drawn,
+    has_drawn_numbers,
     loss_sum,
     moves_buffers,
-    put_back,
     reference_device,
+    restore_buffers,
     saved_buffers,
 )
 from axonlaunch.verification.plain_optimizer import PEAK, clip, plain_optimizers, plain_rate
-from axonlaunch.verification.plan import EVALUATED_BATCHES, FIRST_SCALE, ComparisonPlan
+from axonlaunch.verification.random_draws import MaskRecorder
 from axonlaunch.verification.reference_values import Reference, ReferenceStep
-
-REFERENCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NoReferenceError(Exception):
-    """One process gives nothing to compare with."""
+    """The reference cannot be computed, or shows a fault that is independent of the layout."""
 
 
 def _refuse(problem: str) -> None:
@@ -59,79 +58,83 @@ def _refuse(problem: str) -> None:
 
 
 class PlainRun:
-    """A model and its optimizers, as a script of one process has them.
+    """A model and its optimizers in one process, as in a plain script.
 
-    It computes on a GPU where the layout's ranks do: a GPU's products and attention round otherwise
-    than a CPU's. What it returns is in host memory.
+    Computes on a GPU if the layout's ranks do, because matrix products and attention round
+    differently on GPUs and CPUs. Results are in host memory.
     """
 
     def __init__(
         self, config: RunConfig, plan: ComparisonPlan, *, roughness: float = 0.0, draw: int = 0
     ) -> None:
         self._config, self._plan = config, plan
-        # Runs that are rounded otherwise read what the first has read, and checked.
+        # The first run has already checked the data of runs with perturbed weights.
         self._checks_data = not roughness
         self._spec = spec_for(config)
         self._layout = Layout.of(config, world_size=num_ranks(config))
         dataset = data.build_dataset(config.data, config.tokenizer)
         self._loader = whole_loader(config, dataset)
-        self._own = own_loss(config.train)
-        self._dtype = torch.float64 if plan.fp64 else REFERENCE_DTYPES[config.train.precision]
+        self._custom_loss = own_loss(config.train)
+        self._precision = Precision.of(config)
+        self._dtype = torch.float64 if plan.fp64 else torch_dtype(self._precision.reference)
         self._device = reference_device(config)
         self.model = self._build_model().to(self._device)
-        inputs.move_vectors(self.model.named_parameters())
-        self._dropout = inputs.Dropout([self.model])
+        comparison_inputs.move_vectors(self.model.named_parameters())
+        self._dropout = comparison_inputs.Dropout([self.model])
         self._masks, self._reads_again = 0, False
         self._parameters = dict(self.model.named_parameters())
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self._start = _copies(self._parameters)
         saved, buffers = saved_buffers(self.model), dict(self.model.named_buffers())
-        self._tables = _copies({n: b for n, b in buffers.items() if n not in saved})
+        self._unsaved_buffers = _copies({n: b for n, b in buffers.items() if n not in saved})
         if roughness:
-            inputs.roughen(self._parameters, relative=roughness, draw=draw)
-        self._held = self._masters()
-        self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._held)
-        is_fp16 = config.train.precision == "fp16"
+            comparison_inputs.roughen(self._parameters, relative=roughness, draw=draw)
+        self._updated = self._masters()
+        self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._updated)
+        is_scaled = self._precision.needs_loss_scale
         self._scaler = torch.amp.GradScaler(
             self._device.type,
             init_scale=FIRST_SCALE,
             growth_interval=plan.growth_interval,
-            enabled=is_fp16,
+            enabled=is_scaled,
         )
-        # Gradients that data ranks average are as many times larger before that as there are ranks,
-        # which decides what overflows.
-        self._ranks = self._layout.gradient_ranks if is_fp16 else 1
+        # Before data ranks average their gradients, these are larger by the number of ranks, which
+        # determines whether fp16 overflows.
+        self._ranks = self._layout.gradient_ranks if is_scaled else 1
 
     def _build_model(self) -> nn.Module:
         config = self._config
         model = build_model(config, seed=config.seed)
         if self._plan.fp64:
             model.double()
-        elif config.train.param_dtype != "fp32":
+        elif self._precision.parameters.is_low:
+            dtype = torch_dtype(self._precision.parameters)
             for parameter in model.parameters():
-                # Beside an adapter what is trained stays in fp32.
+                # The trained parameters of an adapter stay in fp32.
                 is_kept = config.adapter is not None and parameter.requires_grad
                 if parameter.is_floating_point() and not is_kept:
-                    parameter.data = parameter.data.to(REFERENCE_DTYPES[config.train.param_dtype])
+                    parameter.data = parameter.data.to(dtype)
         if self._spec.initializers is not None:
-            start_magnitudes(model)  # of the weights as they are kept
+            start_magnitudes(model)  # from the weights in param_dtype
         if initial_weights(config.model) is not None:
             World.mock(1).run(
                 lambda world: load_initial_weights(LoadableWeights(model), config, world=world)
             )
-        return model if model.training else model.train()  # parts that it froze stay so
+        return model if model.training else model.train()  # keeps submodules in evaluation mode
 
     def _masters(self) -> dict[str, Tensor]:
-        """Return what is updated: the parameters, or fp32 copies that each update is made in."""
-        if getattr(self._config.optimizer, "state_dtype", "parameter") != "fp32":
+        """Return the tensors to update: the parameters, or master copies in another format."""
+        chosen = state_format(self._config.optimizer)
+        if chosen is None:
             return dict(self._trained)
-        return {n: p.detach().float().clone() for n, p in self._trained.items()}
+        dtype = torch_dtype(chosen)
+        return {n: p.detach().to(dtype).clone() for n, p in self._trained.items()}
 
     def refuse_problems(self) -> None:
-        """Refuse what every layout would do as wrong as this.
+        """Check for faults that the reference and every layout share.
 
         Raises:
-            NoReferenceError: Samples have no order or are random, or tied weights came apart.
+            NoReferenceError: Samples are random or in a wrong order, or tied weights are separate.
         """
         seed, loader = self._config.seed, self._loader
         _refuse(data_checks.order_problem(loader, seed=seed) or data_checks.random_problem(loader))
@@ -140,11 +143,7 @@ class PlainRun:
             raise NoReferenceError(f"the model: {untied[0]} is no longer the weight it was tied to")
 
     def run(self) -> Reference:
-        """Run every step.
-
-        Raises:
-            NoReferenceError: The data is not what it says, or the model does what none should.
-        """
+        """Run every step; raise ``NoReferenceError`` if a check of data or model fails."""
         steps: list[ReferenceStep] = []
         evaluation, prediction, saved = None, None, self._state()
         for number in range(self._plan.steps):
@@ -166,13 +165,13 @@ class PlainRun:
             self._plan.saved,
             self._plan.halfway,
             self._masks,
-            self._tables,
+            self._unsaved_buffers,
             self._reads_again,
         )
 
     @torch.no_grad()
-    def _foresight(self, batch: AnyBatch) -> str:
-        """Say which tokens the model knows that it should not; empty if none."""
+    def _lookahead(self, batch: AnyBatch) -> str:
+        """Describe a forbidden dependence of outputs on tokens, or return an empty string."""
         if not isinstance(batch, Batch):
             return ""
 
@@ -180,10 +179,10 @@ class PlainRun:
             outputs: Tensor | ModelOutputs = self._outputs(sample)
             return outputs if isinstance(outputs, Tensor) else outputs.logits
 
-        return foresight(self.model, batch, outputs_of)
+        return lookahead_problem(self.model, batch, outputs_of)
 
     def step(self, number: int) -> ReferenceStep:
-        """Run forward and backward of every micro-batch, clip, update."""
+        """Run forward and backward of every micro-batch, then clip and update."""
         config = self._config
         torch.manual_seed(config.seed + number)
         batch = self._batch(number)
@@ -198,18 +197,18 @@ class PlainRun:
                 self._scaler.scale(loss * self._ranks).backward()
                 total += float(loss.detach())
         if calls is not None:
-            self._reads_again = plain_model.reads_again(self.model, calls)
+            self._reads_again = plain_model.rereads_parameters(self.model, calls)
         for parameter in self._trained.values() if self._ranks > 1 else ():
             if parameter.grad is not None:
                 parameter.grad.div_(self._ranks)
-        if not number and has_drawn(self._device, seed=config.seed):
+        if not number and has_drawn_numbers(self._device, seed=config.seed):
             raise NoReferenceError(
-                "the model draws random numbers in training, and no two layouts draw alike; "
-                "turn that off in model.arguments (nn.Dropout is off here by itself)"
+                "the model draws random numbers in training, which differ between layouts; "
+                "turn this off in model.arguments (verify turns nn.Dropout off itself)"
             )
         gradients = _copies({n: p.grad for n, p in self._trained.items() if p.grad is not None})
         if self._scaler.is_enabled() and number == self._plan.overflow:
-            inputs.overflow(self._trained[next(iter(gradients))])
+            comparison_inputs.overflow(self._trained[next(iter(gradients))])
         rate = plain_rate(
             config.scheduler, number, peak=config.optimizer.lr, steps=config.train.num_steps
         )
@@ -218,35 +217,35 @@ class PlainRun:
         return ReferenceStep(total, counted, rate, norm, skipped, scale, gradients)
 
     def _batch(self, number: int) -> AnyBatch:
-        """Return a step's global batch, uneven.
+        """Return a step's global batch with masked targets.
 
         Raises:
-            NoReferenceError: The data is not what it says, or the model knows what it should not.
+            NoReferenceError: A check of the data failed, or outputs depend on later tokens.
         """
         batch = self._loader.batch(number)
         if self._checks_data:
             _refuse(data_checks.data_problem(self._config.data, self._loader, batch, step=number))
-            _refuse("" if number else self._foresight(batch))
-        return inputs.uneven(batch, step=number, own=self._own)
+            _refuse("" if number else self._lookahead(batch))
+        return comparison_inputs.make_uneven(batch, step=number, custom_loss=self._custom_loss)
 
     def _num_masks(self, batch: AnyBatch) -> int:
-        """Return how many masks a forward in training draws with dropout on."""
+        """Count the masks that a forward in training draws with dropout on."""
         recorder, buffers = MaskRecorder([], rank=0), clone_buffers(self.model)
         first = next(plain_model.micro_batches_of(batch, self._layout.micro_batch_size))
         with torch.random.fork_rng(devices=[]), self._dropout.on(), recorder:
             self._outputs(first)
-        put_back(self.model, buffers)
+        restore_buffers(self.model, buffers)
         return len(recorder.draws)
 
     def _update(self, number: int) -> tuple[float, bool]:
-        """Clip and update; return the gradient's norm, and whether fp16 left the update out."""
+        """Clip and update; return the gradient norm and whether fp16 skipped the update."""
         config = self._config
-        for name, parameter in self._held.items():
+        for name, parameter in self._updated.items():
             gradient = self._trained[name].grad
             if parameter is not self._trained[name]:
                 parameter.copy_(self._trained[name].detach())
                 parameter.grad = None if gradient is None else gradient.float()
-        updated = [tensor for tensor in self._held.values() if tensor.grad is not None]
+        updated = [tensor for tensor in self._updated.values() if tensor.grad is not None]
         if updated:
             for optimizer in self._optimizers:
                 self._scaler.unscale_(optimizer)
@@ -262,21 +261,21 @@ class PlainRun:
         if updated:
             self._scaler.update()
         with torch.no_grad():
-            for name, master in self._held.items():
+            for name, master in self._updated.items():
                 if master is not self._trained[name]:
                     self._trained[name].copy_(master)
                 master.grad = self._trained[name].grad = None
         return norm, skipped
 
     def _pieces(self, batch: AnyBatch) -> Iterator[MicroBatch]:
-        """Yield what one forward takes: all, or the layout's micro-batches where that matters.
+        """Yield the whole batch, or the layout's micro-batches if results depend on their size.
 
-        Each data rank's samples move the buffers that a step begins with; those that the first
-        rank's have moved stay, as in a layout.
+        The micro-batches of each data rank update the buffers from the same initial values. The
+        buffers of the first rank are kept, as in a layout.
         """
         mixes = self._spec.mixes_samples or moves_buffers(self.model)
         is_fp32 = self._dtype in (torch.float32, torch.float64)
-        if isinstance(batch, Batch) and self._own is None and not mixes and is_fp32:
+        if isinstance(batch, Batch) and self._custom_loss is None and not mixes and is_fp32:
             yield batch
             return
         size, share = self._layout.micro_batch_size, len(batch) // self._layout.data_ranks
@@ -284,103 +283,108 @@ class PlainRun:
         for number, piece in enumerate(plain_model.micro_batches_of(batch, size)):
             if number and number * size % share == 0:
                 first = first or clone_buffers(self.model)
-                put_back(self.model, start)
+                restore_buffers(self.model, start)
             yield piece
         if first is not None:
-            put_back(self.model, first)
+            restore_buffers(self.model, first)
 
     def _loss_sum(self, batch: MicroBatch) -> Tensor:
-        batch = plain_model.mapped(batch, self._here)
+        batch = plain_model.map_batch(batch, self._to_device)
         outputs = self._outputs(batch)
-        if self._own is None:
+        if self._custom_loss is None:
             assert isinstance(batch, Batch)
             return loss_sum(self._spec, outputs, batch.targets)
-        total = self._own.sum(outputs, plain_model.whole_of(batch))
+        total = self._custom_loss.sum(outputs, plain_model.loss_argument(batch))
         return total if batch.is_counted else total * 0
 
     def _count(self, batch: AnyBatch) -> int:
         size = self._layout.micro_batch_size
-        return plain_model.count_of(self._own, batch, micro_batch_size=size)
+        return plain_model.loss_divisor(self._custom_loss, batch, micro_batch_size=size)
 
     def _outputs(self, batch: MicroBatch) -> Any:
-        """Run forward in the run's arithmetic.
+        """Run the forward in the run's precision.
 
-        In bf16, and where parameters are sharded, the whole model computes in it; fp16's replicas
-        compute under autocast.
+        In lower precision the complete model is cast, except that replicas may compute under
+        autocast (``Precision.replica_arithmetic``).
         """
         dtype = self._dtype
+        is_gathered = self._layout.facts.shards_parameters
 
-        def in_type(tensor: Tensor) -> Tensor:
+        def cast_tensor(tensor: Tensor) -> Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        here = plain_model.mapped(batch, self._here)
-        taken, positions = plain_model.forward_arguments(self.model, here)
+        batch = plain_model.map_batch(batch, self._to_device)
+        arguments, keywords = plain_model.forward_arguments(self.model, batch)
         if dtype is torch.float64:
-            taken, positions = map_tensors(in_type, (taken, positions))
+            arguments, keywords = map_tensors(cast_tensor, (arguments, keywords))
         if dtype in (torch.float32, torch.float64):
-            outputs = self.model(*taken, **positions)
-        elif dtype is torch.bfloat16 or self._layout.facts.shards_parameters:
-            is_gathered = self._layout.facts.shards_parameters
+            outputs = self.model(*arguments, **keywords)
+        elif is_gathered or self._precision.replica_arithmetic != "autocast":
             cast = plain_model.cast_parameters(self.model, dtype, is_gathered=is_gathered)
-            taken, positions = map_tensors(in_type, (taken, positions))
-            outputs = functional_call(self.model, cast, tuple(taken), positions)
+            arguments, keywords = map_tensors(cast_tensor, (arguments, keywords))
+            outputs = functional_call(self.model, cast, tuple(arguments), keywords)
         else:
             with torch.autocast(self._device.type, dtype=dtype):
-                outputs = self.model(*taken, **positions)
-        if self._own is None and not isinstance(outputs, Tensor | ModelOutputs):
+                outputs = self.model(*arguments, **keywords)
+        if self._custom_loss is None and not isinstance(outputs, Tensor | ModelOutputs):
             raise NoReferenceError(str(not_a_tensor(outputs)))
         return outputs
 
-    def _here(self, tensor: Tensor) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[tuple[float, float] | None, Tensor | None]:
-        """Return mean loss and counted targets of held-out samples, and outputs for some."""
-        batches = [*self._loader.eval_batches(part=inputs.evaluated_samples(self._loader))]
+        """Return mean loss and counted targets of held-out samples, and outputs for a few."""
+        batches = [
+            *self._loader.eval_batches(part=comparison_inputs.evaluated_samples(self._loader))
+        ]
         if not batches:
             return None, None
         if self._checks_data:
             _refuse(data_checks.held_out_problem(self._config.data, self._loader, batches))
-        uneven = [inputs.uneven(b, step=n, own=self._own) for n, b in enumerate(batches)]
+        uneven = [
+            comparison_inputs.make_uneven(b, step=n, custom_loss=self._custom_loss)
+            for n, b in enumerate(batches)
+        ]
         with evaluating([self.model]):
             evaluation, logits = self._mean_loss(uneven), None
-            if self._own is None:
+            if self._custom_loss is None:
                 first = batches[0]
                 assert isinstance(first, Batch)
-                samples = inputs.predicted_samples(self._config, first)
+                samples = comparison_inputs.predicted_samples(self._config, first)
                 outputs = self._outputs(Batch(samples, first.targets[: len(samples)]))
                 logits = _copy(outputs if isinstance(outputs, Tensor) else outputs.logits)
         return evaluation, logits
 
     @torch.no_grad()
     def _end_evaluation(self) -> tuple[float, float] | None:
-        """Return mean loss and counted targets of held-out samples, as the training loop reads."""
+        """Return mean loss and counted targets of the training loop's last evaluation."""
         if not self._plan.trains_on or not self._loader.dataset.num_eval_samples:
             return None
-        parts = [*getattr(self._loader.dataset, "eval_parts", {}).values()] or [None]
+        parts = self._loader.dataset.info.eval_parts
         batches: list[AnyBatch] = []
-        for part in parts:
-            of_part = [*self._loader.eval_batches(EVALUATED_BATCHES, part=part)]
+        for part in parts.values() or [None]:
+            part_batches = [*self._loader.eval_batches(EVALUATED_BATCHES, part=part)]
             if self._checks_data:
-                _refuse(data_checks.part_problem(self._loader, part, of_part))
-            batches += of_part
+                _refuse(data_checks.part_problem(self._loader, part, part_batches))
+            batches += part_batches
         with evaluating([self.model]):
             return self._mean_loss(batches)
 
     def _mean_loss(self, batches: Iterable[AnyBatch]) -> tuple[float, float]:
-        """Return the mean loss over the counted targets of batches, and how many those are."""
+        """Return the mean loss over counted targets, and their number."""
         total, counted = 0.0, 0.0
         for batch in batches:
             counted += self._count(batch)
-            # Micro-batches are as large as the layout's, for models that mix samples.
+            # Use the layout's micro-batch size, because some models mix samples.
             pieces = plain_model.micro_batches_of(batch, self._layout.micro_batch_size)
             total += sum(float(self._loss_sum(piece)) for piece in pieces)
         return total / max(1.0, counted), counted
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Return copies of parameters, buffers and optimizer states."""
-        names = {id(tensor): name for name, tensor in self._held.items()}
+        """Return copies of parameters, persistent buffers and optimizer states."""
+        names = {id(tensor): name for name, tensor in self._updated.items()}
         states = {
             f"{names[id(p)]}.{key}": _copy(torch.as_tensor(value))
             for optimizer in self._optimizers

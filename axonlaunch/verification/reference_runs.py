@@ -1,6 +1,6 @@
-"""Runs the reference more than once: where its runs differ is rounding, or a random model.
+"""Runs the reference several times to measure rounding and to find random models.
 
-It computes nothing of a step; that is ``reference``'s.
+``reference`` computes the steps.
 """
 
 from __future__ import annotations
@@ -15,61 +15,65 @@ from torch import Tensor
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.optimizer import MuonConfig
-from axonlaunch.verification.plain_model import leaving_no_trace
-from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import REFERENCE_DTYPES, NoReferenceError, PlainRun
+from axonlaunch.config.precision import Precision
+from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.plain_model import preserving_global_state
+from axonlaunch.verification.reference import NoReferenceError, PlainRun
 from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.tolerances import FEW_STEPS
 
 _DRAWS = 3
-"""Of roundings in low precision, or over many steps, where there are few numbers: a unit of ReLU
-that is on in one rounding and off in another changes a gradient at once by several per cent, or
-there is none; and by step 8 at a large rate one rounding may make 50 times of another.
+"""Number of perturbed runs of small models in low precision or over many steps.
+
+A ReLU unit can be on in one run and off in another. This changes a gradient by several per cent at
+once, or it does not happen. By step 8 at a large learning rate, the effect of one perturbation can
+be 50 times that of another.
 """
 _FEW_PARAMETERS = 2**20
 
 
 def gradient_norms(config: RunConfig, *, steps: int) -> list[float]:
-    """Return the norm of the whole gradient in each of the first steps.
+    """Return the norm of the full gradient in each of the first steps.
 
     Raises:
-        NoReferenceError: They fail.
+        NoReferenceError: A step failed.
     """
-    with _reporting(), leaving_no_trace(config):
+    with _reporting(), preserving_global_state(config):
         run = PlainRun(config, ComparisonPlan(steps=steps))
         return [run.step(number).norm for number in range(steps)]
 
 
 def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, ...]:
-    """Run some steps in plain torch, and again from weights that are rounded otherwise.
+    """Run the steps in plain torch, and again from weights with perturbations of rounding size.
 
-    What the first and the others differ by is what rounding alone makes of this model, step by
-    step. Where it is in float64, one other has the same weights and computes as the run does.
+    The differences between the first and the other references show the effect of rounding in this
+    model, step by step. If the first computes in float64, the only other one has the same weights
+    and computes in the run's precision.
 
     Raises:
-        NoReferenceError: They fail, or the model is random by itself.
+        NoReferenceError: A step failed, a check failed, or the model is random.
     """
-    with _reporting(), leaving_no_trace(config):
+    with _reporting(), preserving_global_state(config):
         plain = PlainRun(config, plan)
         plain.refuse_problems()
         reference = plain.run()
         _refuse_random(reference, PlainRun(config, plan))
         if plan.fp64:
             return reference, PlainRun(config, replace(plan, fp64=False)).run()
-        rough = _roughness(config)
-        is_low = rough > torch.finfo(torch.float32).eps
+        epsilon = _machine_epsilon(config)
+        is_low = epsilon > torch.finfo(torch.float32).eps
         count = sum(start.numel() for start in reference.start.values())
-        # Muon rounds to bf16 in each update, whatever the run computes in.
+        # Muon rounds to bf16 in each update, in every precision.
         is_low = is_low or isinstance(config.optimizer, MuonConfig)
         is_rough = is_low or plan.steps > FEW_STEPS
         draws = _DRAWS if is_rough and count < _FEW_PARAMETERS else 1
-        runs = (PlainRun(config, plan, roughness=rough, draw=draw) for draw in range(draws))
+        runs = (PlainRun(config, plan, roughness=epsilon, draw=draw) for draw in range(draws))
         return reference, *(run.run() for run in runs)
 
 
 @contextmanager
 def _reporting() -> Iterator[None]:
-    """Report what fails inside as what one process does without the layout."""
+    """Convert exceptions to ``NoReferenceError``, because they occur without a layout."""
     try:
         yield
     except NoReferenceError:
@@ -80,30 +84,28 @@ def _reporting() -> Iterator[None]:
 
 
 def _refuse_random(reference: Reference, again: PlainRun) -> None:
-    """Run the first step another time.
+    """Run the first step again.
 
     Raises:
-        NoReferenceError: It gives something else.
+        NoReferenceError: The results differ, or the loss is not finite.
     """
-    expected, seen = reference.steps[0], again.step(0)
+    expected, actual = reference.steps[0], again.step(0)
     if not math.isfinite(expected.loss):
         raise NoReferenceError(f"the first loss of one process is {expected.loss}")
-    same = all(_is_same(expected.gradients[n], g) for n, g in seen.gradients.items())
-    if seen.loss != expected.loss or not same:
+    same = all(_is_same(expected.gradients[n], g) for n, g in actual.gradients.items())
+    if actual.loss != expected.loss or not same:
         raise NoReferenceError(
-            f"the model is random by itself: of the same weights and samples one process has a "
-            f"loss of {expected.loss:.7g}, then of {seen.loss:.7g}; let it draw nothing in "
-            "training, also not by numpy or Python's random"
+            f"the model is random: with the same weights and samples one process has a loss of "
+            f"{expected.loss:.7g}, then of {actual.loss:.7g}; it must not use random numbers in "
+            "training, including numpy's and Python's"
         )
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors are equal, also where fp16 overflowed."""
+    """Return whether two tensors are equal, including overflowed elements."""
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def _roughness(config: RunConfig) -> float:
-    """Return the distance of two neighbours of 1 in the lowest precision in use."""
-    train = config.train
-    lowest = (train.precision, train.param_dtype, config.strategy.reduce_dtype)
-    return max(torch.finfo(REFERENCE_DTYPES[name]).eps for name in lowest)
+def _machine_epsilon(config: RunConfig) -> float:
+    """Return the machine epsilon of the lowest precision in use."""
+    return 2 * Precision.of(config).lowest.roundoff

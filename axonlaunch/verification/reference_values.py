@@ -1,4 +1,4 @@
-"""What one process computes, step by step: what layouts are held against."""
+"""Values computed by the reference, which layouts are compared with."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ class ReferenceStep:
     """One step of the reference.
 
     Attributes:
-        loss: Mean over the counted targets.
-        counted: How many they are.
-        rate: The learning rate.
-        norm: Of the whole gradient before clipping.
-        skipped: fp16: the update was left out.
-        scale: fp16: what the next step's loss is multiplied by; 1 in others.
-        gradients: By parameter's name, before clipping; fp16's are multiplied by the loss scale.
+        loss: Mean loss over the counted targets.
+        counted: Number of counted targets.
+        rate: Learning rate.
+        norm: Norm of the full gradient before clipping.
+        skipped: Whether fp16 skipped the update because of an overflow.
+        scale: Loss scale of the next step; 1 except in fp16.
+        gradients: Gradients by parameter name, before clipping; in fp16 multiplied by the loss
+            scale.
     """
 
     loss: float
@@ -32,25 +33,26 @@ class ReferenceStep:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process computes.
+    """Values of a run in one process.
 
     Attributes:
-        steps: One after another.
+        steps: Values of each step.
         start: Parameters before the first step, by name.
-        parameters: After the step that is saved, by name.
-        buffers: Persistent ones, then.
-        states: Of the optimizers then, ``<parameter>.<state>``.
-        end: Parameters after the last step.
-        evaluation: Mean loss and counted targets of ``inputs.evaluated_samples``, halfway.
-        prediction: Outputs for ``inputs.predicted_samples`` of them, then.
+        parameters: Parameters after step ``saved_step``, by name.
+        buffers: Persistent buffers after step ``saved_step``, by name.
+        states: Optimizer states after step ``saved_step``, by ``<parameter>.<state>``.
+        end: Parameters after the last step, by name.
+        evaluation: Mean loss and counted targets of ``comparison_inputs.evaluated_samples`` after
+            ``halfway`` steps.
+        prediction: Outputs for ``comparison_inputs.predicted_samples`` after ``halfway`` steps.
         end_evaluation: Mean loss and counted targets of held-out samples after the last step.
         frozen: Names of parameters that are not trained.
-        dropout: Largest rate of dropout in the model, which is off here.
-        saved_step: Steps before the state that is saved.
-        halfway: Steps before the evaluation.
-        masks: That a forward in training draws with dropout on.
-        tables: Buffers that are not saved, at the start, by name.
-        reads_again: Whether a forward may read a parameter again, after others.
+        dropout: Largest configured dropout rate; dropout is off in these values.
+        saved_step: Number of steps before the checkpoint.
+        halfway: Number of steps before the evaluation.
+        masks: Number of masks that a forward in training draws with dropout on.
+        unsaved_buffers: Initial values of non-persistent buffers, by name.
+        rereads_parameters: Whether a forward may read a parameter again after reading others.
     """
 
     steps: list[ReferenceStep]
@@ -67,5 +69,5 @@ class Reference:
     saved_step: int = 0
     halfway: int = 0
     masks: int = 0
-    tables: dict[str, Tensor] = field(default_factory=dict)
-    reads_again: bool = False
+    unsaved_buffers: dict[str, Tensor] = field(default_factory=dict)
+    rereads_parameters: bool = False

@@ -1,7 +1,4 @@
-"""What ``verify`` found, as a plain record that a process without torch can read.
-
-It holds numbers and words; ``verification`` finds them.
-"""
+"""Result of ``verify`` and of layout proofs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,62 +7,59 @@ from typing import Literal
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.precision import Precision
 
-TOLERANCES = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-8}
-"""Largest relative difference that rounding explains, by ``train.precision``: of bf16 four times,
-of fp16 eight times the distance between 1 and the number next to it.
-"""
-
-# A gradient far smaller than the model's is judged beside this part of the model's usual size.
+# Differences of gradients far smaller than the model's are relative to this fraction of its RMS.
 GRADIENT_FLOOR = 0.1
-# Biases start near 0: beside weights of about this size, what is smaller is no difference.
+# Differences of parameters are relative to at least this size, because biases start near 0.
 PARAMETER_FLOOR = 0.02
-# torch sums squares in fp32: it is 8e-5 off for a gradient of 4 million elements on a CPU.
+# torch sums squares in fp32, with an error of 8e-5 for a gradient of 4 million elements on a CPU.
 _NORM_TOLERANCE = 1e-3
 
 
 def tolerance_of(config: RunConfig) -> float:
-    """Return the largest relative difference that passes, by the lowest precision in use."""
-    train = config.train
-    lowest = (train.precision, train.param_dtype, config.strategy.reduce_dtype)
-    return max(TOLERANCES[precision] for precision in lowest)
+    """Return the base tolerance of the lowest precision in use."""
+    return Precision.of(config).lowest.tolerance
 
 
 def norm_tolerance(tolerance: float) -> float:
-    """Return what passes for norms of the whole gradient, by what passes for a gradient."""
+    """Return the tolerance of gradient norms, given that of gradients."""
     return max(tolerance, _NORM_TOLERANCE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityResult:
-    """Whether a layout computes what one process does.
+    """Result of comparing a layout with one process.
 
     Attributes:
-        passed: Whether rounding explains every difference, and there could have been one.
-        layout: The layout in words.
-        steps: Optimizer steps that were compared.
-        tolerance: Largest relative difference that passes; norms have ``norm_tolerance`` of it.
-        max_loss_difference: Relative, over the steps.
-        max_gradient_difference: Relative, over parameters, steps and ranks.
-        max_norm_difference: Relative, of the norm of the whole gradient.
-        max_parameter_difference: Relative, after the last step.
-        worst_parameter: Where gradient or value differ most; None if nothing was compared.
-        losses: One process's, by step.
-        differences: What exceeds the tolerance, in words, the earliest first.
-        failure: Why the layout could not run; None if it did.
-        verdict: ``passed``, ``failed``, or ``nothing proved``, which is no pass.
-        reason: Why nothing is proved; empty otherwise.
-        max_differences: Relative, by kind of quantity.
-        tolerances: What passes where the difference is largest, by kind of quantity.
-        parameters: Of the model.
-        parameters_with_gradient: Those that have one on both sides, and not one of zeros.
-        parameters_moved: Those that the updates changed.
-        unproved_parameters: Names of those trained that got no gradient, or did not move.
-        frozen_parameters: Names of those that are not trained, and had no gradient on either side.
-        features: How each feature was exercised, or that it was not.
-        notes: What was not compared as the run would have it, or where it could have been.
-        first_difference: The first module, in order of computation, whose output or gradient is
-            not one process's in the first step, and how; empty where there is none.
+        passed: Whether rounding explains every difference and the comparison could have failed.
+        layout: Layout in words.
+        steps: Number of optimizer steps that were compared.
+        tolerance: Base tolerance, relative; gradient norms have ``norm_tolerance`` of it.
+        max_loss_difference: Largest relative difference of losses over the steps.
+        max_gradient_difference: Largest relative difference over parameters, steps and ranks.
+        max_norm_difference: Largest relative difference of the gradient norm.
+        max_parameter_difference: Largest relative difference after the last step.
+        worst_parameter: Parameter with the largest difference of gradient or value; None if
+            nothing was compared.
+        losses: Losses of one process by step.
+        differences: Descriptions of differences above the tolerance, the earliest first.
+        failure: Reason why the layout or the reference could not run; None if both ran.
+        verdict: ``passed``, ``failed``, or ``nothing proved`` if the comparison could not have
+            failed.
+        reason: Reason why nothing is proved; empty otherwise.
+        max_differences: Largest relative differences by kind of quantity.
+        tolerances: Tolerances at the largest differences, by kind of quantity.
+        parameters: Number of parameter tensors of the model.
+        parameters_with_gradient: Number of parameters with a nonzero gradient in one process and a
+            gradient in the layout.
+        parameters_moved: Number of parameters that the updates changed.
+        unproved_parameters: Names of trained parameters without a gradient or without a change.
+        frozen_parameters: Names of parameters that are not trained and had no gradient.
+        features: Description of how each feature was exercised, or that it was not.
+        notes: Remarks on quantities that were compared differently than a run computes them.
+        first_difference: First module, in order of computation, with a wrong output, gradient or
+            update, and the difference; empty without differences.
     """
 
     passed: bool
@@ -95,7 +89,7 @@ class ParityResult:
 
 
 def failed_result(config: RunConfig, steps: int, why: str) -> ParityResult:
-    """Return the verdict on a layout that could not run to its end."""
+    """Return the result of a layout that could not complete its steps."""
     return ParityResult(
         passed=False,
         layout=layout_of(config),
@@ -115,14 +109,14 @@ ProofOutcome = Literal["proved", "proved before", "to be proved", "not proved"]
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What is known of a layout before its first step.
+    """Result of comparing a layout with one process before the first step.
 
     Attributes:
-        layout: In words.
-        outcome: Whether it gives one process's losses and gradients.
-        seconds: That it took to know.
-        parameters: Of the small model that was compared; 0 where none was.
-        reason: Why it is not proved; empty where it is.
+        layout: Layout in words.
+        outcome: Whether the layout has the losses and gradients of one process.
+        seconds: Duration of the comparison or of its lookup.
+        parameters: Number of parameters of the small model that was compared; 0 without one.
+        reason: Reason why the layout is not proved; empty if it is.
     """
 
     layout: str

@@ -1,4 +1,4 @@
-"""Verifies or proves a layout from the parent, which has no torch; processes of its own do it."""
+"""Verifies or proves a layout in child processes. The parent process imports no torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from axonlaunch.system import forked_call
 from axonlaunch.system.forked_process import ProcessDiedError, reason_of
 from axonlaunch.system.forkserver import Starter
 from axonlaunch.system.temporary_folders import temporary_folder
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult, Proof, failed_result, layout_of
 
 _log = logging.getLogger(__name__)
 _COMPARING = "comparing the layout with one process"
 _PROOF_S = 120.0
-"""Seconds that a proof takes at most: one of 8 ranks takes up to 20 on two cores."""
+"""Time limit of a proof in seconds. A proof with 8 ranks takes up to 20 s on two cores."""
 
 
 def verify(
@@ -34,26 +34,26 @@ def verify(
     fp64: bool = False,
     dump: Path | None = None,
 ) -> ParityResult:
-    """Check a configuration, run its layout and one process, compare.
+    """Check a configuration, run it in its layout and in one process, and compare.
 
-    ``launch.backend=auto`` means the mock world here, which needs neither ports nor devices; what
-    is compiled needs processes. Of GPUs that this leaves unused a note is made.
+    ``launch.backend=auto`` selects the mock world, which needs neither ports nor devices, or gloo
+    if the model is compiled. Unused GPUs are mentioned in a note of the result.
 
     Args:
-        context: Starts the processes.
-        config: As it was loaded, ``strategy.auto`` decided.
-        steps: Optimizer steps.
-        fp64: Whether the one process computes in float64.
-        dump: Where both sides of the first steps are kept; None: nowhere.
+        context: Context that starts the processes.
+        config: Loaded configuration, with ``strategy.auto`` resolved.
+        steps: Number of optimizer steps.
+        fp64: Whether the reference computes in float64.
+        dump: Folder for the tensors of the first two steps; None writes nothing.
 
     Raises:
-        ConfigError: The configuration can't be run.
+        ConfigError: The configuration cannot be run.
     """
     if dump is not None and config.train.compile:
-        message = "train.compile=true: compiled blocks can't be recorded; use false, or no --dump"
+        message = "train.compile=true: compiled blocks cannot be recorded; use false or omit --dump"
         raise ConfigError([ConfigIssue("train.compile", message)])
     if isinstance(config.model, HuggingFaceConfig):
-        # Any weights do, and those of the seed need no files.
+        # Any weights serve the comparison, and random ones need no files.
         config = configuration.with_values(config, {"model.init": "random"})
     devices = 0
     if config.launch.backend == "auto":
@@ -68,10 +68,10 @@ def verify(
     config = forked_call.call(
         context, "axonlaunch.preflight.checks:resolve", config, task="checking the configuration"
     )
-    plan = ComparisonPlan(steps=steps, beyond=True, fp64=fp64, asked=config)
+    plan = ComparisonPlan(steps=steps, beyond=True, fp64=fp64, original=config)
     config = forked_call.call(
         context,
-        "axonlaunch.verification.demands:demanding",
+        "axonlaunch.verification.comparison_config:harder_config",
         config,
         plan,
         task="preparing the comparison",
@@ -97,29 +97,29 @@ def verify(
 
 
 def is_to_be_proved(config: RunConfig) -> bool:
-    """Say whether a layout is compared with one process before its first step.
+    """Return whether a layout is compared with one process before its first step.
 
     Args:
-        config: With ``launch.nproc`` resolved.
+        config: Configuration with ``launch.nproc`` resolved.
     """
-    asked = config.train.prove
-    if asked == "never" or num_ranks(config) == 1:
+    prove = config.train.prove
+    if prove == "never" or num_ranks(config) == 1:
         return False
-    return asked == "always" or isinstance(config.model, HuggingFaceConfig)
+    return prove == "always" or isinstance(config.model, HuggingFaceConfig)
 
 
 def prove_layout(context: Starter, config: RunConfig) -> Proof | None:
-    """Compare a checked run's layout with one process, on a small model; None: nobody asks for it.
+    """Compare a checked run's layout with one process on a small model; None if not required.
 
-    Ctrl-C ends it, and leaves no process behind.
+    Ctrl-C ends the comparison and its process.
 
     Raises:
-        ConfigError: The layout does not compute what one process does.
+        ConfigError: The results of the layout and of one process differ.
     """
     if not is_to_be_proved(config):
         return None
     call = forked_call.ForkedCall(
-        context, "axonlaunch.verification.proof:prove", (config,), task=_COMPARING
+        context, "axonlaunch.verification.layout_proof:prove", (config,), task=_COMPARING
     )
     try:
         if not call.is_ready(within_s=_PROOF_S):
@@ -130,7 +130,7 @@ def prove_layout(context: Starter, config: RunConfig) -> Proof | None:
         call.end()
     if isinstance(error, ConfigError):
         raise error
-    if error is not None:  # of what proves, or of a model's own code: no reason against the run
+    if error is not None:  # an error of the proof or of the model's code does not stop the run
         died = isinstance(error, ProcessDiedError)
         _log.warning("the proof failed", exc_info=None if died else error)
         return Proof(layout=layout_of(config), reason=reason_of(error))
@@ -138,58 +138,58 @@ def prove_layout(context: Starter, config: RunConfig) -> Proof | None:
 
 
 def foresee_proof(context: Starter, config: RunConfig) -> Proof | None:
-    """Return what ``prove`` would do, and do nothing; None where it would do nothing."""
+    """Predict the outcome of ``prove_layout`` without running it; None if it is not required."""
     if not is_to_be_proved(config):
         return None
     proof = forked_call.call(
         context,
-        "axonlaunch.verification.proof:foresee",
+        "axonlaunch.verification.layout_proof:preview",
         config,
-        task="looking at what the proof would compare",
+        task="preparing the proof",
     )
     return cast("Proof", proof)
 
 
 def _notes(config: RunConfig, devices: int) -> list[str]:
-    """Say that ranks were on the CPU where nobody asked for that.
+    """Return a note about unused GPUs if the backend was selected automatically.
 
     Args:
-        config: Resolved.
-        devices: GPUs here, where the user has not chosen a backend.
+        config: Resolved configuration.
+        devices: Number of GPUs of this node; 0 if the user selected a backend.
     """
     if not devices or config.launch.device == "cuda":
         return []
-    here = "a GPU" if devices == 1 else f"{devices} GPUs"
-    ways = ["launch.device=cuda lets ranks share one"]
+    gpus = "a GPU" if devices == 1 else f"{devices} GPUs"
+    options = ["launch.device=cuda lets ranks share one"]
     if num_ranks(config) <= devices:
-        ways.insert(0, "launch.backend=nccl gives each rank its own")
-    return [f"both sides ran on the CPU, and this node has {here}: {', '.join(ways)}"]
+        options.insert(0, "launch.backend=nccl gives each rank its own")
+    return [f"both sides ran on the CPU, and this node has {gpus}: {', '.join(options)}"]
 
 
 def _on_processes(
     context: ForkServerContext, config: RunConfig, plan: ComparisonPlan
 ) -> ParityResult:
     with temporary_folder() as folder:
-        run = "axonlaunch.verification.compare:"
+        module = "axonlaunch.verification.compare"
         arguments = (config, plan, str(folder))
-        reference = forked_call.call(
-            context, f"{run}save_reference", *arguments, task="training the reference"
+        failed_reference = forked_call.call(
+            context, f"{module}:save_reference", *arguments, task="training the reference"
         )
-        if reference is not None:  # there is none: it says why
-            return cast("ParityResult", reference)
+        if failed_reference is not None:
+            return cast("ParityResult", failed_reference)
         ranks = [(*arguments, rank) for rank in range(num_ranks(config))]
         try:
             verdict, *_ = forked_call.call_together(
-                context, f"{run}verify_on_rank", ranks, task=_COMPARING
+                context, f"{module}:verify_on_rank", ranks, task=_COMPARING
             )
         except forked_call.CallsFailedError as error:
             for rank, failure in error.errors.items():
                 _log.debug("rank %d failed", rank, exc_info=failure)
-            return failed_result(config, plan.steps, _who(error.errors))
+            return failed_result(config, plan.steps, _failed_rank(error.errors))
         return cast("ParityResult", verdict)
 
 
-def _who(errors: Mapping[int, Exception]) -> str:
-    """Name the rank that failed; of several, one that did not merely lose its connection."""
+def _failed_rank(errors: Mapping[int, Exception]) -> str:
+    """Name a rank that failed, preferably one that did not only lose its connection."""
     rank = min(errors, key=lambda number: ("onnection" in str(errors[number]), number))
     return f"rank {rank} failed: {reason_of(errors[rank])}"

@@ -100,7 +100,7 @@ def prove(kind: str, layout: str) -> Row:
     """Train a class in a layout and in one process, and compare; or export it and load it again."""
     from axonlaunch.config import ConfigError
     from axonlaunch.verification.compare import on_mock
-    from axonlaunch.verification.plan import ComparisonPlan
+    from axonlaunch.verification.comparison_plan import ComparisonPlan
 
     try:
         chosen = chosen_of(kind, layout)
@@ -131,7 +131,7 @@ def explanation(kind: str, result: ParityResult) -> str:
     too, so they may differ by some times as much.
     """
     from axonlaunch.verification.compare import on_mock
-    from axonlaunch.verification.plan import ComparisonPlan
+    from axonlaunch.verification.comparison_plan import ComparisonPlan
 
     rounding = on_mock(chosen_of(kind, "", *ONE_BY_ONE), ComparisonPlan(steps=STEPS))
     sizes = ("max_loss_difference", "max_gradient_difference", "max_parameter_difference")

@@ -11,7 +11,7 @@ from typing import Any
 
 import hf_tiny
 
-from axonlaunch.verification import proved
+from axonlaunch.verification import proved_layouts
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def write(
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     families = [f"  {json.dumps(kind)}: {json.dumps(family)}" for kind, family in _families(rows)]
     lines += [' "families": {', ",\n".join(families), " }"]
-    proved.FILE.write_text("\n".join(["{", *lines, "}", ""]))
-    proved.proved_table.cache_clear()
+    proved_layouts.FILE.write_text("\n".join(["{", *lines, "}", ""]))
+    proved_layouts.proved_table.cache_clear()
 
 
 def label(versions: Mapping[str, str]) -> str:
@@ -56,7 +56,7 @@ def label(versions: Mapping[str, str]) -> str:
 
 def shipped() -> Iterator[Row]:
     """Yield the rows of the packaged table."""
-    table = proved.proved_table()
+    table = proved_layouts.proved_table()
     versions = label(table.versions)
     for kind, family in table.families.items():
         for layout in table.layouts:

@@ -32,14 +32,14 @@ from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import RankEnvironment
 from axonlaunch.preflight.checks import resolve
 from axonlaunch.verification.compare import on_mock
-from axonlaunch.verification.demands import demanding
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_config import harder_config
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 STEPS = 20
 SMALL = [
     *("data=synthetic_tokens", "data.sequence_length=64", "train.global_batch_size=8"),
     *(f"train.steps={STEPS}", "train.log_every=1", "train.eval_batches=2"),
-    *("launch.nproc=1"),
+    "launch.nproc=1",
 ]
 GPT, LLAMA = ["model=gpt"], ["model=llama_debug"]
 BF16, ESTIMATE = "train.precision=bf16", ["model=llama_debug", "launch.nproc=8"]
@@ -349,7 +349,7 @@ def _in_this_process(name: str, device: str) -> int:
         return _third_of_eight(device)
     overrides = [*LOOKED_AT[name], f"launch.device={device}", "launch.backend=mock"]
     plan = ComparisonPlan(steps=1)
-    result = on_mock(demanding(resolve(configuration.load(overrides)), plan), plan)
+    result = on_mock(harder_config(resolve(configuration.load(overrides)), plan), plan)
     row = judged(name, asdict(result), OFF["fp32"])
     sys.stdout.write(f"{row.problem}\n")
     return int(bool(row.problem))

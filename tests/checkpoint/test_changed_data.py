@@ -103,7 +103,7 @@ def test_new_and_missing_files_are_named(
         run(*documents, files, steps=4)
 
 
-def test_restart_goes_on_from_the_first_row_and_so_does_every_later_resume(
+def test_restart_reads_new_data_from_the_first_row_and_later_resumes_continue(
     run: Callable[..., list[int]], documents: list[str], tmp_path: Path
 ) -> None:
     run(*documents)
@@ -128,7 +128,7 @@ def test_epochs_count_the_new_data_after_a_restart(
     assert again.train.num_steps == 2 + fresh.train.num_steps
 
 
-def test_the_same_rows_from_moved_and_touched_files_are_no_change(
+def test_moved_and_touched_files_with_the_same_rows_resume(
     run: Callable[..., list[int]], documents: list[str], tmp_path: Path
 ) -> None:
     run(*documents)
@@ -199,7 +199,7 @@ def test_a_changed_file_of_bytes_or_of_tokens_is_an_error(
         run(*flat, steps=6)
 
 
-def test_of_data_shuffled_by_shards_only_those_that_were_read_must_be_the_same(
+def test_shuffled_shards_compare_only_the_shards_that_were_read(
     run: Callable[..., list[int]],
     documents: list[str],
     tmp_path: Path,
@@ -220,7 +220,7 @@ def test_of_data_shuffled_by_shards_only_those_that_were_read_must_be_the_same(
         run(*documents, "data.shuffle=shards", steps=6)
 
 
-def test_a_rank_that_finds_other_data_than_was_checked_ends_the_run(
+def test_data_that_changed_after_the_check_ends_the_run(
     documents: list[str], run: Callable[..., list[int]], tmp_path: Path
 ) -> None:
     run(*documents)
@@ -237,7 +237,7 @@ def test_a_manifest_s_description_of_data_can_not_write_to_the_terminal() -> Non
         Origin.from_dict(content)
 
 
-def test_of_a_large_file_the_size_and_evenly_spaced_parts_are_compared(tmp_path: Path) -> None:
+def test_large_files_are_compared_by_size_and_evenly_spaced_parts(tmp_path: Path) -> None:
     file = tmp_path / "a.bin"
     with file.open("wb") as stream:
         stream.truncate((1 << 30) + 5)

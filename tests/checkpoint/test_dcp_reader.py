@@ -31,7 +31,7 @@ def saved(run_dir: Path, state: dict[str, Any]) -> Checkpoint:
     return about
 
 
-def test_a_value_that_is_no_tensor_is_not_saved(tmp_path: Path) -> None:
+def test_saving_a_value_that_is_not_a_tensor_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         dcp.api.CheckpointException, match=r"model\.w is not a tensor; a checkpoint "
     ):
@@ -44,7 +44,7 @@ def test_a_value_that_is_no_tensor_is_not_saved(tmp_path: Path) -> None:
     [torch.zeros(6, 4), torch.zeros(4, 6).t(), torch.zeros(6, 4, dtype=torch.bfloat16)],
     ids=["as it was saved", "transposed in memory", "of another dtype"],
 )
-def test_a_tensor_is_read_into_whatever_has_its_shape(wanted: Tensor, tmp_path: Path) -> None:
+def test_tensor_is_read_into_any_dtype_and_memory_order(wanted: Tensor, tmp_path: Path) -> None:
     tensor = torch.arange(48.0).view(4, 12).t()[::2]  # neither contiguous nor all of its storage
     target = saved(tmp_path, {"model": {"before": torch.ones(3, dtype=torch.int8), "w": tensor}})
     reader.read_whole_tensors(target, {"model": {"w": wanted}})
@@ -52,7 +52,7 @@ def test_a_tensor_is_read_into_whatever_has_its_shape(wanted: Tensor, tmp_path: 
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_part_of_a_tensor_is_read_without_the_rest(dim: int, tmp_path: Path) -> None:
+def test_shard_of_a_tensor_is_read(dim: int, tmp_path: Path) -> None:
     tensor = torch.arange(24.0).view(6, 4)
     saved_checkpoint = saved(tmp_path, {"model": {"w": tensor}})
 
@@ -65,7 +65,7 @@ def test_a_part_of_a_tensor_is_read_without_the_rest(dim: int, tmp_path: Path) -
     assert torch.equal(torch.cat(World.mock(2).run(read), dim), tensor)
 
 
-def test_a_file_that_ends_before_a_tensor_does_is_refused(tmp_path: Path) -> None:
+def test_truncated_tensor_file_is_refused(tmp_path: Path) -> None:
     saved_checkpoint = saved(tmp_path, {"model": {"w": torch.ones(64)}})
     file = saved_checkpoint.path / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
@@ -74,7 +74,7 @@ def test_a_file_that_ends_before_a_tensor_does_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", sorted(index._DTYPES))
-def test_every_dtype_has_a_place_in_an_index(dtype: str, tmp_path: Path) -> None:
+def test_every_dtype_is_saved_and_read(dtype: str, tmp_path: Path) -> None:
     tensor = torch.ones(2).to(getattr(torch, dtype))
     saved_checkpoint = saved(tmp_path, {"model": {"w": tensor}})
     state = {"model": {"w": torch.zeros_like(tensor)}}

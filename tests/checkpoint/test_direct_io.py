@@ -24,7 +24,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("folder", ["disk", "memory"])
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, SMALL, SMALL + 1, 5 * SMALL + 4097])
-def test_a_file_holds_what_was_written(tmp_path: Path, size: int, folder: str) -> None:
+def test_direct_file_contains_the_written_bytes(tmp_path: Path, size: int, folder: str) -> None:
     path = tmp_path / "file" if folder == "disk" else Path(f"/dev/shm/axonlaunch-{os.getpid()}")
     content = random.Random(size).randbytes(size)
     try:
@@ -40,7 +40,7 @@ def test_a_file_holds_what_was_written(tmp_path: Path, size: int, folder: str) -
         path.unlink()
 
 
-def test_a_file_system_without_direct_writes_takes_others(tmp_path: Path) -> None:
+def test_file_system_without_direct_io_gets_cached_writes(tmp_path: Path) -> None:
     refused = []
     controlled, written = fcntl.fcntl, os.pwrite
 
@@ -66,7 +66,7 @@ def test_a_file_system_without_direct_writes_takes_others(tmp_path: Path) -> Non
     assert refused == ["open", "write"]
 
 
-def test_what_can_not_be_stored_is_an_error_of_a_later_write_or_of_the_end(tmp_path: Path) -> None:
+def test_failed_disk_write_is_raised_by_a_later_write_or_close(tmp_path: Path) -> None:
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     file = DirectFile(tmp_path / "file")
     with mock.patch.object(os, "pwrite", full):
@@ -78,7 +78,7 @@ def test_what_can_not_be_stored_is_an_error_of_a_later_write_or_of_the_end(tmp_p
     assert file.closed
 
 
-def test_what_stood_there_is_not_written_to(tmp_path: Path) -> None:
+def test_existing_file_or_link_is_not_overwritten(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("as it was")
     (tmp_path / "link").symlink_to(victim)

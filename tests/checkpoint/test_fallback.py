@@ -71,7 +71,7 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_damage_that_one_rank_finds_sends_all_back(rank: int, where: Path) -> None:
+def test_damage_found_by_one_rank_makes_all_ranks_fall_back(rank: int, where: Path) -> None:
     save(where, 1, 2)
     files_of = sorted(
         path for path in step_folders.files(checkpoint.list_checkpoints(where)[-1]) if "__" in path
@@ -86,7 +86,7 @@ def test_damage_that_one_rank_finds_sends_all_back(rank: int, where: Path) -> No
     assert resume(where) == (1, {1.0}, [])
 
 
-def test_what_was_put_aside_is_neither_counted_nor_deleted(where: Path) -> None:
+def test_checkpoints_set_aside_are_neither_listed_nor_deleted(where: Path) -> None:
     save(where, 1, 2)
     for number in (1, 2):  # the same step is corrupt again
         flip(where / "checkpoints/step_2/index.json")
@@ -103,7 +103,7 @@ def test_what_was_put_aside_is_neither_counted_nor_deleted(where: Path) -> None:
     }
 
 
-def test_a_save_between_two_ranks_looks_gives_no_rank_another_step(
+def test_ranks_load_the_same_step_while_another_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "run", 1)
@@ -125,7 +125,7 @@ def test_a_save_between_two_ranks_looks_gives_no_rank_another_step(
     assert World.mock(RANKS).run(on_rank) == [1] * RANKS
 
 
-def test_several_corrupt_ones_are_passed_over(where: Path) -> None:
+def test_several_corrupt_checkpoints_are_set_aside(where: Path) -> None:
     save(where, 1, 2, 3, 4)
     (where / "checkpoints/step_4/index.json").unlink()
     flip(where / "checkpoints/step_3/index.json")
@@ -135,7 +135,7 @@ def test_several_corrupt_ones_are_passed_over(where: Path) -> None:
     assert len(lines) == 3
 
 
-def test_where_none_is_good_nothing_is_begun(where: Path) -> None:
+def test_run_with_only_corrupt_checkpoints_does_not_start(where: Path) -> None:
     save(where, 1)
     flip(where / "checkpoints/step_1/__0_0.distcp")
     for _ in range(2):
@@ -143,7 +143,7 @@ def test_where_none_is_good_nothing_is_begun(where: Path) -> None:
             resume(where)
 
 
-def test_damage_is_an_error_to_who_passes_over_none(where: Path) -> None:
+def test_damage_is_an_error_without_fallback(where: Path) -> None:
     save(where, 1, 2)
     flip(where / "checkpoints/step_2/__0_0.distcp")
     with pytest.raises(
@@ -153,7 +153,7 @@ def test_damage_is_an_error_to_who_passes_over_none(where: Path) -> None:
     assert fallback.put_aside_before(where) == {}
 
 
-def test_a_run_without_checkpoints_begins(where: Path) -> None:
+def test_run_without_checkpoints_starts_from_step_0(where: Path) -> None:
     assert resume(where) == (None, set(), [])
 
 
@@ -171,7 +171,7 @@ LISTINGS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", LISTINGS)
-def test_what_can_not_be_listed_is_an_error_and_not_empty(
+def test_failed_listing_is_an_error_and_not_an_empty_run(
     name: str, where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(where, 1)
@@ -183,7 +183,7 @@ def test_what_can_not_be_listed_is_an_error_and_not_empty(
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EMFILE])
-def test_a_file_that_can_not_be_opened_is_no_damage(
+def test_unreadable_file_is_not_reported_as_damage(
     number: int, where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(where, 1, 2)
@@ -206,9 +206,7 @@ def test_a_file_that_can_not_be_opened_is_no_damage(
     assert newest.step == 2
 
 
-def test_a_disk_that_can_not_read_a_file_any_more_is_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_io_error_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     unreadable = checkpoint.list_checkpoints(tmp_path)[0]
 

@@ -58,7 +58,7 @@ def started(config: RunConfig) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "kind", every(2, ["gpt2", "opt", "gemma2", "phi3", "mixtral", "qwen3_moe"])
 )
-def test_every_layout_starts_from_what_save_pretrained_wrote(kind: str, tmp_path: Path) -> None:
+def test_every_layout_loads_a_save_pretrained_folder(kind: str, tmp_path: Path) -> None:
     theirs = dict(save(kind, tmp_path).named_parameters())
     for layout in (["strategy=single"], ["strategy=fsdp", "launch.nproc=3"]):
         parameters = started(chosen(tmp_path, *layout, "train.global_batch_size=6"))
@@ -67,7 +67,7 @@ def test_every_layout_starts_from_what_save_pretrained_wrote(kind: str, tmp_path
             assert torch.equal(parameter, theirs[name]), name
 
 
-def test_a_rank_reads_its_part_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rank_reads_only_its_shard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from axonlaunch.models.pieces import Piece
 
     numbers = []
@@ -97,7 +97,7 @@ def test_weights_of_several_files_are_read(tmp_path: Path) -> None:
         assert torch.equal(parameters[name], parameter)
 
 
-def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_safetensors_shard_is_named(tmp_path: Path) -> None:
     from hf_families import theirs
 
     theirs("qwen3").save_pretrained(tmp_path, max_shard_size="100KB")
@@ -106,7 +106,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     assert f"names {gone.name}, not in its folder" in refusal(tmp_path)
 
 
-def test_a_shard_that_was_cut_is_named(tmp_path: Path) -> None:
+def test_truncated_safetensors_shard_is_named(tmp_path: Path) -> None:
     save("qwen3", tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -129,14 +129,14 @@ def test_weights_that_lack_a_block_are_refused(tmp_path: Path) -> None:
     assert "model.layers.2.self_attn.q_proj.weight is missing" in message
 
 
-def test_a_folder_without_weights_is_refused_when_they_are_asked_for(tmp_path: Path) -> None:
+def test_pretrained_folder_without_weights_is_refused(tmp_path: Path) -> None:
     save("qwen3", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert "contains no *.safetensors and no checkpoint" in refusal(tmp_path)
     chosen(tmp_path, "strategy=single", "model.init=random")
 
 
-def test_what_can_only_be_computed_from_whole_tensors_is(tmp_path: Path) -> None:
+def test_conversion_that_needs_full_tensors_is_computed(tmp_path: Path) -> None:
     """GPT-NeoX's experts and the like: a converter that does more than move numbers."""
     from transformers.core_model_loading import ConversionOps, WeightConverter
 
@@ -215,14 +215,14 @@ def test_from_pretrained_loads_what_is_exported(kind: str, tmp_path: Path) -> No
     assert {key for key in before if before[key] != after.get(key)} <= {"use_cache"}
 
 
-def test_an_importer_that_turns_a_model_away_says_what_takes_it(tmp_path: Path) -> None:
+def test_refused_import_names_model_hf(tmp_path: Path) -> None:
     save("qwen3", tmp_path)
     with pytest.raises(ConfigError, match=f"use model=hf model.path={tmp_path}"):
         weights.describe_folder(tmp_path)
 
 
 @pytest.mark.filterwarnings("default")
-def test_what_was_exported_can_be_imported_and_continues_text(tmp_path: Path) -> None:
+def test_exported_hf_model_is_imported_and_sampled(tmp_path: Path) -> None:
     from axonlaunch.training.sampling import continue_prompt
 
     save("qwen3", tmp_path / "model")
@@ -241,9 +241,7 @@ def test_what_was_exported_can_be_imported_and_continues_text(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("prepared", ["link", "fifo"])
-def test_what_is_exported_beside_weights_is_of_the_models_folder(
-    prepared: str, tmp_path: Path
-) -> None:
+def test_link_out_of_the_model_folder_is_not_exported(prepared: str, tmp_path: Path) -> None:
     save("llama", tmp_path / "model")
     file, out = tmp_path / "model" / "tokenizer.json", tmp_path / "out"
     file.symlink_to("/etc/hostname") if prepared == "link" else os.mkfifo(file)
@@ -254,7 +252,7 @@ def test_what_is_exported_beside_weights_is_of_the_models_folder(
     assert not os.path.lexists(out / "tokenizer.json")
 
 
-def test_what_is_exported_beside_weights_keeps_its_permissions_and_is_limited_in_size(
+def test_exported_extra_files_keep_permissions_and_have_a_size_limit(
     tmp_path: Path,
 ) -> None:
     save("llama", tmp_path / "model")
@@ -272,7 +270,7 @@ def test_what_is_exported_beside_weights_keeps_its_permissions_and_is_limited_in
     assert not (tmp_path / "large/private.txt").exists()
 
 
-def test_an_index_whose_values_are_no_names_is_refused(tmp_path: Path) -> None:
+def test_safetensors_index_with_values_that_are_not_file_names_is_refused(tmp_path: Path) -> None:
     index = {"weight_map": {"a": ["model.safetensors"], "b": None}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="which is not a file name"):

@@ -74,7 +74,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edited_manifest_beside_changed_bytes_is_refused(name: str, tmp_path: Path) -> None:
+def test_edited_manifest_with_changed_bytes_is_refused(name: str, tmp_path: Path) -> None:
     target = saved(tmp_path)
     edit(target.path / "manifest.json", EDITS[name])
     flip(target.path / DATA)
@@ -83,14 +83,11 @@ def test_an_edited_manifest_beside_changed_bytes_is_refused(name: str, tmp_path:
     assert list(checkpoint.corrupt_checkpoints(tmp_path)) == [target.path]
 
 
-def test_what_is_saved_holds_no_pickled_index(tmp_path: Path) -> None:
+def test_manifest_lists_every_file_and_index_every_tensor(tmp_path: Path) -> None:
     target = saved(tmp_path)
-    assert sorted(file.name for file in target.path.iterdir()) == [
-        DATA,
-        "index.json",
-        "manifest.json",
-    ]
-    assert sorted(step_folders.files(target)) == [DATA, "index.json"]
+    present = {file.name for file in target.path.iterdir()}
+    assert present == {DATA, ".metadata", "index.json", "manifest.json"}
+    assert step_folders.files(target).keys() == present - {"manifest.json"}
     tensors = json.loads((target.path / "index.json").read_text())["tensors"]
     assert sorted(tensors) == ["model.b", "model.w", "optimizer.w.exp_avg"]
 
@@ -125,6 +122,16 @@ def test_a_checkpoint_with_a_pickle_for_an_index_is_refused(tmp_path: Path) -> N
         CorruptCheckpointError, match=r"has an index\.json that can't be understood"
     ):
         reader.contents(target)
+    assert not victim.exists()
+
+
+def test_pickled_index_of_torch_is_never_unpickled(tmp_path: Path) -> None:
+    target, victim = saved(tmp_path), tmp_path / "victim"
+    (target.path / ".metadata").write_bytes(pickle.dumps(Malicious(victim)))
+    resum(target.path)
+    assert is_loaded(target.path)
+    assert step_folders.damage(target) == []
+    assert "model.w" in reader.contents(target)
     assert not victim.exists()
 
 
@@ -174,7 +181,7 @@ INDEX_EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("name", INDEX_EDITS)
-def test_an_index_that_says_what_can_not_be_is_refused(name: str, tmp_path: Path) -> None:
+def test_index_that_contradicts_the_files_is_refused(name: str, tmp_path: Path) -> None:
     """By whoever wrote it, so that every checksum is right."""
     target = saved(tmp_path)
     change, reported = INDEX_EDITS[name]
@@ -190,7 +197,7 @@ def test_an_index_that_says_what_can_not_be_is_refused(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("text", ["3", "null", "[" * 15_000, "{" * 15_000, '"x"', "", "\0", "NaN"])
 @pytest.mark.parametrize("file", ["manifest.json", "index.json"])
-def test_json_that_is_something_else_is_refused(file: str, text: str, tmp_path: Path) -> None:
+def test_malformed_json_is_refused(file: str, text: str, tmp_path: Path) -> None:
     target = saved(tmp_path)
     (target.path / file).write_text(text)
     if file == "index.json":
@@ -206,7 +213,7 @@ def test_json_that_is_something_else_is_refused(file: str, text: str, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "..", ".", "", "a\0b"])
-def test_a_name_that_leaves_the_folder_is_refused_in_a_manifest(name: str, tmp_path: Path) -> None:
+def test_manifest_with_a_path_outside_the_folder_is_refused(name: str, tmp_path: Path) -> None:
     target = saved(tmp_path)
     (tmp_path / "checkpoints" / "secret").write_bytes(b"x")
     edit(
@@ -238,7 +245,7 @@ SWAPS = {"a link": linked, "a FIFO": piped, "a device": device}
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", [DATA, "index.json", "manifest.json"])
 @pytest.mark.parametrize("swap", SWAPS)
-def test_what_is_no_regular_file_is_refused(swap: str, name: str, tmp_path: Path) -> None:
+def test_irregular_checkpoint_file_is_refused(swap: str, name: str, tmp_path: Path) -> None:
     target = saved(tmp_path)
     SWAPS[swap](target.path / name)
     assert not is_loaded(target.path)
@@ -248,7 +255,7 @@ def test_what_is_no_regular_file_is_refused(swap: str, name: str, tmp_path: Path
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("swap", SWAPS)
-def test_what_was_swapped_since_it_was_looked_at_is_refused(swap: str, tmp_path: Path) -> None:
+def test_file_swapped_after_the_check_is_refused(swap: str, tmp_path: Path) -> None:
     target = saved(tmp_path)
     SWAPS[swap](target.path / DATA)
     with pytest.raises(CorruptCheckpointError, match="not a regular file"):
@@ -290,9 +297,7 @@ def test_an_index_of_safetensors_names_files_of_its_folder(value: Any, weights: 
 
 
 @pytest.mark.parametrize("text", ["3", "null", "[" * 15_000, '{"weight_map": 3}', "{}"])
-def test_an_index_of_safetensors_that_is_something_else_is_refused(
-    text: str, weights: Path
-) -> None:
+def test_malformed_safetensors_index_is_refused(text: str, weights: Path) -> None:
     (weights / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ConfigError, match=r"index\.json: can't be read"):
         reading(weights)
@@ -301,9 +306,7 @@ def test_an_index_of_safetensors_that_is_something_else_is_refused(
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 @pytest.mark.parametrize("swap", SWAPS)
-def test_safetensors_that_are_no_regular_files_are_refused(
-    swap: str, name: str, weights: Path
-) -> None:
+def test_irregular_safetensors_file_is_refused(swap: str, name: str, weights: Path) -> None:
     text = json.dumps({"weight_map": {"w": "model.safetensors"}})
     (weights / "model.safetensors.index.json").write_text(text)
     SWAPS[swap](weights / name)
@@ -327,7 +330,7 @@ def test_a_snapshot_of_the_hub_s_cache_is_read(weights: Path) -> None:
         reading(snapshot)
 
 
-def test_a_save_writes_through_no_link_that_stood_there(tmp_path: Path) -> None:
+def test_save_does_not_write_through_an_existing_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (tmp_path / "checkpoints").mkdir()
@@ -336,7 +339,7 @@ def test_a_save_writes_through_no_link_that_stood_there(tmp_path: Path) -> None:
     assert list(victim.iterdir()) == []
 
 
-def test_a_link_that_is_put_there_after_the_sweep_is_not_saved_into(
+def test_save_does_not_write_through_a_link_made_after_the_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from axonlaunch.checkpoint import dcp_writer

@@ -198,7 +198,7 @@ def of_two_axes() -> list[Any]:
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("writer", every(6, of_two_axes()))
-def test_what_two_axes_save_one_process_reads_as_plain_torch_has_it(
+def test_checkpoint_of_two_axes_read_by_one_process_equals_plain_torch(
     writer: str, tmp_path: Path
 ) -> None:
     def write(engine: Engine, loader: Loader, world: World) -> None:
@@ -214,9 +214,7 @@ def test_what_two_axes_save_one_process_reads_as_plain_torch_has_it(
 
 
 @pytest.mark.parametrize("reader", every(6, of_two_axes(), start=4))
-def test_two_axes_continue_from_what_one_process_saved_as_plain_torch_does(
-    reader: str, tmp_path: Path
-) -> None:
+def test_two_axes_resume_from_one_process_like_plain_torch(reader: str, tmp_path: Path) -> None:
     """The step after it matters: each rank's states must be those of its own rows."""
 
     def write(engine: Engine, loader: Loader, world: World) -> None:
@@ -237,9 +235,7 @@ def test_two_axes_continue_from_what_one_process_saved_as_plain_torch_does(
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("name", every(2, ["single", "ddp 2", "zero1 4", "fsdp 2"]))
-def test_on_the_same_layout_a_resumed_run_is_the_undisturbed_one_to_the_bit(
-    name: str, tmp_path: Path
-) -> None:
+def test_resume_in_the_same_layout_is_bitwise_equal(name: str, tmp_path: Path) -> None:
     def undisturbed(engine: Engine, loader: Loader, world: World) -> list[float]:
         losses = train(engine, loader, to=3)
         save(engine, world, tmp_path)

@@ -57,8 +57,12 @@ def test_the_same_optimizer_resumes(optimizer: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "resumed", "message"),
     [
-        (MOMENTUM, NO_MOMENTUM, "optimizer.momentum=0.0: * has states momentum_buffer; use what"),
-        (NO_MOMENTUM, MOMENTUM, "optimizer.momentum=0.9: * has no states; use 0, as it was saved"),
+        (MOMENTUM, NO_MOMENTUM, "optimizer.momentum=0.0: * has states momentum_buffer; use the"),
+        (
+            NO_MOMENTUM,
+            MOMENTUM,
+            "optimizer.momentum=0.9: * has no states; use 0, as in the",
+        ),
         (
             MOMENTUM,
             "optimizer=adamw",
@@ -76,7 +80,7 @@ def test_the_same_optimizer_resumes(optimizer: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_other_states_are_refused_with_what_is_at_fault(
+def test_states_of_another_optimizer_are_refused_with_the_cause(
     saved: str, resumed: str, message: str, tmp_path: Path
 ) -> None:
     save(tmp_path, "strategy=single", saved)
@@ -172,7 +176,7 @@ def test_a_run_resumes_in_another_layout_to_rounding(
     assert got == pytest.approx(expected, rel=1e-5 if optimizer != MUON else 1e-4)
 
 
-def test_other_groups_are_refused_where_they_leave_other_states(tmp_path: Path) -> None:
+def test_parameter_groups_with_other_states_are_refused(tmp_path: Path) -> None:
     save(tmp_path, "strategy=single", MOMENTUM)
     [refusal] = refusals(tmp_path, MOMENTUM, "optimizer.groups={*.bias:{momentum:0}}")
     assert refusal.startswith("optimizer.groups={*.bias:{momentum:0.0}}: ")

@@ -53,7 +53,7 @@ def steps(where: Path) -> list[int]:
     return [c.step for c in checkpoint.list_checkpoints(where)]
 
 
-def test_what_was_saved_is_read(bucket: Path) -> None:
+def test_remote_checkpoint_is_saved_and_read(bucket: Path) -> None:
     save(bucket, 1, 2)
     assert steps(bucket) == [1, 2]
     assert values(bucket) == {2.0}
@@ -62,13 +62,13 @@ def test_what_was_saved_is_read(bucket: Path) -> None:
     assert all(step_folders.damage(c) == [] for c in (first, second))
 
 
-def test_what_is_not_kept_is_deleted(bucket: Path) -> None:
+def test_remote_checkpoints_beyond_retention_are_deleted(bucket: Path) -> None:
     save(bucket, 1, 2, 3, 4, retention=Retention(newest=1, every=2))
     assert steps(bucket) == [2, 4]
     assert sorted(path.name for path in (bucket / "checkpoints").iterdir()) == ["step_2", "step_4"]
 
 
-def test_a_step_that_is_saved_again_is_the_new_one(bucket: Path) -> None:
+def test_remote_step_saved_again_replaces_the_old_one(bucket: Path) -> None:
     save(bucket, 3)
     known = (bucket / "checkpoints/step_3/manifest.json").read_text()
     save(bucket, 3, ranks=1)
@@ -76,7 +76,7 @@ def test_a_step_that_is_saved_again_is_the_new_one(bucket: Path) -> None:
     assert steps(bucket) == [3]
 
 
-def test_without_its_manifest_it_is_none_and_is_swept(bucket: Path) -> None:
+def test_remote_folder_without_manifest_is_swept(bucket: Path) -> None:
     save(bucket, 1, 2)
     (bucket / "checkpoints/step_2/manifest.json").unlink()
     assert steps(bucket) == [1]
@@ -103,7 +103,7 @@ def test_a_changed_file_is_named(bucket: Path, cut: bool) -> None:
             values(bucket)
 
 
-def test_a_failed_save_is_reported_and_the_one_before_stays(
+def test_failed_remote_save_keeps_the_previous_checkpoint(
     bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(bucket, 1)
@@ -125,7 +125,7 @@ def test_a_failed_save_is_reported_and_the_one_before_stays(
         ("gs://x/y", r"gs://x/y: .*gcsfs.*; pip install 'axonlaunch\[remote\]', and what fsspec"),
     ],
 )
-def test_what_reaches_no_place_is_reported(url: str, reported: str) -> None:
+def test_unreachable_url_is_reported(url: str, reported: str) -> None:
     with pytest.raises(ConfigError, match=reported):
         storage.storage_path(url)
 

@@ -50,7 +50,7 @@ def train(folder: Path, strategy: str, *, steps: int) -> dict[str, Tensor]:
 
 @pytest.mark.deferred(keep=1)
 @pytest.mark.parametrize("strategy", every(2, ["zero1", "ddp", "fsdp"]))
-def test_fp16s_scale_and_the_optimizers_states_come_back(strategy: str, tmp_path: Path) -> None:
+def test_resume_restores_fp16_scale_and_optimizer_states(strategy: str, tmp_path: Path) -> None:
     undisturbed = train(tmp_path / "whole", strategy, steps=8)
     stopped = train(tmp_path / "parts", strategy, steps=4)
     # 4 steps: doubled after the third, and one good step towards the next; 8: doubled twice.

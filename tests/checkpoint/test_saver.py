@@ -24,7 +24,7 @@ def on_ranks(folder: Path, check: str) -> list[Any]:
 
 
 @pytest.mark.costly
-def test_what_is_written_is_what_was_there_when_it_began(tmp_path: Path) -> None:
+def test_background_save_writes_the_state_at_its_start(tmp_path: Path) -> None:
     for values, steps in on_ranks(tmp_path, "changing"):
         assert values == [1.0] * 8
         assert steps == [1]
@@ -36,11 +36,11 @@ def test_one_save_is_in_flight_at_most(tmp_path: Path) -> None:
         assert second == [1]
 
 
-def test_who_waits_for_the_slowest_rank_of_a_save_is_seen_to_move(tmp_path: Path) -> None:
+def test_rank_waiting_for_a_slower_rank_reports_progress(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, "waiting") == [[1], [1]]
 
 
-def test_a_save_in_which_no_rank_writes_is_not_seen_to_move() -> None:
+def test_save_without_writes_reports_no_progress() -> None:
     moved = threading.Event()
     store = dist.HashStore()
     with SharedProgress(store, "save", moved=moved.set, interval_s=0.001) as progress:
@@ -53,13 +53,15 @@ def test_a_save_in_which_no_rank_writes_is_not_seen_to_move() -> None:
         assert moved.wait(30)
 
 
-def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_one_before(tmp_path: Path) -> None:
+def test_failed_save_is_an_error_on_every_rank_and_keeps_the_previous_checkpoint(
+    tmp_path: Path,
+) -> None:
     for reported, steps in on_ranks(tmp_path, "failing"):
         assert "step_2 could not be written: rank 1: OSError: " in reported
         assert steps == [1]
 
 
-def test_ranks_that_come_early_make_nothing_that_the_main_one_is_sweeping(tmp_path: Path) -> None:
+def test_early_ranks_create_nothing_while_the_main_rank_sweeps(tmp_path: Path) -> None:
     main, other = on_ranks(tmp_path, "early")
     assert main == ([False], [1])
     assert other == ([], [1])
@@ -67,7 +69,7 @@ def test_ranks_that_come_early_make_nothing_that_the_main_one_is_sweeping(tmp_pa
 
 @pytest.mark.deferred
 @pytest.mark.costly
-def test_a_save_takes_its_copy_of_host_memory_and_gives_it_back(tmp_path: Path) -> None:
+def test_background_save_frees_its_host_copy(tmp_path: Path) -> None:
     for (at_once, after), (beside, afterwards) in on_ranks(tmp_path, "measured"):
         assert at_once < 0.2
         assert 0.9 < beside < 1.2

@@ -55,7 +55,7 @@ def state(rows: int = 4) -> dict[str, Any]:
     return {"model": weights, "optimizer": {"a.exp_avg": torch.empty(rows, 2, device=META)}}
 
 
-def test_of_a_gpu_buffers_are_kept_and_one_synchronisation_is_made(log: list[str]) -> None:
+def test_gpu_state_reuses_buffers_and_synchronizes_once(log: list[str]) -> None:
     copies = HostCopies()
     first = copies.copy(state())
     assert log == ["lock 32", "copy"] * 3 + ["wait for meta"]
@@ -69,7 +69,7 @@ def test_of_a_gpu_buffers_are_kept_and_one_synchronisation_is_made(log: list[str
     assert log.count("lock 40") == 3
 
 
-def test_a_saver_keeps_them_from_save_to_save(
+def test_saver_reuses_host_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     def async_save(state: Any, *, storage_writer: Writer, **_: Any) -> Future[None]:
@@ -89,7 +89,7 @@ def test_a_saver_keeps_them_from_save_to_save(
     assert [line for line in log if "lock" in line] == ["lock 32"] * 3
 
 
-def test_on_a_cpu_a_copy_is_fresh_and_nothing_of_it_is_kept(log: list[str]) -> None:
+def test_cpu_state_is_copied_to_new_memory(log: list[str]) -> None:
     copies, original = HostCopies(), {"model": {"a": torch.ones(3)}}
     copied = copies.copy(original)["model"]["a"]
     original["model"]["a"].zero_()
@@ -105,7 +105,7 @@ def gpus() -> DeviceMesh:
     return DeviceMesh("cuda", [0], mesh_dim_names=("dp",), _init_backend=False, _rank=0)  # type: ignore[call-arg]
 
 
-def test_a_part_in_host_memory_stays_there(gpus: DeviceMesh) -> None:
+def test_offloaded_shard_stays_in_host_memory(gpus: DeviceMesh) -> None:
     part = torch.ones(3, 2)
     made = dtensor_of(part, gpus, [Replicate()], shape=(3, 2), stride=(2, 1))
     assert made.to_local().data_ptr() == part.data_ptr()
@@ -115,7 +115,7 @@ def test_a_part_in_host_memory_stays_there(gpus: DeviceMesh) -> None:
         DTensor.from_local(part, gpus, [Replicate()], run_check=False)
 
 
-def test_what_is_offloaded_of_a_divided_tensor_is_not_copied_back(gpus: DeviceMesh) -> None:
+def test_offloaded_dtensor_is_not_copied_to_the_gpu(gpus: DeviceMesh) -> None:
     part = torch.empty(3, 2, device=META)
     on_device = dtensor_of(part, gpus, [Replicate()], shape=(3, 2), stride=(2, 1))
     moved = streaming.moved(on_device, META)
@@ -127,7 +127,7 @@ def test_what_is_offloaded_of_a_divided_tensor_is_not_copied_back(gpus: DeviceMe
 # What it takes of the host's memory.
 
 
-def test_an_estimate_counts_it() -> None:
+def test_estimate_counts_host_copies() -> None:
     breakdown: Any = {"parameters": 100, "optimizer": 200, "activations": 1000}
     of_rank = RankEstimate(rank=0, coords={}, peak_bytes=1300, host_bytes=7, breakdown=breakdown)
     estimate = Estimate(2, {}, 1, 1300, 1300, 1300, [of_rank])

@@ -64,7 +64,9 @@ def three(written: Path, tmp_path: Path) -> Path:
         (Retention(newest=1, every=6, best=2), [2, 3, 6, 12]),
     ],
 )
-def test_what_is_kept(retention: Retention, expected: list[int]) -> None:
+def test_retention_keeps_newest_periodic_and_best(
+    retention: Retention, expected: list[int]
+) -> None:
     checkpoints = [
         Checkpoint(Path(str(n)), n, 8 * n, 1, None, eval_loss=abs(n - 2.4)) for n in range(1, 13)
     ]
@@ -73,7 +75,7 @@ def test_what_is_kept(retention: Retention, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("losses", [(math.nan, 1.0, 3.0), (1.0, math.nan, 3.0), (1.0, None, 3.0)])
-def test_a_loss_that_is_not_finite_is_no_best(losses: tuple[float | None, ...]) -> None:
+def test_nan_loss_is_never_best(losses: tuple[float | None, ...]) -> None:
     checkpoints = [
         Checkpoint(Path(str(n)), n, n, 1, None, eval_loss=loss) for n, loss in enumerate(losses)
     ]
@@ -81,7 +83,7 @@ def test_a_loss_that_is_not_finite_is_no_best(losses: tuple[float | None, ...]) 
     assert [saved.eval_loss for saved in checkpoints if saved not in gone] == [1.0, 3.0]
 
 
-def test_a_save_deletes_what_is_not_kept(tmp_path: Path) -> None:
+def test_save_deletes_checkpoints_beyond_retention(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, 4, 5, keep=Retention(newest=1, best=1))
     assert steps(tmp_path) == [2, 5]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
@@ -90,7 +92,7 @@ def test_a_save_deletes_what_is_not_kept(tmp_path: Path) -> None:
     ]
 
 
-def test_what_someone_reads_is_not_deleted(three: Path) -> None:
+def test_checkpoint_being_read_is_not_deleted(three: Path) -> None:
     with step_folders.reading(checkpoint.list_checkpoints(three)[0]):
         step_folders.prune(three, Retention(newest=1))
         assert steps(three) == [1, 3]
@@ -103,14 +105,14 @@ def in_the_way(run_dir: Path, step: int) -> None:
     (run_dir / f"checkpoints/step_{step}.partial/file").mkdir(parents=True, exist_ok=True)
 
 
-def test_a_checkpoint_that_can_not_be_deleted_keeps_no_other_from_it(three: Path) -> None:
+def test_failed_deletion_does_not_stop_other_deletions(three: Path) -> None:
     in_the_way(three, step=1)
     [path] = step_folders.prune(three, Retention(newest=1))
     assert path.name == "step_1"
     assert steps(three) == [1, 3]
 
 
-def test_a_checkpoint_that_can_not_be_deleted_is_reported_once_and_saves_continue(
+def test_failed_deletion_is_reported_once_and_saves_continue(
     tmp_path: Path,
 ) -> None:
     warnings: list[str] = []
@@ -135,7 +137,7 @@ def test_a_checkpoint_that_can_not_be_deleted_is_reported_once_and_saves_continu
     assert warning.startswith(f"{path} is not kept and could not be deleted: OSError: ")
 
 
-def test_what_an_interrupted_save_left_and_is_still_there_is_not_said_to_be_deleted(
+def test_leftover_that_can_not_be_deleted_is_not_reported_as_deleted(
     three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(folder: Path) -> None:
@@ -146,9 +148,7 @@ def test_what_an_interrupted_save_left_and_is_still_there_is_not_said_to_be_dele
     assert step_folders.sweep_partial(three) == []
 
 
-def test_a_disk_without_room_is_reported_before_anything_is_written(
-    three: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_reported_before_writing(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_folders, "free_bytes", lambda folder: (folder, 1000))
     reported = (
         r"step_4 could not be written: rank 0: .*No space left on device: it takes 0 MiB, and"
@@ -159,7 +159,7 @@ def test_a_disk_without_room_is_reported_before_anything_is_written(
     assert sorted(path.name for path in (three / "checkpoints").iterdir())[-1] == "step_3"
 
 
-def test_readers_do_not_keep_each_other_out(three: Path) -> None:
+def test_readers_share_the_lock(three: Path) -> None:
     oldest = checkpoint.list_checkpoints(three)[0]
     with (
         step_folders.reading(oldest),
@@ -201,7 +201,7 @@ def set_format(folder: Path, number: int) -> None:
     ],
     ids=["no manifest", "half a manifest", "a file gone", "a file cut", "newer", "older"],
 )
-def test_a_checkpoint_that_is_not_whole_is_none_and_says_why(
+def test_incomplete_checkpoint_is_skipped_with_the_reason(
     three: Path, damage: Callable[[Path], object], reported: str
 ) -> None:
     folder = three / "checkpoints" / "step_3"
@@ -213,12 +213,12 @@ def test_a_checkpoint_that_is_not_whole_is_none_and_says_why(
     assert checkpoint.corrupt_checkpoints(three, after=checkpoint.latest(three)) == {path: reason}
 
 
-def test_older_damage_does_not_matter_to_who_continues_from_a_newer_one(three: Path) -> None:
+def test_damage_older_than_the_resumed_checkpoint_is_ignored(three: Path) -> None:
     (three / "checkpoints" / "step_1" / "index.json").unlink()
     assert checkpoint.corrupt_checkpoints(three, after=checkpoint.latest(three)) == {}
 
 
-def test_what_an_interrupted_save_left_is_none_and_is_swept(three: Path) -> None:
+def test_leftover_of_an_interrupted_save_is_swept(three: Path) -> None:
     (three / "checkpoints" / "step_3").rename(three / "checkpoints" / "step_3.partial")
     assert steps(three) == [1, 2]
     assert checkpoint.corrupt_checkpoints(three) == {}
@@ -245,7 +245,7 @@ def test_every_flipped_bit_and_every_cut_is_found(three: Path) -> None:
     assert step_folders.damage(newest) == []
 
 
-def test_a_changed_file_is_refused_when_it_is_loaded_and_the_one_before_is_offered(
+def test_changed_file_is_refused_and_the_previous_checkpoint_is_named(
     three: Path,
 ) -> None:
     last = checkpoint.latest(three)

@@ -99,7 +99,7 @@ def export(saved_checkpoint: Checkpoint, chosen: RunConfig, folder: Path, **how:
         *(pytest.param(n, "run", marks=pytest.mark.slow) for n in LAYOUTS if n != "fsdp"),
     ],
 )
-def test_a_run_of_any_layout_starts_from_weights(name: str, source: str, tmp_path: Path) -> None:
+def test_any_layout_starts_from_exported_weights(name: str, source: str, tmp_path: Path) -> None:
     _, module, newest = saved(tmp_path / "run", "llama")
     path = tmp_path / "run"
     if source == "safetensors":
@@ -127,7 +127,7 @@ def test_a_run_of_any_layout_starts_from_weights(name: str, source: str, tmp_pat
         assert torch.equal(got[name], tensor), name
 
 
-def test_numbers_can_be_written_shorter(tmp_path: Path) -> None:
+def test_export_converts_dtype(tmp_path: Path) -> None:
     chosen, module, newest = saved(tmp_path / "run", "llama")
     export(newest, chosen, tmp_path / "out", dtype=torch.bfloat16)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -176,7 +176,7 @@ def test_weights_of_transformers_are_refused_for_gpt_and_llama(model: str, tmp_p
     assert str(of_weights.value) == str(of_import.value) == expected
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_export_does_not_overwrite(tmp_path: Path) -> None:
     chosen, _, newest = saved(tmp_path / "run", "mlp")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
@@ -196,9 +196,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_an_export_that_can_not_be_written_leaves_nothing_and_can_be_repeated(
-    is_there: bool, tmp_path: Path
-) -> None:
+def test_failed_export_leaves_nothing_and_can_be_repeated(is_there: bool, tmp_path: Path) -> None:
     chosen, _, saved_checkpoint = saved(tmp_path / "run", "llama")
     out = tmp_path / "out"
     if is_there:
@@ -211,7 +209,7 @@ def test_an_export_that_can_not_be_written_leaves_nothing_and_can_be_repeated(
     assert export(saved_checkpoint, chosen, out)
 
 
-def test_an_import_that_can_not_be_written_leaves_nothing_and_can_be_repeated(
+def test_failed_import_leaves_nothing_and_can_be_repeated(
     tmp_path: Path,
 ) -> None:
     chosen, _, saved_checkpoint = saved(tmp_path / "run", "llama")
@@ -223,7 +221,7 @@ def test_an_import_that_can_not_be_written_leaves_nothing_and_can_be_repeated(
     assert weights.import_weights(tmp_path / "out", imported, chosen).is_dir()
 
 
-def test_damage_is_not_exported(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     chosen, _, newest = saved(tmp_path / "run", "mlp")
     file = newest.path / "__0_0.distcp"
     content = bytearray(file.read_bytes())
@@ -235,7 +233,7 @@ def test_damage_is_not_exported(tmp_path: Path) -> None:
         export(newest, chosen, tmp_path / "out")
 
 
-def test_running_statistics_are_exported_and_taken_in(tmp_path: Path) -> None:
+def test_running_statistics_are_exported_and_loaded(tmp_path: Path) -> None:
     chosen, _, newest = saved(tmp_path / "run", "normed")
     export(newest, chosen, tmp_path / "out")
     assert weights.differences(tmp_path / "out", chosen.model, build_model(chosen.model)) == []
@@ -272,7 +270,7 @@ def test_each_name_and_shape_of_another_model_is_reported(tmp_path: Path) -> Non
     ]
 
 
-def test_a_file_that_is_cut_is_refused(tmp_path: Path) -> None:
+def test_truncated_safetensors_file_is_refused(tmp_path: Path) -> None:
     chosen, module, newest = saved(tmp_path / "run", "mlp")
     export(newest, chosen, tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"

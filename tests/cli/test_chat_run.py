@@ -53,14 +53,15 @@ def test_more_epochs_resume_with_the_tokenizer_that_was_learned(command: Served)
     corpus.write_jsonl(command.folder / "others.jsonl", [{"prompt": "a", "completion": "b"}] * 60)
     overrides = [*MODEL, *DATA, "data.files=[others.jsonl]", *SHORT, "train.epochs=3"]
     error = command("train", *overrides, status=2).stderr
-    assert "is not the tokenizer that the run was trained with; use " in error
+    assert "tokenizer.name=train: another tokenizer is learned than the run was trained" in error
+    assert "use tokenizer=auto tokenizer.path=runs/chat/tokenizer" in error
 
 
 def test_fewer_epochs_than_a_run_has_done_are_refused(command: Served) -> None:
     overrides = [*MODEL, *DATA, *SHORT, "train.epochs=0.1"]
     error = command("train", *overrides, status=2).stderr
     assert "error: train.epochs=0.1: " in error
-    assert "steps already, and this is 1; use more to train on" in error
+    assert "steps already, but this is 1 steps; use more to continue" in error
 
 
 def test_a_model_without_a_chat_template_is_not_talked_to(command: Served) -> None:

@@ -141,11 +141,11 @@ def test_a_mistake_is_one_line_and_status_2(
         ),
         (
             ["model.weights=runs/a", "checkpoint.resume=runs/b", "train.steps=9"],
-            "model.weights=runs/a: checkpoint.resume=runs/b brings weights of its own; use null",
+            "model.weights=runs/a: checkpoint.resume=runs/b contains weights already; use null",
         ),
         (
             ["checkpoint.async_save=true", "launch.backend=mock"],
-            "checkpoint.async_save=true: launch.backend=mock runs ranks as threads",
+            "checkpoint.async_save=true: launch.backend=mock runs one rank at a time",
         ),
     ],
 )

@@ -60,7 +60,9 @@ def test_the_tokenizer_is_kept_and_text_is_generated_by_it(trained: str, command
 
 def test_a_run_does_not_resume_with_another_tokenizer(trained: str, command: Served) -> None:
     del trained
-    other = corpus.save_tokenizer(command.folder / "other", chat_template="{{ messages }}")
+    other = corpus.save_tokenizer(command.folder / "other")
+    with (other / "tokenizer.json").open("a") as stream:
+        stream.write(" ")
     more = [*MODEL, *SHORT, *DATA, f"tokenizer.path={other}", "name=text", "train.steps=4"]
     error = command("train", *more, status=2).stderr
     assert "is not the tokenizer that the run was trained with; use " in error

@@ -77,7 +77,7 @@ def test_parameters_of_two_types_can_not_be_gathered_together() -> None:
     ax.register_model("scaled")(lambda: Scaled(dtype=torch.bfloat16))
     run_config(["model=scaled", *TOKENS, "strategy=ddp"])
     assert refusals("model=scaled", *TOKENS, "strategy=fsdp") == [
-        "strategy.data_parallel=fsdp: scale is float32 and embed.weight is bfloat16, and they are "
+        "strategy.data_parallel=fsdp: scale is float32 and embed.weight is bfloat16, but they are "
         "gathered together; give them one type, or use ddp"
     ]
 
@@ -87,10 +87,10 @@ def test_weights_of_running_statistics_are_not_gathered_in_a_lower_type() -> Non
     half = [*normed, "train.precision=bf16"]
     run_config([*half, "strategy=zero1"])
     run_config([*normed, "strategy=fsdp"])
-    reason = "2 has running statistics in fp32, and torch refuses weights in bf16 beside them"
+    reason = "2 has running statistics in fp32, and torch refuses weights in bf16 with them"
     assert refusals(*half, "strategy=fsdp") == [
-        f"strategy.data_parallel=fsdp: {reason}, in which they are gathered; use ddp or zero1, "
-        "where they stay in fp32, or train.precision=fp32"
+        f"strategy.data_parallel=fsdp: {reason}, the type in which fsdp gathers weights; use "
+        "ddp or zero1, which keep them in fp32, or train.precision=fp32"
     ]
     assert refusals(*half, "train.param_dtype=bf16", "strategy=ddp") == [
         f"train.param_dtype=bf16: {reason}; use fp32"
@@ -100,6 +100,5 @@ def test_weights_of_running_statistics_are_not_gathered_in_a_lower_type() -> Non
 def test_a_parameter_that_starts_as_nothing() -> None:
     ax.register_model("scaled", initializers=lambda _: {"embed.weight": Normal(0.02)})(Scaled)
     assert refusals("model=scaled", *TOKENS) == [
-        "model=scaled: initializers= gives nothing for scale, head.weight, head.bias; add it by "
-        "that name"
+        "model=scaled: initializers= returns no entry for scale, head.weight, head.bias; add it"
     ]

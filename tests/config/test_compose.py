@@ -121,8 +121,8 @@ def test_a_sweep_is_every_combination_in_order() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.steps=range(1,100000000)"], "-m: 99,999,999 runs are more than one sweep takes"),
-        (["seed=range(0,100)", "train.steps=range(1,101)"], "-m: 10,000 runs are more than"),
+        (["train.steps=range(1,100000000)"], "-m: 99,999,999 runs are too many for one sweep"),
+        (["seed=range(0,100)", "train.steps=range(1,101)"], "-m: 10,000 runs are too many"),
         (["train.steps=range(5,1)"], "train.steps=range(5,1): gives no value to run with"),
         (["train.steps=range(1,5,0)"], "gives no value to run with; write train.steps=1,2"),
         (["optimizer.lr=interval(0,1)"], "gives no value to run with; write optimizer.lr=1,2"),

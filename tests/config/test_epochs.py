@@ -38,7 +38,7 @@ def test_an_epoch_of_text_is_of_packed_rows(tmp_path: Path) -> None:
             ["train.epochs=1", "train.steps=9"],
             "train.epochs=1.0: train.steps is 9; use one of them",
         ),
-        (["train.steps=auto"], "train.steps=auto: it is as many as train.epochs takes, which is"),
+        (["train.steps=auto"], "train.steps=auto: is computed from train.epochs, which is"),
         (["train.epochs=0"], "train.epochs=0: "),
         (
             ["scheduler.warmup_steps=3", "scheduler.warmup_ratio=0.1"],

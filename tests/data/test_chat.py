@@ -246,7 +246,7 @@ def test_a_bad_chat_is_reported_with_file_and_line_or_skipped_and_counted(
     assert str(raised.value).startswith(f"data.files: {where}{reason}")
     dataset = chats([good, row], template, on_bad_row="skip")
     assert dataset.num_samples == 1
-    assert f"rows left out: 1, the first: {where}{reason}" in dataset.notes[-1]
+    assert f"rows left out: 1, the first: {where}{reason}" in dataset.info.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(ch
     long = [{"role": "user", "content": "word " * 300}, SINGLE[1]]
     dataset = chats([{"messages": SINGLE}, {"messages": long}])
     assert dataset.num_samples == 1
-    assert dataset.notes[1:] == (
+    assert dataset.info.notes[1:] == (
         "data.too_long=truncate: documents truncated: 1",
         "data: of them left out, as no token of what is left of them counts: 1",
     )

@@ -60,7 +60,7 @@ def test_python_source_is_text_of_which_whole_files_are_held_out():
 
 
 def test_a_model_of_single_bytes_costs_over_three_nats_on_python_source():
-    assert 3.0 < build_dataset(PythonSourceConfig()).unigram_entropy < 3.6
+    assert 3.0 < build_dataset(PythonSourceConfig()).info.unigram_entropy() < 3.6
 
 
 def test_python_source_is_read_once_a_process():
@@ -143,7 +143,7 @@ def test_bytes_come_back_as_text(corpus):
 def test_the_unigram_entropy_is_what_the_best_constant_guess_costs(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(b"ab" * 100_000)
-    entropy = build_dataset(TextConfig(files=[str(path)], sequence_length=4)).unigram_entropy
+    entropy = build_dataset(TextConfig(files=[str(path)], sequence_length=4)).info.unigram_entropy()
     assert entropy == pytest.approx(np.log(2), abs=0.002)
 
 
@@ -381,7 +381,7 @@ def test_making_a_dataset_imports_no_torch():
     script = (
         "import sys; from axonlaunch.data import DATASETS, build_dataset;"
         "from axonlaunch.config.data import PythonSourceConfig as P;"
-        "build_dataset(P()).unigram_entropy; DATASETS.summaries();"
+        "build_dataset(P()).info.unigram_entropy(); DATASETS.summaries();"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -116,7 +116,7 @@ def test_best_fit_truncates_what_is_longer_than_a_row_and_says_how_many(
     theirs = by_transformers(tokenizer)
     assert sorted(pieces(dataset)) == sorted(row[:129] for row in theirs)
     long = sum(len(row) > 129 for row in theirs)
-    assert f"data.too_long=truncate: documents truncated: {long}" in dataset.notes
+    assert f"data.too_long=truncate: documents truncated: {long}" in dataset.info.notes
 
 
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
@@ -269,7 +269,7 @@ BAD = [
     ('{"body": "a"}', "has no field text; it has body"),
     ('{"text": null}', "text is null, not text"),
     ('{"text": ["a"]}', "text is list, not text"),
-    ('{"text": "\\ud800"}', "text has half of a surrogate pair, which is no character"),
+    ('{"text": "\\ud800"}', "text has an unpaired surrogate, which is not a character"),
     ("{", "is not JSON (Expecting property name enclosed in double quotes: line 2 column 1 "),
 ]
 
@@ -289,7 +289,7 @@ def test_a_bad_row_is_reported_with_file_and_line_or_skipped_and_counted(
     assert pieces(dataset) == [list(b"good one"), list(b"good two")]
     assert (
         f"data.on_bad_row=skip: rows left out: 1, the first: {file}, line 2: "
-        in (dataset.notes[-1])
+        in (dataset.info.notes[-1])
     )
     with pytest.raises(ConfigError, match=r"bad\.jsonl, line 2"):
         documents(**keys)
@@ -326,7 +326,7 @@ def test_files_that_hold_no_row_or_no_text_are_left_out_and_counted_where_bad_ro
     keys = {"files": [str(empty), str(good), str(latin)], "bytes_": True, "held_out": 0}
     dataset = documents(on_bad_row="skip", packing="none", **keys)
     assert pieces(dataset) == [list(b"a good row")]
-    assert f"rows left out: 2, the first: {empty} holds no rows" in dataset.notes[-1]
+    assert f"rows left out: 2, the first: {empty} holds no rows" in dataset.info.notes[-1]
     with pytest.raises(ConfigError, match=r"empty\.jsonl holds no rows"):
         documents(**keys)
     with pytest.raises(
@@ -351,7 +351,7 @@ def test_a_batch_has_positions_where_rows_hold_several_documents_and_none_otherw
     for packing in ("concat", "best_fit", "none"):
         dataset = documents(packing=packing)
         batch = dataset.samples([0, 1], split="train")
-        assert dataset.is_packed == (batch.positions is not None) == (packing != "none")
+        assert dataset.info.is_packed == (batch.positions is not None) == (packing != "none")
         assert batch.inputs.shape == batch.targets.shape == (2, 64)
         assert batch.inputs.dtype == torch.int64
     assert np.array_equal(

@@ -10,7 +10,7 @@ from axonlaunch.config.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, NoText
 from axonlaunch.data.loader import Loader, StreamLoader
-from axonlaunch.data.own import StreamedSamples
+from axonlaunch.data.user_datasets import StreamedSamples
 
 
 class Numbers(NoText):

@@ -18,7 +18,7 @@ from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.verification.compare import on_mock
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 MODULE = """
 import torch

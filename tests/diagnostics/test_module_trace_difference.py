@@ -20,9 +20,7 @@ from axonlaunch.diagnostics.module_trace.difference import (
 )
 from axonlaunch.diagnostics.module_trace.files import StepTrace, TracedTensor
 
-TOLERANCE = TraceTolerance(
-    base={"fp32": 1e-5, "bf16": 2**-6}, gradient_floor=0.1, parameter_floor=0.02
-)
+TOLERANCE = TraceTolerance(gradient_floor=0.1, parameter_floor=0.02)
 BEGIN = StepTrace(
     step=0,
     arithmetic="fp32",

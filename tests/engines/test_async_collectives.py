@@ -131,14 +131,14 @@ def test_an_estimate_changes_nothing_of_the_compiler(group: ProcessGroup) -> Non
     [
         (
             [*TENSOR, "strategy.tensor.async_collectives=true"],
-            "strategy.tensor.async_collectives=true: the compiler multiplies what tensor ranks "
-            "exchange of a divided sequence; add strategy.tensor.sequence_parallel=true "
+            "strategy.tensor.async_collectives=true: it overlaps collectives on divided "
+            "sequences in compiled blocks; add strategy.tensor.sequence_parallel=true "
             "train.compile=true, or remove this setting",
         ),
         (
             ASYNC,
-            "strategy.tensor.async_collectives=true: 2 tensor ranks are not all on GPUs of one "
-            "node, by whose memory they exchange; use false",
+            "strategy.tensor.async_collectives=true: requires that all 2 tensor ranks are on GPUs "
+            "of one node, because they exchange data through GPU memory; use false",
         ),
     ],
 )

@@ -20,7 +20,7 @@ from axonlaunch.engines.tensor.local_parameters import TensorAxis
 from axonlaunch.models.build import build_model, on_meta
 from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.verification import compare
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 SMALL = [
     *("model=gpt", "model.hidden_size=16", "model.num_hidden_layers=4"),

@@ -20,7 +20,7 @@ from axonlaunch.models.lora import LoraLayer
 from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.models.registry import register_model
 from axonlaunch.verification import compare
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 DATA = [
     *("data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=8"),

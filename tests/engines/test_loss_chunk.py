@@ -21,7 +21,7 @@ from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.preflight.model_outputs import head_problems
 from axonlaunch.verification import compare
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 CHUNK = "train.loss_chunk=5"  # divides neither a sample's 16 tokens nor a micro-batch's
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=8"]
@@ -175,14 +175,17 @@ def test_a_model_that_uses_its_logits_together_is_refused() -> None:
     [problem] = head_problems(model, spec, dataset, chunk=16)
     assert (
         problem.message
-        == "the model uses its logits in sort after head, which takes them whole; use null"
+        == "the model uses its logits in sort after head, which needs all of them; use null"
     )
 
 
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["model=vit", "data=synthetic_images"], "which module makes the model's logits is not"),
+        (
+            ["model=vit", "data=synthetic_images"],
+            "the module that computes the model's logits",
+        ),
     ],
 )
 def test_what_has_no_plain_head_is_refused(overrides: list[str], reason: str) -> None:

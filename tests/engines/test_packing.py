@@ -13,7 +13,7 @@ from parity import assert_trains_as_one_process, verified
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.documents import ChatConfig
-from axonlaunch.verification.proof import foresee
+from axonlaunch.verification.layout_proof import preview
 
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "data.document_length=5"]
 MODELS = {
@@ -130,4 +130,4 @@ def test_the_proof_of_a_dry_run_resolves_packing_auto() -> None:
     model = ["model=hf", "model.init=random", f"model.config={json.dumps(HYBRID)}"]
     chosen = estimate_config([*model, *CHAT, "strategy=ddp", "launch.nproc=2"])
     read = ChatConfig(files=["none.jsonl"], sequence_length=16)
-    assert not foresee(dataclasses.replace(chosen, data=read)).reason
+    assert not preview(dataclasses.replace(chosen, data=read)).reason

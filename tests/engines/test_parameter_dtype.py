@@ -157,7 +157,7 @@ def test_a_run_does_not_resume_in_another_type(
     ("overrides", "problem"),
     [
         (["train.precision=fp32"], "weights in bf16 compute in bf16, not in fp32; use bf16"),
-        (["optimizer=muon", FP32_STATES], "optimizer=muon updates weights as they are kept"),
+        (["optimizer=muon", FP32_STATES], "optimizer=muon can't update in fp32"),
     ],
 )
 def test_what_can_not_be_is_refused(overrides: list[str], problem: str) -> None:

@@ -114,8 +114,8 @@ def spec_of(*ends: tuple[str, ...]) -> ModelSpec:
         (
             (("embed",), ("head",)),
             [
-                "model.ends: every stage would train its own scale; "
-                "name what holds it among the ends"
+                "model.ends: every stage would train a separate scale; "
+                "add the module with it to the ends"
             ],
         ),
     ],

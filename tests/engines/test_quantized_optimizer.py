@@ -76,7 +76,7 @@ def test_quantized_states_are_saved_and_loaded_exactly(dtype: torch.dtype) -> No
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["strategy=fsdp"], "Adam8bit: it updates a parameter's elements by what is in the others"),
+        (["strategy=fsdp"], "Adam8bit: it needs all elements of a parameter to update one"),
         (
             ["strategy=ddp", "optimizer.target=quantized_optimizer:AdamOfSubclass"],
             "AdamOfSubclass: keeps a state m that is a Subclass; keep a plain tensor",

@@ -246,8 +246,8 @@ def refusal(*overrides: str) -> str:
     [
         (
             "optimizer.target=somebodys:Normed",
-            "optimizer.target=somebodys:Normed: it updates a parameter's elements by what is in "
-            "the others, and fsdp leaves each rank a part; use strategy=single, ddp or pipeline",
+            "optimizer.target=somebodys:Normed: it needs all elements of a parameter to update "
+            "one of them, and fsdp leaves each rank a part; use strategy=single, ddp or pipeline",
         ),
         (
             "optimizer.target=somebodys:Hoarder",
@@ -313,11 +313,11 @@ def test_an_entry_that_states_what_is_not_so_is_refused() -> None:
     states = [ax.OptimizerState(name="exp_avg")]
     ax.register_optimizer("wrong", config=TemperedConfig, states=states)(Tempered)
     assert refusal("optimizer=wrong").startswith(
-        "optimizer.name=wrong: it is registered with states exp_avg [2, 3], and keeps "
+        "optimizer.name=wrong: it is registered with states exp_avg [2, 3], but has "
     )
     ax.register_optimizer("divided", config=TemperedConfig, sharding="elementwise")(Normed)
     assert refusal("optimizer=divided").startswith(
-        "optimizer.name=divided: it is registered as elementwise, and updates halves"
+        "optimizer.name=divided: it is registered as elementwise, but updates halves"
     )
 
 

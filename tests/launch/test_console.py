@@ -72,7 +72,6 @@ def test_a_run_ends_in_the_lines_that_the_readme_shows() -> None:
         "tokens_per_s": 8500.0,
         "first_step_s": 3.3,
         "measured_peak_bytes": int(42.6 * 1024**2),
-        "predicted_peak_bytes": int(42.6 * 1024**2),
     }
     stream = io.StringIO()
     RunConsole(stream=stream).summary(summary._rows(chosen, reported, counted="tokens"))

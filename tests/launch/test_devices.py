@@ -59,11 +59,15 @@ def test_ranks_are_given_the_backend_and_the_device_that_auto_stands_for(
     [
         (0, ["launch.device=cuda"], "launch.device=cuda: this node has no accelerator"),
         (0, ["launch.device=cuda", "launch.backend=gloo"], "launch.device=cuda: this node has no"),
-        (8, ["launch.device=cpu", "launch.backend=nccl"], "launch.device=cpu: NCCL works on"),
+        (
+            8,
+            ["launch.device=cpu", "launch.backend=nccl"],
+            "launch.device=cpu: NCCL needs accelerators",
+        ),
         (
             1,
             ["launch.device=cuda", "launch.backend=gloo", "strategy=fsdp"],
-            "launch.backend=gloo: gloo reduces and broadcasts tensors of a GPU, .* use mock",
+            "launch.backend=gloo: gloo can reduce and broadcast GPU tensors, .* use mock",
         ),
     ],
 )

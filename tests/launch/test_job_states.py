@@ -79,7 +79,7 @@ def test_a_job_that_the_controller_has_forgotten_ended_as_its_accounting_says(
         ({}, "there is no sacct here"),
         ({"sacct": NO_ACCOUNTING}, "sacct: Slurm accounting storage is disabled"),
         ({"sacct": "true"}, "sacct does not know it"),
-        ({"sacct": "echo 'RUNNING|0:0'"}, "sacct has it as RUNNING"),
+        ({"sacct": "echo 'RUNNING|0:0'"}, "sacct reports RUNNING"),
     ],
 )
 def test_where_nobody_knows_how_a_job_ended_that_is_said_and_is_no_success(
@@ -89,8 +89,8 @@ def test_where_nobody_knows_how_a_job_ended_that_is_said_and_is_no_success(
     log = Path("runs/job/slurm-7.out").absolute()
     assert (status, state) == (1, "UNKNOWN")
     assert lines == [
-        f"job 7 has ended, and how is not known: its controller has forgotten it, and {reason}; "
-        f"see {log}"
+        f"job 7 has ended with an unknown state: the controller does not know the job any more, "
+        f"and {reason}; see {log}"
     ]
 
 
@@ -100,8 +100,8 @@ def test_a_job_whose_controller_can_not_be_reached_is_followed_on(programs: Path
     status, _, lines = submitted(programs, scontrol=answers)
     assert status == 0
     assert lines == [
-        "job 7: SLURM can't be asked (scontrol: slurm_load_jobs error: Unable to contact slurm "
-        "controller); its log is followed on",
+        "job 7: SLURM can't be queried (scontrol: slurm_load_jobs error: Unable to contact slurm "
+        "controller); still following its log",
         "job 7: completed",
     ]
 
@@ -114,4 +114,4 @@ def test_programs_that_hang_are_not_waited_for(
     once = programs / "once"
     answers = f"if [ ! -e {once} ]; then : > {once}; {lasting}; fi; {says('COMPLETED')}"
     _, _, lines = submitted(programs, scontrol=answers)
-    assert lines[0].startswith("job 7: SLURM can't be asked (scontrol does not answer); ")
+    assert lines[0].startswith("job 7: SLURM can't be queried (scontrol does not answer); ")

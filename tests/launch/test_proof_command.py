@@ -31,7 +31,7 @@ def test_train_proves_the_layout_and_keeps_what_is_known_of_it(served: Command) 
 def test_a_layout_that_differs_starts_nothing(served: Command) -> None:
     (served.folder / "unsummed.py").write_text(UNSUMMED)
     refused = served("train", *OVERRIDES, "plugins=[unsummed]", "name=wrong", status=2)
-    assert refused.stderr.startswith("error: strategy: tensor 2 does not compute what one process")
+    assert refused.stderr.startswith("error: strategy: tensor 2 and one process compute different")
     assert "the first module that differs is model.embed_tokens;" in refused.stderr
     assert not (served.folder / "runs/wrong").exists()
 

@@ -21,7 +21,9 @@ from axonlaunch.launch.external import slurm
 from axonlaunch.launch.multinode import token
 
 SECRET = "a secret of sixteen bytes or more"
-WARNING = "no launch.token_file: whoever can connect to 10.77.0.1:29500 can run code as this user"
+WARNING = (
+    "warning: without launch.token_file, anyone who can connect to 10.77.0.1:29500 can run code"
+)
 
 
 def secret_file(path: Path, content: str = SECRET, mode: int = 0o600) -> Path:
@@ -36,9 +38,9 @@ def secret_file(path: Path, content: str = SECRET, mode: int = 0o600) -> Path:
         (SECRET, 0o640, r"others can read or write it \(mode 0640\); use chmod 600"),
         (SECRET, 0o604, r"others can read or write it \(mode 0604\); use chmod 600"),
         (SECRET, 0o620, r"others can read or write it \(mode 0620\); use chmod 600"),
-        ("short", 0o600, "it is 5 bytes, and a token has from 16 to 4096; make it by"),
-        (" \n", 0o600, "it is empty, and a token has from 16"),
-        ("x" * 5000, 0o600, "it is 4097 bytes, and a token has from 16 to 4096"),
+        ("short", 0o600, "it is 5 bytes, but a token needs 16 to 4096; create it with"),
+        (" \n", 0o600, "it is empty, but a token needs 16"),
+        ("x" * 5000, 0o600, "it is 4097 bytes, but a token needs 16 to 4096"),
     ],
 )
 def test_a_file_that_is_no_secret_is_refused(

@@ -147,7 +147,7 @@ def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(served: Command) -> No
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["model=mlp"], "model.name=mlp: is fed images, but data=synthetic_tokens gives tokens"),
+        (["model=mlp"], "model.name=mlp: needs images, but data=synthetic_tokens has tokens"),
         (["data.sequence_length=5000"], "data.sequence_length=5000: longer than model.max_"),
         (["model.vocab_size=100"], "model.vocab_size=100: data=synthetic_tokens has 256 tokens"),
         (["launch.backend=nccl"], "launch.backend=nccl: 2 ranks need an accelerator each"),

@@ -134,7 +134,7 @@ def test_an_entry_point_does_not_replace_a_model_of_ours(tmp_path, monkeypatch):
     offer(tmp_path, "gpt", "other_models:Thing", "")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.warns(UserWarning, match="gpt is an included model"):
-        assert MODELS.summaries()["gpt"] == "decoder with learned positions, as GPT-2"
+        assert MODELS.summaries()["gpt"] == "decoder with learned positions, like GPT-2"
     assert MODELS.get("gpt").layers == "layers"
 
 

@@ -82,9 +82,9 @@ def test_what_is_no_tensor_is_named_with_what_to_return(returns: str, message: s
 
 def test_an_embedding_or_outputs_of_fewer_tokens_than_the_data_are_named_with_their_sizes() -> None:
     [message] = reported(on_meta(tokens=49))
-    assert message == "its embedding embed has 49, and the data 50 tokens; make it 50 or more"
+    assert message == "its embedding embed has 49, but the data has 50 tokens; use 50 or more"
     [message] = reported(on_meta(classes=30))
-    assert message == "its outputs have 30, and the data 50 tokens; make it 50 or more"
+    assert message == "its outputs have 30, but the data has 50 tokens; use 50 or more"
 
 
 def test_an_embedding_of_positions_may_be_of_any_size() -> None:
@@ -96,7 +96,7 @@ def test_classes_of_images_are_compared_too() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 9))
     assert reported(model, IMAGES) == [
-        "its outputs have 9, and the data 10 classes; make it 10 or more"
+        "its outputs have 9, but the data has 10 classes; use 10 or more"
     ]
 
 

@@ -122,3 +122,12 @@ def test_the_copy_ends_with_the_process_that_made_it(number: int) -> None:
     while Path(f"/proc/{copy}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_where_no_process_can_be_made_a_call_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(IsolatedCallError, match="no process could be made: Cannot allocate"):
+        Isolated(None).call(pid_of, seconds=20)

@@ -120,16 +120,16 @@ def test_a_kernel_that_is_asked_for_is_the_only_one(kernel: Any, backend: SDPBac
     [
         (
             ["train.attention_kernel=flash"],
-            "train.attention_kernel=flash: computes in bf16 and fp16; use efficient, or "
+            "train.attention_kernel=flash: supports only bf16 and fp16; use efficient, or "
             "train.precision=bf16",
         ),
         (
             ["train.attention_kernel=efficient", "strategy.context.degree=2"],
-            "train.attention_kernel=efficient: ring attention has a kernel of its own; use auto",
+            "train.attention_kernel=efficient: ring attention uses its own kernel; use auto",
         ),
         (
             ["train.attention_kernel=flash", "data=documents", "data.packing=best_fit"],
-            "train.attention_kernel=flash: takes no mask, which keeps packed documents apart; use "
+            "train.attention_kernel=flash: supports no mask, which packed documents need; use "
             "cudnn or efficient",
         ),
         (

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from axonlaunch.config import ConfigError
 from axonlaunch.verification import compare
-from axonlaunch.verification.demands import demanding
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_config import harder_config
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 STEPS = 6
 """As many as ``axonlaunch verify`` does."""
@@ -55,8 +55,8 @@ def verified(combination: Combination) -> Outcome:
         config = run_config(overrides)
     except ConfigError as error:
         return Outcome("refused", str(error.problems[0]))
-    plan = ComparisonPlan(steps=STEPS, beyond=True, asked=config)
-    verdict = compare.on_mock(demanding(config, plan), plan)
+    plan = ComparisonPlan(steps=STEPS, beyond=True, original=config)
+    verdict = compare.on_mock(harder_config(config, plan), plan)
     if verdict.passed:
         return Outcome("passed")
     if ranks == 1 and verdict.verdict == "nothing proved":

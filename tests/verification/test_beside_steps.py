@@ -24,9 +24,9 @@ from axonlaunch.engines.precision import policy as precision
 from axonlaunch.models import module_state
 from axonlaunch.models.attention import Attention, Packing
 from axonlaunch.training import trainer, worker
-from axonlaunch.verification import compare, inputs
-from axonlaunch.verification.foresight import foresight
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification import compare, comparison_inputs
+from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.lookahead import lookahead_problem
 
 Patch = pytest.MonkeyPatch
 FSDP = [*MODELS["mlp"], "strategy=fsdp", "launch.nproc=2", "train.global_batch_size=8"]
@@ -159,8 +159,12 @@ def normed() -> nn.Module:
             (a_resumed_run_reads_from_the_beginning, FSDP, "step 2: loss is "),
             (targets_are_those_of_a_rank, FSDP, "step 1: number of counted targets is "),
             (the_loss_scale_never_grows, FP16, "step 1: loss scale is 32768, not 65536"),
-            (rows_are_read_from_the_first_on, FSDP, "step 1: what one process reads from the che"),
-            (a_save_is_written_when_training_continues, FSDP, "step 1: what one process reads fro"),
+            (rows_are_read_from_the_first_on, FSDP, "step 1: value that one process reads from"),
+            (
+                a_save_is_written_when_training_continues,
+                FSDP,
+                "step 1: value that one process reads fro",
+            ),
             (
                 an_evaluation_is_never_over,
                 FSDP,
@@ -211,7 +215,7 @@ def known(batch: Batch) -> str:
         outputs: Tensor = model(sample.inputs, sample.positions)
         return outputs
 
-    return foresight(model, batch, outputs_of)
+    return lookahead_problem(model, batch, outputs_of)
 
 
 def test_a_model_that_sees_what_comes_later_is_found(monkeypatch: Patch) -> None:
@@ -242,7 +246,7 @@ def test_a_model_that_sees_other_documents_is_found(monkeypatch: Patch) -> None:
 
 def test_dropout_is_on_where_an_evaluation_must_not_draw() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    dropout, x = inputs.Dropout([model]), torch.ones(64, 4)
+    dropout, x = comparison_inputs.Dropout([model]), torch.ones(64, 4)
     off = model(x)
     assert dropout.largest == 0.5
     with dropout.on():

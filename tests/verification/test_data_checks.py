@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,12 @@ from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data import packing, shard_maker
 from axonlaunch.data.dataset import Batch
 from axonlaunch.data.loader import Loader, order_of, whole_loader
-from axonlaunch.data.own import IndexedSamples, PairsDataset
 from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.shuffle import Indices
+from axonlaunch.data.user_datasets import IndexedSamples, PairsDataset
 from axonlaunch.models import initialization
-from axonlaunch.verification import data_checks, inputs
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification import comparison_inputs, data_checks
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.reference import NoReferenceError, PlainRun
 from axonlaunch.verification.schedule_check import schedule_problems
 
@@ -51,7 +53,7 @@ def test_an_order_that_repeats_samples_or_epochs_is_no_order(monkeypatch: Patch)
 
     monkeypatch.setattr(data_checks, "order_of", same_in_each_epoch)
     problem = data_checks.order_problem(loader(), seed=0)
-    assert problem == "the data: every epoch has its samples in the same order"
+    assert problem == "the data: every epoch reads samples in the same order"
     monkeypatch.setattr(
         data_checks, "order_of", lambda _dataset, places, *, seed: places // 2 + seed
     )
@@ -74,7 +76,7 @@ def test_pairs_of_anothers_dataset_mean_what_they_like() -> None:
 
 def test_an_evaluation_that_drops_or_repeats_held_out_samples_is_none() -> None:
     reading, config = loader(), run_config(["data=synthetic_tokens"]).data
-    batches = [*reading.eval_batches(part=inputs.evaluated_samples(reading))]
+    batches = [*reading.eval_batches(part=comparison_inputs.evaluated_samples(reading))]
     assert len(batches) == 2, "the second one is not full"
     assert data_checks.held_out_problem(config, reading, batches) == ""
     problem = "the data: an evaluation does not read each held-out sample once"
@@ -84,7 +86,7 @@ def test_an_evaluation_that_drops_or_repeats_held_out_samples_is_none() -> None:
 
 @pytest.mark.parametrize(
     ("size", "problem"),
-    [(24, "an epoch reads a sample twice"), (8, "every epoch has its samples in the same order")],
+    [(24, "an epoch reads a sample twice"), (8, "every epoch reads samples in the same order")],
     ids=["incomplete", "whole"],
 )
 def test_an_order_that_ends_with_the_last_full_batch_is_none(
@@ -144,13 +146,16 @@ def nothing(batch: Batch) -> Batch:
     ("fault", "problem"),
     [
         (nothing, ""),
-        (padding_counts, "the data: targets count that are of no document"),
+        (padding_counts, "the data: targets after the last document of a row are counted"),
         (
             targets_count_a_token_late,
-            "the data: targets are not the tokens that follow in their document, and count",
+            "the data: targets are not the counted next tokens of their document",
         ),
-        (positions_run_on, "the data: positions are not those of tokens in their documents"),
-        (rows_change_places, "the data: a row does not have the tokens of its documents"),
+        (
+            positions_run_on,
+            "the data: positions do not start at 0 in each document and count up by 1",
+        ),
+        (rows_change_places, "the data: tokens of a row differ from those of its documents"),
     ],
 )
 def test_rows_of_text_are_those_of_their_documents(
@@ -176,7 +181,7 @@ def test_rows_that_cross_documents_are_noticed(tmp_path: Path, monkeypatch: Patc
     config, reading = text(tmp_path, "data.packing=concat")
     problem = data_checks.data_problem(config.data, reading, reading.batch(0), step=0)
     assert problem == (
-        "the data: a row goes on past the end of a document as if it were the same one"
+        "the data: a row continues past the end of a document as if it were one document"
     )
 
 
@@ -218,7 +223,7 @@ def test_rows_of_a_shard_in_the_same_order_in_later_passes_are_noticed(
 
     monkeypatch.setattr(ShardedRows, "_shuffled_place", same_in_later_passes)
     problem = data_checks.order_problem(reading, seed=0)
-    assert problem == "the data: every epoch has the samples of a shard in the same order"
+    assert problem == "the data: every epoch reads the samples of a shard in the same order"
 
 
 @pytest.mark.usefixtures("shard_of_each_file")
@@ -230,17 +235,22 @@ def test_a_row_count_cached_for_another_packing_is_noticed(
     [*notes] = (tmp_path / "cache").glob("*/rows-*.json")
     assert len(notes) == 2, "of the second shard, one for each packing"
     for note in notes:
-        note.write_text('{"rows": 3}')
+        digest = note.stem.removeprefix("rows-")
+        crc32 = zlib.crc32(f"{digest} 3".encode())
+        note.write_text(json.dumps({"rows": 3, "crc32": crc32}))
     problem = data_checks.order_problem(of_shards(tmp_path, "concat"), seed=0)
-    assert problem.startswith("the data: shard 1 is counted as 3 rows and has ")
+    assert problem.startswith("the data: shard 1 has ")
+    assert problem.endswith("rows, but 3 were counted")
 
 
 def test_an_evaluation_of_a_source_reads_its_own_samples(tmp_path: Path) -> None:
     _, reading = text(tmp_path, "data.packing=none")
-    parts: dict[str, range] = reading.dataset.eval_parts  # type: ignore[attr-defined]
+    parts = reading.dataset.info.eval_parts
     first, second = ([*reading.eval_batches(part=part)] for part in parts.values())
     assert data_checks.part_problem(reading, parts["b"], second) == ""
-    problem = "the data: an evaluation of one source reads samples of another, or one twice"
+    problem = (
+        "the data: an evaluation of one source reads samples of another source, or repeats one"
+    )
     assert data_checks.part_problem(reading, parts["b"], first) == problem
     assert data_checks.part_problem(reading, parts["b"], second * 2) == problem
 
@@ -258,22 +268,22 @@ class Pairs:
 def test_pairs_that_are_held_out_are_not_those_of_training(monkeypatch: Patch) -> None:
     pairs = PairsDataset(Pairs(), 4, 0.25, lambda reason: ValueError(reason))
     reading, own = Loader(pairs, seed=0, global_batch_size=8), object()
-    batches = [*reading.eval_batches(part=inputs.evaluated_samples(reading))]
+    batches = [*reading.eval_batches(part=comparison_inputs.evaluated_samples(reading))]
     assert data_checks.held_out_problem(own, reading, batches) == ""
     right = pairs.samples
     monkeypatch.setattr(pairs, "samples", lambda indices, split: right(indices, split="train"))
-    batches = [*reading.eval_batches(part=inputs.evaluated_samples(reading))]
-    problem = "the data: every held-out sample that was looked at is one of training"
+    batches = [*reading.eval_batches(part=comparison_inputs.evaluated_samples(reading))]
+    problem = "the data: every held-out sample is also one of the first training samples"
     assert data_checks.held_out_problem(own, reading, batches) == problem
 
 
 @pytest.mark.parametrize(
     ("draw", "by"),
     [
-        (random.random, "by Python's random;"),
-        (lambda: np.random.rand(), "by numpy.random;"),
-        (lambda: float(torch.rand(())), "by torch's generator;"),
-        (np.random.default_rng(0).random, "by a generator of its own;"),
+        (random.random, "(Python's random)"),
+        (lambda: np.random.rand(), "(numpy.random)"),
+        (lambda: float(torch.rand(())), "(torch's)"),
+        (np.random.default_rng(0).random, "(a custom generator)"),
         (lambda: 0.5, ""),
     ],
 )
@@ -294,7 +304,7 @@ def test_a_dataset_that_augments_at_random_is_named_as_random(
         pairs = IndexedSamples(Augmented(), None, 0.25, refusal)
     problem = data_checks.random_problem(Loader(pairs, seed=0, global_batch_size=8))
     assert (by in problem) if by else (problem == "")
-    assert not by or problem.startswith("the data: a sample is another one when it is read again")
+    assert not by or problem.startswith("Reading the same sample twice gave different values")
 
 
 def test_what_is_held_out_is_compared_with_training_a_few_samples_at_a_time() -> None:
@@ -310,7 +320,7 @@ def test_what_is_held_out_is_compared_with_training_a_few_samples_at_a_time() ->
         return right(indices, split=split)
 
     pairs.samples = counting  # type: ignore[method-assign]
-    batches = [*reading.eval_batches(part=inputs.evaluated_samples(reading))]
+    batches = [*reading.eval_batches(part=comparison_inputs.evaluated_samples(reading))]
     assert data_checks.held_out_problem(object(), reading, batches) == ""
     assert max(most) <= 16
     assert sum(most) > 1024

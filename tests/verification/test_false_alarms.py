@@ -10,9 +10,9 @@ from parity_table import MODELS
 from torch import Tensor, nn
 
 from axonlaunch.verification import compare
-from axonlaunch.verification.demands import demanding
-from axonlaunch.verification.differences import of_tensor
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_config import harder_config
+from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.differences import compare_tensors
 from axonlaunch.verification.reference_runs import run_references
 from axonlaunch.verification.result import ParityResult
 from axonlaunch.verification.tolerances import Tolerances, floors
@@ -27,7 +27,9 @@ SMALL = ["model.hidden_size=32", "model.num_hidden_layers=4", "model.num_attenti
 def verify(overrides: list[str], *, steps: int = 6) -> ParityResult:
     """Verify as the command does."""
     plan = ComparisonPlan(steps=steps, beyond=True)
-    return compare.on_mock(demanding(run_config([*overrides, "launch.backend=mock"]), plan), plan)
+    return compare.on_mock(
+        harder_config(run_config([*overrides, "launch.backend=mock"]), plan), plan
+    )
 
 
 class Overflowing(nn.Module):
@@ -118,7 +120,7 @@ def test_a_gradient_that_is_nothing_but_rounding_may_have_any_of_its_size() -> N
     rounding = torch.full((16,), 1e-4 * floor)
     for run in (reference, other):  # alike for once, unlike in the first step
         run.steps[1].gradients[name] = rounding
-    difference = of_tensor((1, "gradient", name), -rounding, rounding, floor=floor)
+    difference = compare_tensors((1, "gradient", name), -rounding, rounding, floor=floor)
     assert Tolerances(config, reference, [other]).allows(difference), difference
 
 

@@ -10,8 +10,8 @@ from parity_table import MODELS
 from axonlaunch.comm import gradient_bucket
 from axonlaunch.config import RunConfig
 from axonlaunch.verification import compare, locate
-from axonlaunch.verification.demands import demanding
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_config import harder_config
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.reference_runs import run_references
 
 PLAN = ComparisonPlan(steps=4, beyond=True, fp64=True)
@@ -22,7 +22,7 @@ FSDP = ["strategy=fsdp", "launch.nproc=2"]
 def configured(overrides: list[str]) -> RunConfig:
     """Return a run as the command makes it."""
     chosen = [*MODELS["mlp"], "launch.backend=mock", *overrides]
-    return demanding(run_config(chosen), PLAN)
+    return harder_config(run_config(chosen), PLAN)
 
 
 def test_the_reference_computes_in_float64() -> None:

@@ -13,7 +13,7 @@ from axonlaunch.config.errors import plain
 from axonlaunch.engines import build
 from axonlaunch.engines.precision.policy import keep_parameters_in
 from axonlaunch.verification import compare, reference
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
 
 
@@ -91,11 +91,11 @@ def test_an_adapter_kept_in_bf16_is_noticed(strategy: str, monkeypatch: pytest.M
     monkeypatch.setattr(
         build,
         "keep_parameters_in",
-        lambda model, dtype, *, frozen_alone: keep_parameters_in(model, dtype),
+        lambda model, dtype, *, frozen_only: keep_parameters_in(model, dtype),
     )
     changes = ROUGH if strategy == "tensor" else {}
     layers = 8 if changes else 2
     verdict = verify(
         "qwen3", *BF16_LORA, f"strategy={strategy}", num_hidden_layers=layers, **changes
     )
-    assert any("torch.bfloat16, which one process's are not" in d for d in verdict.differences)
+    assert any("torch.bfloat16, unlike in one process" in d for d in verdict.differences)

@@ -15,7 +15,7 @@ import axonlaunch as ax
 from axonlaunch.comm import gradient_bucket
 from axonlaunch.engines.tensor import layers
 from axonlaunch.verification import locate
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 Patch = pytest.MonkeyPatch
 TENSOR = ["strategy=tensor", "launch.nproc=2"]

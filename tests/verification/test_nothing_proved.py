@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from axonlaunch.config import with_values
 from axonlaunch.verification import compare
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
 
 LAYERS: dict[str, type[nn.Module]] = {}
@@ -66,7 +66,7 @@ def test_a_rate_of_zero_proves_nothing() -> None:
     verdict = verify([*MODELS["mlp"], *DDP, "optimizer.lr=0"])
     assert verdict.verdict == "nothing proved"
     assert verdict.reason == (
-        "no parameter moved: the learning rate is 0, so that no update was compared"
+        "no parameter moved: the learning rate is 0, so no update was compared"
     )
     assert verdict.parameters_moved == 0
 
@@ -102,7 +102,7 @@ def test_a_model_that_is_random_by_itself_is_reported_as_such(
     monkeypatch.setitem(LAYERS, "between", layer)
     verdict = verify([*OWN, *DDP])
     assert not verdict.passed
-    assert "the model is random by itself" in str(verdict.failure)
+    assert "the model is random: with the same" in str(verdict.failure)
 
 
 class SignOnly(nn.Module):

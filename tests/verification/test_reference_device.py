@@ -14,7 +14,7 @@ from torch import Tensor
 
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.verification import plain_model, reference, runner
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.reference import PlainRun
 from axonlaunch.verification.reference_values import Reference
 
@@ -55,7 +55,9 @@ def test_where_ranks_are_on_gpus_one_process_is_too(
 
     monkeypatch.setattr(torch, "autocast", autocast)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    monkeypatch.setattr(reference, "has_drawn", lambda device, seed: asked.append(str(device)))
+    monkeypatch.setattr(
+        reference, "has_drawn_numbers", lambda device, seed: asked.append(str(device))
+    )
     with PretendGpu() as gpu:
         run = PlainRun(on_gpus, plan)
         assert all(map(gpu.holds, run.model.parameters()))
@@ -77,10 +79,10 @@ def test_numbers_drawn_on_a_device_are_noticed_as_those_on_the_host(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         gpu.manual_seed(5)
-        assert not plain_model.has_drawn(device, seed=5)
+        assert not plain_model.has_drawn_numbers(device, seed=5)
         torch.rand(1, generator=gpu)
-        assert plain_model.has_drawn(device, seed=5)
-        assert not plain_model.has_drawn(torch.device("cpu"), seed=5)
+        assert plain_model.has_drawn_numbers(device, seed=5)
+        assert not plain_model.has_drawn_numbers(torch.device("cpu"), seed=5)
 
 
 @pytest.mark.parametrize(

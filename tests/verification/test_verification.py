@@ -27,9 +27,9 @@ from axonlaunch.engines.pipeline import pipeline, tied_weights
 from axonlaunch.engines.tensor import layers
 from axonlaunch.models import attention
 from axonlaunch.models import build as models_build
-from axonlaunch.verification import compare, demands
-from axonlaunch.verification.differences import of_number
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification import compare, comparison_config
+from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.differences import compare_numbers
 from axonlaunch.verification.result import ParityResult
 
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
@@ -54,10 +54,10 @@ def test_it_passes_what_is_right() -> None:
 
 def test_updates_of_an_own_optimizer_are_smooth_too() -> None:
     own = ["optimizer=custom", "optimizer.target=torch.optim:RMSprop", "optimizer.lr=0.01"]
-    smooth = demands.with_smooth_updates(run_config(own))
+    smooth = comparison_config.with_smooth_updates(run_config(own))
     assert smooth.optimizer.arguments == {"eps": 1e-4}
     chosen = run_config([*own, "optimizer.arguments={eps: 0.01}"])
-    assert demands.with_smooth_updates(chosen).optimizer.arguments == {"eps": 0.01}
+    assert comparison_config.with_smooth_updates(chosen).optimizer.arguments == {"eps": 0.01}
 
 
 def in_layout(broken: Callable[..., Any], right: Callable[..., Any]) -> Callable[..., Any]:
@@ -347,6 +347,6 @@ def test_batch_norm_sees_the_same_micro_batches(overrides: list[str], monkeypatc
 
 
 def test_a_number_that_is_none_is_a_difference() -> None:
-    difference = of_number(0, "loss", float("nan"), 1.0)
+    difference = compare_numbers(0, "loss", float("nan"), 1.0)
     assert difference.relative == float("inf")
-    assert str(dataclasses.replace(difference, seen=None)) == "step 1: no rank has the loss"
+    assert str(dataclasses.replace(difference, actual=None)) == "step 1: no rank has the loss"

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.comm.torch_internals import all_gather_single
+from axonlaunch.config.precision import PRECISIONS
 
 _BUDGET_S = 0.15
 """Seconds spent on one figure; at least three calls are timed."""
@@ -34,7 +35,6 @@ _LARGE = 4 * 2**20
 """Bytes of the collectives that measure bandwidth."""
 _MOVED = tuple(2**exponent for exponent in range(14, 28, 2))
 """Bytes that kernels read and write: from the first-level cache to newly mapped pages."""
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run_microbenchmarks(rank: int, ranks: int, threads: int, store: str) -> dict[str, Any]:
@@ -54,9 +54,9 @@ def run_microbenchmarks(rank: int, ranks: int, threads: int, store: str) -> dict
 
 def _computing() -> dict[str, Any]:
     figures = {}
-    for name, dtype in _TYPES.items():
-        a = torch.ones(_SIDE, _SIDE, dtype=dtype)
-        figures[f"{name}_tflops"] = 2 * _SIDE**3 / _seconds(partial(torch.matmul, a, a)) / 1e12
+    for precision in PRECISIONS.values():
+        a = torch.ones(_SIDE, _SIDE, dtype=getattr(torch, precision.compute.dtype))
+        figures[precision.peak] = 2 * _SIDE**3 / _seconds(partial(torch.matmul, a, a)) / 1e12
     q = torch.randn(1, _HEADS, _KEYS, _HEAD_DIM)
     attention = _seconds(lambda: scaled_dot_product_attention(q, q, q, is_causal=True))
     reached = 2 * _HEADS * _KEYS**2 * _HEAD_DIM / attention / 1e12

@@ -11,13 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from axonlaunch.config.did_you_mean import nearest
+from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionName, lowest_format
 from axonlaunch.diagnostics.module_trace.element_comparison import DifferentElements, ElementsOfStep
-from axonlaunch.diagnostics.module_trace.files import Arithmetic, StepTrace, TracedTensor
+from axonlaunch.diagnostics.module_trace.files import StepTrace, TracedTensor
 
 _OF_LARGEST = 4.0
 """Factor on the tolerance of the largest element, whose rounding no mean averages out."""
-_MAX_TOLERANCE = {"fp32": 1e-2, "bf16": 0.5, "fp16": 0.5}
-"""Largest relative difference attributed to rounding, after any number of updates."""
+_MAX_TOLERANCE = {False: 1e-2, True: 0.5}
+"""Largest relative difference attributed to rounding after any number of updates, for fp32 (False)
+and for smaller formats (True)."""
 _MIN_SHARED = 0.5
 """Minimum fraction of the larger model's parameter names that the other model must contain."""
 _FACTOR = 1e-2
@@ -29,28 +31,26 @@ class TraceTolerance:
     """Differences that rounding explains.
 
     Attributes:
-        base: Largest relative difference before the first update, by lowest precision in use.
         gradient_floor: Fraction of the model's mean gradient size; added to the size of a gradient
             when differences are divided by it.
         parameter_floor: Value added to the size of a parameter when differences are divided by it.
     """
 
-    base: Mapping[str, float]
     gradient_floor: float
     parameter_floor: float
 
-    def of(self, arithmetics: Sequence[Arithmetic], *, step: int) -> float:
+    def of(self, arithmetics: Sequence[PrecisionName], *, step: int) -> float:
         """Return the largest relative difference that passes in a step.
 
         Args:
             arithmetics: Lowest precisions of both runs; the coarser one counts.
             step: Number of updates before the step; the tolerance grows with it.
         """
-        coarser = max(arithmetics, key=self.base.__getitem__)
+        coarser = lowest_format(NUMBER_FORMATS[name] for name in arithmetics)
         # Rounding to bf16 and fp16 changes single gradients of small modules: by twice the base in
         # tiny models, and by more if only one run rounds, because units of ReLU flip.
-        times = 1 if coarser == "fp32" else 2 * len(set(arithmetics))
-        return min(times * self.base[coarser] * (1 + step), _MAX_TOLERANCE[coarser])
+        times = 2 * len(set(arithmetics)) if coarser.is_low else 1
+        return min(times * coarser.tolerance * (1 + step), _MAX_TOLERANCE[coarser.is_low])
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from axonlaunch.config.precision import PrecisionName
 from axonlaunch.system.files import open_regular, replace, replace_text
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 TRACE_FOLDER = "module_trace"
 """Name of the folder in a run's folder."""
 TracedKind = Literal["batch", "parameter", "output", "loss", "output gradient", "gradient"]
-Arithmetic = Literal["fp32", "bf16", "fp16"]
 _FORMAT = 1
 _FILE = re.compile(r"step_(\d{1,9})\.json")
 _MAX_BYTES = 1 << 28
@@ -67,7 +67,7 @@ class StepTrace:
     """
 
     step: int
-    arithmetic: Arithmetic
+    arithmetic: PrecisionName
     layout: str
     axes: Mapping[str, int] = field(default_factory=dict)
     tensors: Sequence[TracedTensor] = ()
@@ -150,7 +150,7 @@ def _check_content(content: Any) -> StepTrace:
         raise ValueError(f"format {content['format']!r}; this version reads {_FORMAT}")
     tensors = tuple(_tensor(*row) for row in content["tensors"])
     axes = {ascii(axis)[1:-1]: int(size) for axis, size in content["axes"].items()}
-    if content["arithmetic"] not in get_args(Arithmetic):
+    if content["arithmetic"] not in get_args(PrecisionName):
         raise ValueError(f"arithmetic {content['arithmetic']!r}")
     return StepTrace(
         step=int(content["step"]),

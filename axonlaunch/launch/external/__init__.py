@@ -1,1 +1,1 @@
-"""What another launcher starts: ranks of torchrun, mpirun and srun, and jobs of SLURM."""
+"""Ranks started by torchrun, mpirun or srun, and SLURM jobs."""

@@ -1,6 +1,6 @@
-"""What a process that another launcher started as one rank does before it imports torch.
+"""Entry point of a rank that another launcher started, before it imports torch.
 
-Rank 0 composes once it has met the others; nothing here starts a process.
+Rank 0 composes the configuration after it has met the other ranks.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ def be_rank(
     started: float,
     as_json: bool,
 ) -> tuple[int, dict[str, Any] | None]:
-    """Be the rank that the environment describes.
+    """Run this process as the rank that the environment describes.
 
     Args:
-        request: What the command line asks for.
-        environment: Which rank this is.
-        launcher: What started it, watched.
-        server: Starts the fork server, if a layout is searched.
-        started: ``time.time()`` when the command began.
-        as_json: Keep standard output free.
+        request: The parsed command line.
+        environment: Environment that describes this rank.
+        launcher: Launcher that started this process, which is watched.
+        server: Starts the fork server if a layout is searched.
+        started: ``time.time()`` at the start of the command.
+        as_json: Whether standard output is reserved for JSON.
 
     Returns:
         The exit status and, on rank 0, the run's summary.
 
     Raises:
-        ConfigError: The ranks can't meet, or the configuration can't be run.
+        ConfigError: The ranks can't meet or the configuration can't be run.
     """
 
     def resolve(counted: ClusterEnvironment) -> tuple[Composed, RunConfig]:
@@ -60,7 +60,7 @@ def be_rank(
 
     allocator_settings.grow_segments()
     with forkserver.private_files():
-        launch = _of_token(request)
+        launch = _token_settings(request)
         from axonlaunch.launch.local.torch_internals import defer_compiler
 
         defer_compiler()
@@ -76,13 +76,14 @@ def be_rank(
         )
 
 
-def _of_token(request: Request) -> LaunchConfig:
-    """Return the part of the launch configuration that says where the token is.
+def _token_settings(request: Request) -> LaunchConfig:
+    """Return a launch configuration with the settings of the token.
 
-    Only rank 0 composes, unless somebody may have said where the token is.
+    The configuration is composed only if the user may have set them. Otherwise only rank 0
+    composes.
     """
-    is_ours = request.config_name == "config" and not request.config_dirs
-    if is_ours and not any("token" in override for override in request.overrides):
+    is_default = request.config_name == "config" and not request.config_dirs
+    if is_default and not any("token" in override for override in request.overrides):
         return LaunchConfig()
     launch = request.compose(request.overrides).tree.get("launch", {})
     file, required = launch.get("token_file"), launch.get("require_token", False)

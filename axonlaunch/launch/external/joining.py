@@ -1,6 +1,6 @@
-"""How the ranks that another launcher started meet, and get one configuration.
+"""Connects ranks that another launcher started, and distributes one configuration to them.
 
-They meet at torch's store; their messages there are signed.
+The ranks exchange signed messages over torch's store.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from axonlaunch.system import gpus
 from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
 JOIN_S = 300.0
-"""Seconds in which all ranks have to have been started."""
+"""Timeout in seconds until all ranks have joined."""
 _AGENT_S = 10.0
-"""Seconds in which torchrun's agent has to answer: it listened before it started a rank."""
+"""Timeout in seconds for torchrun's agent, which listens before it starts a rank."""
 _REPORT_S = 1.0
-"""Seconds that rank 0 has to print why a run is refused."""
+"""Seconds in which rank 0 can print the reason why a run is refused."""
 _FORGED = (
     "what is in the store there was not written by a rank of this run: give every rank the "
     "same launch.token_file, and let no one else reach the port"
@@ -43,12 +43,12 @@ _FORGED = (
 
 
 def message_key(environment: ClusterEnvironment, launch: LaunchConfig) -> bytes:
-    """Return the key of the run's messages; rank 0 says where there is no secret.
+    """Return the key of the run's messages. Rank 0 prints a warning if there is no secret.
 
-    Ranks of one node find the same token in this user's own folder.
+    Without a token file, the ranks of a run on one node use the token in the user's cache folder.
 
     Raises:
-        ConfigError: There is a file that is no secret, or none where one is required.
+        ConfigError: The token file is not a valid secret, or it is required and missing.
     """
     secret = token.read_token(launch)
     assert environment.master_addr is not None
@@ -69,17 +69,18 @@ def message_key(environment: ClusterEnvironment, launch: LaunchConfig) -> bytes:
 def join_ranks(
     environment: ClusterEnvironment, key: bytes
 ) -> tuple[Channel, list[dict[str, Any]] | None, list[str]]:
-    """Meet the other ranks; rank 0 learns what each said of itself.
+    """Meet the other ranks.
 
     Returns:
-        Where they meet, what each said, and the nonces for ``Coordinator``.
+        The channel between the ranks, the descriptions of all ranks (only on rank 0), and the
+        nonces for ``Coordinator``.
 
     Raises:
-        ConfigError: They can't meet.
+        ConfigError: The ranks can't meet.
     """
     assert environment.master_addr is not None
     assert environment.master_port is not None
-    where = f"{environment.master_addr}:{environment.master_port}"
+    address = f"{environment.master_addr}:{environment.master_port}"
     waits_s = _AGENT_S if environment.agent_hosts_store else JOIN_S
     try:
         store = meet_at(
@@ -95,7 +96,7 @@ def join_ranks(
         message = (
             f"rank {environment.rank} waited {waits_s:g} s, and {listener} does not listen there"
         )
-        raise ConfigError([ConfigIssue("MASTER_ADDR", message, where)]) from None
+        raise ConfigError([ConfigIssue("MASTER_ADDR", message, address)]) from None
     job = dist.PrefixStore(f"axonlaunch/{environment.run_id}", store)
     try:
         if environment.rank == 0:
@@ -104,9 +105,9 @@ def join_ranks(
             named = run_identity.learn(job, key, timeout_s=JOIN_S)
     except TimeoutError:
         message = f"rank {environment.rank} waited {JOIN_S:g} s, and rank 0 began no run there"
-        raise ConfigError([ConfigIssue("MASTER_ADDR", message, where)]) from None
+        raise ConfigError([ConfigIssue("MASTER_ADDR", message, address)]) from None
     except ForgedMessageError:
-        raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, where)]) from None
+        raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, address)]) from None
     credentials = named.of(member_name(environment.rank))
     channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
     try:
@@ -129,7 +130,7 @@ def join_ranks(
         message = f"ranks {missing} did not join within {JOIN_S:g} s"
         raise ConfigError([ConfigIssue("WORLD_SIZE", message, environment.world_size)]) from None
     except ForgedMessageError:
-        raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, where)]) from None
+        raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, address)]) from None
     return channel, members, nonces
 
 
@@ -144,10 +145,10 @@ def _devices() -> list[str]:
 def with_node_counts(
     environment: ClusterEnvironment, members: list[dict[str, Any]] | None
 ) -> ClusterEnvironment:
-    """Add to the environment how many ranks each node has.
+    """Add the number of ranks and devices on each node to the environment.
 
     Raises:
-        ConfigError: Not all have as many.
+        ConfigError: Nodes have different numbers of ranks.
     """
     assert members is not None
     local_ranks = [member["local_rank"] for member in members]
@@ -155,24 +156,25 @@ def with_node_counts(
     if local_ranks != list(range(nproc)) * (environment.world_size // nproc):
         message = (
             f"ranks 0 to {environment.world_size - 1} have the local ranks {plain(local_ranks)}; "
-            "start as many on each node, those of one node in a row (srun --distribution=block)"
+            "start the same number on each node, with consecutive ranks (srun --distribution=block)"
         )
         raise ConfigError([ConfigIssue("WORLD_SIZE", message, environment.world_size)])
-    seen = [[*member["devices"]] for member in members]
+    visible = [[*member["devices"]] for member in members]
     return dataclasses.replace(
-        environment, local_world_size=nproc, devices=devices_each(seen, nproc)
+        environment, local_world_size=nproc, devices=devices_each(visible, nproc)
     )
 
 
 def devices_each(seen: Sequence[Sequence[str]], nproc: int) -> int:
-    """Return how many ranks of each node can have a device of their own.
+    """Return the number of ranks on each node that can have a separate device.
+
+    A scheduler makes either all devices of the node visible to every rank, which then uses the one
+    of its local rank, or one device to each rank. If the same single device is visible to two
+    ranks, they share it.
 
     Args:
-        seen: The devices that each rank sees, those of one node in a row.
-        nproc: Ranks of a node.
-
-    A scheduler shows every rank all devices of its node, of which each takes the one of its local
-    rank, or shows each rank its own. Two ranks that are shown the same single device share it.
+        seen: Devices visible to each rank, with the ranks of a node in a row.
+        nproc: Number of ranks on a node.
     """
     fewest = min(map(len, seen))
     if fewest != 1:
@@ -182,7 +184,7 @@ def devices_each(seen: Sequence[Sequence[str]], nproc: int) -> int:
 
 
 def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:
-    """Take the configuration that rank 0 froze, or the exit status where it launches nothing."""
+    """Receive the frozen configuration from rank 0, or an exit status if no run begins."""
     try:
         frozen = peers.wait_for("frozen", timeout_s=JOIN_S)
     except TimeoutError:
@@ -194,7 +196,8 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:
         peers.watch()
         peers.leave()
         if frozen["status"]:
-            time.sleep(_REPORT_S)  # a launcher ends all ranks with the first: rank 0 says why
+            # A launcher ends all ranks when the first one exits, so give rank 0 time to report.
+            time.sleep(_REPORT_S)
         return int(frozen["status"])
     config = configuration.parse_frozen(frozen["config"])
     run_dir.adopt(config)

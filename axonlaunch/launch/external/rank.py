@@ -1,7 +1,7 @@
-"""This process as one rank of a world that others started: torchrun, mpirun, srun or a person.
+"""Runs this process as one rank of a world started by torchrun, mpirun, srun or a user.
 
-It starts no rank. Rank 0 composes, checks and freezes the configuration; the others take it from
-torch's store. A thread of each watches the others, and rank 0's reports how the run ends.
+Rank 0 composes, checks and freezes the configuration; the other ranks read it from torch's store. A
+thread of each rank watches the others, and that of rank 0 reports the end of the run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from axonlaunch.verification.runner import prove_layout
 
 RANK_LOST_S = 20.0
 """Seconds of silence after which a rank is lost. Its watching thread shares the interpreter with
-training, so a short silence says nothing; a launcher notices a process that ended at once."""
+training, so a short silence is normal. A launcher notices the end of a process immediately."""
 
 
 def main(
@@ -62,23 +62,22 @@ def main(
     started: float,
     as_json: bool = False,
 ) -> tuple[int, dict[str, Any] | None]:
-    """Be a rank.
+    """Run this process as a rank.
 
     Args:
-        environment: Which one.
-        launch: What is said of the token.
-        resolve: Makes the configuration as it is written, and resolved, on rank 0.
-        launcher: What started it, watched.
-        started: ``time.time()`` when the command began.
-        as_json: Keep standard output free.
+        environment: Environment that describes this rank.
+        resolve: Composes and resolves the configuration on rank 0.
+        launch: Launch configuration with the settings of the token.
+        launcher: Launcher that started this process, which is watched.
+        started: ``time.time()`` at the start of the command.
+        as_json: Whether standard output is reserved for JSON.
 
     Returns:
-        The exit status and, on rank 0, what was written to ``summary.json``: now, or before where
-        the run was finished. A run that fails ends the process instead.
+        The exit status and, on rank 0, the content of ``summary.json``; that of an earlier launch
+        if the run was already finished. If the run fails, the process ends instead.
 
     Raises:
-        ConfigError: The ranks can't meet, or the configuration can't be run; rank 0 reports the
-            latter.
+        ConfigError: The ranks can't meet, or (only on rank 0) the configuration can't be run.
     """
     assert environment.local_rank is not None
     channel, members, nonces = join_ranks(environment, message_key(environment, launch))
@@ -102,7 +101,7 @@ def main(
                     print(text, file=sys.stderr if as_json else sys.stdout)
                     return 0, summary
                 announce = partial(print, file=sys.stderr)
-                # The others wait for what this sends them; no device is held yet by any.
+                # The other ranks wait for the configuration. No rank uses a device yet.
                 proof = prove_layout(multiprocessing.get_context("spawn"), resolved)
                 if proof is not None:
                     announce(proof)
@@ -114,8 +113,8 @@ def main(
                     launched_by=launcher.identity.name,
                 )
                 config = folder.enter_context(opened)
-                named = [member["host"] for member in members or ()]
-                log_event(config, "nodes", {"hosts": list(dict.fromkeys(named))})
+                hosts = [member["host"] for member in members or ()]
+                log_event(config, "nodes", {"hosts": list(dict.fromkeys(hosts))})
             except ConfigError:
                 _launch_nothing(peers, status=2)
                 raise
@@ -129,13 +128,13 @@ def main(
 
 
 def fetch_for_node(config: RunConfig, environment: ClusterEnvironment) -> None:
-    """Bring a model of the Hugging Face Hub to this node, by one of its ranks.
+    """Download a model from the Hugging Face Hub to this node, by the first rank of the node.
 
-    Rank 0 brought it to its own before it froze the configuration. The others of the node find it
-    there: no world is joined before all of its ranks come to that.
+    Rank 0 has downloaded it to its node before it froze the configuration. The other ranks of a
+    node need no barrier, because joining the world waits for all ranks.
 
     Raises:
-        ConfigError: It can't be fetched.
+        ConfigError: The model can't be downloaded.
     """
     if environment.rank == 0 or environment.local_rank != 0:
         return
@@ -160,32 +159,32 @@ def _run(
     started: float,
     as_json: bool,
 ) -> tuple[int, dict[str, Any] | None]:
-    """Be the rank from the frozen configuration on; return as ``main`` does."""
+    """Run the rank with the frozen configuration; return the same as ``main``."""
     output, errors = os.dup(1), os.dup(2)
-    place = _place(config, environment, peers)
-    rank_process.redirect(place.log)
+    spec = _rank_spec(config, environment, peers)
+    rank_process.redirect(spec.log)
     stream = tolerant(os.fdopen(errors if as_json else output, "w", buffering=1))
     console = RunConsole(stream=stream, is_plain=True)
     record = RunRecorder(started, console, proof=proof)
-    # Not forked from this process, which has threads and a device.
+    # Spawned, because this process has threads and a device and can't be forked.
     record.prediction = BackgroundEstimate(multiprocessing.get_context("spawn"), config)
     stop_request = _StopRequest()
     peers.watch()
     error_stream = tolerant(os.fdopen(errors, "w", buffering=1)) if not as_json else stream
-    watch = JobWatch(config, place, peers, launcher, record, console, error_stream)
+    watch = JobWatch(config, spec, peers, launcher, record, console, error_stream)
     watch.start()
     monitor = rank_process.monitor(
-        place, report=record if environment.rank == 0 else _unshown, stop=stop_request.is_set
+        spec, report=record if environment.rank == 0 else _ignore, stop=stop_request.is_set
     )
     try:
         fetch_for_node(config, environment)
-        rank_process.claim_cores(place)
-        # Not in a with statement: an error is reported before anything waits for the peers.
-        world = rank_process.join_world(config, place)
+        rank_process.claim_cores(spec)
+        # Not in a with statement, so that an error is reported before anything waits for peers.
+        world = rank_process.join_world(config, spec)
         finished = worker.run(config, world, monitor=monitor, cpu_peak=CpuPeakMemory)
         world.close()
     except BaseException as error:
-        peers.report(rank_process.report_of(error, place))
+        peers.report(rank_process.report_of(error, spec))
         traceback.print_exception(error)
         threading.Event().wait()  # the watching thread ends the process
         raise AssertionError("unreachable") from error
@@ -193,8 +192,8 @@ def _run(
     if isinstance(everyone, Crash):
         threading.Event().wait()
     watch.end()
-    for ours, theirs in ((output, 1), (errors, 2)):
-        os.dup2(ours, theirs)  # what is still to be said is for who started this process
+    for saved, standard in ((output, 1), (errors, 2)):
+        os.dup2(saved, standard)  # further output goes to the terminal again, not to the log
     status = 130 if finished.interrupted else 0
     if environment.rank:
         return status, None
@@ -205,8 +204,8 @@ def _run(
         return finish_run(config, Outcome(finished=merge_finished(everyone)), record, console)
 
 
-def _place(config: RunConfig, environment: ClusterEnvironment, peers: Coordinator) -> RankSpec:
-    """Return which rank this process is, as its launcher's environment says."""
+def _rank_spec(config: RunConfig, environment: ClusterEnvironment, peers: Coordinator) -> RankSpec:
+    """Return the specification of this rank from its launcher's environment."""
     assert environment.local_rank is not None
     assert config.launch.nproc != "auto"
     assert environment.master_addr is not None
@@ -223,36 +222,37 @@ def _place(config: RunConfig, environment: ClusterEnvironment, peers: Coordinato
         log=log_of(config, environment.rank),
         heartbeats=HeartbeatTable.of(config.launch.nproc),
         threads=frozen_threads(config),
-        cores=None,  # who started this process placed it
+        cores=None,  # the launcher has chosen the cores
     )
 
 
 def _sharing(config: RunConfig) -> int:
-    """Return how many ranks share the cores that this process may use."""
+    """Return the number of ranks that share the cores available to this process."""
     assert config.launch.nproc != "auto"
     allowed, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     return config.launch.nproc if allowed == all_cores else 1
 
 
-def _unshown(event: object) -> None:
+def _ignore(event: object) -> None:
     del event
 
 
 class _StopRequest:
-    """Whether this rank was asked to stop; asked again a second later, it ends at once.
+    """Records a stop signal. A second signal more than a second later ends the process immediately.
 
-    A launcher may pass on what the terminal sent already.
+    An earlier second signal is ignored, because a launcher may forward the one that the terminal
+    has already sent.
     """
 
     def __init__(self) -> None:
         self._first: float | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
+            signal.signal(number, self._on_signal)
 
     def is_set(self) -> bool:
         return self._first is not None
 
-    def _note(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         del number, frame
         now = time.monotonic()
         if self._first is not None and now - self._first > 1.0:

@@ -1,7 +1,7 @@
-"""A run as a SLURM job: its script, its submission, its log.
+"""Runs a configuration as a SLURM job: writes the batch script, submits it and follows its log.
 
-The job starts one process on each node, which takes everything else from SLURM's variables. SLURM
-does the rest: it queues, signals, kills and queues again; the run resumes in the same folder.
+The job starts one process on each node, which reads SLURM's environment variables. If SLURM
+requeues the job, the run resumes in the same folder.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ SCRIPT = "job.sbatch"
 JOB = "job.yaml"
 TOKEN = "token"
 UNKNOWN = "UNKNOWN"
-"""The state of a job that has ended, of which nobody says how."""
+"""State of a job that has ended in an unknown way."""
 _UNREACHABLE = "UNREACHABLE"
-"""The state of a job while SLURM can't be asked for it."""
+"""State of a job while SLURM can't be queried."""
 _ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "TIMEOUT", UNKNOWN),
 )
 _ANSWER_S = 60.0
-"""Seconds in which SLURM's programs answer, which wait for a controller that is busy."""
+"""Timeout of SLURM's programs in seconds. They wait while the controller is busy."""
 _POLL_S = 1.0
 
 
 def render(config: RunConfig, *, python: str = sys.executable) -> str:
-    """Write the batch script of a run whose ``name``, ``run_dir`` and ranks are resolved.
+    """Return the batch script of a run with resolved ``name``, ``run_dir`` and ``launch.nproc``.
 
-    Near its time limit the job is signalled, saves a checkpoint and is queued again; a job that is
-    pre-empted gets SIGTERM from SLURM itself, and is queued again by it.
+    Shortly before the time limit the job receives a signal, saves a checkpoint and requeues itself.
+    A preempted job receives SIGTERM from SLURM, which also requeues it.
     """
     launch, folder = config.launch, config.run_dir
     options = [
@@ -58,7 +58,7 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         "--signal=B:USR1@120",
     ]
     if launch.device == "cuda" or (launch.device == "auto" and launch.backend != "gloo"):
-        devices = 1 if launch.backend == "gloo" else launch.nproc  # gloo's ranks share it
+        devices = 1 if launch.backend == "gloo" else launch.nproc  # ranks share it with gloo
         options.append(f"--gpus-per-node={devices}")
     cpus = launch.slurm.cpus_per_task
     options.append("--exclusive" if cpus is None else f"--cpus-per-task={cpus}")
@@ -72,7 +72,7 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         *(python, "-P", "-m", "axonlaunch", "train", "--config-dir", folder),
         *("--config-name", Path(JOB).stem, "launch.name=auto"),
     ]
-    # sbatch divides such a line at blanks, and takes quotes as a shell does.
+    # sbatch splits these lines at blanks and handles quotes like a shell.
     options = [*map(shlex.quote, options), *launch.slurm.extra_args]
     lines = [
         "#!/bin/bash",
@@ -99,10 +99,11 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
-    """Check a run by what holds on every node that has its devices.
+    """Run the checks that apply to every node with the run's devices, and check the submission.
 
     Raises:
-        ConfigError: It can't be run there or submitted here, or a job has to know more of it.
+        ConfigError: No such node can run the configuration, it can't be submitted here, or a
+            setting that a job needs is missing.
     """
     issues = _job_issues(config)
     if not issues:
@@ -123,14 +124,15 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     """Submit a run and follow it to its end, or print its script.
 
     Args:
-        config: As ``check`` returned it.
-        options: Of the command.
+        config: Configuration returned by ``check``.
+        options: Options of the launch.
 
     Returns:
-        The exit status and the job's number, folder and last state; None of a script.
+        The exit status and the job's number, folder and last state; None instead of the latter if
+        the script was printed.
 
     Raises:
-        ConfigError: ``sbatch`` refuses.
+        ConfigError: ``sbatch`` failed.
     """
     if options.render:
         print(render(run_dir.with_run_dir(config)), end="")
@@ -140,19 +142,19 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
 
 
 def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
-    """Submit a run, and follow its log until it ends.
+    """Submit a run and follow its log until the job ends.
 
-    Ctrl-C ends the following, not the job.
+    Ctrl-C stops following the log, but does not end the job.
 
     Args:
-        config: Checked, its ranks resolved.
-        announce: Takes lines for the user.
+        config: Checked configuration with resolved ``launch.nproc``.
+        announce: Receives lines for the user.
 
     Returns:
         The exit status, and the job's number, folder and last state.
 
     Raises:
-        ConfigError: ``sbatch`` refuses.
+        ConfigError: ``sbatch`` failed.
     """
     with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
         folder = Path(config.run_dir)
@@ -172,7 +174,7 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
         announce(f"job {job} is still running; log: {log}")
         return 130, {**content, "state": _state(job).name}
     if last.name == UNKNOWN:
-        announce(f"job {job} has ended, and how is not known: {last.detail}; see {log}")
+        announce(f"job {job} has ended with an unknown state: {last.detail}; see {log}")
     else:
         announce(f"job {job}: {last.name.lower()}{last.detail}")
     return (0 if last == _JobState("COMPLETED") else 1), {**content, "state": last.name}
@@ -180,19 +182,19 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
 
 def _write(config: RunConfig, folder: Path) -> Path:
     if config.launch.token_file is None:
-        # The folder is on a file system that the job's nodes share.
+        # The run folder is on a file system shared by the nodes of the job.
         token.create_token(folder / TOKEN)
         config = configuration.with_values(
             config, {"launch.token_file": str((folder / TOKEN).absolute())}
         )
     replace_text(folder / JOB, configuration.to_yaml(config))
-    (folder / CONFIG).unlink()  # the run is yet to begin
+    (folder / CONFIG).unlink()  # the run has not begun yet
     replace_text(folder / SCRIPT, render(config))
     return folder / SCRIPT
 
 
 def _job_issues(config: RunConfig) -> list[ConfigIssue]:
-    """Report settings that a job needs in writing, for this node can't resolve them."""
+    """Return problems with settings that must be explicit, because this node can't resolve them."""
     issues: list[ConfigIssue] = []
     if config.launch.nproc == "auto":
         message = "is required for a job; write the number of devices per node"
@@ -205,11 +207,11 @@ def _job_issues(config: RunConfig) -> list[ConfigIssue]:
 
 @dataclass(frozen=True)
 class _JobState:
-    """What is known of a job.
+    """State of a job.
 
     Attributes:
-        name: As SLURM calls it, or one of ours.
-        detail: Why it is not known; or what is to be added of a job that completed.
+        name: SLURM's name of the state, or ``UNKNOWN`` or ``UNREACHABLE``.
+        detail: Reason why the state is not known, or a note on the exit code of a completed job.
     """
 
     name: str
@@ -217,14 +219,14 @@ class _JobState:
 
 
 def _follow(job: str, log: Path, announce: Callable[[str], None]) -> _JobState:
-    """Print a job's log until it has ended; return its last state."""
+    """Print a job's log until it ends, and return its last state."""
     read, state = 0, ""
     while True:
         now = _state(job)
         if now.name != state and now.name == "PENDING":
             announce(f"job {job} is pending")
         elif now.name != state and now.name == _UNREACHABLE:
-            announce(f"job {job}: SLURM can't be asked ({now.detail}); its log is followed on")
+            announce(f"job {job}: SLURM can't be queried ({now.detail}); still following its log")
         state = now.name
         if log.exists():
             with log.open("rb") as stream:
@@ -239,21 +241,21 @@ def _follow(job: str, log: Path, announce: Callable[[str], None]) -> _JobState:
 
 
 def _state(job: str) -> _JobState:
-    """Ask for a job's state; one that the controller has forgotten ended as its accounting says."""
+    """Return a job's state, from the accounting if the controller has forgotten the job."""
     answer, error = _ask("scontrol", "show", "job", job, "--oneliner")
     if match := re.search(r"\bJobState=(\w+)", answer):
         code = re.search(r"\bExitCode=(\d+:\d+)", answer)
         return _with_exit_code(match[1], code[1] if code else "")
     if "invalid job id" not in error.lower():
-        return _JobState(_UNREACHABLE, error or "scontrol says nothing of it")
+        return _JobState(_UNREACHABLE, error or "scontrol reports nothing about it")
     options = ["--noheader", "--parsable2", "--allocations", "--format=State,ExitCode"]
     answer, error = _ask("sacct", *options, "-j", job)
-    written, _, code_written = answer.partition("\n")[0].partition("|")
-    name = written.partition(" ")[0]  # CANCELLED by 1000
+    recorded_state, _, recorded_code = answer.partition("\n")[0].partition("|")
+    name = recorded_state.partition(" ")[0]  # for example "CANCELLED by 1000"
     if name in _ENDED:
-        return _with_exit_code(name, code_written)
-    reason = error or (f"sacct has it as {name}" if name else "sacct does not know it")
-    return _JobState(UNKNOWN, f"its controller has forgotten it, and {reason}")
+        return _with_exit_code(name, recorded_code)
+    reason = error or (f"sacct reports {name}" if name else "sacct does not know it")
+    return _JobState(UNKNOWN, f"the controller does not know the job any more, and {reason}")
 
 
 def _with_exit_code(name: str, code: str) -> _JobState:
@@ -262,7 +264,7 @@ def _with_exit_code(name: str, code: str) -> _JobState:
 
 
 def _ask(*command: str) -> tuple[str, str]:
-    """Return what a program of SLURM's prints, and where it fails, why."""
+    """Return the output of a SLURM program, and the reason if it fails."""
     program = command[0]
     try:
         ran = subprocess.run(

@@ -1,6 +1,6 @@
-"""The thread beside a rank's training: it follows the launcher, the other ranks and this one.
+"""Watches the launcher, the other ranks and this rank in a thread during training.
 
-When one fails it agrees with the others on who was first, and ends the process.
+After a failure the thread agrees with the other ranks on the first failure and ends the process.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _TICK_S = 0.1
 
 
 class JobWatch(threading.Thread):
-    """Follows this rank and the others beside training, and ends the process when one fails."""
+    """Thread that watches this rank and the others, and ends the process after a failure."""
 
     def __init__(
         self,
         config: RunConfig,
-        place: RankSpec,
+        spec: RankSpec,
         peers: Coordinator,
         launcher: LauncherProcess,
         record: RunRecorder,
@@ -41,28 +41,28 @@ class JobWatch(threading.Thread):
     ) -> None:
         super().__init__(name="watch", daemon=True)
         self._config = config
-        self._place = place
+        self._spec = spec
         self._peers = peers
         self._launcher = launcher
         self._record = record
         self._console = console
         self._errors = errors
         self._over = threading.Event()
-        self._tail = LogTail(place.log, console) if place.rank == 0 else None
+        self._tail = LogTail(spec.log, console) if spec.rank == 0 else None
 
     def end(self) -> None:
-        """Stop watching: every rank has ended well."""
+        """Stop watching, because every rank has finished successfully."""
         self._over.set()
         self.join()
         if self._tail:
             self._tail()
 
     def run(self) -> None:
-        """Watch until the end; an error in here ends the process."""
+        """Watch until the end. An error in this thread ends the process."""
         try:
             self._follow()
         except BaseException as error:
-            # Without it the training thread would wait for ever for an end that nobody decides.
+            # Without this thread the training thread might wait forever.
             traceback.print_exception(error, file=self._errors)
             os._exit(1)
 
@@ -78,42 +78,40 @@ class JobWatch(threading.Thread):
                 self._fail([report])
 
     def _hang(self) -> Report | None:
-        place, heartbeat = self._place, self._place.heartbeats.read(self._place.local_rank)
-        waited = self._config.launch.timeout_s
-        if heartbeat.phase == "done" or time.monotonic() - heartbeat.at < waited:
+        spec, heartbeat = self._spec, self._spec.heartbeats.read(self._spec.local_rank)
+        timeout_s = self._config.launch.timeout_s
+        if heartbeat.phase == "done" or time.monotonic() - heartbeat.at < timeout_s:
             return None
-        me = {place.local_rank: os.getpid()}
-        where = hang.ask(me, {place.local_rank: place.log})[place.local_rank]
-        return where.to_report(self._report("hang"), timeout_s=waited)
+        this_process = {spec.local_rank: os.getpid()}
+        location = hang.ask(this_process, {spec.local_rank: spec.log})[spec.local_rank]
+        return location.to_report(self._report("hang"), timeout_s=timeout_s)
 
     def _report(self, kind: FailureKind, reason: str = "") -> Report:
-        place = self._place
-        heartbeat = place.heartbeats.read(place.local_rank)
+        spec = self._spec
+        heartbeat = spec.heartbeats.read(spec.local_rank)
         return report_of_rank(
-            place.rank, kind, reason, log=place.log, step=heartbeat.step, doing=heartbeat.phase
+            spec.rank, kind, reason, log=spec.log, step=heartbeat.step, doing=heartbeat.phase
         )
 
     def _fail_without_launcher(self) -> NoReturn:
-        """End with the launcher; the store may have been its own, so nothing is agreed on."""
+        """End because the launcher has ended, without agreement: the store may have been its."""
         name, pid = self._launcher.name, self._launcher.pid
-        reason = (
-            f"its launcher {name} (process {pid}) is gone: it was killed, or had no memory left"
-        )
+        reason = f"its launcher {name} (process {pid}) is gone: it was killed or ran out of memory"
         report = self._report("lost", reason)
         self._peers.report(report)  # the ranks of other nodes may learn of it
         time.sleep(_TICK_S)
-        self._end(find_root_cause([report]), reports=self._place.rank == 0)
+        self._end(find_root_cause([report]), reports=self._spec.rank == 0)
 
     def _fail(self, reports: list[Report]) -> NoReturn:
-        """Agree on who was first, report it on rank 0, and end this process."""
+        """Agree on the first failure, report it on rank 0, and end this process."""
         crash = self._peers.root_cause(reports)
-        if self._launcher.is_gone.is_set():  # what failed here followed from that
+        if self._launcher.is_gone.is_set():  # the failure is a consequence of that
             self._fail_without_launcher()
-        self._end(crash, reports=self._place.rank == 0 or not self._peers.is_judged)
+        self._end(crash, reports=self._spec.rank == 0 or not self._peers.is_judged)
 
     def _end(self, crash: Crash, *, reports: bool) -> NoReturn:
-        """End this process; rank 0 writes the run's summary too."""
-        if self._place.rank == 0:
+        """End this process. Rank 0 writes the run's summary first."""
+        if self._spec.rank == 0:
             self._console.stop()
             sys.stderr = self._errors
             finish_run(self._config, Outcome(crash=crash), self._record, self._console)

@@ -253,7 +253,7 @@ def report_of(error: BaseException, spec: RankSpec) -> Report:
 
 
 def _find_deleted(error: BaseException, run_folder: Path) -> str:
-    """Name what was deleted under the run and so caused an error; empty for another error."""
+    """Return the deleted file or run folder that caused an error; empty for other errors."""
     if not isinstance(error, OSError | SaveError):
         return ""
     if not (run_folder / "logs").is_dir():

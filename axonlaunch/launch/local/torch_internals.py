@@ -1,12 +1,12 @@
 """Defers the import of torch's compiler (``torch._dynamo``) until something compiles.
 
-Importing it takes a fifth to a third of what the fork server imports. Eager training calls four of
-its functions: two keep the compiler out of an optimizer or a hook, two ask for a mode and clear a
-cache. None has an effect while the compiler was never imported, so ``defer_compiler`` replaces
-these four by equivalents. Its settings (``torch._dynamo.config``), which fake tensors
-read, are torch's own module, imported alone. Any other use of ``torch._dynamo`` (``torch.compile``,
-a pipeline's schedules) imports the real module into the same module object; from then on all is as
-torch has it.
+The compiler takes a fifth to a third of the fork server's import time. Eager training calls four of
+its functions: two exclude an optimizer or a hook from compilation, one returns a mode and one
+clears a cache. They have no effect until the compiler is imported, so ``defer_compiler`` replaces
+these four by equivalents. The settings (``torch._dynamo.config``), which fake tensors read, are
+torch's module, imported without the rest. Any other use of ``torch._dynamo`` (``torch.compile``, a
+pipeline's schedules) imports the real module into the same module object, which then behaves like
+torch's.
 
 ``tests/launch/test_deferred_compiler.py`` compares the four with those of the installed torch.
 """
@@ -30,15 +30,15 @@ _CONFIG = f"{_NAME}.config"
 
 
 def defer_compiler() -> None:
-    """Import ``torch._dynamo`` in this process only when more than eager training uses it.
+    """Defer the import of ``torch._dynamo`` in this process until more than eager training uses it.
 
-    Call it before the first import of ``torch._dynamo``; later it does nothing.
+    Call this before the first import of ``torch._dynamo``; later it has no effect.
     """
     if _NAME in sys.modules:
         return
     spec = PathFinder.find_spec(_NAME, torch.__path__)
     if spec is None or type(spec.loader) is not SourceFileLoader:
-        return  # a torch that is not installed as files is imported as it always was
+        return  # torch is not installed as source files, so its import is not changed
     compiler = _DeferredCompiler(spec)
     sys.meta_path.insert(0, _Finder(compiler))
     sys.modules[_NAME] = compiler
@@ -46,17 +46,17 @@ def defer_compiler() -> None:
 
 
 def is_deferred() -> bool:
-    """Whether ``torch._dynamo`` is deferred in this process and was not imported since."""
+    """Return whether ``torch._dynamo`` is deferred and not yet imported in this process."""
     module = sys.modules.get(_NAME)
     return isinstance(module, _DeferredCompiler) and module.is_deferred
 
 
 class _DeferredCompiler(ModuleType):
-    """``torch._dynamo`` with what eager training uses, until another attribute of it is read."""
+    """Replaces ``torch._dynamo`` until an attribute is read that eager training does not use."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(_NAME)
-        # What tools read of every module (inspect, warnings) must not import it.
+        # Tools such as inspect and warnings read these attributes of every module.
         self.__spec__, self.__file__, self.__loader__ = spec, spec.origin, spec.loader
         self.__package__, self.__path__ = _NAME, spec.submodule_search_locations or []
         self._lock = threading.Lock()
@@ -68,7 +68,7 @@ class _DeferredCompiler(ModuleType):
 
     @property
     def is_deferred(self) -> bool:
-        """Whether nothing has imported it yet."""
+        """Whether the real module is not yet imported."""
         return self._is_deferred
 
     def __getattr__(self, name: str) -> Any:
@@ -81,26 +81,28 @@ class _DeferredCompiler(ModuleType):
         return super().__getattribute__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Import the real module before something is replaced in it."""
+        """Import the real module before one of its attributes is replaced."""
         if self.__dict__.get("_is_deferred") and not name.startswith("_") and name != "config":
             self.load()
         super().__setattr__(name, value)
 
     def load(self) -> None:
-        """Import the real module into this object, or wait until another thread has."""
+        """Import the real module into this object, or wait for another thread that does."""
         with self._lock:
             first, self._is_deferred = self._is_deferred, False
             if first:
                 del sys.modules[_NAME]
-        # Python's own import: its locks make other threads wait, and it finds a deadlock of two.
+        # Python's import locks make other threads wait, and detect deadlocks.
         importlib.import_module(_NAME)
 
 
 class _DeferredPart:
     """A module of ``torch._dynamo`` with one equivalent; other attributes import the real one."""
 
-    def __init__(self, compiler: _DeferredCompiler, name: str, known: Mapping[str, Any]) -> None:
-        self.__dict__.update(known, _compiler=compiler, _name=name)
+    def __init__(
+        self, compiler: _DeferredCompiler, name: str, equivalents: Mapping[str, Any]
+    ) -> None:
+        self.__dict__.update(equivalents, _compiler=compiler, _name=name)
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
@@ -116,7 +118,7 @@ class _DeferredPart:
 
 
 class _Finder(MetaPathFinder):
-    """Imports the whole package before one of its modules, into the object that stands for it."""
+    """Imports the real package into its deferred object before any of its modules."""
 
     def __init__(self, compiler: _DeferredCompiler) -> None:
         self._compiler = compiler
@@ -136,42 +138,42 @@ class _Finder(MetaPathFinder):
             return None
         if self._compiler.is_deferred:
             self._compiler.load()
-            if (module := sys.modules.get(fullname)) is not None:  # the package imports it too
-                # Python would run it again, by the specification that the module has.
+            if (module := sys.modules.get(fullname)) is not None:  # imported by the package
+                # With the module's own specification, Python would run it again.
                 module.__spec__ = ModuleSpec(fullname, _AlreadyImported(module))
                 return module.__spec__
         return None
 
 
 class _InPlace(SourceFileLoader):
-    """Runs the code of a module in an object that exists."""
+    """Runs the code of a module in an existing module object."""
 
     module: ModuleType
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the object."""
+        """Return the existing object."""
         del spec
         return self.module
 
 
 class _AlreadyImported(Loader):
-    """Returns a module that was imported while its own import was prepared."""
+    """Returns a module that was imported while its import was being prepared."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return it."""
+        """Return the imported module."""
         del spec
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it as it was."""
+        """Restore the module's specification without running its code."""
         module.__spec__ = self._spec
 
 
 def _disable(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """Return a function that calls ``fn``, and that the compiler, once imported, passes over."""
+    """Return a function that calls ``fn`` and is excluded from compilation."""
     if not isinstance(fn, FunctionType):  # a class, a module, or the use as ``@disable()``
         return _real_disable()(fn, recursive, **options)
     disabled: Callable[..., Any] | None = None
@@ -179,7 +181,7 @@ def _disable(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
     @functools.wraps(fn)
     def call(*args: Any, **keywords: Any) -> Any:
         nonlocal disabled
-        if sys.modules[_NAME].__dict__.get("disable") is _disable:  # nothing can compile yet
+        if sys.modules[_NAME].__dict__.get("disable") is _disable:  # the compiler is not imported
             return fn(*args, **keywords)
         if disabled is None:
             disabled = _real_disable()(fn, recursive, **options)
@@ -194,17 +196,17 @@ def _real_disable() -> Callable[..., Any]:
 
 
 def _graph_break(msg: str = "") -> None:
-    """Do nothing, as torch's function does outside a compilation."""
+    """Do nothing, like torch's function outside of a compilation."""
 
 
 def _ddp_mode() -> str:
-    """Return how torch compiles DDP, by its setting as it stands."""
+    """Return the mode in which torch compiles DDP, from the current setting."""
     if importlib.import_module(_CONFIG).optimize_ddp is True:
         return "ddp_optimizer"
     real: Any = importlib.import_module(f"{_NAME}.utils")
-    named: str = real.get_optimize_ddp_mode()
-    return named
+    mode: str = real.get_optimize_ddp_mode()
+    return mode
 
 
 def _clear_cache() -> None:
-    """Do nothing: rules of the compiler are cached when it is imported."""
+    """Do nothing, because there is no cache before the compiler is imported."""

@@ -1,1 +1,1 @@
-"""Runs on several nodes: who takes part, and what the nodes say to each other."""
+"""Runs on several nodes: membership of nodes and the messages between them."""

@@ -1,7 +1,8 @@
-"""What the processes of a run on several nodes exchange, over torch's store.
+"""Coordinates the members of a run over torch's store: heartbeats, failures and results.
 
-Each sends heartbeats, so that silence is noticed; failures are gathered by member 0, which alone
-judges who was first. All of it is signed JSON; what another than the named member wrote is ignored.
+Members are nodes, or ranks that another launcher started. Each member sends heartbeats. Member 0
+collects failures and determines which was first. All messages are signed JSON; a message that was
+not written by the named member is ignored.
 """
 
 from __future__ import annotations
@@ -23,30 +24,32 @@ _BEAT_S = 0.3
 _LEAVE_S = 2.0
 _AGAIN = "again"
 _SETTLE_S = 1.5
-"""How long member 0 waits for other nodes' reports after the first failure."""
+"""Seconds that member 0 waits for reports of other members after the first failure."""
 
 
 class Coordinator:
-    """This process among the members of a run.
+    """One member of a run. Member 0 leads.
 
-    One class for member 0, which leads, and the others: most of what they do is the same. A run of
-    two nodes, in which a rank of node 1 crashes; each line is a key of the store and who writes it:
+    Most of the code is the same for member 0 and the others. Example: in a run on two nodes a rank
+    of node 1 crashes. These keys are written to the store:
 
-        heartbeat/0, /1   both, every 0.3 s: a count, this member's failures, and whether it was
-                          asked to stop
-        heartbeat/1       member 1: with the report of its rank, as soon as it is known
-        root_cause        member 0, as soon as that explains it: which rank failed first, and why
-        left/1, left/0    both: read, and gone; member 0 waits for the others, for it has the store
+        heartbeat/0, /1   both, every 0.3 s: a count, the member's failures, and whether it received
+                          a stop request
+        heartbeat/1       member 1: with the report of its rank, when it is known
+        root_cause        member 0, when it has collected reports: the first failure and its reason
+        left/1, left/0    both, when they have read it and end; member 0 waits for the others,
+                          because it hosts the store
 
-    In a run that succeeds ``done/0`` and ``done/1`` come instead, with what ranks reported, then
-    ``over`` of member 0, then ``left``. Member 0 is in ``_judge``, ``_poll_members`` and
-    ``_all_of``; the others are in ``_await_root_cause``, ``_poll_leader`` and ``_said``.
+    In a run that succeeds the keys are ``done/0`` and ``done/1`` with the results of ranks, then
+    ``over`` from member 0, then ``left``. Only member 0 uses ``_judge``, ``_poll_members`` and
+    ``_all_of``. Only the others use ``_await_root_cause``, ``_poll_leader`` and
+    ``_leader_message``.
 
     Attributes:
-        channel: Where they meet, under what is the run's alone.
-        member: Which one this is; 0 leads.
-        members: How many there are.
-        will_restart: Once all have ended: whether they meet again, with newcomers.
+        channel: Channel between the members, in the run's part of the store.
+        member: Number of this member; 0 leads.
+        members: Number of members.
+        will_restart: Whether the members meet again with new ones; valid after all have ended.
     """
 
     def __init__(
@@ -61,20 +64,21 @@ class Coordinator:
         are_nodes: bool,
         newcomers: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Join; nothing is watched before ``watch``.
+        """Prepare a member. Heartbeats begin with ``watch``.
 
         Args:
-            channel: Where the members meet; used by nobody else while this lives.
-            nonces: Those of all members on member 0, elsewhere this one's, of ``handshake``.
-            member: Which one this is.
-            members: How many there are.
-            first_ranks: The first rank of each.
+            channel: Channel between the members; used only by this object.
+            nonces: Nonces from ``handshake``: those of all members on member 0, otherwise only that
+                of this member.
+            member: Number of this member.
+            members: Number of members.
+            first_ranks: First rank of each member.
             lost_s: Seconds of silence after which a member is lost.
-            are_nodes: Whether each supervises a node's ranks and does nothing else, so that
-                its silence fails the run. One that is a rank may be silent while it works; its
-                silence only explains another's failure, until all have nothing left to do.
-            newcomers: Whether somebody waits to join who could; member 0 alone asks, in the
-                thread that listens.
+            are_nodes: Whether members are processes that only supervise a node's ranks. Their
+                silence fails the run. A member that is a rank may be silent while it works; until
+                all ranks are done, its silence only explains the failure of another rank.
+            newcomers: Returns whether a new member waits that can join. Only member 0 calls it, in
+                its listening thread.
         """
         self.channel = channel
         self._nonces = nonces
@@ -87,7 +91,8 @@ class Coordinator:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._sent: dict[str, Any] = {}
-        # On member 0 everybody's; elsewhere this member's own, which each heartbeat carries.
+        # On member 0 the reports of all members; otherwise those of this member, which each
+        # heartbeat contains.
         self._reports: list[Report] = []
         self._read = [0] * members
         self._heard: dict[int, int] = {}
@@ -105,25 +110,25 @@ class Coordinator:
 
     @property
     def is_judged(self) -> bool:
-        """Whether member 0 has said who failed first."""
+        """Whether member 0 has determined the first failure."""
         return self._root_cause is not None
 
     @property
     def is_headless(self) -> bool:
-        """Whether member 0, and with it the store, is lost."""
+        """Whether member 0 is lost, and with it the store."""
         return not self.is_lead and self._lead_is_lost()
 
     def publish(self, key: str, value: Any) -> None:
-        """Write a value that others wait for; member 0 does."""
+        """Publish a value for the other members. Only member 0 calls this."""
         self.channel.put(key, {"nonces": self._nonces, "value": value})
 
     def wait_for(self, key: str, *, timeout_s: float) -> Any:
         """Wait for a value of member 0.
 
         Raises:
-            TimeoutError: It did not publish it in time.
-            ForgedMessageError: It did not write what stands there, or not for this member now: a
-                message of an old run has another nonce.
+            TimeoutError: Member 0 did not publish the value in time.
+            ForgedMessageError: The message was not written by member 0, or not for this start of
+                the member: a message from an old run has another nonce.
         """
         self.channel.wait(key, timeout_s=timeout_s)
         content = read_message(self.channel, key, member_name(0))
@@ -135,14 +140,14 @@ class Coordinator:
     def watch(self) -> None:
         """Start the thread that sends heartbeats and listens.
 
-        From now on a thread alone uses the store: where the network is gone an operation may never
-        return, and whoever waits for one could not end the ranks.
+        From now on only this thread uses the store. If the network is gone, a store operation may
+        never return, and a thread that waits for it could not end the ranks.
         """
         self._contact = time.monotonic()
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
 
     def failure(self) -> bool:
-        """Return whether a member has failed, or is lost."""
+        """Return whether a member has failed or is lost."""
         if not self.is_lead:
             return self._root_cause is not None or self._lead_is_lost()
         with self._lock:
@@ -150,18 +155,18 @@ class Coordinator:
             return bool(self._reports) or self._gone or (watches and bool(self._lost()))
 
     def is_awaited(self) -> bool:
-        """Return whether somebody waits to join; only member 0 knows."""
+        """Return whether a new member waits to join. Only member 0 knows this."""
         return self._is_awaited
 
     def request_stop(self) -> None:
-        """Let all members know that this one was asked to stop: none restarts what then fails."""
+        """Tell all members about a stop request, so that none restarts after a failure."""
         self._is_stopping = True
         self._wake.set()
 
     def is_stopping(self) -> bool:
-        """Return whether a member was asked to stop, as far as this one knows.
+        """Return whether any member is known to have received a stop request.
 
-        With the root cause of a failure all know the same.
+        After the root cause of a failure is published, the result is the same on all members.
         """
         return self._is_stopping
 
@@ -172,17 +177,17 @@ class Coordinator:
         self._wake.set()
 
     def root_cause(self, reports: list[Report]) -> Crash:
-        """Agree with the others on who failed first; ``reports`` are this member's failures."""
+        """Agree with the others on the first failure; ``reports`` are those of this member."""
         for report in reports:
             self.report(report)
         return self._judge() if self.is_lead else self._await_root_cause(reports)
 
     def finish(self, finished: list[Finished], *, again: bool = False) -> list[Finished] | Crash:
-        """Wait until all members have ended; return what all ranks reported, in their order.
+        """Wait until all members have ended, and return the results of all ranks in rank order.
 
         Args:
-            finished: What this member's ranks reported.
-            again: Whether all are to meet again, with newcomers; member 0 decides.
+            finished: Results of this member's ranks.
+            again: Whether all members meet again with new ones; the value on member 0 counts.
         """
         self.will_restart = again
         records = [dataclasses.asdict(record) for record in finished]
@@ -196,12 +201,12 @@ class Coordinator:
         return [Finished(**record) for node in self._finished for record in node] or finished
 
     def _judge(self) -> Crash:
-        """Wait for what explains a failure, find the root cause, and publish it."""
-        begun = time.monotonic()
+        """Wait for reports that explain a failure, find the root cause, and publish it."""
+        began = time.monotonic()
         while True:
             with self._lock:
                 reports, lost = [*self._reports], self._lost()
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - began
             explained = lost or (is_conclusive(reports) and waited > _SETTLE_S)
             if explained or self._gone or waited > self._lost_s + 1:
                 break
@@ -215,7 +220,7 @@ class Coordinator:
         return crash
 
     def _await_root_cause(self, reports: list[Report]) -> Crash:
-        """Wait for the root cause from member 0; where it never comes, member 0 is to blame."""
+        """Wait for the root cause from member 0; if it does not come, member 0 is the cause."""
         deadline = time.monotonic() + 2 * self._lost_s + _SETTLE_S
         while self._root_cause is None and time.monotonic() < deadline and not self._lead_is_lost():
             time.sleep(0.02)
@@ -225,9 +230,9 @@ class Coordinator:
         return self._root_cause
 
     def leave(self) -> None:
-        """Leave, and on member 0 wait until the others have read the end: the store ends with it.
+        """Leave the run. Member 0 hosts the store, so it waits until others have read the end.
 
-        Not long: one that is lost never reads it.
+        The wait is short, because a lost member never reads it.
         """
         self._send(f"left/{self.member}", True)
         deadline = time.monotonic() + _LEAVE_S
@@ -270,13 +275,13 @@ class Coordinator:
                 self._contact = time.monotonic()
                 self._wake.wait(_BEAT_S)
         except Exception:
-            # Whatever it was, there is no store any more.
+            # After any error the store counts as gone.
             self._gone = True
 
     def _send_heartbeat(self, count: int) -> None:
-        """Send this member's heartbeat, with all that it has to report.
+        """Send this member's heartbeat with its reports.
 
-        Counts grow, so that an old heartbeat, put back by a stranger, is not taken for life.
+        Counts increase, so an old heartbeat that an attacker restores does not count.
         """
         with self._lock:
             reports = [] if self.is_lead else [report.to_json() for report in self._reports]
@@ -284,7 +289,7 @@ class Coordinator:
         self.channel.put(f"heartbeat/{self.member}", message)
 
     def _flush(self) -> None:
-        """Write every message again: what a stranger wrote over one of them does not last."""
+        """Write all sent messages again, in case an attacker has overwritten some."""
         with self._lock:
             sent = [*self._sent.items()]
         for key, value in sent:
@@ -293,30 +298,30 @@ class Coordinator:
                 self._all_left = True
 
     def _poll_leader(self) -> None:
-        """Read what member 0 published."""
-        if (root_cause := self._said("root_cause")) is not None:
+        """Read the messages of member 0."""
+        if (root_cause := self._leader_message("root_cause")) is not None:
             self._is_stopping |= root_cause["is_stopping"]
             self._root_cause = Crash.from_json(root_cause["crash"])
-        elif self._is_done and (over := self._said("over")) is not None:
+        elif self._is_done and (over := self._leader_message("over")) is not None:
             self.will_restart = over == _AGAIN
             self._is_over = True
         elif self._is_done:  # the store may live on without member 0
-            self._note_heartbeat(0, self._said("heartbeat/0"))
+            self._note_heartbeat(0, self._leader_message("heartbeat/0"))
 
     def _note_heartbeat(self, member: int, heartbeat: Any | None) -> None:
-        """Record a member's heartbeat, if it is new; members send them until they leave."""
+        """Record a member's heartbeat if it is new."""
         if heartbeat is not None and heartbeat["count"] > self._heard.get(member, -1):
             self._heard[member] = heartbeat["count"]
             self._heard_at[member] = time.monotonic()
 
-    def _said(self, name: str) -> Any | None:
-        """Return a message of member 0; None where there is none, or another's."""
+    def _leader_message(self, name: str) -> Any | None:
+        """Return a message of member 0; None if it is missing or was written by another."""
         if not self.channel.check([name]):
             return None
         return self.channel.get_each({name: member_name(0)})[0]
 
     def _poll_members(self) -> None:
-        """Read the others' heartbeats, reports and what they leave with."""
+        """Read the heartbeats, reports, results and leave messages of other members."""
         others = range(1, self.members)
         heartbeats = self.channel.get_each(self._names("heartbeat", others))
         with self._lock:
@@ -342,7 +347,7 @@ class Coordinator:
         self._all_left = self._all_of("left", left) is not None
 
     def _all_of(self, kind: str, members: Sequence[int]) -> list[Any] | None:
-        """Return the messages of a kind; None until each of the members has written its own."""
+        """Return a message of a kind from each member; None until all have written it."""
         names = self._names(kind, members)
         if not self.channel.check([*names]):
             return None

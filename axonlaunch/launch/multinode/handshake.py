@@ -1,6 +1,6 @@
-"""How the members of a run on several nodes join each other, over torch's store.
+"""Joins the members of a run on several nodes over torch's store.
 
-What another than the named member wrote is refused.
+Messages that were not written by the named member are rejected.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.system.authentication import ForgedMessageError
 
 _ANSWER_S = 10.0
-"""Seconds in which the store answers that a key is there: whatever is read is written already."""
+"""Timeout of store operations in seconds. Keys are read only after they were written."""
 
 
 def member_name(member: int) -> str:
-    """Return what a member signs as."""
+    """Return the sender name of a member."""
     return f"member {member}"
 
 
 def read_message(channel: Channel, name: str, sender: str) -> Any:
-    """Read a message that stood there a moment ago.
+    """Read a message whose key exists.
 
     Raises:
-        ForgedMessageError: Another wrote it, or deleted it since.
+        ForgedMessageError: Another sender wrote the message, or it was deleted.
     """
     try:
         return channel.get(name, sender=sender)
@@ -40,12 +40,12 @@ def read_message(channel: Channel, name: str, sender: str) -> Any:
 def heartbeat_message(
     count: int, *, reports: Sequence[str] = (), is_stopping: bool = False
 ) -> dict[str, Any]:
-    """Return what a member's heartbeat says.
+    """Return the content of a member's heartbeat.
 
     Args:
-        count: Of its heartbeats; a handshake sends the first.
-        reports: Its failures.
-        is_stopping: Whether it was asked to stop.
+        count: Number of this heartbeat; the handshake sends number 0.
+        reports: Failure reports of the member.
+        is_stopping: Whether the member received a stop request.
     """
     return {"count": count, "reports": [*reports], "is_stopping": is_stopping}
 
@@ -64,22 +64,22 @@ def handshake(
     """Wait until every member has joined.
 
     Args:
-        channel: Where they meet. From now on none of its operations waits for long: what a
-            stranger deletes is not waited for.
-        member: Which one this is.
-        members: How many there are.
-        unit: What a member is, for the text of ``announce``.
-        about: What this one says of itself.
-        timeout_s: How long member 0 waits for the others.
-        announce: Takes a line for the user.
-        confirm: Raises where the others can't come any more; member 0 asks again and again.
+        channel: Channel between the members. Its timeout becomes short, so that deleted keys do not
+            block it.
+        member: Number of this member.
+        members: Number of members.
+        unit: Word for a member in the text of ``announce``, for example "rank".
+        about: Description of this member for member 0.
+        timeout_s: Seconds that member 0 waits for the others.
+        announce: Receives a line for the user.
+        confirm: Function that member 0 calls repeatedly; it raises if others can't join any more.
 
     Returns:
-        What each said of itself, on member 0 alone, and the nonces for ``Coordinator``.
+        Descriptions of all members, only on member 0, and the nonces for ``Coordinator``.
 
     Raises:
-        TimeoutError: Some did not come; the message says which.
-        ForgedMessageError: Another than the member wrote what it said.
+        TimeoutError: Some members did not join; the message lists them.
+        ForgedMessageError: A message was not written by the member.
     """
     channel.store.set_timeout(timedelta(seconds=_ANSWER_S))
     nonce = secrets.token_hex(16)

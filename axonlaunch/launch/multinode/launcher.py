@@ -1,6 +1,6 @@
-"""One of several nodes of a run, which starts its own ranks beside the others'.
+"""Launches this node's ranks of a run on several nodes.
 
-What fails is started again where that may help, with the nodes that are left.
+A failed attempt is restarted with the remaining nodes if a restart can help.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from axonlaunch.verification.runner import prove_layout
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
-    """Return the configuration as it is: ``launch`` checks it, and reports to the other nodes.
+    """Check the configuration in a dry run; otherwise return it unchanged.
+
+    ``launch`` runs the checks itself, because it reports problems to the other nodes.
 
     Raises:
-        ConfigError: Nothing is to be launched, and it can't be run on this node.
+        ConfigError: In a dry run, this node can't run the configuration.
     """
     if not options.dry_run:
         return config
@@ -42,7 +44,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
         if token.read_token(config.launch) is None:
             token.missing_token(config.launch, address="")
     with gathering(issues):
-        if config.launch.node_rank == 0:  # its folder is the run's
+        if config.launch.node_rank == 0:  # the run folder is that of node 0
             run_dir.check_run_dir(config)
     if issues:
         raise ConfigError(issues)
@@ -60,22 +62,22 @@ def _resolve(config: RunConfig, options: LaunchOptions) -> RunConfig:
 
 
 def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any] | None]:
-    """Run this node's ranks beside those of the others, again where that may help.
+    """Run this node's ranks together with those of other nodes, with restarts if they can help.
 
     Args:
-        config: With what the environment says of ``launch``.
-        options: Of the command.
+        config: Configuration with the environment's ``launch`` values.
+        options: Options of the launch.
 
     Returns:
-        The exit status and, on node 0, what was written to ``summary.json``: now, or before where
-        the run was finished.
+        The exit status and, on node 0, the content of ``summary.json``; that of an earlier launch
+        if the run was already finished.
 
     Raises:
-        ConfigError: The nodes can't meet, or differ; no rank was started.
+        ConfigError: The nodes can't meet or have different configurations. No rank was started.
     """
     context = options.context
     problems: list[ConfigIssue] = []
-    with gathering(problems):  # which are reported to the other nodes
+    with gathering(problems):  # problems are reported to the other nodes
         config = _resolve(config, options)
     if missing := unsaid(config):
         raise ConfigError([*problems, *missing])

@@ -1,7 +1,7 @@
-"""The nodes of a run: how one meets the others, and agrees with them on what is to be run.
+"""Connects a node with the other nodes of a run and agrees with them on the configuration.
 
-They meet at node 0. Torch's store carries their messages; every node composes and
-checks the same overrides itself, and a difference is reported before a rank starts.
+Nodes exchange messages over torch's store on node 0. Every node composes and checks the same
+overrides. Differences are reported before a rank starts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ from axonlaunch.launch.output.summary import log_event
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 NODE_LOST_S = 5.0
-"""Seconds of silence after which a node is lost: its processes have to be gone in ten."""
+"""Seconds of silence after which a node is lost. Its processes must have ended after ten."""
 _OWN = ("launch.node_rank", "launch.token_file", "name", "run_dir")
-"""What may differ between nodes: each says the first two itself, node 0 decides the others.
-"""
+"""Keys that may differ between nodes. Each node sets the first two; node 0 decides the others."""
 _FORGED = (
     "what is in the store there was not written by a node of this run: give every node the "
     "same launch.token_file, and let no one else reach the port"
@@ -51,13 +50,13 @@ _FORGED = (
 
 
 class NodeMembership:
-    """This node, over all attempts at a run.
+    """Membership of this node in a run, over all attempts.
 
     Attributes:
-        attempts: How many there were before this one.
-        restarts: Those of them that failed; the others made room for a node.
-        summary: Of a run that was finished before, on node 0.
-        status: The exit status where this node takes part in no attempt.
+        attempts: Number of earlier attempts.
+        restarts: Number of earlier attempts that failed; the others ended to admit a new node.
+        summary: Summary of a run that was already finished, on node 0; otherwise None.
+        status: Exit status of a node that takes part in no attempt.
     """
 
     def __init__(
@@ -69,18 +68,18 @@ class NodeMembership:
         composed: Composed | None = None,
         launched_by: str = "",
     ) -> None:
-        """Listen on node 0, or reach it.
+        """Listen as node 0, or connect to it.
 
         Args:
-            config: As given to this node.
-            problems: What it can't run it for.
-            console: Takes lines for the user.
-            composed: What the run's files, overrides and environment say on this node.
-            launched_by: What is the same in all starts of the run by its scheduler.
+            config: Configuration of this node.
+            problems: Reasons why this node can't run the configuration.
+            console: Console that shows lines to the user.
+            composed: Composed files, overrides and environment of the run on this node.
+            launched_by: Name that is the same in all starts of the run by its scheduler.
 
         Raises:
-            ConfigError: The address is not node 0's, its port is taken, nobody answers, or the
-                token can't be read.
+            ConfigError: The address is not that of node 0, its port is in use, no process answers,
+                or the token can't be read.
         """
         self._given = config
         self._problems = problems
@@ -93,7 +92,7 @@ class NodeMembership:
             warning = token.missing_token(config.launch, address=where)
             if self._hosts:
                 console.line(warning)
-        # It listens for as long as this is held.
+        # Node 0 listens as long as this store object exists.
         if not self._hosts:
             which = "" if config.launch.node_rank == "auto" else f" {config.launch.node_rank}"
             where = f"{config.launch.master_addr}:{meeting_port(config)}"
@@ -108,7 +107,7 @@ class NodeMembership:
         self.status = 0
 
     def _open(self, *, listens: bool) -> dist.Store:
-        """Connect to where the nodes meet."""
+        """Connect to the store of the run."""
         launch, port = self._given.launch, meeting_port(self._given)
         timeout = timedelta(seconds=launch.timeout_s)
         try:
@@ -126,10 +125,10 @@ class NodeMembership:
             ) from None
 
     def _name_run(self, key: bytes) -> Credentials:
-        """Name the run on node 0, learn its name elsewhere.
+        """Choose the name of the run on node 0; on other nodes read it.
 
         Raises:
-            ConfigError: Who answers there is not of this run.
+            ConfigError: The process that listens does not belong to this run.
         """
         if self._hosts:
             return run_identity.publish_identity(self._held, key)
@@ -145,13 +144,17 @@ class NodeMembership:
         raise ConfigError([ConfigIssue("launch.master_addr", message, launch.master_addr)])
 
     def rendezvous(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous] | None:
-        """Meet the others for an attempt; return what all run, and where the ranks meet.
+        """Meet the other nodes for an attempt.
 
-        None where the run was finished before, or ended before this node could take part; that is
-        said.
+        Args:
+            folder: Keeps the run folder locked on node 0.
+
+        Returns:
+            The common configuration and the rendezvous of the ranks; None if the run has already
+            ended, which is printed.
 
         Raises:
-            ConfigError: The nodes can't meet, or differ.
+            ConfigError: The nodes can't meet or have different configurations.
         """
         launch = self._given.launch
         if self._hosts and self._ends_at_once():
@@ -213,7 +216,7 @@ class NodeMembership:
         return config, rendezvous
 
     def should_restart(self, outcome: Outcome) -> bool:
-        """Whether an attempt that ended so is followed by another, which then counts."""
+        """Return whether another attempt follows an outcome, and count it."""
         assert self._peers is not None
         if outcome.crash is None:
             again = self._peers.will_restart and not outcome.killed
@@ -225,10 +228,10 @@ class NodeMembership:
         return again
 
     def leave(self, outcome: Outcome | None = None) -> None:
-        """Take part no longer; nodes that wait or come later learn how the run ended.
+        """Leave the run. Nodes that wait or come later learn how it ended.
 
         Args:
-            outcome: Of the last attempt; None: the run was finished before.
+            outcome: Outcome of the last attempt; None if the run was finished before.
         """
         if self._rounds is not None:
             self._rounds.leave("done" if outcome is None else run_end.status_of(outcome))
@@ -251,10 +254,10 @@ class NodeMembership:
         return False
 
     def _round(self) -> Attempt:
-        """Return the nodes of the next attempt.
+        """Wait for the next attempt and return it.
 
         Raises:
-            ConfigError: Too few came.
+            ConfigError: Too few nodes joined in time.
             RunEndedError: The run ended before this node could take part.
         """
         launch = self._given.launch
@@ -284,7 +287,7 @@ class NodeMembership:
         return self._rounds
 
     def _newcomers(self, now: Attempt) -> bool:
-        """Whether a node waits that could take part, and nothing is lost by a new start."""
+        """Return whether a node waits that can join, and a restart loses no progress."""
         if self._rounds is None or now.members == nodes(self._given)[1]:
             return False
         return self._given.checkpoint.every > 0 and self._rounds.newcomers() > 0
@@ -299,19 +302,19 @@ class NodeMembership:
         }
 
     def _freeze(self, peers: Coordinator, met: list[dict[str, Any]], folder: ExitStack) -> None:
-        """Fix the configuration for all nodes, unless the run is finished; this one leads."""
-        asked = configuration.with_values(self._given, {"launch.node_rank": "auto"})
+        """Freeze the configuration for all nodes unless the run is finished. Node 0 calls this."""
+        shared = configuration.with_values(self._given, {"launch.node_rank": "auto"})
         try:
             _check_agreement(met)
-            if self._frozen is None and (summary := run_dir.finished_summary(asked)) is not None:
+            if self._frozen is None and (summary := run_dir.finished_summary(shared)) is not None:
                 self.summary = summary
-                _launch_nothing(peers, finished=run_dir.finished_text(asked, summary))
-                self._console.log(run_dir.finished_text(asked, summary))
+                _launch_nothing(peers, finished=run_dir.finished_text(shared, summary))
+                self._console.log(run_dir.finished_text(shared, summary))
                 return
             if self._frozen is None:
                 self._frozen = folder.enter_context(
                     run_dir.open_run_dir(
-                        asked,
+                        shared,
                         announce=self._console.line,
                         composed=self._composed,
                         launched_by=self._launched_by,
@@ -329,12 +332,12 @@ class NodeMembership:
         peers.publish("frozen", frozen)
 
     def _take(self, peers: Coordinator) -> None:
-        """Take the configuration that node 0 froze, and keep it here too.
+        """Receive the frozen configuration from node 0 and write it here too.
 
-        Of a run that was finished before there is none.
+        If the run is already finished, there is no configuration.
 
         Raises:
-            ConfigError: There is none, for the reasons that node 0 reports.
+            ConfigError: Node 0 reports problems or does not answer.
         """
         launch = self._given.launch
         try:
@@ -372,28 +375,28 @@ class NodeMembership:
 
 
 def _launch_nothing(peers: Coordinator, **why: Any) -> None:
-    """Publish to the other nodes why no rank is started."""
+    """Publish to the other nodes the reason why no rank is started."""
     peers.publish("frozen", why)
     peers.watch()
     peers.leave()
 
 
 def _check_agreement(met: list[dict[str, Any]]) -> None:
-    """Check that every node can run, and that all run the same configuration.
+    """Check that every node can run the configuration and that it is the same on all nodes.
 
     Raises:
-        ConfigError: Every problem of every node.
+        ConfigError: A node has problems or another configuration; all problems are listed.
     """
     first, problems = met[0]["config"], []
     for node, about in enumerate(met):
-        where = f"node {node} ({about['host']})"
-        problems += [ConfigIssue("", f"{where}: {problem}") for problem in about["problems"]]
+        name = f"node {node} ({about['host']})"
+        problems += [ConfigIssue("", f"{name}: {problem}") for problem in about["problems"]]
         if about["problems"] or met[0]["problems"]:
             continue
         for key in sorted({*first, *about["config"]} - {*_OWN}):
-            here, there = first.get(key), about["config"].get(key)
-            if here != there:
-                message = f"{where} has {plain(there)}; start every node with the same overrides"
-                problems.append(ConfigIssue(key, message, here))
+            expected, actual = first.get(key), about["config"].get(key)
+            if expected != actual:
+                message = f"{name} has {plain(actual)}; start every node with the same overrides"
+                problems.append(ConfigIssue(key, message, expected))
     if problems:
         raise ConfigError(problems)

@@ -1,8 +1,8 @@
-"""Which nodes take part in an attempt at a run, and in which order: torch's rendezvous decides.
+"""Decides with torch's rendezvous which nodes take part in an attempt at a run, and their order.
 
-A run whose nodes are all known begins without it. The parts of torch that stand behind
-``torchrun`` are used here alone; ``tests/launch/test_rendezvous.py`` says what
-to do when they move.
+A run with a fixed number of nodes begins without a rendezvous. The parts of torch that implement
+``torchrun`` are used only in this module and in ``torch_internals``;
+``tests/launch/test_rendezvous.py`` says what to do if they change.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from axonlaunch.launch.multinode.torch_internals import (
 from axonlaunch.system.authentication import Credentials, ForgedMessageError
 
 _KEEP_ALIVE_S, _MISSED = 1, 4
-"""A node that says nothing for their product is not waited for any more."""
+"""Seconds between heartbeats, and the number of missed ones after which a node is dropped."""
 _LAST_CALL_S = 5
-"""Seconds in which more nodes may join once the fewest have come."""
+"""Seconds in which more nodes may join after the minimum number has joined."""
 _TOLD_S = 10.0
-"""Seconds in which nodes that wait read that the run has ended; they look once a second."""
+"""Seconds that node 0 stays for waiting nodes to read that the run has ended."""
 _ENDED, _TOLD = "ended", "told"
 
 
@@ -51,8 +51,8 @@ class RunEndedError(Exception):
     """The run ended before this node could take part.
 
     Attributes:
-        status: How, as node 0 said it: "done", "failed" or "interrupted"; empty where node 0 is
-            gone and said nothing.
+        status: How the run ended, according to node 0: "done", "failed" or "interrupted"; empty if
+            node 0 is gone and left no message.
     """
 
     def __init__(self, status: str) -> None:
@@ -65,9 +65,9 @@ class Attempt:
     """An attempt at a run.
 
     Attributes:
-        number: Of the rendezvous.
-        member: Which of its nodes this one is.
-        members: How many there are.
+        number: Round of the rendezvous.
+        member: Number of this node in the attempt.
+        members: Number of nodes in the attempt.
     """
 
     number: int
@@ -76,12 +76,12 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """What the keys of the attempt begin with."""
+        """Prefix of the attempt's keys in the store."""
         return f"round{self.number}"
 
 
 class ElasticRendezvous:
-    """The attempts at one run, for one node."""
+    """Forms the attempts at a run, on one node."""
 
     def __init__(
         self,
@@ -94,22 +94,22 @@ class ElasticRendezvous:
         order: int,
         timeout_s: float,
     ) -> None:
-        """Prepare to take part; nothing is said to the others yet.
+        """Prepare to take part, without contacting the other nodes yet.
 
         Args:
-            store: Where the nodes meet, under what is the run's alone; used here alone.
-            credentials: Of the run.
-            first: Whether this is the node of the store, which leads every attempt.
-            least: The fewest nodes.
-            most: The most.
-            order: Which node this is, where that is known.
-            timeout_s: Seconds to wait for the fewest.
+            store: Part of the store that only this run uses; used only by this object.
+            credentials: Credentials of the run.
+            first: Whether this node hosts the store; that node leads every attempt.
+            least: Minimum number of nodes.
+            most: Maximum number of nodes.
+            order: Number of this node, or 0 if unknown.
+            timeout_s: Seconds to wait for the minimum number of nodes.
         """
-        # Each attempt has keys of its own here; the store that torch would share has not.
+        # Each attempt here has separate keys, which torch's shared store would not have.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         name_methods_by_frame()
-        # It counts nodes in the order of what it takes for their addresses.
+        # torch numbers nodes in the order of their addresses, so this name determines the order.
         name = f"{0 if first else 1}-{order:06}-{socket.gethostname()}"
         credentials = credentials.of(name)
         self._handler = DynamicRendezvousHandler.from_backend(
@@ -131,11 +131,11 @@ class ElasticRendezvous:
         self._messages = Channel(store, credentials)
 
     def next(self) -> Attempt:
-        """Wait for enough nodes, and begin an attempt.
+        """Wait for enough nodes and begin an attempt.
 
         Raises:
-            TimeoutError: Too few came.
-            RunEndedError: The run has ended, or ends meanwhile.
+            TimeoutError: Too few nodes joined in time.
+            RunEndedError: The run has ended, or ends during the wait.
         """
         try:
             info = self._handler.next_rendezvous()
@@ -149,18 +149,18 @@ class ElasticRendezvous:
         return Attempt(number, info.rank, info.world_size)
 
     def newcomers(self) -> int:
-        """Return how many nodes came since the attempt began, and wait for the next."""
+        """Return the number of nodes that wait to join the next attempt."""
         return int(self._handler.num_nodes_waiting())
 
     def leave(self, status: str = "done", *, stay_s: float = 0.0) -> None:
-        """Say no more that this node is there; the first tells others that the run has ended.
+        """Stop this node's heartbeats. The first node also tells later nodes how the run ended.
 
-        The thread that says it holds what would end it, so that it ends by this alone. Where the
-        network is gone, it may never return from what it says, and is not waited for.
+        The heartbeat thread keeps the handler alive, so only this call ends it. If the network is
+        gone, stopping it may block forever, so the wait is limited.
 
         Args:
             status: How the run ended, for nodes that wait or come now.
-            stay_s: Seconds in which the first node waits for nodes that come.
+            stay_s: Seconds that the first node waits for nodes that come.
         """
         if self._first:
             self._messages.put(_ENDED, status)

@@ -1,7 +1,7 @@
-"""The state of torch's rendezvous, kept in a store as signed JSON.
+"""Keeps the state of torch's rendezvous in a store as signed JSON.
 
-torch pickles its state and unpickles what the store returns. Here it is given only pickles that
-this process just made, of a state read from JSON; what stands in the store otherwise is replaced.
+torch pickles its state and unpickles the value in the store. This backend reads JSON from the store
+and gives torch only pickles that this process has created. Other content is replaced.
 """
 
 from __future__ import annotations
@@ -19,54 +19,57 @@ from axonlaunch.system.authentication import Credentials, ForgedMessageError
 
 _NAME = "rendezvous"
 _EMPTY = b"-"
-"""What stands there first: reading a key that is not set would wait."""
+"""Initial value of the key, because reading an unset key would block."""
 
 
 class AuthenticatedBackend(RendezvousBackend):
-    """Where the nodes of a run keep the state of their rendezvous.
+    """Stores the state of a run's rendezvous.
 
-    Each state is numbered, and one with a lower number than was seen before is a replay.
+    States are numbered. A state with a lower number than an earlier one is rejected as a replay.
     """
 
     def __init__(self, store: dist.Store, credentials: Credentials) -> None:
         self._store: Any = store
         self._credentials = credentials
-        self._number = 0  # the highest seen
+        self._number = 0  # highest number so far
         self._last: dict[str, Any] | None = None
-        self._stands = self._call("compare_set", _NAME, b"", _EMPTY)
+        self._stored = self._call("compare_set", _NAME, b"", _EMPTY)
 
     @property
     def name(self) -> str:
-        """What torch calls it in its events."""
+        """Name of the backend in torch's events."""
         return "axonlaunch"
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the state, pickled, and what stands for it in the store."""
+        """Return the pickled state and its value in the store as a token."""
         return self._read(self._call("get", _NAME))
 
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        """Write a state where ``token`` still stands; return what then is there, and whether.
+        """Write a state if the stored value is still ``token``.
 
         Args:
-            state: As torch pickled it, in this process.
-            token: What was read before; None: nothing was.
+            state: State pickled by torch in this process.
+            token: Token from the last read; None if nothing was read.
+
+        Returns:
+            The state in the store afterwards, its token, and whether ``state`` was written.
         """
         content = {"number": self._number + 1, "state": as_plain(pickle.loads(state))}
         sealed = self._credentials.seal(_NAME, content)
-        expected = self._stands if token is None else token
+        expected = self._stored if token is None else token
         current = self._read(self._call("compare_set", _NAME, expected, sealed))
-        return None if current is None else (*current, self._stands == sealed)
+        return None if current is None else (*current, self._stored == sealed)
 
-    def _read(self, stands: bytes) -> tuple[bytes, Token] | None:
-        """Return the state that stands there, or the last one where a stranger wrote over it.
+    def _read(self, stored: bytes) -> tuple[bytes, Token] | None:
+        """Return the stored state, or the last valid one if the stored value is forged.
 
-        What a stranger wrote is the token then, so that the next ``set_state`` replaces it.
+        The token is the stored value even if it is forged, so the next ``set_state`` replaces it.
         """
-        self._stands = stands
+        self._stored = stored
         try:
-            content = self._credentials.open(_NAME, stands)
+            content = self._credentials.open(_NAME, stored)
             if content["number"] < self._number:
                 raise ForgedMessageError(f"{_NAME}: an earlier state")
             state = from_plain(content["state"])
@@ -75,7 +78,7 @@ class AuthenticatedBackend(RendezvousBackend):
             if self._last is None:
                 return None
             state = from_plain(self._last)
-        return pickle.dumps(state), stands
+        return pickle.dumps(state), stored
 
     def _call(self, operation: str, *arguments: Any) -> bytes:
         try:
@@ -86,7 +89,7 @@ class AuthenticatedBackend(RendezvousBackend):
 
 
 def as_plain(state: RendezvousState) -> dict[str, Any]:
-    """Write a state as plain values, its nodes numbered."""
+    """Return a state as plain values, with nodes referred to by number."""
     nodes = sorted(
         {*state.participants, *state.wait_list, *state.redundancy_list, *state.last_heartbeats}
     )
@@ -107,10 +110,10 @@ def as_plain(state: RendezvousState) -> dict[str, Any]:
 
 
 def from_plain(content: dict[str, Any]) -> RendezvousState:
-    """Read what ``as_plain`` wrote.
+    """Return the state from the output of ``as_plain``.
 
     Raises:
-        KeyError, TypeError, ValueError: It is not such.
+        KeyError, TypeError, ValueError: The content is not such an output.
     """
     nodes = [
         NodeDescription(str(addr), int(pid), int(local)) for addr, pid, local in content["nodes"]

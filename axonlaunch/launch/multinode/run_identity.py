@@ -1,8 +1,8 @@
-"""How the members of a run learn its random name from the one that listens.
+"""Distributes the random name of a run from the listening process to all members.
 
-All they sign carries the name, so that nothing which an earlier run with the same token wrote is
-taken for this one's. An old name put back by a stranger leads to messages that lack a member's
-nonce (``handshake``), which are refused there.
+All signed messages contain the name, so messages of an earlier run with the same token are
+rejected. If an attacker restores an old name, the messages lack the member's nonce and
+``handshake`` rejects them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NAME = "run"
 
 
 def publish_identity(store: dist.Store, key: bytes) -> Credentials:
-    """Name the run; the process that listens does.
+    """Choose and publish the name of the run. The listening process calls this.
 
     Args:
-        store: Under what is this launcher's job alone.
-        key: Derived from the token.
+        store: Part of the store that only this launcher's job uses.
+        key: Key derived from the token.
     """
     channel = _announcements(store, key)
     run = secrets.token_hex(8)
@@ -32,16 +32,16 @@ def publish_identity(store: dist.Store, key: bytes) -> Credentials:
 
 
 def keep_identity(store: dist.Store, credentials: Credentials) -> None:
-    """Keep the run's name where others read it; write it again where it was deleted.
+    """Check that the run's name is published, and write it again if it was deleted.
 
     Raises:
-        ForgedMessageError: A stranger wrote over it: nobody can join any more.
+        ForgedMessageError: Another process has overwritten the name, so members can't join.
     """
     channel = _announcements(store, credentials.key)
     if not channel.check([_NAME]):
         channel.put(_NAME, credentials.run)
         return
-    with suppress(dist.DistStoreError):  # deleted since
+    with suppress(dist.DistStoreError):  # deleted after the check
         if channel.get(_NAME) != credentials.run:
             raise ForgedMessageError(f"{_NAME}: names another run")
 
@@ -50,8 +50,8 @@ def learn(store: dist.Store, key: bytes, *, timeout_s: float) -> Credentials:
     """Wait for the run's name.
 
     Raises:
-        TimeoutError: There is none in time.
-        ForgedMessageError: It was not written by a holder of the token.
+        TimeoutError: No name was published in time.
+        ForgedMessageError: The name was not signed with the token.
     """
     channel = _announcements(store, key)
     channel.wait(_NAME, timeout_s=timeout_s)
@@ -59,11 +59,11 @@ def learn(store: dist.Store, key: bytes, *, timeout_s: float) -> Credentials:
 
 
 def keys_of(store: dist.Store, credentials: Credentials, *names: str) -> dist.Store:
-    """Return the part of a store that is a run's alone."""
+    """Return the part of a store that only one run uses."""
     return dist.PrefixStore("/".join(("axonlaunch", credentials.run, *names)), store)
 
 
 def _announcements(store: dist.Store, key: bytes) -> Channel:
-    # A run's name is random, and so never that of an announcement.
+    # Names of runs are random and so never equal to this name.
     credentials = Credentials(key=key, run="announcement", sender="listener")
     return Channel(dist.PrefixStore("axonlaunch", store), credentials)

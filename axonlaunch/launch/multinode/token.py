@@ -1,6 +1,7 @@
-"""The token that the nodes or ranks of a run share: where it comes from, and what a run is without.
+"""Reads and creates the secret token that the nodes or ranks of a run share.
 
-A file that others may read or write is refused. It is never a key, an argument or a variable.
+A file that other users can read or write is an error. The token itself is never a configuration
+key, an argument or an environment variable.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.system.cache import cache_folder
 
 NEW_FILE = "(umask 077; head -c 32 /dev/urandom | base64 > FILE)"
-"""What makes a token file."""
+"""Shell command that creates a token file."""
 _LEAST, _MOST = 16, 4096
 
 
 def read_token(launch: LaunchConfig) -> bytes | None:
-    """Return the token of ``launch.token_file``; None where there is none.
+    """Return the token in ``launch.token_file``; None if the key is not set.
 
     Raises:
-        ConfigError: The file can't be read, or is no secret.
+        ConfigError: The file can't be read or is not a valid secret.
     """
     if launch.token_file is None:
         return None
@@ -38,13 +39,13 @@ def read_token(launch: LaunchConfig) -> bytes | None:
 
 
 def of_this_user() -> bytes | None:
-    """Return the token that all processes of this user on this node find; it is made once.
+    """Return a token shared by all processes of this user on this node; create it if necessary.
 
     Returns:
-        None where this user's cache folder can't keep one.
+        The token, or None if it can't be stored in the user's cache folder.
 
     Raises:
-        ConfigError: What is kept there is no secret.
+        ConfigError: The stored file is not a valid secret.
     """
     try:
         path = cache_folder() / "token"
@@ -52,19 +53,20 @@ def of_this_user() -> bytes | None:
         if not path.exists():
             create_token(path)
         return _secret(path)
-    except (OSError, RuntimeError):  # the latter: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
     except ValueError as error:
         raise ConfigError([ConfigIssue(str(path), f"{error}; or delete it")]) from None
 
 
 def create_token(path: Path) -> None:
-    """Write a random token to a file that only its owner can read; one that exists is kept."""
+    """Write a random token to a file that only its owner can read; keep an existing file."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{secrets.token_hex(32)}\n")
     try:
-        # Of several ranks that come here at once one is first; nobody reads half a token.
+        # A link is created atomically: only the first of several ranks succeeds, and no rank reads
+        # an incomplete token.
         with suppress(FileExistsError):
             path.hardlink_to(temporary)
     finally:
@@ -72,7 +74,7 @@ def create_token(path: Path) -> None:
 
 
 def missing_token(launch: LaunchConfig, *, address: str) -> str:
-    """Say what a neighbour can do to a run without a token.
+    """Return a warning about a run without a token.
 
     Raises:
         ConfigError: ``launch.require_token`` is set.
@@ -81,8 +83,8 @@ def missing_token(launch: LaunchConfig, *, address: str) -> str:
         message = f"the nodes share no secret; write launch.token_file=FILE, made by {NEW_FILE}"
         raise ConfigError([ConfigIssue("launch.require_token", message, True)])
     return (
-        f"no launch.token_file: whoever can connect to {address} can run code as this user in this "
-        f"run; give every node the same secret file, made by {NEW_FILE}"
+        f"warning: without launch.token_file, anyone who can connect to {address} can run code as "
+        f"this user in this run; give every node the same secret file, made by {NEW_FILE}"
     )
 
 
@@ -91,24 +93,24 @@ def _secret(path: Path) -> bytes:
 
     Raises:
         OSError: The file can't be read.
-        ValueError: It is no secret.
+        ValueError: The file is not a valid secret.
     """
-    # Asked of what was opened, so that nobody puts another file there in between; a FIFO is not
-    # waited for.
+    # Check the opened file, so that it can't be exchanged between check and use. Opening does not
+    # wait for a FIFO.
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(number, "rb") as file:
-        about = os.fstat(number)
-        if not stat.S_ISREG(about.st_mode):
+        status = os.fstat(number)
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("is not a file")
-        if about.st_uid not in (os.geteuid(), 0):
-            raise ValueError(f"belongs to user {about.st_uid}; make a file of your own")
-        if about.st_mode & 0o077:
-            mode = stat.S_IMODE(about.st_mode)
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ValueError(f"belongs to user {status.st_uid}; make a file of your own")
+        if status.st_mode & 0o077:
+            mode = stat.S_IMODE(status.st_mode)
             raise ValueError(f"others can read or write it (mode {mode:04o}); use chmod 600")
         content = file.read(_MOST + 1).strip()
     if not _LEAST <= len(content) <= _MOST:
         size = "empty" if not content else f"{len(content)} bytes"
         raise ValueError(
-            f"it is {size}, and a token has from {_LEAST} to {_MOST}; make it by {NEW_FILE}"
+            f"it is {size}, but a token needs {_LEAST} to {_MOST}; create it with {NEW_FILE}"
         )
     return content

@@ -1,7 +1,7 @@
-"""The private names of torch that a run of several nodes stands on: all of them.
+"""All private names of torch that runs on several nodes use.
 
-``tests/house/test_private_names.py`` pins each: when torch moves one, it says which, and the fix
-belongs in this file alone.
+``tests/house/test_private_names.py`` checks each name. If torch changes one, only this file needs a
+fix.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ __all__ = [
 
 
 def name_methods_by_frame() -> None:
-    """Let a rendezvous name the method of each event that it records without ``inspect.stack``.
+    """Make a rendezvous determine method names for its events without ``inspect.stack``.
 
-    That reads the source of every frame, and for a frame of ``exec`` or a notebook it looks through
-    all modules: with 6,000 of them half a second an event, so that a node missed its heartbeats.
+    ``inspect.stack`` reads the source of every frame, and searches all modules for frames of
+    ``exec`` or a notebook. With 6,000 modules this took half a second for each event, and the node
+    missed its heartbeats.
     """
     dynamic_rendezvous.get_method_name = _method_name
 
 
 def _method_name(depth: int = 2) -> str:
-    """Return the function that called, which is 1, or one that many calls above it."""
+    """Return the name of the function ``depth`` calls above this one; 1 is the caller."""
     return sys._getframe(depth).f_code.co_name
 
 
 def round_of(handler: Any) -> int:
-    """Return the number of the round that a rendezvous is in."""
+    """Return the number of a rendezvous's current round."""
     return int(handler._state_holder.state.round)
 
 
 def stop_heartbeats(handler: Any) -> None:
-    """End the thread that says for a rendezvous that this node is there.
+    """End the thread that sends this node's heartbeats to a rendezvous.
 
-    Nothing public does but ``shutdown``, which closes the rendezvous for all nodes.
+    The only public alternative is ``shutdown``, which closes the rendezvous for all nodes.
     """
     handler._stop_heartbeats()
 

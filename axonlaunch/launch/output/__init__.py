@@ -1,1 +1,1 @@
-"""What a run shows on the console."""
+"""Console output of runs and the files written at their end."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint.start import resume_of
+from axonlaunch.checkpoint.resume_source import resume_of
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.url import is_url
@@ -310,6 +310,6 @@ def _how_to_resume(config: RunConfig, change: str) -> str:
         return f"the same command{change}; its checkpoints can't be read now: {error}"
     if last is None:
         return "no checkpoint was saved; the same command starts from step 0"
-    if resume_of(config) != "auto":  # never, or a checkpoint of its own that it went back to
+    if resume_of(config) != "auto":  # never, or an earlier checkpoint of the same run
         change += f"{' and' if change else ' with'} checkpoint.resume=auto"
     return f"the same command{change}, from step {last.step}"

@@ -20,7 +20,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.layout import Layout, num_ranks, of_ranks
 from axonlaunch.config.parameter_groups import states_of, with_options
 from axonlaunch.config.schedule_rules import SCHEDULES
-from axonlaunch.data.dataset import Dataset, holds_documents, sample_inputs, sample_targets
+from axonlaunch.data.dataset import Dataset, sample_inputs, sample_targets
 from axonlaunch.data.samples import CollatedSamples
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.split import stage_blocks
@@ -90,7 +90,7 @@ class ReducedRun:
             model,
             sample,
             target=sample_targets(dataset),
-            is_packed=holds_documents(dataset),
+            is_packed=dataset.info.is_packed,
             structured=_read_structure(dataset, layout),
             num_blocks=len(spec.blocks(model)),
             repeats=spec.repeats(model)

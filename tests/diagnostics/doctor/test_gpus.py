@@ -141,8 +141,8 @@ def test_where_nvml_does_not_say_who_reaches_whom_cuda_does(
 ) -> None:
     cuda = [{"between": [0, 1], "path": None, "nvlink": None, "peer_access": False}]
 
-    def call(context: Any, target: str) -> Any:
-        del context
+    def call(context: Any, target: str, *, task: str) -> Any:
+        del context, task
         if target.endswith("link_report"):
             return {"links": [], "problems": [], "topology": cuda, "unreachable": ["0 and 1"]}
         return {"topology": known, "problems": [], "unknown": ""}
@@ -161,8 +161,8 @@ def test_a_link_that_is_much_slower_than_the_others_is_named() -> None:
 
 
 def test_copies_that_fail_are_a_problem_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(context: Any, target: str) -> Any:
-        del context
+    def call(context: Any, target: str, *, task: str) -> Any:
+        del context, task
         if target.endswith("link_report"):
             raise RuntimeError("CUDA error: unspecified launch failure\nmore")
         return {"topology": [], "problems": ["GPU 0 is hot"], "unknown": ""}

@@ -14,7 +14,7 @@ from covers import every
 from served import Server
 
 from axonlaunch.models.hf import library
-from axonlaunch.verification.proved import proved_table
+from axonlaunch.verification.proved_layouts import proved_table
 
 ROOT = Path(__file__).parents[3]
 BENCHES = ROOT / "scripts" / "benches"
@@ -48,11 +48,15 @@ def test_the_table_is_unchanged_when_its_own_rows_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf_table: Any = importlib.import_module("hf_table")
-    table, rows, data = proved_table(), list(hf_table.shipped()), hf_table.proved.FILE.read_text()
-    monkeypatch.setattr(hf_table.proved, "FILE", tmp_path / "proved.json")
+    table, rows, data = (
+        proved_table(),
+        list(hf_table.shipped()),
+        hf_table.proved_layouts.FILE.read_text(),
+    )
+    monkeypatch.setattr(hf_table.proved_layouts, "FILE", tmp_path / "proved_layouts.json")
     hf_table.write(rows, versions=table.versions, classes=table.classes, layouts=table.layouts)
     proved_table.cache_clear()
-    assert hf_table.proved.FILE.read_text() == data
+    assert hf_table.proved_layouts.FILE.read_text() == data
 
 
 @pytest.mark.usefixtures("benches")

@@ -1,6 +1,6 @@
-"""What a comparison exercised and what it did not, so that nobody thinks more proved than is.
+"""Lists the features that a comparison exercised and those that it did not.
 
-It reads the configuration that was compared, and compares nothing.
+The list is derived from the configuration that was compared and from the reference's steps.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ import math
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.config.precision import PRECISIONS
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.reference_values import Reference
 
 NOT = "not exercised"
 
 
-def features(
+def exercised_features(
     config: RunConfig, plan: ComparisonPlan, reference: Reference, *, masks: int
 ) -> dict[str, str]:
-    """Return, by feature, how it was exercised, or ``not exercised`` and what would.
+    """Map each feature to how it was exercised, or to ``not exercised`` and the key to change.
 
     Args:
-        config: The layout's, as it was compared.
-        plan: What was compared.
-        reference: What one process computed.
-        masks: Random draws that were compared: of a model with dropout its masks.
+        config: Configuration that was compared.
+        plan: Length and scope of the comparison.
+        reference: Values computed by one process.
+        masks: Number of random draws that were compared: dropout masks, or probes in a model
+            without dropout.
     """
     train, layout = config.train, Layout.of(config, world_size=num_ranks(config))
     clipped = sum(
@@ -51,22 +53,22 @@ def features(
         "compile": "each block" if train.compile else f"{NOT}; use train.compile=true",
         "offload": _chosen(config.strategy.fsdp.cpu_offload, "strategy.fsdp.cpu_offload")
         if layout.facts.shards_parameters
-        else f"{NOT}; it is for fsdp",
+        else f"{NOT}; only fsdp can offload",
         "dropout": f"the model has none; {masks} random draws were compared"
         if not reference.dropout
-        else f"up to {reference.dropout:g}: {masks} masks were compared; off for all else",
+        else f"up to {reference.dropout:g}: {masks} masks were compared; off otherwise",
         "evaluation": _evaluations(reference),
         "training loop": f"the last {plan.steps - plan.saved} steps"
         if plan.trains_on
-        else f"{NOT}; axonlaunch verify has it do the last steps",
-        "resume": f"after {plan.saved} steps, in the same layout; weights also read in other parts"
+        else f"{NOT}; axonlaunch verify runs the last steps in it",
+        "resume": f"after {plan.saved} steps, same layout; weights also read with other shards"
         if plan.beyond
         else f"{NOT}; axonlaunch verify does",
-        "background save": "from states that are overwritten"
+        "background save": "states were overwritten during the save"
         if plan.beyond and config.checkpoint.async_save
         else f"{NOT}; use launch.backend=gloo checkpoint.async_save=true",
     }
-    if train.precision == "fp16":
+    if PRECISIONS[train.precision].needs_loss_scale:
         exercised["skipped steps"] = f"{skipped} of {len(reference.steps)}"
     return exercised
 

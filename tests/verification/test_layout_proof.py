@@ -16,7 +16,7 @@ from axonlaunch.config.data import SyntheticTokensConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.engines.tensor import fused_region, layers
 from axonlaunch.models.hf import reduced
-from axonlaunch.verification import proof
+from axonlaunch.verification import layout_proof
 from axonlaunch.verification.runner import is_to_be_proved
 
 Patch = pytest.MonkeyPatch
@@ -41,13 +41,13 @@ def run(kind: str, *overrides: str, **changes: Any) -> RunConfig:
 
 @pytest.mark.deferred
 def test_a_layout_is_proved_once_for_all_models_that_differ_in_size_alone() -> None:
-    assert proof.foresee(run("qwen3", *FSDP)).outcome == "to be proved"
-    assert proof.prove(run("qwen3", *FSDP)).outcome == "proved"
-    assert proof.prove(run("qwen3", *FSDP, num_hidden_layers=3)).outcome == "proved before"
-    assert proof.foresee(run("qwen3", *FSDP, **WIDE)).outcome == "proved before"
-    assert proof.prove(run("qwen3", *FSDP, "train.prove=always")).outcome == "proved"
+    assert layout_proof.preview(run("qwen3", *FSDP)).outcome == "to be proved"
+    assert layout_proof.prove(run("qwen3", *FSDP)).outcome == "proved"
+    assert layout_proof.prove(run("qwen3", *FSDP, num_hidden_layers=3)).outcome == "proved before"
+    assert layout_proof.preview(run("qwen3", *FSDP, **WIDE)).outcome == "proved before"
+    assert layout_proof.prove(run("qwen3", *FSDP, "train.prove=always")).outcome == "proved"
     others = run("qwen3", "strategy=zero1", "launch.nproc=2"), run("qwen2", *FSDP)
-    assert [proof.foresee(other).outcome for other in others] == ["to be proved"] * 2
+    assert [layout_proof.preview(other).outcome for other in others] == ["to be proved"] * 2
 
 
 @pytest.mark.deferred
@@ -59,27 +59,27 @@ def test_rows_of_several_documents_are_proved_with_such_rows(tmp_path: Path) -> 
         "data.sequence_length=16",
     ]
     config = run("qwen3", *FSDP, *overrides, "train.global_batch_size=2", vocab_size=256)
-    data = proof.reduced(config).data
+    data = layout_proof.reduced(config).data
     assert isinstance(data, SyntheticTokensConfig)
     assert data.document_length is not None
-    assert proof.prove(config).outcome == "proved"
+    assert layout_proof.prove(config).outcome == "proved"
     alone = run(
         "qwen3", *FSDP, *overrides, "data.packing=none", "train.global_batch_size=2", vocab_size=256
     )
-    assert proof.foresee(alone).outcome == "to be proved"
+    assert layout_proof.preview(alone).outcome == "to be proved"
 
 
 def test_a_proof_is_of_one_version_of_the_code(monkeypatch: Patch) -> None:
-    assert proof.prove(run("qwen3", *FSDP)).outcome == "proved"
-    monkeypatch.setattr(proof, "version", lambda package: f"another {package}")
-    assert proof.foresee(run("qwen3", *FSDP)).outcome == "to be proved"
+    assert layout_proof.prove(run("qwen3", *FSDP)).outcome == "proved"
+    monkeypatch.setattr(layout_proof, "version", lambda package: f"another {package}")
+    assert layout_proof.preview(run("qwen3", *FSDP)).outcome == "to be proved"
 
 
 def test_many_ranks_are_proved_by_two_on_each_axis() -> None:
     overrides = ["strategy.tensor.degree=4", "strategy.pipeline.degree=4", "launch.nproc=64"]
     large = run("llama", "strategy=hybrid", *overrides, num_hidden_layers=8, num_key_value_heads=4)
     of_gpus = {"train.attention_kernel": "flash", "strategy.tensor.async_collectives": True}
-    small = proof.reduced(with_values(large, {"train.precision": "bf16", **of_gpus}))
+    small = layout_proof.reduced(with_values(large, {"train.precision": "bf16", **of_gpus}))
     layout = Layout.of(small, world_size=num_ranks(small))
     assert layout.axes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
     assert small.train.precision == "fp32"
@@ -111,16 +111,18 @@ def test_what_differs_is_refused_and_the_first_module_is_named(
 ) -> None:
     large = run("llama", *TENSOR)
     fault(monkeypatch)
-    with pytest.raises(ConfigError, match="tensor 2 does not compute what one process does") as no:
-        proof.prove(large)
+    with pytest.raises(
+        ConfigError, match="tensor 2 and one process compute different results"
+    ) as no:
+        layout_proof.prove(large)
     assert f"the first module that differs is {module};" in str(no.value)
     with pytest.raises(ConfigError):  # and nothing of it is kept
-        proof.prove(large)
+        layout_proof.prove(large)
 
 
 def test_what_can_not_be_made_small_names_the_other_way(monkeypatch: Patch) -> None:
     monkeypatch.setattr(reduced, "LARGEST", 10)
-    result = proof.prove(run("llama", *FSDP))
+    result = layout_proof.prove(run("llama", *FSDP))
     assert result.outcome == "not proved"
     assert "axonlaunch verify with the same arguments proves it" in str(result)
 
@@ -147,7 +149,7 @@ def test_a_model_of_one_s_own_is_proved_as_it_is() -> None:
         "model.hidden_size=32",
         "train.prove=always",
     ]
-    assert proof.prove(run_config([*overrides, *TENSOR])).outcome == "proved"
+    assert layout_proof.prove(run_config([*overrides, *TENSOR])).outcome == "proved"
 
 
 class Untrained(nn.Module):
@@ -165,6 +167,6 @@ class Untrained(nn.Module):
 def test_a_model_that_nothing_can_be_proved_of_is_trained_unproved() -> None:
     own = ["model=custom", f"model.target={__name__}:Untrained", "data=digits"]
     config = run_config([*own, "strategy=ddp", "launch.nproc=2", "train.prove=always"])
-    reported = proof.prove(config)
+    reported = layout_proof.prove(config)
     assert reported.outcome == "not proved"
     assert "no parameter" in reported.reason

@@ -1,7 +1,7 @@
-"""Proves a layout before its first step: a small model of the same shape, against one process.
+"""Proves a layout before its first step, by comparing a small similar model with one process.
 
-What was proved is kept, by all that it depends on. What can't be made small is reported, not
-refused; what differs is refused.
+Successful proofs are cached under a hash of everything that they depend on. A model that cannot be
+reduced is reported as not proved. A difference is an error.
 """
 
 from __future__ import annotations
@@ -23,48 +23,50 @@ from axonlaunch.config import (
     to_tree,
     with_values,
 )
+from axonlaunch.config.axes import AXES
 from axonlaunch.config.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.config.optimizer import AdamWConfig, ConstantConfig
 from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.precision import FP32
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.models.build import on_meta
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.preflight.dataset import with_packing
 from axonlaunch.system import cache
 from axonlaunch.verification import locate
-from axonlaunch.verification.both_sides import BothSides
 from axonlaunch.verification.compare import on_mock
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.recorded_steps import RecordedSteps
 from axonlaunch.verification.result import ParityResult, Proof, layout_of
 
-MOST_RANKS = 8
-"""A layout of more ranks is proved with two ranks on each of its axes."""
+MAX_RANKS = 8
+"""Layouts with more ranks are proved with two ranks on each of their axes."""
 STEPS = 2
 _LENGTH = 32
-_LARGEST = 20_000_000  # parameters of a model of somebody's own that is proved as it is
+_LARGEST = 20_000_000  # parameters of a custom model, which is not reduced
 
 
 class _NotReducibleError(Exception):
-    """The text says why there is nothing that could be proved in seconds."""
+    """A model cannot be reduced to one that can be compared in seconds; the text is the reason."""
 
 
 def prove(config: RunConfig) -> Proof:
-    """Prove a checked run's layout, unless it was proved before; in a process of its own.
+    """Prove a checked run's layout unless it was proved before. Call in a separate process.
 
     Raises:
-        ConfigError: The layout does not compute what one process does.
+        ConfigError: The results of the layout and of one process differ.
     """
     began = time.monotonic()
     import_plugins(config.plugins)
     proof = Proof(layout=layout_of(config))
     try:
         small = reduced(config)
-        file = _file(small)
+        file = _proof_file(small)
         if config.train.prove == "auto" and file is not None and file.exists():
             return replace(proof, outcome="proved before", seconds=time.monotonic() - began)
-        parameters = _refuse_unlike(config, small)
+        parameters = _check_similar(config, small)
     except _NotReducibleError as why:
         return replace(proof, reason=str(why), seconds=time.monotonic() - began)
     result = on_mock(small, ComparisonPlan(steps=STEPS))
@@ -78,42 +80,42 @@ def prove(config: RunConfig) -> Proof:
     return replace(proof, outcome="proved", seconds=seconds, parameters=parameters)
 
 
-def foresee(config: RunConfig) -> Proof:
-    """Say what ``prove`` would do, and prove nothing."""
+def preview(config: RunConfig) -> Proof:
+    """Predict the outcome of ``prove`` without comparing anything."""
     import_plugins(config.plugins)
     proof = Proof(layout=layout_of(config))
     try:
         small = reduced(with_packing(config))
-        file = _file(small)
+        file = _proof_file(small)
         if config.train.prove == "auto" and file is not None and file.exists():
             return replace(proof, outcome="proved before")
-        return replace(proof, outcome="to be proved", parameters=_refuse_unlike(config, small))
+        return replace(proof, outcome="to be proved", parameters=_check_similar(config, small))
     except _NotReducibleError as why:
         return replace(proof, reason=str(why))
 
 
 def reduced(config: RunConfig) -> RunConfig:
-    """Return a run of a small model in a layout of the same shape, on few ranks and few samples.
+    """Return a configuration with a small model and a similar layout of few ranks and samples.
 
     Raises:
-        ConfigError: The model can't be described.
-        _NotReducibleError: There is no small model of its shape.
+        ConfigError: The model's configuration cannot be read.
+        _NotReducibleError: The model cannot be reduced.
     """
-    before = Layout.of(config, world_size=num_ranks(config))
-    degrees = _degrees(before)
+    layout = Layout.of(config, world_size=num_ranks(config))
+    degrees = _degrees(layout)
     per_rank = 2
-    if before.pipeline > 1:
-        per_rank = 2 * degrees["pp"] * before.stages_per_rank
-    is_single = before.pipeline > 1 or before.micro_batches > 1
-    if config.adapter is not None:  # whose matrices have other sizes
+    if layout.pipeline > 1:
+        per_rank = 2 * degrees["pp"] * layout.stages_per_rank
+    has_micro_batches_of_one = layout.pipeline > 1 or layout.micro_batches > 1
+    if config.adapter is not None:  # saved matrices have other sizes than those of the small model
         config = with_values(config, {"adapter.path": None})
     small = with_values(
         config,
         {
-            **_layout(config, degrees),
+            **_layout_settings(config, degrees),
             "train.global_batch_size": per_rank * degrees["dp_replicate"] * degrees["dp_shard"],
-            "train.micro_batch_size": 1 if is_single else "auto",
-            "train.precision": "fp32",
+            "train.micro_batch_size": 1 if has_micro_batches_of_one else "auto",
+            "train.precision": FP32.name,
             "train.compile": False,
             "train.attention_kernel": "auto",
             "train.loss": None,
@@ -125,44 +127,42 @@ def reduced(config: RunConfig) -> RunConfig:
             "hardware": None,
         },
     )
-    return _with_small_model(small, before, degrees)
+    return _with_small_model(small, layout, degrees)
 
 
-def _degrees(before: Layout) -> dict[str, int]:
-    """Return the ranks on each axis: as many, or two where that would be many."""
-    ranks = math.prod(before.axes.values())
+def _degrees(layout: Layout) -> dict[str, int]:
+    """Return the number of ranks on each axis, at most two if the layout has many ranks."""
+    ranks = math.prod(layout.axes.values())
     return {
-        axis: size if ranks <= MOST_RANKS else min(size, 2) for axis, size in before.axes.items()
+        axis: size if ranks <= MAX_RANKS else min(size, 2) for axis, size in layout.axes.items()
     }
 
 
-def _layout(config: RunConfig, degrees: dict[str, int]) -> dict[str, Any]:
+def _layout_settings(config: RunConfig, degrees: dict[str, int]) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "launch.nproc": math.prod(degrees.values()),
         "launch.nnodes": 1,
         "launch.backend": "mock",
         "launch.device": "cpu",
-        "strategy.tensor.degree": degrees["tp"],
+        **{axis.key: degrees[axis.name] for axis in AXES},
         "strategy.tensor.async_collectives": False,
-        "strategy.context.degree": degrees["cp"],
-        "strategy.pipeline.degree": degrees["pp"],
         "strategy.pipeline.split": "auto",
         "strategy.pipeline.microbatches": "auto",
-        "strategy.reduce_dtype": "fp32",
+        "strategy.reduce_dtype": FP32.name,
     }
     if config.strategy.fsdp.sharding == "hybrid_shard":
         settings["strategy.fsdp.replicate"] = degrees["dp_replicate"]
     return settings
 
 
-def _with_small_model(config: RunConfig, before: Layout, degrees: dict[str, int]) -> RunConfig:
+def _with_small_model(config: RunConfig, layout: Layout, degrees: dict[str, int]) -> RunConfig:
     if isinstance(config.model, HuggingFaceConfig):
         from axonlaunch.models.hf import reduced as hf
 
         division = hf.ModelDivision(
-            stages=degrees["pp"] * before.stages_per_rank,
+            stages=degrees["pp"] * layout.stages_per_rank,
             tensor=degrees["tp"],
-            before=before.tensor,
+            before=layout.tensor,
         )
         try:
             model: Any = hf.reduce_model(config.model, division)
@@ -181,17 +181,17 @@ def _with_small_model(config: RunConfig, before: Layout, degrees: dict[str, int]
 
 
 def _is_packed(config: RunConfig) -> bool:
-    """Whether rows hold several documents, which a mask keeps apart."""
+    """Return whether rows contain several documents, separated by a mask."""
     facts = DATASETS.facts(config.data.name)
     return facts is not None and facts.sample is not None and facts.sample(config.data).is_packed
 
 
-def _refuse_unlike(config: RunConfig, small: RunConfig) -> int:
-    """Return the parameters of a small model that can stand for the other.
+def _check_similar(config: RunConfig, small: RunConfig) -> int:
+    """Return the number of parameters of a small model, if it can represent the original.
 
     Raises:
-        ConfigError: A model can't be built.
-        _NotReducibleError: It can't, or can't be run in the smaller layout.
+        ConfigError: A model cannot be built.
+        _NotReducibleError: The small model differs in kind or cannot run in the smaller layout.
     """
     if isinstance(config.model, HuggingFaceConfig) and isinstance(small.model, HuggingFaceConfig):
         from axonlaunch.models.hf import reduced as hf
@@ -209,13 +209,13 @@ def _refuse_unlike(config: RunConfig, small: RunConfig) -> int:
     return count
 
 
-def _file(small: RunConfig) -> Path | None:
-    """Return where it is kept that a run was proved; None of a model whose code may change."""
+def _proof_file(small: RunConfig) -> Path | None:
+    """Return the cache file of a proof; None for models with code that may change."""
     if small.plugins or not isinstance(small.model, HuggingFaceConfig):
         return None
     from axonlaunch.models.hf import reduced as hf
 
-    matters = {
+    dependencies = {
         "model": hf.identity(small.model),
         "adapter": None if small.adapter is None else to_tree(small.adapter),
         "data": to_tree(small.data),
@@ -227,17 +227,17 @@ def _file(small: RunConfig) -> Path | None:
         "axonlaunch": version("axonlaunch"),
         "source": cache.source_hash(),
     }
-    digest = sha256(json.dumps(matters, sort_keys=True, default=str).encode()).hexdigest()
+    digest = sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()
     return cache.cache_folder() / "proofs" / f"{digest[:32]}.json"
 
 
 def _difference(config: RunConfig, small: RunConfig, result: ParityResult) -> ConfigIssue:
-    """Say what a layout computes otherwise than one process, and where that begins."""
-    what = result.failure or result.differences[0]
-    first = None if result.failure else locate.first_difference(BothSides(small), small)
-    where = f"; the first module that differs is {first.module}" if first is not None else ""
+    """Describe a difference between layout and one process, and the first module with it."""
+    difference = result.failure or result.differences[0]
+    first = None if result.failure else locate.first_difference(RecordedSteps(small), small)
+    module = f"; the first module that differs is {first.module}" if first is not None else ""
     message = (
-        f"{layout_of(config)} does not compute what one process does, in a small model of the "
-        f"same architecture: {what}{where}; use another layout, or train.prove=never"
+        f"{layout_of(config)} and one process compute different results for a small model of the "
+        f"same architecture: {difference}{module}; use another layout, or train.prove=never"
     )
     return ConfigIssue("strategy", message)

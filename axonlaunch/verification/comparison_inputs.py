@@ -1,7 +1,7 @@
-"""What both sides of a comparison are fed: uneven targets, and weights that start nowhere special.
+"""Changes batches, weights and gradients in the same way for the layout and the reference.
 
-Even ones hide errors: with as many counted targets everywhere a mean of means is the mean, and a
-bias of zero may be added as often as one likes.
+Regular inputs hide errors. With equal numbers of counted targets on all ranks, a mean of means
+equals the mean, and adding a bias of zero twice has no effect.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.axes import degrees_of, divisor
 from axonlaunch.config.data import IGNORE_INDEX
 from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.data.loader import Loader
@@ -24,29 +25,31 @@ from axonlaunch.models.dtensor_regions import local_boxes
 from axonlaunch.models.own_loss import OwnLoss
 
 _PREDICTED = 2
-"""Samples of a prediction."""
-_MOVED_BY = 0.1
-"""Deviation of what is added to biases and norms."""
+"""Number of samples of a prediction."""
+_NOISE_DEVIATION = 0.1
+"""Standard deviation of the noise that is added to biases and norms."""
 _COUNTED_OF_11 = 8
-"""Samples of any structure that count."""
+"""Of 11 samples of arbitrary structure, the number that is counted."""
 _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
 
 
-def uneven(batch: AnyBatch, *, step: int, shard: int = 0, own: OwnLoss | None = None) -> AnyBatch:
-    """Leave targets out, as many as a row's place in the global batch and the step say.
+def make_uneven(
+    batch: AnyBatch, *, step: int, shard: int = 0, custom_loss: OwnLoss | None = None
+) -> AnyBatch:
+    """Mask targets; their number depends on the step and on the row's index in the global batch.
 
-    Of sequences [B, T] up to five eighths of each, of classes [B] every fourth row, of floats none;
-    of samples of any structure, whose targets nobody knows, three of eleven samples, side by side.
-    One document of a packed row becomes two, elsewhere in each row.
+    Up to five eighths of each sequence [B, T] are masked, every fourth row of classes [B], and no
+    floating-point targets. Of samples of arbitrary structure, three adjacent ones of eleven are not
+    counted. One document of each packed row is split into two, at a different position in each row.
 
     Args:
         batch: One of the equal parts of a global batch.
-        step: Which global batch it is.
-        shard: Which part; 0 where it is all of it.
-        own: A loss of one's own, which knows of no class that stands for none; None: the model's.
+        step: Index of the step.
+        shard: Index of the part; 0 for a complete global batch.
+        custom_loss: Custom loss, which may not support masked classes; None for the model's loss.
     """
     places = range(shard * len(batch), (shard + 1) * len(batch))
     if not isinstance(batch, Batch):
@@ -56,31 +59,31 @@ def uneven(batch: AnyBatch, *, step: int, shard: int = 0, own: OwnLoss | None = 
         if targets.ndim > 1:
             length = targets.shape[1]
             targets[row, : (place * 7 + step * 3) % 11 * length // 16] = IGNORE_INDEX
-        elif place % 4 == 3 and own is None:
+        elif place % 4 == 3 and custom_loss is None:
             targets[row] = IGNORE_INDEX
     if batch.positions is None or batch.positions.shape[1] < 2:
         return replace(batch, targets=targets)
-    # Rows of one division would not show whose positions somebody computes with.
+    # Rows with equal documents would not show that positions of another row are used.
     positions = batch.positions.clone()
     for row, place in zip(positions, places, strict=True):
-        begins = 1 + (place * 5 + step * 3) % (len(row) - 1)
-        rest = row[begins:]
-        ends = int((torch.cat((rest[1:], rest.new_zeros(1))) == 0).long().argmax()) + 1
-        rest[:ends] -= rest[0].clone()
+        start = 1 + (place * 5 + step * 3) % (len(row) - 1)
+        rest = row[start:]
+        length = int((torch.cat((rest[1:], rest.new_zeros(1))) == 0).long().argmax()) + 1
+        rest[:length] -= rest[0].clone()
     return replace(batch, targets=targets, positions=positions)
 
 
 def evaluated_samples(loader: Loader) -> range:
-    """Return the held-out samples of an evaluation: a global batch, and a part of another."""
+    """Return the held-out samples of an evaluation: one and a half global batches."""
     size = loader.global_batch_size
     return range(min(loader.dataset.num_eval_samples, size + size // 2 + 1))
 
 
 def predicted_samples(config: RunConfig, batch: Batch) -> Tensor:
-    """Return the samples of a prediction; of a length that the layout pads, where it pads any.
+    """Return the samples of a prediction, with a length that the layout must pad if it can pad.
 
     Args:
-        config: The layout's.
+        config: Configuration of the layout.
         batch: Held-out samples.
     """
     samples = batch.inputs[:_PREDICTED]
@@ -88,33 +91,37 @@ def predicted_samples(config: RunConfig, batch: Batch) -> Tensor:
 
 
 def cuts_sequences(config: RunConfig) -> bool:
-    """Say whether a layout divides sequences, and pads those whose length it does not divide."""
-    return config.strategy.context.degree > 1 or config.strategy.tensor.sequence_parallel
+    """Return whether a layout divides sequences and pads those with an indivisible length."""
+    divided = divisor(degrees_of(config.strategy), "sequences") > 1
+    return divided or config.strategy.tensor.sequence_parallel
 
 
 @torch.no_grad()
 def move_vectors(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Move biases, norms and whatever else has one dim away from 0 and 1, and adapters' B from 0.
+    """Add noise to one-dimensional parameters (biases, norms) and to the B matrices of adapters.
 
-    By the name alone, so that every layout moves them alike.
+    These start at 0 or 1. The noise depends only on the name, so it is the same in every layout.
 
     Args:
-        parameters: Names in the whole model, and what a rank holds: plain, or DTensors.
+        parameters: Names in the full model with parameters of this rank, plain or DTensors.
     """
     for name, parameter in parameters:
-        starts_even = parameter.ndim == 1 or name.endswith(".lora_B.weight")
-        if not starts_even or not parameter.is_floating_point() or not _numel(parameter):
+        starts_constant = parameter.ndim == 1 or name.endswith(".lora_B.weight")
+        if not starts_constant or not parameter.is_floating_point() or not _numel(parameter):
             continue
-        moved = _noise(name, parameter.shape) * _MOVED_BY
+        noise = _noise(name, parameter.shape) * _NOISE_DEVIATION
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         for box in local_boxes(parameter):
             region = tuple(slice(start, start + length) for start, length in box.region)
-            box.of(local).add_(moved[region].to(local))
+            box.of(local).add_(noise[region].to(local))
 
 
 @torch.no_grad()
 def roughen(parameters: Mapping[str, Tensor], *, relative: float, draw: int = 0) -> None:
-    """Round parameters otherwise, in place: each element moves by at most this part of it."""
+    """Change each element of parameters by at most half of ``relative``, in place.
+
+    This has the size of a rounding error.
+    """
     for name, parameter in parameters.items():
         if parameter.is_floating_point():
             generator = _generator(f"{name}{draw or ''}")
@@ -124,7 +131,7 @@ def roughen(parameters: Mapping[str, Tensor], *, relative: float, draw: int = 0)
 
 @torch.no_grad()
 def overflow(updated: Tensor) -> None:
-    """Put infinity where the first element of a parameter's gradient is, if this rank holds it."""
+    """Set the first element of a parameter's gradient to infinity, on the rank that holds it."""
     assert updated.grad is not None
     gradient: Any = updated.grad
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
@@ -134,10 +141,10 @@ def overflow(updated: Tensor) -> None:
 
 
 class Dropout:
-    """A model's dropout, off but inside of ``on``: every layout draws it for other elements.
+    """Turns a model's dropout off, except inside ``on``, because layouts draw different masks.
 
     Attributes:
-        largest: Its largest rate.
+        largest: Largest dropout rate of the model.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -145,7 +152,7 @@ class Dropout:
             (module, name, value)
             for module in (part for whole_module in modules for part in whole_module.modules())
             for name, value in vars(module).items()
-            # What a module hands to functional.dropout: MultiheadAttention's dropout, and others'.
+            # Attributes passed to functional.dropout, as in MultiheadAttention.
             if (isinstance(value, float) and "dropout" in name)
             or (isinstance(module, _DROPOUTS) and name == "p")
         ]
@@ -154,7 +161,7 @@ class Dropout:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Restore the model's dropout inside; an evaluation must not draw any."""
+        """Restore the configured rates inside the context."""
         for module, name, rate in self._rates:
             setattr(module, name, rate)
         try:

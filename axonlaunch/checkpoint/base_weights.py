@@ -1,7 +1,7 @@
-"""The pretrained weights beside a run's adapter: checkpoints refer to them by their hashes.
+"""Reads and hashes the pretrained weights that an adapter's checkpoints leave out.
 
-``base.json``, beside the checkpoints, has the SHA-256 of each file of them; a run that is to resume
-on other weights is refused.
+``base.json``, next to the checkpoints, has the SHA-256 of each weight file. A run can't resume with
+other weights.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from axonlaunch.checkpoint import storage
 from axonlaunch.config import ConfigIssue, RunConfig
+from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.system.files import hub_blob, inside_folder, open_regular, read_text
 
 if TYPE_CHECKING:
@@ -24,22 +25,22 @@ if TYPE_CHECKING:
 BASE = "base.json"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 20
-_AT_ONCE = 1 << 30
-"""Bytes of the base's tensors that are read at once, at least a tensor."""
+_BATCH_BYTES = 1 << 30
+"""Bytes read per batch; a batch holds at least one tensor."""
 
 
 def record_base(config: RunConfig) -> None:
-    """Write the hashes of the weights that a run's checkpoints leave out, if they leave any out."""
+    """Write the hashes of the pretrained weights if the run's checkpoints leave weights out."""
     if not config.saves_frozen:
         (storage.root(config) / BASE).write_text(json.dumps(_digests(config), indent=1) + "\n")
 
 
 def find_base_problems(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
-    """Yield why a run can't resume from another's checkpoints: its base is not theirs.
+    """Yield a problem if a run would resume with other pretrained weights.
 
     Args:
-        config: Of the run that is to resume.
-        run_dir: Where the checkpoints and ``base.json`` are.
+        config: Configuration of the run that resumes.
+        run_dir: Folder of the checkpoints and ``base.json``.
     """
     if config.saves_frozen:
         return
@@ -52,15 +53,16 @@ def find_base_problems(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue
         )
         yield ConfigIssue("model.path", message, path)
         return
-    now = _digests(config)["files"]
-    if recorded != now:
-        changed = sorted(name for name in {*recorded, *now} if recorded.get(name) != now.get(name))
+    current = _digests(config)["files"]
+    if recorded != current:
+        names = {*recorded, *current}
+        changed = sorted(name for name in names if recorded.get(name) != current.get(name))
         message = f"{changed[0]} is not what the run in {run_dir} began with (its SHA-256 differs)"
         yield ConfigIssue("model.path", f"{message}; use the same weights", path)
 
 
 def left_out(config: RunConfig) -> set[str]:
-    """Return the names of parameters that a run's checkpoints leave out."""
+    """Return the names of the parameters that a run's checkpoints leave out."""
     if config.saves_frozen:
         return set()
     from axonlaunch.models.build import on_meta
@@ -70,18 +72,18 @@ def left_out(config: RunConfig) -> set[str]:
 
 
 def kept_dtype(config: RunConfig) -> torch.dtype:
-    """Return the type in which a run keeps the weights that its checkpoints leave out."""
-    import torch
+    """Return the dtype that a run uses for the weights that its checkpoints leave out."""
+    from axonlaunch.models.torch_dtypes import torch_dtype
 
-    return torch.bfloat16 if config.train.param_dtype == "bf16" else torch.float32
+    return torch_dtype(NUMBER_FORMATS[config.train.param_dtype])
 
 
 def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a base's parameters, whole, a few in memory at once.
+    """Yield full pretrained tensors by name, with few in memory at the same time.
 
     Args:
-        config: Of a run whose checkpoints leave them out.
-        names: Which, by our names.
+        config: Configuration of a run whose checkpoints leave them out.
+        names: Names of the parameters to read.
     """
     if not names:
         return
@@ -95,7 +97,7 @@ def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str,
     batch: dict[str, Tensor] = {}
     for number, name in enumerate(names, 1):
         batch[name] = torch.empty(shapes[name])
-        if number == len(names) or sum(t.nbytes for t in batch.values()) > _AT_ONCE:
+        if number == len(names) or sum(t.nbytes for t in batch.values()) > _BATCH_BYTES:
             with in_one_process():
                 source = Reader(_folder(config), config.model)
                 dcp.load({"model": batch}, storage_reader=source, no_dist=True)
@@ -104,9 +106,9 @@ def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str,
 
 
 def _digests(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Return ``{"files": {name: SHA-256}}`` of a base's weights.
+    """Return ``{"files": {name: SHA-256}}`` of the pretrained weights.
 
-    The Hub's cache names a file by it.
+    Files in the Hub's cache are named by their SHA-256, so they are not read.
     """
     files = {}
     for file in sorted(_folder(config).glob("*.safetensors")):
@@ -122,6 +124,6 @@ def _digests(config: RunConfig) -> dict[str, dict[str, str]]:
 def _folder(config: RunConfig) -> Path:
     from axonlaunch.models.build import initial_weights
 
-    named = initial_weights(config)
-    assert named is not None
-    return Path(named[1])
+    key_and_path = initial_weights(config)
+    assert key_and_path is not None
+    return Path(key_and_path[1])

@@ -24,7 +24,7 @@ from axonlaunch.events import Monitor, StepLogged
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.training import worker
 from axonlaunch.verification.compare import on_mock
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 MODULE = '''
 import torch
@@ -302,7 +302,11 @@ def test_the_ranks_of_a_stream_share_each_global_batch() -> None:
 def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
     chosen = [*CHOSEN, "data.target=own_of_a_test:Endless", "strategy=ddp", "launch.nproc=2"]
     config = run_config([*chosen, "train.eval_batches=0"])
-    assert data.build_dataset(config.data).notes[0].startswith("data: a stream without state_dict")
+    assert (
+        data.build_dataset(config.data)
+        .info.notes[0]
+        .startswith("data: a stream without state_dict")
+    )
     with pytest.raises(ConfigError, match=r"train\.epochs=2.*no __len__.*use train\.steps"):
         run_config([*chosen, "train.eval_batches=0", "train.steps=auto", "train.epochs=2"])
     with pytest.raises(
@@ -317,11 +321,11 @@ def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.loss=null"], r"train\.loss=null: .*name a loss of yours"),
+        (["train.loss=null"], r"train\.loss=null: .*use a loss registered with register_loss"),
         (
             ["strategy=tensor", "launch.nproc=2"],
-            r"strategy\.tensor\.degree=2: data=custom gives batches of any structure, and this "
-            "divides layers",
+            r"strategy\.tensor\.degree=2: data=custom returns structured batches, but this divides "
+            "layers",
         ),
         (
             ["strategy=pipeline", "launch.nproc=2"],
@@ -330,12 +334,12 @@ def test_a_stream_without_a_length_trains_by_steps_and_not_by_epochs() -> None:
         (["train.loss_chunk=4"], r"train\.loss_chunk=4: .*use null"),
         (
             LINEAR,
-            r"model=custom: its forward takes input, and the batches of data=custom have words, "
+            r"model=custom: its forward takes input, but the batches of data=custom have words, "
             "pair, label, weight, names",
         ),
         (
             ["data.collate=null"],
-            "making a batch of its samples failed with RuntimeError: .*give it a collate function",
+            "collating its samples failed with RuntimeError: .*give it a collate function",
         ),
         (["data.collate=own_of_a_test:nothing"], r"data\.collate=own_of_a_test:nothing: "),
         (["data.target=builtins:set"], "the dataset is empty"),
@@ -370,7 +374,7 @@ def test_a_loss_of_ones_own_sees_inputs_and_targets_of_tokens() -> None:
     overrides += ["train.loss=smooth_of_a_test", "train.loss_options.by=0.3", "strategy=fsdp"]
     config = run_config(overrides)
     assert on_mock(config, ComparisonPlan(steps=2, beyond=True)).passed
-    with pytest.raises(ConfigError, match=r"sees the whole batch and the whole outputs"):
+    with pytest.raises(ConfigError, match=r"needs the full batch and the full outputs"):
         run_config([*overrides, "strategy=tensor"])
 
 

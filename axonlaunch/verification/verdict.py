@@ -1,6 +1,6 @@
-"""Judges all ranks' differences: passed, failed, or nothing proved.
+"""Decides the verdict from the differences of all ranks: passed, failed, or nothing proved.
 
-It compares nothing itself; a comparison that could not have failed is no pass.
+The verdict is "nothing proved" if the comparison could not have failed.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ import torch
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import num_ranks
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.differences import ORDER, Difference
-from axonlaunch.verification.draws import draw_problems
-from axonlaunch.verification.features import features
+from axonlaunch.verification.exercised_features import exercised_features
 from axonlaunch.verification.layout_run import STEPS_OF_MASKS, RankReport
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.random_draws import draw_problems
 from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.result import ParityResult, layout_of
 from axonlaunch.verification.schedule_check import schedule_problems
 from axonlaunch.verification.tolerances import Tolerances
 
 _SAME = 1e-6
-"""Of a loss: what may change while it is the same."""
+"""Relative change below which losses of different steps are considered equal."""
 _NEVER_ROUNDED = {"arithmetic", "order", "counted"}
-"""Kinds that are judged in every step, also after rounding has taken over."""
-_LISTED = 8
-"""Parameters that a reason names."""
+"""Kinds that are compared in every step, even if rounding is too large for other kinds."""
+_MAX_LISTED = 8
+"""Largest number of ranks that a difference lists."""
 
 
-def judge(
+def decide_verdict(
     config: RunConfig,
     plan: ComparisonPlan,
     references: Sequence[Reference],
     reports: Iterable[RankReport],
 ) -> ParityResult:
-    """Decide whether rounding explains what all ranks found, and whether it shows anything.
+    """Decide whether rounding explains all differences and whether the comparison shows anything.
 
     Args:
-        config: The layout's.
-        plan: What was compared.
-        references: What one process computed, and others from weights rounded otherwise.
-        reports: What the ranks found.
+        config: Configuration of the layout.
+        plan: Length and scope of the comparison.
+        references: Values of one process, followed by references with perturbed weights.
+        reports: Results of all ranks.
     """
     reference, *others = references
     tolerances = Tolerances(config, reference, others)
@@ -53,19 +53,22 @@ def judge(
         for d in [*differences, *_missing(reference, differences)]
         if d.step <= tolerances.last_step or d.kind in _NEVER_ROUNDED
     ]
-    wrong = [] if plan.asked is None else [*schedule_problems(plan.asked)]
+    wrong = [] if plan.original is None else [*schedule_problems(plan.original)]
     wrong += _group_by_quantity([d for d in differences if not tolerances.allows(d)])
-    drawn = STEPS_OF_MASKS if reference.dropout else plan.steps
-    wrong += draw_problems(config, draws, steps=drawn, has_dropout=reference.dropout > 0)
+    recorded = STEPS_OF_MASKS if reference.dropout else plan.steps
+    wrong += draw_problems(config, draws, steps=recorded, has_dropout=reference.dropout > 0)
     masks = sum(bool(draw.value) for draw in draws)
     if reference.masks and not draws and not config.train.compile:
-        wrong.append("no rank drops anything in training, as one process does: it does not train")
-    worst = {kind: _worst(d for d in differences if d.kind == kind) for kind in ORDER}
-    named = [d for kind in ("gradient", "parameter") if (d := worst[kind]) is not None]
+        wrong.append(
+            "no rank uses dropout in training, unlike one process: the model is not in training "
+            "mode"
+        )
+    largest = {kind: _largest(d for d in differences if d.kind == kind) for kind in ORDER}
+    named = [d for kind in ("gradient", "parameter") if (d := largest[kind]) is not None]
     proved = _prove(reference, differences)
     notes = []
     if reference.dropout:
-        notes.append(_of_dropout(reference.dropout, masks))
+        notes.append(_dropout_note(reference.dropout, masks))
     reason = "" if wrong else _nothing_proved(config, reference, proved, tolerances)
     return ParityResult(
         passed=not wrong and not reason,
@@ -74,16 +77,16 @@ def judge(
         layout=layout_of(config),
         steps=len(reference.steps),
         tolerance=tolerances.base,
-        max_loss_difference=_size(worst["loss"]),
-        max_gradient_difference=_size(worst["gradient"]),
-        max_norm_difference=_size(worst["norm"]),
-        max_parameter_difference=_size(worst["parameter"]),
-        max_differences={kind: d.relative for kind, d in worst.items() if d is not None},
-        tolerances={kind: tolerances.of(d) for kind, d in worst.items() if d is not None},
+        max_loss_difference=_size(largest["loss"]),
+        max_gradient_difference=_size(largest["gradient"]),
+        max_norm_difference=_size(largest["norm"]),
+        max_parameter_difference=_size(largest["parameter"]),
+        max_differences={kind: d.relative for kind, d in largest.items() if d is not None},
+        tolerances={kind: tolerances.of(d) for kind, d in largest.items() if d is not None},
         worst_parameter=max(named, key=_size).name if named else None,
         losses=[step.loss for step in reference.steps],
         differences=wrong,
-        features=features(config, plan, reference, masks=masks),
+        features=exercised_features(config, plan, reference, masks=masks),
         notes=notes,
         parameters=len(reference.start),
         parameters_with_gradient=len(proved.with_gradient),
@@ -98,17 +101,18 @@ def judge(
     )
 
 
-def _of_dropout(rate: float, masks: int) -> str:
+def _dropout_note(rate: float, masks: int) -> str:
     on = f"{masks} masks were compared with it on" if masks else "no mask was drawn with it on"
     return f"dropout (up to {rate:g}) was off where numbers were compared; {on}"
 
 
 class _Proved:
-    """Parameters that the comparison says something about.
+    """Parameters that the comparison covers.
 
     Attributes:
-        with_gradient: One that is not zero, on both sides.
-        moved: By the updates of one process.
+        with_gradient: Names of parameters with a nonzero gradient in one process and a gradient in
+            the layout.
+        moved: Names of parameters that the updates of one process changed.
     """
 
     def __init__(self, with_gradient: set[str], moved: set[str]) -> None:
@@ -117,7 +121,7 @@ class _Proved:
 
 
 def _prove(reference: Reference, differences: Sequence[Difference]) -> _Proved:
-    seen = {d.name for d in differences if d.kind == "gradient" and d.relative < float("inf")}
+    compared = {d.name for d in differences if d.kind == "gradient" and d.relative < float("inf")}
     nonzero = {
         name
         for step in reference.steps
@@ -129,37 +133,37 @@ def _prove(reference: Reference, differences: Sequence[Difference]) -> _Proved:
         for name, start in reference.start.items()
         if not torch.equal(start, reference.end[name])
     }
-    return _Proved(nonzero & seen, moved)
+    return _Proved(nonzero & compared, moved)
 
 
 def _nothing_proved(
     config: RunConfig, reference: Reference, proved: _Proved, tolerances: Tolerances
 ) -> str:
-    """Say why the comparison could not have failed; empty if it could."""
+    """Return the reason why the comparison could not have failed; empty if it could."""
     losses = [step.loss for step in reference.steps]
     if num_ranks(config) == 1:
         return "one rank was compared with one process; use launch.nproc=2 or a strategy of several"
     if tolerances.last_step < 1:
         return (
-            "rounding alone changes the first step by more than any layout would; "
-            "use another precision, or initial weights that a run would have"
+            "rounding errors alone change the first step too much for a comparison; "
+            "use another precision or realistic initial weights"
         )
     if all(step.skipped for step in reference.steps):
-        return "fp16 skipped every step, for its gradients overflowed; use more --steps"
+        return "fp16 skipped every step because its gradients overflowed; use more --steps"
     if not any(bool(g.any()) for step in reference.steps for g in step.gradients.values()):
         return "every gradient of one process is zero: the model's loss depends on no parameter"
     if not proved.with_gradient:
         return "no parameter has a gradient on both sides"
     if not proved.moved:
         rate = "" if any(step.rate for step in reference.steps) else ": the learning rate is 0"
-        return f"no parameter moved{rate}, so that no update was compared"
+        return f"no parameter moved{rate}, so no update was compared"
     if len(losses) > 1 and max(losses) - min(losses) <= _SAME * abs(losses[0]):
-        return f"the loss is {losses[0]:.7g} in every step, whatever the samples and the weights"
+        return f"the loss is {losses[0]:.7g} in every step, for all samples and weights"
     return ""
 
 
 def _group_by_quantity(wrong: Sequence[Difference]) -> list[str]:
-    """Return a line for each quantity that differs, the earliest first, with the ranks."""
+    """Return one line for each quantity that differs, with its ranks, the earliest first."""
     order = sorted(wrong, key=lambda d: (d.step, ORDER.index(d.kind)))
     groups: dict[tuple[int, str, str], list[Difference]] = {}
     for difference in order:
@@ -170,19 +174,17 @@ def _group_by_quantity(wrong: Sequence[Difference]) -> list[str]:
 
 
 def _line(group: Sequence[Difference]) -> str:
-    worst = max(group, key=_size)
+    largest = max(group, key=_size)
     ranks = sorted({difference.rank for difference in group})
-    where = (
-        "" if worst.seen is not None or len(ranks) > _LISTED else f" (rank {_list_ranks(ranks)})"
-    )
-    return f"{worst}{where}"
+    lists_ranks = largest.actual is None and len(ranks) <= _MAX_LISTED
+    return f"{largest} (rank {_list_ranks(ranks)})" if lists_ranks else f"{largest}"
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _worst(differences: Iterable[Difference]) -> Difference | None:
+def _largest(differences: Iterable[Difference]) -> Difference | None:
     return max(differences, key=_size, default=None)
 
 
@@ -191,14 +193,14 @@ def _size(difference: Difference | None) -> float:
 
 
 def _missing(reference: Reference, differences: Sequence[Difference]) -> Iterable[Difference]:
-    """Yield what no rank has: gradients, buffers and optimizer states."""
-    have = {(d.step, d.kind, d.name) for d in differences}
+    """Yield differences for gradients, buffers and optimizer states that no rank has."""
+    compared = {(d.step, d.kind, d.name) for d in differences}
     for number, step in enumerate(reference.steps, start=1):
         if not step.skipped:
             for name in step.gradients:
-                if (number, "gradient", name) not in have:
+                if (number, "gradient", name) not in compared:
                     yield Difference(number, "gradient", name, float("inf"))
     for kind, names in (("buffer", reference.buffers), ("state", reference.states)):
         for name in names:
-            if (reference.saved_step, kind, name) not in have:
+            if (reference.saved_step, kind, name) not in compared:
                 yield Difference(reference.saved_step, kind, name, float("inf"))

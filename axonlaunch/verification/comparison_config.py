@@ -1,7 +1,8 @@
-"""Makes a run demanding in the few steps that are compared, where its configuration is not.
+"""Changes a run's configuration so that few steps exercise many features.
 
-A run that accumulates nothing can't show that accumulation is right. What divides the work stays
-as it is; how much there is of it, and how the rate and the gradient's limit lie, is chosen.
+For example, a run without gradient accumulation cannot show that accumulation is correct. The
+strategy is unchanged. The batch size, the number of steps, the learning rate's warm-up, weight
+decay and the clipping limit can change.
 """
 
 from __future__ import annotations
@@ -21,39 +22,41 @@ from axonlaunch.engines.data_parallel import fsdp, zero1
 from axonlaunch.engines.precision import policy as precision
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.preflight.checks import find_issues
+from axonlaunch.verification.comparison_plan import FIRST_SCALE, ComparisonPlan
 from axonlaunch.verification.plain_model import has_batch_norm
 from axonlaunch.verification.plain_optimizer import class_of
-from axonlaunch.verification.plan import FIRST_SCALE, ComparisonPlan
 from axonlaunch.verification.reference import NoReferenceError
 from axonlaunch.verification.reference_runs import gradient_norms
 
-# AdamW divides by a gradient's size, and Lion takes its sign. Where that is nothing but rounding,
-# as for the bias of keys, which softmax ignores, their usual eps would make whole steps in random
-# directions of it.
-_LEAST_EPS = 1e-4
+# AdamW divides by the gradient's size, and Lion takes its sign. If a gradient consists of rounding
+# errors only (the bias of attention keys, which softmax ignores), the usual eps leads to full steps
+# in random directions.
+_MIN_EPS = 1e-4
 _ACCUMULATION = 2
-"""Micro-batches of a step, or rounds of a pipeline's schedule."""
-_NORMED = 4
-"""Samples of a micro-batch that is normalised."""
+"""Micro-batches of a step, or rounds of a pipeline schedule."""
+_BATCH_NORM_SAMPLES = 4
+"""Samples of a micro-batch if the model has batch normalisation."""
 _WARMUP = 2
 _STEPS_LEFT = 4
-"""Steps that the run would have after those that are compared, so that the rate still falls."""
+"""Steps of the run after the compared ones, so that the learning rate still decreases."""
 _BUCKETS = 6
 _DECAY = 0.1
-_TRIED = 3
-"""Steps whose norms say where a limit lies that some gradients reach, and others don't."""
+_NORM_STEPS = 3
+"""Steps with gradient norms that determine a limit between these norms."""
 
 _SMALL_BYTES = 2**10
 _TOGETHER_BYTES = 2**11
-"""Bytes of parameters that travel alone, and together, in place of zero1's: models are small."""
+"""Thresholds that replace those of zero1 and fsdp: bytes of a parameter that gets its own message,
+and bytes of a bucket. Compared models are small.
+"""
 
 
-def demanding(config: RunConfig, plan: ComparisonPlan) -> RunConfig:
-    """Return a run in the same layout, changed so that more faults would show.
+def harder_config(config: RunConfig, plan: ComparisonPlan) -> RunConfig:
+    """Return a configuration with the same layout that shows more faults.
 
     Args:
-        config: Checked and resolved.
-        plan: How long it is.
+        config: Checked and resolved configuration.
+        plan: Length and scope of the comparison.
     """
     import_plugins(config.plugins)
     for settings in ({**_batch(config), **_update(config, plan)}, _update(config, plan)):
@@ -64,27 +67,28 @@ def demanding(config: RunConfig, plan: ComparisonPlan) -> RunConfig:
 
 
 def _batch(config: RunConfig) -> dict[str, Any]:
-    """Return a batch that each rank works on in several micro-batches, a pipeline in rounds."""
+    """Return settings for several micro-batches on each rank, or several rounds of a pipeline."""
     layout = Layout.of(config, world_size=num_ranks(config))
     pipeline = config.strategy.pipeline
-    chosen = config.train.micro_batch_size
+    configured = config.train.micro_batch_size
     settings: dict[str, Any] = {}
-    in_round = 1
+    per_round = 1
     size = 1 if layout.pipeline > 1 and spec_for(config).inputs == "tokens" else 2
     if has_batch_norm(on_meta(config, seed=config.seed)):
-        size = _NORMED  # of two samples it makes 1 and -1, whose gradient is a rest of rounding
-    if chosen != "auto":
-        size = chosen
+        # Two samples are normalised to 1 and -1, with a gradient that consists of rounding errors.
+        size = _BATCH_NORM_SAMPLES
+    if configured != "auto":
+        size = configured
     if layout.pipeline > 1:
-        in_round = _round(layout) if pipeline.microbatches == "auto" else pipeline.microbatches
-        settings["strategy.pipeline.microbatches"] = in_round
+        per_round = _round(layout) if pipeline.microbatches == "auto" else pipeline.microbatches
+        settings["strategy.pipeline.microbatches"] = per_round
     settings["train.micro_batch_size"] = size
-    batch = layout.data_ranks * size * in_round * _ACCUMULATION
+    batch = layout.data_ranks * size * per_round * _ACCUMULATION
     return {**settings, "train.global_batch_size": batch}
 
 
 def _round(layout: Layout) -> int:
-    """Return the micro-batches of the shortest round that fills the pipeline."""
+    """Return the number of micro-batches of the shortest round that fills the pipeline."""
     rule, stages = SCHEDULES[layout.schedule], layout.num_stages
     counts = range(stages, 4 * stages + 1)
     shape = {"degree": layout.pipeline, "stages_per_rank": layout.stages_per_rank}
@@ -92,10 +96,10 @@ def _round(layout: Layout) -> int:
 
 
 def _update(config: RunConfig, plan: ComparisonPlan) -> dict[str, Any]:
-    """Return a rate that changes with each step, decay, and buckets that are full early."""
+    """Return settings for a rate that changes in each step, weight decay and small buckets."""
     settings: dict[str, Any] = {"train.steps": plan.steps + _STEPS_LEFT}
     schedule = config.scheduler
-    if schedule.name == "constant":  # its warm-up is all that changes
+    if schedule.name == "constant":  # only its warm-up changes the rate
         settings["scheduler.warmup_steps"] = plan.steps + _STEPS_LEFT
     elif schedule.warmup_steps == "auto" or schedule.warmup_steps > _WARMUP:
         settings["scheduler.warmup_steps"] = _WARMUP
@@ -112,12 +116,12 @@ def _update(config: RunConfig, plan: ComparisonPlan) -> dict[str, Any]:
 
 
 def _with_clipping(config: RunConfig) -> RunConfig:
-    """Put the limit of the gradient's norm where some steps reach it, and others do not."""
+    """Set the clipping limit so that only some steps exceed it."""
     if config.train.grad_clip is None:
         return config
     try:
-        norms = sorted(gradient_norms(config, steps=_TRIED))
-    except NoReferenceError:  # the comparison itself says why
+        norms = sorted(gradient_norms(config, steps=_NORM_STEPS))
+    except NoReferenceError:  # the comparison will report it
         return config
     between = sum(norms[:2]) / 2
     if not math.isfinite(between) or between <= 0:
@@ -127,41 +131,42 @@ def _with_clipping(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def lowered_thresholds(plan: ComparisonPlan) -> Iterator[None]:
-    """Lower thresholds, so that small parameters and few steps exercise the paths of large ones.
+    """Lower thresholds, so that small models and few steps use the code for large ones.
 
-    They travel alone, and in several buckets; fp16's loss scale grows.
+    Some parameters get their own message, others fill several buckets, and the fp16 loss scale
+    grows.
 
     Args:
-        plan: How many steps those are.
+        plan: Length of the comparison.
     """
-    before = zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT
+    thresholds = zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT
     scale = precision._FIRST_SCALE, precision._GROWTH_INTERVAL
     zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT = _SMALL_BYTES, _TOGETHER_BYTES, _SMALL_BYTES
     precision._FIRST_SCALE, precision._GROWTH_INTERVAL = FIRST_SCALE, plan.growth_interval
     try:
         yield
     finally:
-        zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT = before
+        zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT = thresholds
         precision._FIRST_SCALE, precision._GROWTH_INTERVAL = scale
 
 
 def with_smooth_updates(config: RunConfig) -> RunConfig:
-    """Return a run whose updates are smooth where a gradient is nothing but rounding."""
+    """Return a configuration with an eps that limits updates by rounding errors of gradients."""
     optimizer, eps = config.optimizer, getattr(config.optimizer, "eps", None)
     if isinstance(optimizer, MuonConfig):
-        # Its iteration multiplies what is small by 3.4445 each time, and rounds to bf16 before it:
-        # five of them make 1e-3 of a gradient's last bit.
-        eps = max(optimizer.adamw_eps, _LEAST_EPS)
+        # Each iteration of Muon multiplies small values by 3.4445 and rounds to bf16. After five
+        # iterations the last bit of a gradient has grown to 1e-3.
+        eps = max(optimizer.adamw_eps, _MIN_EPS)
         return with_values(config, {"optimizer.adamw_eps": eps, "optimizer.ns_steps": 1})
-    if isinstance(eps, tuple):  # Adafactor's: of squares, and of parameters' sizes
-        return with_values(config, {"optimizer.eps": (max(eps[0] or 0, _LEAST_EPS), *eps[1:])})
+    if isinstance(eps, tuple):  # Adafactor: for squared gradients and for sizes of parameters
+        return with_values(config, {"optimizer.eps": (max(eps[0] or 0, _MIN_EPS), *eps[1:])})
     if isinstance(eps, float):
-        return with_values(config, {"optimizer.eps": max(eps, _LEAST_EPS)})
+        return with_values(config, {"optimizer.eps": max(eps, _MIN_EPS)})
     arguments = getattr(optimizer, "arguments", None)
     if arguments is not None:
-        known = signature(class_of(optimizer)).parameters.get("eps")
-        eps = arguments.get("eps", None if known is None else known.default)
+        parameter = signature(class_of(optimizer)).parameters.get("eps")
+        eps = arguments.get("eps", None if parameter is None else parameter.default)
         if isinstance(eps, float):
-            smooth = {**arguments, "eps": max(eps, _LEAST_EPS)}
+            smooth = {**arguments, "eps": max(eps, _MIN_EPS)}
             return with_values(config, {"optimizer.arguments": smooth})
     return config

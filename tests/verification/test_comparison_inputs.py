@@ -7,8 +7,8 @@ from torch import nn
 
 from axonlaunch.data.dataset import Batch
 from axonlaunch.data.samples import Samples
-from axonlaunch.verification.inputs import overflow, uneven
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.comparison_inputs import make_uneven, overflow
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 
 def counted(samples: Samples, *, size: int) -> list[list[int]]:
@@ -18,9 +18,9 @@ def counted(samples: Samples, *, size: int) -> list[list[int]]:
 def test_of_samples_of_any_structure_the_same_ones_count_however_they_are_divided() -> None:
     whole = Samples(range(24), collate=list)
     for step in range(3):
-        expected = counted(uneven(whole, step=step), size=24)[0]
+        expected = counted(make_uneven(whole, step=step), size=24)[0]
         halves = [
-            uneven(whole.rows(12 * shard, 12 * shard + 12).ready(4), step=step, shard=shard)
+            make_uneven(whole.rows(12 * shard, 12 * shard + 12).ready(4), step=step, shard=shard)
             for shard in (0, 1)
         ]
         counted_parts = [part for half in halves for part in counted(half, size=4)]
@@ -31,12 +31,12 @@ def test_of_samples_of_any_structure_the_same_ones_count_however_they_are_divide
 
 def test_samples_that_were_not_counted_stay_so() -> None:
     left = Samples(range(24), collate=list).uncounted(2, marks_targets=True)
-    assert counted(uneven(left, step=0), size=12) == [[0, 1], []]
+    assert counted(make_uneven(left, step=0), size=12) == [[0, 1], []]
 
 
 def test_rows_of_several_documents_are_divided_at_different_places() -> None:
     tokens, positions = torch.arange(32).reshape(4, 8), (torch.arange(8) % 5).repeat(4, 1)
-    fed = uneven(Batch(tokens, tokens, positions), step=0).positions
+    fed = make_uneven(Batch(tokens, tokens, positions), step=0).positions
     assert fed is not None
     assert fed.tolist() == [
         [0, 0, 1, 2, 3, 0, 1, 2],
@@ -44,7 +44,7 @@ def test_rows_of_several_documents_are_divided_at_different_places() -> None:
         [0, 1, 2, 3, 0, 0, 1, 2],
         [0, 1, 0, 1, 2, 0, 1, 2],
     ]
-    last = uneven(Batch(tokens[3:], tokens[3:], positions[3:]), step=0, shard=3).positions
+    last = make_uneven(Batch(tokens[3:], tokens[3:], positions[3:]), step=0, shard=3).positions
     assert last is not None
     assert last.tolist() == fed[3:].tolist()
 

@@ -11,8 +11,8 @@ from parity_table import MODELS
 from safetensors.torch import load_file
 
 from axonlaunch.models.build import build_model
-from axonlaunch.verification import dump, locate
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification import locate, tensor_dump
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 
 CUT = ["strategy.tensor.degree=2", "strategy.pipeline.degree=2"]
 
@@ -33,7 +33,9 @@ def test_both_files_have_the_whole_tensors_of_a_layout(
         [*MODELS["llama"], *overrides, "train.global_batch_size=4", "model.num_hidden_layers=2"]
     )
     locate.locate_difference(config, ComparisonPlan(steps=2), tmp_path)
-    plain, layout = (load_file(tmp_path / name) for name in (dump.ONE_PROCESS, dump.LAYOUT))
+    plain, layout = (
+        load_file(tmp_path / name) for name in (tensor_dump.ONE_PROCESS, tensor_dump.LAYOUT)
+    )
     assert plain.keys() == layout.keys()
     for name, tensor in plain.items():
         torch.testing.assert_close(layout[name], tensor, rtol=1e-3, atol=1e-5, msg=name)

@@ -1,6 +1,7 @@
-"""Two steps of the plain model and of a layout, tensor by tensor: what each gave of what.
+"""Records every tensor of two training steps of the reference model and of a layout.
 
-It pairs tensors by name, in the order in which a step computes them, and judges nothing.
+Tensors are paired by name, in the order in which a step computes them. The caller (``locate``)
+decides whether a pair is close enough.
 """
 
 from __future__ import annotations
@@ -16,67 +17,68 @@ from torch import Tensor
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import held_boxes
 from axonlaunch.models.output_regions import MicroBatchPlace, join_outputs, region
 from axonlaunch.models.own_loss import own_loss
-from axonlaunch.verification import inputs
-from axonlaunch.verification.demands import lowered_thresholds, with_smooth_updates
+from axonlaunch.verification import comparison_inputs
+from axonlaunch.verification.comparison_config import lowered_thresholds, with_smooth_updates
+from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.layout_run import prepared_engine
 from axonlaunch.verification.module_recorder import ModuleRecord, ModuleRecorder
-from axonlaunch.verification.plain_model import leaving_no_trace, threads_for
-from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.plain_model import preserving_global_state, threads_for
 from axonlaunch.verification.reference import PlainRun
 
 _STEPS = 2
-"""A first one, and another after an update."""
-WhatDiffers = Literal["output", "output gradient", "gradient", "parameter"]
+"""The second step starts from updated parameters."""
+QuantityKind = Literal["output", "output gradient", "gradient", "parameter"]
 Index = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What a rank has of a tensor, and what it should have.
+    """One rank's shard of a tensor and the matching slice of the reference.
 
     Attributes:
-        rank: Whose.
-        seen: The layout's.
-        expected: The plain model's, of the same shape.
-        index: Where that is in the whole tensor.
+        rank: Global rank that holds the shard.
+        actual: The shard, as computed by the layout.
+        expected: The slice of the reference tensor, same shape as ``actual``.
+        index: Slices that select the shard from the full tensor.
     """
 
     rank: int
-    seen: Tensor
+    actual: Tensor
     expected: Tensor
     index: Index
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A tensor of a step on both sides.
+    """A tensor of a step, in the reference and on all ranks of the layout.
 
     Attributes:
-        step: From 1.
-        kind: What of the name it is.
-        name: A module's, or a parameter's.
-        plain: The whole, of the plain model.
-        pairs: Of the ranks; empty where they have nothing that could be compared.
-        before: Of a parameter: before the step's update.
-        missing: Rank -> micro-batches that a module computed, where that is not all of them.
+        step: Number of the step, from 1.
+        kind: Output or gradient of a module, or gradient or value of a parameter.
+        name: Name of the module or parameter.
+        plain: Full tensor of the reference model.
+        pairs: Shards of the ranks; empty if no rank has a comparable tensor.
+        previous: Value of a parameter before the update of this step; None for other kinds.
+        missing: Maps ranks that computed only some micro-batches of a module to their number.
     """
 
     step: int
-    kind: WhatDiffers
+    kind: QuantityKind
     name: str
     plain: Tensor
     pairs: list[Pair]
-    before: Tensor | None = None
+    previous: Tensor | None = None
     missing: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
 class _Step:
-    """A step of one side; a plain model has one box of each parameter, the whole."""
+    """A recorded step. The reference has one box for each parameter: the full tensor."""
 
     modules: ModuleRecord
     skipped: bool = False
@@ -84,19 +86,19 @@ class _Step:
     parameters: dict[str, list[tuple[Index, Tensor]]] = field(default_factory=dict)
 
 
-class BothSides:
-    """The first steps of a run, in its layout on the mock world and in one process.
+class RecordedSteps:
+    """The first two steps of a run, in its layout on the mock world and in one process.
 
     Attributes:
-        layout: The run's.
+        layout: Layout of the run.
     """
 
     def __init__(self, config: RunConfig, *, fp64: bool = False) -> None:
-        """Run both.
+        """Run and record the steps in one process and in the layout.
 
         Args:
-            config: Checked, small enough to be run on the mock world twice.
-            fp64: Whether the plain model computes in float64.
+            config: Checked configuration, small enough to run twice on the mock world.
+            fp64: Whether the reference model computes in float64.
         """
         config = with_smooth_updates(config)
         ranks = num_ranks(config)
@@ -106,34 +108,33 @@ class BothSides:
             self._start, self._plain = _plain_steps(config, plan)
             world = World.mock(ranks, device=config.launch.device)
             self._ranks = world.run(lambda member: _rank_steps(config, member))
-        # A layout's losses are larger, for it averages over ranks what has to be summed; in fp16
-        # the plain model's are too.
-        is_fp16 = config.train.precision == "fp16"
-        self._factor = 1.0 if is_fp16 else 1.0 / self.layout.gradient_ranks
+        # The losses of a layout are larger by this factor, because gradients are averaged over
+        # ranks instead of summed. The fp16 reference multiplies its losses by the same factor.
+        is_scaled = PRECISIONS[config.train.precision].needs_loss_scale
+        self._factor = 1.0 if is_scaled else 1.0 / self.layout.gradient_ranks
 
     def quantities(self) -> Iterator[Quantity]:
-        """Yield every tensor in the order in which both sides compute them."""
-        before = self._start
+        """Yield every tensor in the order of computation."""
+        previous = self._start
         for number, plain in enumerate(self._plain):
             names = [*plain.modules.outputs]
             for name in names:
                 yield self._output(number, name)
-            # Gradients that fp16 overflowed in are nobody's.
-            left = {} if plain.skipped else dict.fromkeys(plain.gradients)
-            for name in reversed(names) if left else ():
+            # Overflowed fp16 gradients cannot be compared.
+            remaining = {} if plain.skipped else dict.fromkeys(plain.gradients)
+            for name in reversed(names) if remaining else ():
                 yield self._output_gradient(number, name)
-                own = [p for p in left if p.rpartition(".")[0] == name]
-                for parameter in own:
-                    del left[parameter]
+                for parameter in [p for p in remaining if p.rpartition(".")[0] == name]:
+                    del remaining[parameter]
                     yield self._of_parameter(number, "gradient", parameter)
-            for parameter in left:
+            for parameter in remaining:
                 yield self._of_parameter(number, "gradient", parameter)
             for parameter in plain.parameters:
-                yield self._of_parameter(number, "parameter", parameter, before[parameter])
-            before = {name: boxes[0][1] for name, boxes in plain.parameters.items()}
+                yield self._of_parameter(number, "parameter", parameter, previous[parameter])
+            previous = {name: boxes[0][1] for name, boxes in plain.parameters.items()}
 
     def readers(self, step: int, module: str) -> list[str]:
-        """Return the innermost modules that are given what a module gave, in order."""
+        """Return the innermost modules that take a module's output as input, in order."""
         return self._plain[step - 1].modules.readers.get(module, [])
 
     def _output(self, number: int, name: str) -> Quantity:
@@ -146,14 +147,14 @@ class BothSides:
             calls = modules.outputs.get(name, [])[: self.layout.micro_batches]
             pairs = self._pairs(number, name, rank, plain, calls)
             pairs_of_all += pairs
-            if len(pairs) < self.layout.micro_batches and self._are_of_samples(pairs, plain):
+            if len(pairs) < self.layout.micro_batches and self._have_samples(pairs, plain):
                 missing[rank] = len(pairs)
         whole_output = torch.empty(0) if plain is None else plain
         return Quantity(number + 1, "output", name, whole_output, pairs_of_all, missing=missing)
 
     def _output_gradient(self, number: int, name: str) -> Quantity:
-        known = self._plain[number].modules.gradients.get(name, [])
-        plain = join_outputs([g for g in known if g is not None], self.layout)
+        gradients = self._plain[number].modules.gradients.get(name, [])
+        plain = join_outputs([g for g in gradients if g is not None], self.layout)
         pairs = []
         for rank, steps in enumerate(self._ranks):
             calls = steps[number].modules.gradients.get(name, [])[: self.layout.micro_batches]
@@ -174,41 +175,43 @@ class BothSides:
         pairs = []
         factor = self._factor if of_gradients else 1.0
         pieces = self._ranks[rank][number].modules.pieces.get(name, 1)
-        for micro_batch, seen in enumerate(calls):
-            if plain is None or seen is None:
+        for micro_batch, actual in enumerate(calls):
+            if plain is None or actual is None:
                 continue
-            place = MicroBatchPlace(self.layout, rank, micro_batch)
-            index = region(plain.shape, seen.shape, place, pieces=pieces, of_samples=of_gradients)
+            micro_batch_place = MicroBatchPlace(self.layout, rank, micro_batch)
+            index = region(
+                plain.shape, actual.shape, micro_batch_place, pieces=pieces, of_samples=of_gradients
+            )
             if index is not None:
-                pairs.append(Pair(rank, seen * factor, plain[index], index))
+                pairs.append(Pair(rank, actual * factor, plain[index], index))
         return pairs
 
-    def _are_of_samples(self, pairs: Sequence[Pair], plain: Tensor | None) -> bool:
-        """Say whether there are tensors of some samples: a table of positions is there once."""
+    def _have_samples(self, pairs: Sequence[Pair], plain: Tensor | None) -> bool:
+        """Return whether tensors have a sample dimension, unlike a table of positions."""
         if not pairs or plain is None:
             return False
         place = MicroBatchPlace(self.layout, pairs[0].rank, 0)
-        return region(plain.shape, pairs[0].seen.shape, place, of_samples=True) is not None
+        return region(plain.shape, pairs[0].actual.shape, place, of_samples=True) is not None
 
     def _of_parameter(
-        self, number: int, kind: WhatDiffers, name: str, before: Tensor | None = None
+        self, number: int, kind: QuantityKind, name: str, previous: Tensor | None = None
     ) -> Quantity:
         def boxes_of(step: _Step) -> dict[str, list[tuple[Index, Tensor]]]:
             return step.gradients if kind == "gradient" else step.parameters
 
         plain = boxes_of(self._plain[number])[name][0][1]
         pairs = [
-            Pair(rank, seen, plain[index], index)
+            Pair(rank, actual, plain[index], index)
             for rank, steps in enumerate(self._ranks)
-            for index, seen in boxes_of(steps[number]).get(name, [])
-            if plain[index].shape == seen.shape
+            for index, actual in boxes_of(steps[number]).get(name, [])
+            if plain[index].shape == actual.shape
         ]
-        return Quantity(number + 1, kind, name, plain, pairs, before)
+        return Quantity(number + 1, kind, name, plain, pairs, previous)
 
 
 def _plain_steps(config: RunConfig, plan: ComparisonPlan) -> tuple[dict[str, Tensor], list[_Step]]:
-    """Return parameters at the start, and the steps of the plain model."""
-    with leaving_no_trace(config):
+    """Return the initial parameters and the steps of the reference model."""
+    with preserving_global_state(config):
         run = PlainRun(config, plan)
         recorder = ModuleRecorder([run.model])
         start = {name: _copy(parameter) for name, parameter in run.model.named_parameters()}
@@ -227,16 +230,20 @@ def _plain_steps(config: RunConfig, plan: ComparisonPlan) -> tuple[dict[str, Ten
 def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
     engine, loader = prepared_engine(config, world)
     shard = Layout.of(config, world_size=world.world_size).data_shard(world.rank)
-    # Logits that are computed in chunks are never there.
+    # A chunked loss never computes all logits at once.
     spec, is_chunked = spec_for(config), config.train.loss_chunk is not None
     heads = [spec.head_of(module) for module in engine.modules] if is_chunked else []
-    recorder = ModuleRecorder(engine.modules, but=heads)
+    recorder = ModuleRecorder(engine.modules, exclude=heads)
     steps = []
-    with closing(loader.iterate()) as batches:  # read ahead, as a run's are
-        read = [next(batches) for _ in range(_STEPS)]
-    for number, batch in enumerate(read):
+    with closing(loader.iterate()) as batches:  # with prefetching, as in a run
+        global_batches = [next(batches) for _ in range(_STEPS)]
+    for number, batch in enumerate(global_batches):
         recorder.begin()
-        engine.backward(inputs.uneven(batch, step=number, shard=shard, own=own_loss(config.train)))
+        engine.backward(
+            comparison_inputs.make_uneven(
+                batch, step=number, shard=shard, custom_loss=own_loss(config.train)
+            )
+        )
         step = _Step(recorder.record)
         for name, updated in engine.named_updated():
             if updated.grad is not None:
