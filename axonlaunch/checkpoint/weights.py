@@ -24,12 +24,8 @@ from axonlaunch.config.environment_values import without_environment
 from axonlaunch.config.model import GPTConfig, HuggingFaceConfig, LlamaConfig
 from axonlaunch.config.validate import validate
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
-from axonlaunch.data.tokenizer import (
-    PretrainedTokenizer,
-    foreign_files,
-    model_of_folder,
-    read_foreign,
-)
+from axonlaunch.data.tokenizer import PretrainedTokenizer, read_foreign
+from axonlaunch.data.tokenizer_files import foreign_files, model_of_folder
 from axonlaunch.system.files import write_copy
 
 if TYPE_CHECKING:

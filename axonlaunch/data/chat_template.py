@@ -23,7 +23,7 @@ from axonlaunch.data.tables import LARGEST_ROW
 from axonlaunch.data.tokenizer import PretrainedTokenizer, Tokenizer
 
 _SPOKEN = ("reasoning_content", "tool_calls", "function_call")
-"""Keys of a message, besides its content, with text that the assistant writes."""
+"""Keys of a message, other than its content, with text that the assistant writes."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BLAMED = "the chat template, or the tokenizer,"
 _Result = TypeVar("_Result")
@@ -57,7 +57,7 @@ class ChatTemplate:
                 "one, or tokenizer=train"
             )
             raise ConfigError([ConfigIssue(where, message)])
-        self._loaded_tokenizer, loaded = tokenizer, tokenizer.transformers
+        self._pretrained, loaded = tokenizer, tokenizer.transformers
         self.fingerprint = tokenizer.template_fingerprint
         try:
             loaded.get_chat_template()
@@ -103,9 +103,7 @@ class ChatTemplate:
     def _call_isolated(
         self, function: Callable[..., _Result], *args: Any, characters: int
     ) -> _Result:
-        return self._loaded_tokenizer.call_isolated(
-            function, *args, characters=characters, what=_BLAMED
-        )
+        return self._pretrained.call_isolated(function, *args, characters=characters, what=_BLAMED)
 
 
 def _write(
@@ -311,7 +309,7 @@ def _longest_overlap(added: str, rest: str) -> int:
 
 
 def _is_written(message: Message, text: str) -> bool:
-    """Return whether a message is in the text, as it is or as JSON."""
+    """Return whether a message is in the text, either literally or as JSON."""
     line = _last_line(message)
     return line in text or json.dumps(line)[1:-1] in text
 

@@ -86,7 +86,7 @@ def _complete(complete: Path, write: Callable[[Path], None]) -> None:
     A folder that was changed after it was written is written again.
 
     Raises:
-        OSError: Its path is a link, or it can't be written.
+        OSError: The path is a link, or the folder can't be written.
     """
     partial = complete.with_name(f"{complete.name}.partial")
     while not _is_unchanged(complete):

@@ -215,7 +215,7 @@ def _source(
     """Return the rows of a source.
 
     Raises:
-        ConfigError: As for ``TextRows``, with keys of the source.
+        ConfigError: The source is invalid; keys are those of the source.
     """
     try:
         return TextRows(config, tokenizer, report=report, verifies=verifies)

@@ -98,9 +98,7 @@ class RowReader:
                         yield number, row
         except MemoryError:
             where = f" after {self.what} {number}" if number else ""
-            message = (
-                f"{self._source.name} can't be read{where}: it needs more memory than there is"
-            )
+            message = f"{self._source.name} can't be read{where}: not enough memory"
             raise UnreadableFileError(message) from None
         except Exception as error:
             if isinstance(error, UnreadableFileError) or not _is_due_to_file(error):

@@ -26,7 +26,7 @@ from axonlaunch.config.rules import find_rule_violations
 from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress, Tokenising
-from axonlaunch.data.text_rows import Untokenised
+from axonlaunch.data.untokenised import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.models.spec import ModelSpec

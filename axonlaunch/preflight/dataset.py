@@ -16,7 +16,7 @@ from axonlaunch.config.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress
-from axonlaunch.data.text_rows import find_untokenised
+from axonlaunch.data.untokenised import find_untokenised
 from axonlaunch.data.user_datasets import StreamedSamples
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec

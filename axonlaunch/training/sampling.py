@@ -18,14 +18,8 @@ from axonlaunch.config.data import DATASETS, CustomDataConfig
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.tokenizer import (
-    ByteTokenizer,
-    Tokenizer,
-    load_kept,
-    model_of_folder,
-    read_foreign,
-    tokenizer_files,
-)
+from axonlaunch.data.tokenizer import ByteTokenizer, Tokenizer, load_kept, read_foreign
+from axonlaunch.data.tokenizer_files import model_of_folder, tokenizer_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

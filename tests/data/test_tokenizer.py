@@ -129,7 +129,7 @@ def test_what_is_no_tokenizer_is_refused_with_its_path(folder: Path, tmp_path: P
         "has no tokenizer.json or other file of a tokenizer; give a folder that has, or null"
     )
     (tmp_path / "vocab.txt").write_text("")
-    assert "is a file; give the folder it is in" in refusal(tmp_path / "vocab.txt")
+    assert "is a file; give its folder" in refusal(tmp_path / "vocab.txt")
     assert "there is no such folder, seen from " in refusal("nobody/nothing-here")
     content = (folder / "tokenizer.json").read_text()
     (tmp_path / "empty" / "tokenizer.json").write_text(content[: len(content) // 2])

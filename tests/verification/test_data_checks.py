@@ -214,14 +214,14 @@ def test_rows_of_a_shard_in_the_same_order_in_later_passes_are_noticed(
 ) -> None:
     reading = of_shards(tmp_path, "none")
     assert data_checks.order_problem(reading, seed=0) == ""
-    right = ShardedRows._shuffled_place
+    right = ShardedRows._shuffled_row
 
     def same_in_later_passes(
         rows: ShardedRows, shard: int, place: int, epoch: int, seed: int
     ) -> int:
         return right(rows, shard, place, min(epoch, 1), seed)
 
-    monkeypatch.setattr(ShardedRows, "_shuffled_place", same_in_later_passes)
+    monkeypatch.setattr(ShardedRows, "_shuffled_row", same_in_later_passes)
     problem = data_checks.order_problem(reading, seed=0)
     assert problem == "the data: every epoch reads the samples of a shard in the same order"
 
