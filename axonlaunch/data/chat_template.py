@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.chat_rows import Chat, Message
 from axonlaunch.data.rows import BadRow
 from axonlaunch.data.tables import LARGEST_ROW

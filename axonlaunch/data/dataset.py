@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import IGNORE_INDEX, Kind
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.data import IGNORE_INDEX, Kind
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.samples import CollatedSamples, Samples
 from axonlaunch.data.shuffle import Indices
 

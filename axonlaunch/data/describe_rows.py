@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from axonlaunch.config.data import DATASETS, CustomDataConfig
+from axonlaunch.config.options.data import DATASETS, CustomDataConfig
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.dataset import Dataset, FileSums
 from axonlaunch.data.origin import Origin, printable
@@ -30,7 +30,7 @@ def describe_rows(
 
     Args:
         config: Configuration of the run.
-        dataset: Dataset of ``config.data``.
+        dataset: Dataset of ``config.options.data``.
         like: An earlier description. If shards are tokenised one after another, the shards in it
             are described; None: those tokenised so far.
     """

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.documents import ChatConfig, DocumentsConfig, TextRowsConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig, TextRowsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data import cached_folder, token_cache
 from axonlaunch.data.chat_rows import chat_columns, read_chat
 from axonlaunch.data.documents import text_columns
@@ -26,7 +26,7 @@ from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
 from axonlaunch.data.sources import SourceFile, find_sources
 from axonlaunch.data.tokenizer import Tokenizer, load_tokenizer
-from axonlaunch.system.isolated import Isolated
+from axonlaunch.system.processes.isolated import Isolated
 
 _FORMAT = 2
 _LONGEST_S = 30 * 86400.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.errors import ConfigIssue
+from axonlaunch.config.problems.errors import ConfigIssue
 
 _SHOWN = 60
 

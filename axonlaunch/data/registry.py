@@ -1,6 +1,7 @@
 """Registers datasets by ``register_dataset``, in a plug-in or in an installed package.
 
-The registry itself is in ``config.data``. A listed dataset is imported when it is first used.
+The registry itself is in ``config.options.data``. A dataset is imported when it is first
+used.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from axonlaunch.config.data import DATASETS, DatasetFacts, SampleShape
+from axonlaunch.config.options.data import DATASETS, DatasetFacts, SampleShape
 
 _Builder = TypeVar("_Builder", bound=Callable[..., Any])
 

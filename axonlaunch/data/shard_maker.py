@@ -23,8 +23,8 @@ from axonlaunch.data import cached_folder
 from axonlaunch.data.encoding import Encoded, Encoder, OnProgress, Tokenising
 from axonlaunch.data.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
 from axonlaunch.data.sources import SourceFile
-from axonlaunch.system.files import appending_descriptor, replace_text
-from axonlaunch.system.isolated import IsolatedCallError
+from axonlaunch.system.processes.isolated import IsolatedCallError
+from axonlaunch.system.storage.files import appending_descriptor, replace_text
 
 SHARD_SIZE = 16 << 20
 """Characters of text per shard. At a few MB per second the first shard is built while a model is

@@ -22,9 +22,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.documents import TextRowsConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import TextRowsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data import token_cache
 from axonlaunch.data.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.document_parts import DocumentPart, TextSummary
@@ -34,8 +34,8 @@ from axonlaunch.data.sources import find_sources
 from axonlaunch.data.text_rows import TextRows, corpus, explain_failures, refuse_overlap
 from axonlaunch.data.token_cache import Shard
 from axonlaunch.data.tokenizer import Tokenizer
-from axonlaunch.system.files import read_text, replace_text
-from axonlaunch.system.formatting import size
+from axonlaunch.system.storage.files import read_text, replace_text
+from axonlaunch.system.text.formatting import size
 
 _SHARDS_KEY, _ROWS_KEY = 3, 4
 """Distinguish the orders of shards, and of the rows in them, from other orders."""

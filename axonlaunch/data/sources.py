@@ -12,13 +12,13 @@ from glob import glob
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.url import is_url
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.config.values.url import is_url
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-"""Files in a folder written by ``save_to_disk`` of datasets, of one dataset and of several splits."""
+"""Files in a folder written by ``save_to_disk`` of the datasets library: one dataset, several splits."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import SyntheticImagesConfig, SyntheticTokensConfig
+from axonlaunch.config.options.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.data.dataset import Batch, DatasetInfo, Kind, NoText, Split
 from axonlaunch.data.shuffle import mix
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import NUM_BYTES, TextConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.options.data import NUM_BYTES, TextConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data import text_files
 from axonlaunch.data.dataset import DatasetInfo, FileSums
 from axonlaunch.data.tokenizer import ByteTokenizer
 from axonlaunch.data.windows import TokenWindows
-from axonlaunch.system import host
-from axonlaunch.system.formatting import size
+from axonlaunch.system.node import host
+from axonlaunch.system.text.formatting import size
 
 _BYTES = ByteTokenizer()
 

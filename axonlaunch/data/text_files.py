@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from axonlaunch.config.errors import ConfigIssue
+from axonlaunch.config.problems.errors import ConfigIssue
 
 _RECORDS = (
     "holds records, whose markup would be learned with their text; write only the text to a .txt "

@@ -38,8 +38,8 @@ from axonlaunch.data.shard_maker import (
     token_dtype,
 )
 from axonlaunch.data.sources import SourceFile
-from axonlaunch.system.cache import cache_folder
-from axonlaunch.system.files import open_regular
+from axonlaunch.system.storage.cache import cache_folder
+from axonlaunch.system.storage.files import open_regular
 
 _FORMAT = 4
 """Version of the content of shards; part of their names, so other versions are never read."""

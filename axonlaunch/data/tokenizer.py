@@ -20,10 +20,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import NUM_BYTES
-from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.options.data import NUM_BYTES
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data.tokenizer_files import (
     files_at,
     foreign_files,
@@ -33,9 +33,9 @@ from axonlaunch.data.tokenizer_files import (
     stamp_of,
     with_model,
 )
-from axonlaunch.system.files import FileCopy, write_copy
-from axonlaunch.system.isolated import Isolated, IsolatedCallError
-from axonlaunch.system.run_files import TOKENIZER
+from axonlaunch.system.processes.isolated import Isolated, IsolatedCallError
+from axonlaunch.system.storage.files import FileCopy, write_copy
+from axonlaunch.system.storage.run_files import TOKENIZER
 
 _Tokens = npt.NDArray[np.uint32]
 _Result = TypeVar("_Result")

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.system.files import (
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.system.storage.files import (
     LARGEST_MODEL_FILE,
     FileCopy,
     NotRegularError,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import TokensConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.options.data import TokensConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import DatasetInfo, FileSums
 from axonlaunch.data.file_sum import sum_of_file
 from axonlaunch.data.windows import TokenWindows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from axonlaunch.config.documents import TextRowsConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import TextRowsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.dataset import DatasetInfo, Kind
 from axonlaunch.data.encoders import make_encoder
 from axonlaunch.data.sources import find_sources

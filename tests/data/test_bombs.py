@@ -15,7 +15,7 @@ import pytest
 
 from axonlaunch.cli import app
 from axonlaunch.config import ConfigError
-from axonlaunch.config.data import TextConfig
+from axonlaunch.config.options.data import TextConfig
 from axonlaunch.data import json_array, rows, tables
 from axonlaunch.data.rows import BadRow, RowReader, UnreadableFileError
 from axonlaunch.data.sources import find_sources

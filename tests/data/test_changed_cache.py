@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset, cached_folder, shard_maker
 
 FILES = ["tokens.bin", "lengths.bin", "rows.bin", "shard.json", "sums.json"]

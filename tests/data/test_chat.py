@@ -12,8 +12,8 @@ import corpus
 import pytest
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import ChatConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import ChatConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.dataset import IGNORE_INDEX
 from axonlaunch.data.text_rows import TextRows

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from axonlaunch.config.data import (
+from axonlaunch.config.options.data import (
     DigitsConfig,
     PythonSourceConfig,
     SyntheticImagesConfig,
@@ -15,8 +15,8 @@ from axonlaunch.config.data import (
     TextConfig,
     TokensConfig,
 )
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.config.errors import ConfigError
+from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.data import DATASETS, build_dataset
 
 
@@ -380,7 +380,7 @@ def test_each_dataset_says_what_a_model_must_fit(token_file, tmp_path):
 def test_making_a_dataset_imports_no_torch():
     script = (
         "import sys; from axonlaunch.data import DATASETS, build_dataset;"
-        "from axonlaunch.config.data import PythonSourceConfig as P;"
+        "from axonlaunch.config.options.data import PythonSourceConfig as P;"
         "build_dataset(P()).info.unigram_entropy(); DATASETS.summaries();"
         "assert 'torch' not in sys.modules"
     )

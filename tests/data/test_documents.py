@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset, shard_maker, token_cache
 from axonlaunch.data.dataset import IGNORE_INDEX
 from axonlaunch.data.encoding import Tokenising

@@ -9,9 +9,9 @@ from pathlib import Path
 import corpus
 import pytest
 
-from axonlaunch.checkpoint.weights import TRAINED_ON, exported_tokenizer
+from axonlaunch.checkpoint.exchange.weights import TRAINED_ON, exported_tokenizer
 from axonlaunch.config import ConfigError
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.tokenizer import (
     FOLDER,
     PretrainedTokenizer,
