@@ -1,6 +1,7 @@
 """What is remembered of torch's fake tensors is what torch would make.
 
-If a private name of ``torch._subclasses.fake_tensor`` moved: only ``models/fake/fake_tensor_cache.py``
+If a private name of ``torch._subclasses.fake_tensor`` moved: only
+``models/fake/fake_tensor_cache.py``
 uses them; ``FakeTensorMode(allow_non_fake_inputs=True)`` in its place is slower and says the same.
 """
 

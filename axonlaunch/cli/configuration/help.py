@@ -22,7 +22,7 @@ EXAMPLES = """Examples:
   axonlaunch help strategies
   axonlaunch help architecture --json
 """
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def command(

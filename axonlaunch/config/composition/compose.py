@@ -84,7 +84,7 @@ class Composed:
 
 def packaged_configs() -> Path:
     """Return the folder of included YAML: in the installed package, else next to its source."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parents[2]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 

@@ -31,7 +31,7 @@ def keep(file: Path, text: str) -> None:
 @lru_cache(maxsize=1)
 def source_hash() -> str:
     """Return a hash of this package's source files, which changes more often than its version."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parents[2]
     digest = sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
