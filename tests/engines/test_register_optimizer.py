@@ -144,7 +144,7 @@ def test_states_that_only_the_class_can_make_are_left_to_it_before_the_first_ste
 
 
 def test_nor_do_steps_that_fp16_left_out_make_them() -> None:
-    """Before the first real step, a checkpoint must not have states that the class did not create."""
+    """Before the first real step, checkpoints must not have states that the class didn't create."""
     overrides = [*TEMPERED, "strategy=fsdp", "train.precision=fp16"]
 
     def overflow(engine: Any) -> None:
