@@ -78,7 +78,7 @@ def test_many_documents_are_packed_in_a_time_that_grows_with_their_number() -> N
     ("places", "rows"),
     [
         ([5] * 50, 50),  # one row for each
-        ([5] * 80, 64),  # best_fit fills 27, which can't be divided into two batches
+        ([5] * 80, 64),  # best_fit fills 27, which are spread over 64
         ([5] * 300, 100),  # as best_fit fills them
         ([12] * 28 + [5] * 57 + [4] * 84, 61),  # as best_fit: the last ones fit into none of 64
     ],
