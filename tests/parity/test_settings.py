@@ -26,8 +26,7 @@ LAYOUTS = {
     "hybrid": (8, ["strategy=hybrid"]),
 }
 
-# Layouts with blocks that compute as in the sharded and divided ones, and the largest mesh of
-# these.
+# Layouts that repeat the block computation of others, and the largest mesh.
 REPEATED = {"sequence", "hybrid", "zero1", "ddp", "tensor"}
 
 

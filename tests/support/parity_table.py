@@ -305,20 +305,19 @@ def markdown() -> str:
 INTRODUCTION = """\
 # Parity with a single process
 
-Written by `python tests/support/parity_table.py`; `test_parity.py` runs what it lists.
+Written by `python tests/support/parity_table.py`; `test_parity.py` runs these combinations.
 
 A row is a layout. Each of its combinations (number of ranks, model, fp32 or bf16, accumulation 1
-or 2; recomputing nothing, whole blocks or some operations, in turn) is held against plain torch in
-one process by the function of `axonlaunch verify`, for two steps (an mlp in bf16 for six):
-learning rates, losses, every gradient, their norms, parameters, buffers, optimizer states, with
-that command's tolerances.
-`scripts/test --sweep` does all that the command does of each: six steps, an evaluation, a
-prediction, a checkpoint.
+or 2; recomputing nothing, full blocks or some operations, in turn) is compared with plain torch in
+one process by the function of `axonlaunch verify`, for two steps (an mlp in bf16 for six). It
+compares learning rates, losses, every gradient, their norms, parameters, buffers and optimizer
+states, with that command's tolerances. `scripts/test --sweep` runs the full command for each: six
+steps, an evaluation, a prediction, a checkpoint.
 
 Every test run (`scripts/test`) has {fast} of the {total} combinations, from {rows_fast} of the
-{rows} rows: chosen so that every pair of values of two factors (a setting of the layout, number of
-ranks, model, precision, accumulation, recomputation) is in one of them. `scripts/test --all` has
-all {total}.
+{rows} rows. They are chosen so that every pair of values of two factors (a setting of the layout,
+number of ranks, model, precision, accumulation, recomputation) is in one of them.
+`scripts/test --all` runs all {total}.
 
 {table}
 """
