@@ -66,7 +66,7 @@ def short(layout: Layout) -> str:
 
 
 def main() -> None:
-    """For each number of ranks, print the finalists and the ratio of the planned one to the best."""
+    """For each number of ranks, print the finalists and the ratio of the planned to the best."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=12)
