@@ -75,7 +75,7 @@ def test_cuda_autocast_list_equals_torch(
 
 
 @pytest.mark.costly
-def test_a_llama_keeps_less_of_its_norms_on_a_gpu_than_on_a_cpu() -> None:
+def test_llama_norms_save_less_memory_on_gpu() -> None:
     run = [
         *("model=llama_debug", "model.num_hidden_layers=2", "strategy=single", "launch.nproc=1"),
         *("data=synthetic_tokens", "data.sequence_length=1024", "train.global_batch_size=1"),
