@@ -246,7 +246,7 @@ def test_fsdp_group_is_positional() -> None:
     assert results[0][1] == results[1][1] != results[2][1]
 
 
-def test_fsdp_group_and_mesh_are_exclusive() -> None:
+def test_fsdp_refuses_world_with_group_and_replicas_in_subgroup() -> None:
     def run(world: ax.World) -> None:
         with pytest.raises(ValueError, match="pass only one"):
             ax.FSDP(net(), world.default_group, world=world)
