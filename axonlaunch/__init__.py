@@ -1,7 +1,7 @@
 """Config-driven launcher for distributed PyTorch training.
 
-Every public name is listed here by the module that it comes from, and imported when it is first
-used, so that importing the package imports no torch.
+Public names are imported from their modules at first use, so that importing the package does not
+import torch.
 """
 
 from __future__ import annotations
@@ -197,9 +197,9 @@ if TYPE_CHECKING:
     from axonlaunch.training.loggers.registry import register_logger as register_logger
     from axonlaunch.training.module_trace.script import trace as trace
 
-_ROOMS = {
+_NAMES_BY_MODULE = {
     "axonlaunch.comm": (
-        # The world and its parts
+        # World and process groups
         "World",
         "ProcessGroup",
         "Backend",
@@ -210,7 +210,7 @@ _ROOMS = {
         "world_size",
         "is_main_process",
         "nccl",
-        # Collectives and messages
+        # Collectives and point-to-point messages
         "ReduceOp",
         "all_reduce",
         "all_reduce_sum",
@@ -276,15 +276,15 @@ _ROOMS = {
     "axonlaunch.training.loggers.registry": ("register_logger",),
     "axonlaunch.training.module_trace.script": ("trace",),
 }
-_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'axonlaunch' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

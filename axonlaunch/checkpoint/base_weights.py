@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from axonlaunch.checkpoint import storage
 from axonlaunch.config import ConfigIssue, RunConfig
+from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.system.files import hub_blob, inside_folder, open_regular, read_text
 
 if TYPE_CHECKING:
@@ -72,9 +73,9 @@ def left_out(config: RunConfig) -> set[str]:
 
 def kept_dtype(config: RunConfig) -> torch.dtype:
     """Return the dtype that a run uses for the weights that its checkpoints leave out."""
-    import torch
+    from axonlaunch.models.torch_dtypes import torch_dtype
 
-    return torch.bfloat16 if config.train.param_dtype == "bf16" else torch.float32
+    return torch_dtype(NUMBER_FORMATS[config.train.param_dtype])
 
 
 def base_tensors(config: RunConfig, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:

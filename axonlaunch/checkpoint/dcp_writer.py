@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, futures
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
@@ -46,6 +47,8 @@ from axonlaunch.checkpoint.torch_internals import (
 )
 
 _LOWEST = 19
+_SMALL = 1 << 16
+"""Bytes below which copying a tensor costs less than another write."""
 
 
 class Writer(FileSystemWriter):
@@ -118,9 +121,7 @@ class Writer(FileSystemWriter):
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
             for tensor, item in self._on_host(plan.items, planner):
                 start = stream.tell()
-                stream.write(archive_header(tensor.dtype, tensor.shape))
-                if tensor.nbytes:
-                    stream.write(bytes_of(tensor.contiguous()))
+                _write_tensor(stream, tensor)
                 place = StoragePlace(name, start, stream.tell() - start)
                 results.append(WriteResult(item.index, tensor.nbytes, place))
         results.sums = dict(self._summing.sums)
@@ -150,7 +151,7 @@ class Writer(FileSystemWriter):
             result.index: result.storage_data for rank in results for result in rank
         }
         metadata.version = CURRENT_DCP_VERSION
-        indices = {INDEX: index_to_json(metadata), TORCH_INDEX: _pickled(metadata)}
+        indices = {INDEX: index_to_json(metadata), TORCH_INDEX: _pickle_index(metadata)}
         for name, content in indices.items():
             with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
                 stream.write(content)
@@ -161,7 +162,18 @@ class Writer(FileSystemWriter):
         self._done()
 
 
-def _pickled(metadata: Metadata) -> bytes:
+def _write_tensor(stream: io.IOBase, tensor: Tensor) -> None:
+    """Write torch's header and the bytes of a tensor; a small tensor is one write."""
+    header = archive_header(tensor.dtype, tensor.shape)
+    content = bytes_of(tensor.contiguous()) if tensor.nbytes else np.empty(0, np.uint8)
+    if tensor.nbytes < _SMALL:
+        stream.write(header + content.tobytes())
+        return
+    stream.write(header)
+    stream.write(content)
+
+
+def _pickle_index(metadata: Metadata) -> bytes:
     """Return the pickle of torch's index; equal properties become one object, pickled once."""
     shared: dict[tuple[Any, ...], Any] = {}
     for entry in metadata.state_dict_metadata.values():

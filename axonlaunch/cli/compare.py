@@ -10,7 +10,7 @@ from axonlaunch.cli.options import Json, print_json
 from axonlaunch.cli.run_folders import read_runs
 from axonlaunch.system.terminal import console_on
 
-HELP = "Print how runs differ: configurations and results."
+HELP = "Compare the configurations and results of runs."
 EXAMPLES = """Examples:
 
 \b
@@ -21,16 +21,16 @@ EXAMPLES = """Examples:
 
 def command(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN RUN...", help="Folders of two runs, or of more.")
+        list[str], typer.Argument(metavar="RUN RUN...", help="Folders of two or more runs.")
     ],
     as_json: Json = False,
 ) -> None:
-    """Lay runs side by side."""
+    """Print settings and results that differ, with a column for each run."""
     from axonlaunch.diagnostics.report.comparison import changed_settings, results, with_units
     from axonlaunch.diagnostics.report.page_data import labels
 
     if len(runs) < 2:
-        raise typer.BadParameter("give two runs, or more")
+        raise typer.BadParameter("give two or more runs")
     records = read_runs(runs)
     settings, outcomes, names = changed_settings(records), results(records), labels(records)
     if as_json:
@@ -47,7 +47,7 @@ def command(
             table.add_column(Text(name), justify="right", overflow="fold")
         for key, values in rows:
             table.add_row(key, *(Text(_short(value)) for value in values))
-        console.print(table if rows else f"{title}: nothing differs")
+        console.print(table if rows else f"{title}: no differences")
         console.print()
 
 

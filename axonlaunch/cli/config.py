@@ -33,11 +33,11 @@ def command(
         bool, typer.Option("--explain", help="Show which file or override set each value.")
     ] = False,
     describe: Annotated[
-        bool, typer.Option("--describe", help="Describe each key and the values that it accepts.")
+        bool, typer.Option("--describe", help="Describe each key and its allowed values.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the configuration as a run on this node would have it."""
+    """Print the configuration that a run on this node would use."""
     from axonlaunch import config as configuration
     from axonlaunch.config.origins import origins_of
     from axonlaunch.config.written_out import written_out
@@ -60,7 +60,7 @@ def command(
 
 
 def _accelerators() -> int:
-    """Ask a process that has torch, as ``train`` does, which decides by it what is ``auto``."""
+    """Count accelerators in a process with torch; ``train`` resolves ``auto`` with this count."""
     from axonlaunch.launch.output.spinner import spinner
     from axonlaunch.system import forked_call, forkserver
 
@@ -72,7 +72,7 @@ def _accelerators() -> int:
 
 
 def _explain(config: RunConfig, origins: dict[str, str], as_json: bool) -> None:
-    """Print each value and where it comes from."""
+    """Print each value and its origin."""
     from axonlaunch import config as configuration
     from axonlaunch.config.errors import plain
 

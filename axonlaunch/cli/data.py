@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from axonlaunch.cli.command_help import Command
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json, show_help
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.system.terminal import console_on
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from axonlaunch.data.document_parts import TextSummary
     from axonlaunch.data.mix import AnyText
 
-HELP = "Tokenise documents and chats ahead of a run, and show rows."
+HELP = "Tokenise documents and chats before a run, and show the resulting rows."
 EXAMPLES = """Examples:
 
 \b
@@ -40,15 +41,17 @@ data_app = typer.Typer(
 data_app.callback()(show_help)
 
 
-@data_app.command("show", help="Show tokens, and which count, of the first rows of a run.")
+@data_app.command(
+    "show", cls=Command, help="Show the first rows of a run; tokens that count are marked."
+)
 def show_rows(
     overrides: Overrides = None,
-    samples: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 3,
+    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Number of rows.")] = 3,
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
     as_json: Json = False,
 ) -> None:
-    """Show tokens, and which count, of the first rows of a run."""
+    """Show the tokens of the first rows of a run; tokens that count in the loss are marked."""
     config = _load(overrides or [], config_dir, config_name)
     dataset, _ = _tokenised_dataset(config)
     rows = _first_rows(dataset, samples, seed=config.seed)
@@ -62,40 +65,42 @@ def show_rows(
         for piece in row["pieces"]:
             console.print(piece["source"], style="dim", markup=False)
             console.print(_mark_tokens(piece, in_colour=console.color_system is not None))
-    meaning = "green" if console.color_system is not None else "⟦between brackets⟧"
-    console.print(f"What counts is {meaning}.", style="dim")
+    mark = "green" if console.color_system is not None else "⟦in brackets⟧"
+    console.print(f"Tokens that count in the loss are {mark}.", style="dim")
     _print_notes(dataset)
 
 
-@data_app.command("prepare", help="Tokenise files into the cache; an interrupted one resumes.")
+@data_app.command(
+    "prepare", cls=Command, help="Tokenise files into the cache; an interrupted call resumes."
+)
 def prepare_data(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
     as_json: Json = False,
 ) -> None:
-    """Tokenise files into the cache; an interrupted one resumes."""
+    """Tokenise files into the cache. An interrupted call resumes where it stopped."""
     started = time.perf_counter()
-    dataset, made = _tokenised_dataset(_load(overrides or [], config_dir, config_name))
+    dataset, is_new = _tokenised_dataset(_load(overrides or [], config_dir, config_name))
     seconds, summaries = time.perf_counter() - started, dataset.summaries()
     if as_json:
-        content = {**_to_json_dicts(summaries), "tokenised": made, "seconds": seconds}
+        content = {**_to_json_dicts(summaries), "tokenised": is_new, "seconds": seconds}
         print_json({**content, "folder": str(dataset.folder)})
         return
     _print_notes(dataset)
     for name, summary in summaries.items():
         share = summary.counted_tokens / max(1, summary.tokens)
-        longest = f"the longest document has {summary.longest_document:,}"
-        _print(f"{name}{': ' if name else ''}{share:.1%} of the tokens count; {longest}")
-    done = f"tokenised in {seconds:.1f} s" if made else "it was tokenised before"
-    _print(f"{done}; the tokens are in {dataset.folder}")
+        longest = f"the longest document has {summary.longest_document:,} tokens"
+        _print(f"{name}{': ' if name else ''}{share:.1%} of tokens count in the loss; {longest}")
+    done = f"tokenised in {seconds:.1f} s" if is_new else "already tokenised"
+    _print(f"{done}; tokens are in {dataset.folder}")
 
 
 def _load(overrides: Sequence[str], config_dirs: list[Any] | None, config_name: str) -> RunConfig:
-    """Compose a configuration; a model's path stands for the model, whose tokenizer it is.
+    """Load a configuration. ``model.path`` without ``model`` selects ``model=hf``.
 
     Raises:
-        ConfigError: It can't be composed, or its data is not tokenised.
+        ConfigError: The configuration is invalid, or its dataset is not tokenised.
     """
     from axonlaunch import config as configuration
     from axonlaunch.config.data import DATASETS
@@ -106,51 +111,51 @@ def _load(overrides: Sequence[str], config_dirs: list[Any] | None, config_name: 
     config = configuration.load(overrides, config_name=config_name, config_dirs=config_dirs or [])
     facts = DATASETS.facts(config.data.name)
     if facts is None or not facts.takes_tokenizer:
-        message = "its rows are not tokenised; use data=documents or chat"
+        message = "this dataset has no tokenizer; use data=documents or data=chat"
         issue = configuration.ConfigIssue("data.name", message, config.data.name)
         raise configuration.ConfigError([issue])
     return config
 
 
 def _tokenised_dataset(config: RunConfig) -> tuple[AnyText, bool]:
-    """Return the dataset, and whether anything was not tokenised yet.
+    """Return the dataset, and whether any of its files had to be tokenised.
 
     Raises:
-        ConfigError: A file can't be read, or a row is none.
+        ConfigError: A file can't be read, or a row is invalid.
     """
     from axonlaunch.data import build_dataset
     from axonlaunch.data.encoding import Tokenising
     from axonlaunch.data.tokenizer import tokenizer_of
 
-    made = False
+    is_new = False
     with spinner("reading") as show_progress:
 
         def report(state: Tokenising) -> None:
-            nonlocal made
-            made = made or not (state.waits or state.verifies)
+            nonlocal is_new
+            is_new = is_new or not (state.waits or state.verifies)
             show_progress(str(state))
 
         dataset: Any = build_dataset(
             config.data, tokenizer_of(config), report=report, verifies=True
         )
-    return dataset, made
+    return dataset, is_new
 
 
 def _to_json_dicts(summaries: dict[str, TextSummary]) -> dict[str, Any]:
-    """Return what there is, of several sources of a mix by their names."""
+    """Return the counts of a dataset; of a mix, the counts of each source by name."""
     objects = {name: asdict(summary) for name, summary in summaries.items()}
     return objects.get("", {"sources": objects})
 
 
 def _first_rows(dataset: AnyText, count: int, *, seed: int) -> list[dict[str, Any]]:
-    """Return the rows that a run of this seed begins with."""
+    """Return the first rows that a run with this seed trains on."""
     import numpy as np
 
     from axonlaunch.data.loader import order_of
     from axonlaunch.data.tokenizer import token_texts
 
-    known = dataset.num_samples or count
-    rows = order_of(dataset, np.arange(min(count, known)), seed=seed)
+    available = dataset.num_samples or count
+    rows = order_of(dataset, np.arange(min(count, available)), seed=seed)
     return [
         {
             "row": int(row),
@@ -169,7 +174,7 @@ def _first_rows(dataset: AnyText, count: int, *, seed: int) -> list[dict[str, An
 
 
 def _mark_tokens(piece: dict[str, Any], *, in_colour: bool) -> Text:
-    """Return a document's tokens: by colour what counts, by shade where each begins."""
+    """Return a document's text: colour marks tokens that count; shades alternate by token."""
     from rich.text import Text
 
     text, counted_before = Text(), False
@@ -184,7 +189,7 @@ def _mark_tokens(piece: dict[str, Any], *, in_colour: bool) -> Text:
 
 
 def _visible(token: str) -> str:
-    """Return a token's text without what would move a terminal's cursor, but for newlines."""
+    """Return a token's text with unprintable characters escaped and newlines marked."""
     shown = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in token)
     return shown.replace("\n", "↵\n")
 

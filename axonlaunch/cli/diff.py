@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from axonlaunch.diagnostics.module_trace.difference import TraceComparison, TracedDifference
-    from axonlaunch.diagnostics.module_trace.elements import ElementsOfStep
+    from axonlaunch.diagnostics.module_trace.element_comparison import ElementsOfStep
     from axonlaunch.diagnostics.module_trace.files import StepTrace
 
 HELP = (
-    "Show where two traced runs diverge: step, module, size. "
-    "Exit status 0: they are the same, 1: they differ, 2: they can't be compared."
+    "Show the first tensor that differs between two traced runs. "
+    "Exit status 0: same, 1: different, 2: not comparable."
 )
 EXAMPLES = """Examples:
 
@@ -33,28 +33,29 @@ EXAMPLES = """Examples:
   axonlaunch diff runs/a runs/b
 """
 _SHOWN = 8
-"""Differences, names and keys that are shown; --json has all."""
+"""Number of differences, names and settings that are printed; --json lists all."""
 
 
 def command(
     run_a: Annotated[
-        Path, typer.Argument(metavar="RUN_A", help="A run with train.trace.steps set, or ax.trace.")
+        Path,
+        typer.Argument(
+            metavar="RUN_A", help="Run traced with train.trace.steps, or folder of ax.trace."
+        ),
     ],
     run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another run of the same model.")],
     as_json: Json = False,
 ) -> None:
-    """Lay what the modules of two runs computed side by side."""
+    """Compare the tensors that the modules of two runs computed."""
     from axonlaunch.diagnostics.module_trace.difference import (
         TracesIncomparableError,
         TraceTolerance,
         compare_traces,
     )
-    from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR, TOLERANCES
+    from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR
 
     folders = (run_a, run_b)
-    tolerance = TraceTolerance(
-        base=TOLERANCES, gradient_floor=GRADIENT_FLOOR, parameter_floor=PARAMETER_FLOOR
-    )
+    tolerance = TraceTolerance(gradient_floor=GRADIENT_FLOOR, parameter_floor=PARAMETER_FLOOR)
     traces, elements = _read(folders)
     try:
         comparison = compare_traces(*traces, tolerance=tolerance, elements=elements)
@@ -71,13 +72,13 @@ def command(
 def _read(
     folders: tuple[Path, Path],
 ) -> tuple[tuple[dict[int, StepTrace], dict[int, StepTrace]], dict[int, ElementsOfStep]]:
-    """Read the traced steps of both, and open the elements of those of which both wrote them.
+    """Read the traced steps of both runs; open their elements if both runs wrote them.
 
     Raises:
-        ConfigError: A folder has none, or they can't be read; all such folders are named.
+        ConfigError: A folder contains no readable trace; lists all such folders.
     """
     from axonlaunch.config import ConfigError, ConfigIssue, meant_below_runs
-    from axonlaunch.diagnostics.module_trace.elements import elements_of_steps
+    from axonlaunch.diagnostics.module_trace.element_comparison import elements_of_steps
     from axonlaunch.diagnostics.module_trace.files import (
         UnreadableModuleTraceError,
         read_step,
@@ -109,7 +110,7 @@ def _read(
 
 
 def _changed_settings(folders: tuple[Path, Path]) -> list[tuple[str, list[str]]]:
-    """Return the keys that differ; none where one of the two is no run of ours."""
+    """Return the settings that differ; empty if a folder is not a run of this package."""
     from axonlaunch.diagnostics.report.comparison import changed_settings
     from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
 
@@ -121,18 +122,18 @@ def _changed_settings(folders: tuple[Path, Path]) -> list[tuple[str, list[str]]]
 
 @dataclass(frozen=True)
 class _Report:
-    """What is printed.
+    """The result of a comparison, as text or JSON.
 
     Attributes:
-        folders: Of the two runs.
-        traces: Their steps.
-        found: How they compare.
-        settings: Keys that differ, each with both values.
+        folders: Folders of the two runs.
+        traces: Traced steps of each run.
+        comparison: Differences between the traces.
+        settings: Settings that differ, each with both values.
     """
 
     folders: tuple[Path, Path]
     traces: tuple[Mapping[int, StepTrace], Mapping[int, StepTrace]]
-    found: TraceComparison
+    comparison: TraceComparison
     settings: list[tuple[str, list[str]]]
 
     def as_json(self) -> dict[str, Any]:
@@ -149,42 +150,43 @@ class _Report:
                 "what": self._describe(difference),
                 "likely_cause": self._cause(difference) or None,
             }
-            for difference in self.found.differences
+            for difference in self.comparison.differences
         ]
         return {
             "same": not differences,
             "runs": [str(folder) for folder in self.folders],
             "configuration": dict(self.settings),
-            "tolerances": {str(step): passing for step, passing in self.found.steps.items()},
-            "compared": self.found.compared,
-            "compared_by_element": self.found.by_element,
+            "tolerances": {str(step): passing for step, passing in self.comparison.steps.items()},
+            "compared": self.comparison.compared,
+            "compared_by_element": self.comparison.by_element,
             "first_difference": differences[0] if differences else None,
             "differences": differences,
-            "only": list(self.found.only),
+            "only": list(self.comparison.only),
         }
 
     def show(self) -> None:
-
         console = console_on()
-        step = next(iter(self.found.steps))
+        step = next(iter(self.comparison.steps))
         for folder, side in zip(self.folders, self.traces, strict=True):
-            how = f"{side[step].layout}, {side[step].arithmetic}"
-            _line(console, f"{folder}: {how}, steps {', '.join(map(str, side))}")
+            layout = f"{side[step].layout}, {side[step].arithmetic}"
+            _line(console, f"{folder}: {layout}, steps {', '.join(map(str, side))}")
         if self.settings:
             self._show_settings(console)
-        for folder, names in zip(self.folders, self.found.only, strict=True):
+        for folder, names in zip(self.folders, self.comparison.only, strict=True):
             if names:
                 more = ", ..." if len(names) > _SHOWN else ""
                 _line(console, f"only in {folder}: {', '.join(names[:_SHOWN])}{more}")
         passing = ", ".join(
-            f"{most:.1e} at step {number}" for number, most in self.found.steps.items()
+            f"{most:.1e} at step {number}" for number, most in self.comparison.steps.items()
         )
-        every = f", of {self.found.by_element} all elements" if self.found.by_element else ""
-        _line(console, f"{self.found.compared} tensors compared{every}; what passes: {passing}")
-        if self.found.differences:
+        by_element = self.comparison.by_element
+        elements = f" ({by_element} element by element)" if by_element else ""
+        compared = f"{self.comparison.compared} tensors compared{elements}"
+        _line(console, f"{compared}; tolerance: {passing}")
+        if self.comparison.differences:
             self._show_differences(console)
         else:
-            console.print("[green]the same[/green]")
+            console.print("[green]no differences[/green]")
 
     def _show_settings(self, console: Console) -> None:
         from rich.table import Table
@@ -197,23 +199,24 @@ class _Report:
             table.add_row(Text(key), *(Text(value) for value in values))
         console.print(table)
         if len(self.settings) > _SHOWN:
-            _line(console, f"and {len(self.settings) - _SHOWN} more; axonlaunch compare has all")
+            more = len(self.settings) - _SHOWN
+            _line(console, f"and {more} more; axonlaunch compare lists all")
 
     def _show_differences(self, console: Console) -> None:
         from axonlaunch.diagnostics.module_trace.difference import last_same
 
-        first, *_ = self.found.differences
+        differences = self.comparison.differences
+        first, *_ = differences
         parts = [self._name_of(first), self._cause(first)]
         if same := last_same(first, self.traces[0][first.step]):
-            parts.append(f"while that of {same}'s output is the same")
-        console.print(f"[red]they part[/red] at step {first.step}: ", end="", soft_wrap=True)
+            parts.append(f"while the gradient of {same}'s output is the same")
+        console.print(f"[red]first difference[/red] at step {first.step}: ", end="", soft_wrap=True)
         _line(console, ", ".join(filter(None, parts)))
-        after = [
-            difference for difference in self.found.differences if difference.step == first.step
-        ][1:]
-        if after:
-            _line(console, f"of the same step, after it, {len(after)} more differ")
-        for difference in after[:_SHOWN]:
+        later = [difference for difference in differences[1:] if difference.step == first.step]
+        if later:
+            tensors = "1 more tensor differs" if len(later) == 1 else f"{len(later)} more differ"
+            _line(console, f"{tensors} later in this step")
+        for difference in later[:_SHOWN]:
             _line(console, f"  {self._name_of(difference)}")
 
     def _name_of(self, difference: TracedDifference) -> str:
@@ -235,7 +238,7 @@ class _Report:
             difference,
             self._names,
             [side[difference.step] for side in self.traces],
-            steps=[*self.found.steps],
+            steps=[*self.comparison.steps],
         )
 
     @property
@@ -244,7 +247,7 @@ class _Report:
 
 
 def _elements(difference: TracedDifference) -> dict[str, Any] | None:
-    """Return the first element that differs, and how many do; None where that is not known."""
+    """Return the first element that differs and their number; None if it is unknown."""
     elements = difference.elements
     if elements is None or elements.index is None:
         return None

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from axonlaunch.cli.options import Json, print_json
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.system.terminal import console_on
 
-HELP = "Show hardware and test each backend."
+HELP = "Show this node's hardware and test each communication backend."
 EXAMPLES = """Examples:
 
 \b
@@ -25,26 +26,34 @@ _RANKS_PER_CORE = 8
 
 def command(
     run_dir: Annotated[
-        Path, typer.Option("--run-dir", file_okay=False, help="Where runs are written.")
+        Path,
+        typer.Option(
+            "--run-dir",
+            metavar="FOLDER",
+            file_okay=False,
+            help="Folder of runs, whose free disk space is shown.",
+        ),
     ] = Path("runs"),
     measure: Annotated[
         bool,
         typer.Option(
             "--measure",
-            help="Re-run the CPU benchmark whose results hardware=cpu uses.",
+            help="Benchmark this node's CPU again; hardware=cpu uses the results.",
         ),
     ] = False,
-    ranks: Annotated[int, typer.Option("--ranks", help="Ranks to benchmark at once.")] = 2,
+    ranks: Annotated[
+        int, typer.Option("--ranks", metavar="N", help="Number of ranks in the benchmark.")
+    ] = 2,
     as_json: Json = False,
 ) -> None:
-    """Show hardware and test each backend."""
+    """Show this node's hardware and test each communication backend."""
     from axonlaunch.config import ConfigError, ConfigIssue
-    from axonlaunch.diagnostics.doctor.doctor import diagnose
+    from axonlaunch.diagnostics.doctor.diagnose import diagnose
 
     if ranks < 1:
         raise ConfigError([ConfigIssue("--ranks", "must be at least 1", ranks)])
     if ranks > (most := _RANKS_PER_CORE * (os.cpu_count() or 1)):
-        message = f"are more than this node's cores can time; use {most} at most"
+        message = f"is too many for this node's cores; use at most {most}"
         raise ConfigError([ConfigIssue("--ranks", message, ranks)])
     report = diagnose(run_dir, ranks=ranks if measure else None)
     if as_json:
@@ -78,20 +87,20 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("nccl", report["nccl"]["version"]))
     for name, verdict in report["backends"].items():
         if verdict["works"]:
-            took = f"{verdict['ranks']} ranks all-reduced in {verdict['seconds']} s"
-            text = f"[green]works[/green]: {took}"
+            result = f"all-reduce over {verdict['ranks']} ranks in {verdict['seconds']} s"
+            text = f"[green]works[/green]: {result}"
         else:
             text = f"[yellow]does not work[/yellow]: {verdict['reason']}"
         rows.append((f"  {name}", text))
     if "measured" in report:
-        rows.append(("hardware=cpu", f"with {report['measured_ranks']} ranks at once"))
+        rows.append(("hardware=cpu", f"measured with {report['measured_ranks']} ranks"))
         rows += [(f"  {name}", text) for name, text in _figures(report["measured"])]
     rows.append(("disk", f"{report['disk_free_gib']} GiB free at {report['run_folder']}"))
     return rows
 
 
 def _gpu_rows(report: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Say how GPUs are connected, and what is wrong with them."""
+    """Return rows with the connections, link speeds and problems of GPUs."""
     if report is None:
         return []
     rows = []
@@ -113,13 +122,13 @@ def _gpu_rows(report: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _figures(measured: dict[str, Any]) -> list[tuple[str, str]]:
-    """Say what a rank reaches."""
-    gflops = {name: measured[f"{name}_tflops"] * 1000 for name in ("fp32", "bf16", "fp16")}
-    rows = [("products", ", ".join(f"{name} {rate:,.3g} GFLOP/s" for name, rate in gflops.items()))]
+    """Return rows with the measured speed of one rank."""
+    gflops = {name: measured[each.peak] * 1000 for name, each in PRECISIONS.items()}
+    rows = [("matmul", ", ".join(f"{name} {rate:,.3g} GFLOP/s" for name, rate in gflops.items()))]
     kernel, mib = measured["kernel_us"], 2**20
     moved = zip(measured["kernel_bytes"], measured["kernel_latency_us"], strict=True)
     rates = [
-        f"{size / (us + kernel) / 1e3:,.3g} GB/s of {size / mib:g} MiB"
+        f"{size / (us + kernel) / 1e3:,.3g} GB/s for {size / mib:g} MiB"
         for size, us in moved
         if size >= mib
     ]

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from axonlaunch.planning.records import Forecast, Remedy, Searched
 
 _LABEL = 14
-"""Columns of the label before a conclusion."""
-_UNSEARCHED = "can't search on one device for changes that make it fit: "
+"""Width of the column of labels in front of conclusions."""
+_NOT_SEARCHED = "Cannot search for changes that make it fit: "
 
-HELP = "Estimate peak memory per rank. No GPU, no data, any world size."
+HELP = "Estimate peak memory per rank. Needs no GPU and no data; any number of ranks."
 EXAMPLES = """Examples:
 
 \b
@@ -44,17 +44,24 @@ def command(
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
     exact: Annotated[
-        bool, typer.Option("--exact", help="Trace every layer and micro-batch (no extrapolation).")
+        bool,
+        typer.Option("--exact", help="Trace every layer and micro-batch, without extrapolation."),
     ] = False,
     analytic: Annotated[
         bool,
         typer.Option(
-            "--analytic", help="Analytic estimate: parameters, gradients and optimizer states only."
+            "--analytic",
+            help="Count only parameters, gradients and optimizer states, without tracing a step.",
         ),
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", help="Also save a plot, .png or .svg.", show_default=False),
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Also save a plot as a .png or .svg file.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -101,7 +108,7 @@ def command(
 def search_all_changes(
     context: ForkServerContext, config: RunConfig, estimate: Forecast
 ) -> tuple[list[Remedy], Searched]:
-    """Return every change that makes a run fit, and how the search for them ended."""
+    """Return every change that makes a run fit, and the outcome of the search."""
     from axonlaunch.planning.estimate import suggest_changes
 
     search = suggest_changes(context, config, estimate)
@@ -116,8 +123,8 @@ def search_all_changes(
 def estimate_to_json(
     estimate: Forecast, changes: Sequence[Remedy], ended: Searched
 ) -> dict[str, Any]:
-    """Return what ``--json`` prints."""
-    notes = [*estimate.notes, *([_UNSEARCHED + ended.reason] if ended.reason else [])]
+    """Return the object that ``--json`` prints."""
+    notes = [*estimate.notes, *([_NOT_SEARCHED + ended.reason] if ended.reason else [])]
     return {
         "layout": estimate.layout,
         "workload": asdict(estimate.workload),
@@ -133,23 +140,23 @@ def estimate_to_json(
 
 
 def print_estimate(estimate: Forecast, console: Console) -> None:
-    """Print an estimate: what it is of, a table, bars, and whether it fits."""
+    """Print an estimate: the layout, a table, bars, and whether it fits."""
     from rich.text import Text
 
     from axonlaunch.planning.reports import memory_table
     from axonlaunch.system.formatting import quantity
 
-    known = estimate.estimate
-    ranks = "1 rank" if known.world_size == 1 else f"{known.world_size:,} ranks"
-    of = f"{ranks}, {quantity(known.parameters)} parameters, {estimate.workload}"
-    console.print(f"[bold]{estimate.layout}[/bold]: {of}\n")
+    memory = estimate.estimate
+    ranks = "1 rank" if memory.world_size == 1 else f"{memory.world_size:,} ranks"
+    workload = f"{ranks}, {quantity(memory.parameters)} parameters, {estimate.workload}"
+    console.print(f"[bold]{estimate.layout}[/bold]: {workload}\n")
     for note in estimate.notes:
         console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
-    console.print(memory_table.build_memory_table(known))
+    console.print(memory_table.build_memory_table(memory))
     console.print()
     width = console.width
     console.print(
-        memory_table.bars(known, memory_bytes=estimate.memory_bytes, width=width), no_wrap=True
+        memory_table.bars(memory, memory_bytes=estimate.memory_bytes, width=width), no_wrap=True
     )
     console.print()
     for label, text, style in memory_table.conclusions(estimate):
@@ -161,7 +168,7 @@ def print_estimate(estimate: Forecast, console: Console) -> None:
 def show_remedies(
     context: ForkServerContext, config: RunConfig, estimate: Forecast, console: Console
 ) -> None:
-    """Print each change that makes a run fit as soon as it is found, and how the search ended."""
+    """Print each change that makes a run fit when it is found, then the search's outcome."""
     from axonlaunch.planning.estimate import suggest_changes
 
     search, count = suggest_changes(context, config, estimate), 0
@@ -174,13 +181,13 @@ def show_remedies(
             break
         count += 1
         show_remedy(remedy, console)
-    if estimate.fits is False and (text := _end(ended, count)):
+    if estimate.fits is False and (text := _outcome(ended, count)):
         console.print()
         console.print(text, markup=False)
 
 
 def show_remedy(remedy: Remedy, console: Console) -> None:
-    """Print a change: what to write, what the highest rank then holds, and what it costs."""
+    """Print a change: its overrides, the peak memory of the highest rank, and its costs."""
     from rich.text import Text
 
     from axonlaunch.planning.reports import memory_table
@@ -196,13 +203,13 @@ def show_remedy(remedy: Remedy, console: Console) -> None:
         console.print(textwrap.indent(filled, "  "), markup=False)
 
 
-def _end(ended: Searched, count: int) -> str:
-    """Say how a search ended, where that is worth a word."""
+def _outcome(ended: Searched, count: int) -> str:
+    """Describe the outcome of a search; empty if all changes were tried and some fit."""
     if ended.reason:
-        return _UNSEARCHED + ended.reason
+        return _NOT_SEARCHED + ended.reason
     if ended.untried:
         more = "more " if count else ""
         changes = f"{more}change" if ended.untried == 1 else f"{more}changes"
-        left = f"{ended.untried} {changes} that may fit: not tried, because the search ended after"
-        return f"{left} {ended.seconds:.0f} s"
-    return "" if count else "none of the changes that were tried makes it fit; use more ranks"
+        stopped = f"the search stopped after {ended.seconds:.0f} s without trying them"
+        return f"{ended.untried} {changes} may fit: {stopped}"
+    return "" if count else "None of the tried changes makes it fit; use more ranks."

@@ -1,7 +1,4 @@
-"""``axonlaunch help``: the documentation that the package ships, in the terminal.
-
-It reads the pages of ``axonlaunch/docs`` and nothing else; what a command takes is in its --help.
-"""
+"""``axonlaunch help``: shows the pages of ``axonlaunch/docs`` in the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from axonlaunch.system.terminal import console_on
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
-HELP = "Show the documentation: all pages, or one of them."
+HELP = "List the pages of the documentation, or show one."
 EXAMPLES = """Examples:
 
 \b
@@ -30,10 +27,13 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 def command(
     context: typer.Context,
-    topic: Annotated[str | None, typer.Argument(help="A page; without it all are listed.")] = None,
+    topic: Annotated[
+        str | None,
+        typer.Argument(metavar="TOPIC", help="Name of a page; default: list all pages."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the documentation: all pages, or one of them."""
+    """List the pages of the documentation, or show one."""
     pages = {path.stem: path for path in sorted(DOCS.glob("*.md"))}
     if topic is None:
         _list_pages({name: summary(path.read_text()) for name, path in pages.items()}, as_json)
@@ -56,7 +56,7 @@ def _show(text: str) -> None:
     from rich.table import Table
 
     class UnpaddedCode(CodeBlock):
-        """A code block without margins: output made for 80 columns fits into 80."""
+        """A code block without margins, so that output for 80 columns fits into 80 columns."""
 
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
             code, padding = str(self.text).rstrip(), (1, 0)
@@ -101,7 +101,9 @@ def _list_pages(summaries: dict[str, str], as_json: bool) -> None:
         table.add_row(name, line)
     console = console_on()
     console.print(table)
-    console.print("\naxonlaunch help TOPIC shows a page, axonlaunch COMMAND --help a command")
+    console.print(
+        "\naxonlaunch help TOPIC shows a page; axonlaunch COMMAND --help a command's help"
+    )
 
 
 def _is_command(context: typer.Context, topic: str) -> bool:

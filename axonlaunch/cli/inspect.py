@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.preflight.inspection import Inspection
 
-HELP = "Show a model's blocks, ties, tensor plan and legal layouts."
+HELP = "Show a model's blocks, tied weights, tensor plan and valid layouts."
 EXAMPLES = """Examples:
 
 \b
@@ -34,15 +34,15 @@ def command(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="PATH|KEY=VALUE",
-            help="Folder or id of a Hugging Face model, or Hydra overrides.",
+            metavar="PATH|KEY=VALUE...",
+            help="Folder or id of a Hugging Face model, or settings: group=option or key=value.",
         ),
     ] = None,
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
     as_json: Json = False,
 ) -> None:
-    """Show a model's blocks, ties, tensor plan and legal layouts."""
+    """Show a model's blocks, tied weights, tensor plan and valid layouts."""
     from axonlaunch import config as configuration
     from axonlaunch.system import forked_call, forkserver
 
@@ -66,7 +66,7 @@ def command(
 
 
 def overrides(arguments: list[str]) -> list[str]:
-    """Return arguments as overrides; a path comes first and stands for the model in it."""
+    """Return arguments as overrides; a path as the first argument selects the model in it."""
     if arguments and ("=" not in arguments[0] or Path(arguments[0]).is_dir()):
         path, *others = arguments
         quoted = path.replace("\\", "\\\\").replace("'", "\\'")
@@ -87,8 +87,8 @@ def _show(inspection: Inspection, console: Console) -> None:
         "model": f"{inspection.model}, {inspection.parameters:,} parameters",
         "blocks": f"{blocks} in {inspection.layers}" if blocks else "none",
         "cut points": f"{len(cuts)}: before {cuts[0]} ... {cuts[-1]}" if cuts else "none",
-        "first stage": ", ".join(inspection.first) or "not known",
-        "last stage": ", ".join(inspection.last) or "not known",
+        "first stage": ", ".join(inspection.first) or "unknown",
+        "last stage": ", ".join(inspection.last) or "unknown",
         "ties": ", ".join(f"{other} = {name}" for other, name in inspection.ties.items()) or "none",
     }
     for name, text in rows.items():
@@ -97,7 +97,7 @@ def _show(inspection: Inspection, console: Console) -> None:
     for number, line in enumerate(plan[:SHOWN] or ["none"]):
         table.add_row("" if number else "tensor plan", escape(line))
     if len(plan) > SHOWN:
-        table.add_row("", f"{len(plan) - SHOWN} more; --json has all")
+        table.add_row("", f"{len(plan) - SHOWN} more; use --json to list all")
     for number, layout in enumerate(inspection.layouts):
         answer = "yes" if layout.legal else f"no: {layout.reason}"
         table.add_row("" if number else "layouts", escape(f"{layout.layout}: {answer}"))

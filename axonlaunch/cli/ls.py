@@ -12,7 +12,7 @@ from axonlaunch.system.terminal import console_on
 
 Value = TypeVar("Value")
 
-HELP = "List options of each group; hf: proved Hugging Face layouts."
+HELP = "List the options of configuration groups, or proved Hugging Face layouts."
 EXAMPLES = """Examples:
 
 \b
@@ -24,7 +24,7 @@ EXAMPLES = """Examples:
 """
 HF = "hf"
 SHOWS_REASONS = 12
-"""Lists of at most this many models also show why a layout is not proved."""
+"""Reasons why layouts are not proved are printed for at most this many models."""
 LISTS = {
     "models": "model",
     "adapters": "adapter",
@@ -50,25 +50,32 @@ ALIASES = {group: name for name, group in LISTS.items()} | {
     "loss": "losses",
     "schedules": "schedulers",
 }
-"""Other names for a list: its group as written in overrides, plurals and singulars."""
+"""Other names of lists: the group's name in overrides, plurals and singulars."""
 
 
 def command(
     group: Annotated[
         str | None,
         typer.Argument(
-            help=f"One of {', '.join(LISTS.values())}, or a plural; hf: which layouts are proved "
-            "for which model_type of transformers; default: all groups."
+            metavar="GROUP",
+            help=f"One of {', '.join(LISTS.values())}, or its plural. hf lists which "
+            "layouts are proved for each model_type of transformers. Default: all groups.",
         ),
     ] = None,
-    like: Annotated[str | None, typer.Option(help="Only names that contain this.")] = None,
+    like: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Only names that contain this text.")
+    ] = None,
     plugin: Annotated[
-        list[str] | None, typer.Option(help="Also list what this module registers.")
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            help="Import this Python module and list what it registers; repeatable.",
+        ),
     ] = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
-    """List options of each group; hf: proved Hugging Face layouts."""
+    """List the options of configuration groups, or proved Hugging Face layouts."""
     from axonlaunch.config import ConfigError, ConfigIssue, composer_of
     from axonlaunch.config.did_you_mean import unknown
     from axonlaunch.config.plugins import import_plugins
@@ -96,7 +103,7 @@ def command(
         if group is None:
             table.add_row(f"[cyan]{name}[/cyan]", f"[dim]{LISTS[name]}=...[/dim]")
         if not options:
-            table.add_row("", "[dim]none that your code registers[/dim]")
+            table.add_row("", "[dim]none registered[/dim]")
         for option, summary in options.items():
             table.add_row(option if group else f"  {option}", escape(summary))
     console_on().print(table)
@@ -104,12 +111,12 @@ def command(
 
 def _like(like: str | None, options: Mapping[str, Value]) -> dict[str, Value]:
     """Return the options whose names contain ``like``, ignoring case."""
-    wanted = (like or "").lower()
-    return {name: value for name, value in options.items() if wanted in name.lower()}
+    part = (like or "").lower()
+    return {name: value for name, value in options.items() if part in name.lower()}
 
 
 def _list_proved(like: str | None, *, as_json: bool) -> None:
-    """Show which layouts are proved for the models of transformers.
+    """Print which layouts are proved for each model of transformers.
 
     Raises:
         ConfigError: No ``model_type`` contains ``like``.
@@ -151,7 +158,7 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
             for layout in table.layouts
         )
         shown.add_section()
-        shown.add_row(f"yes, of {len(families)}", *counts)
+        shown.add_row(f"yes (of {len(families)})", *counts)
     console = console_on()
     console.print(shown)
     if len(families) <= SHOWS_REASONS:
@@ -159,8 +166,9 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
             layouts: dict[str, list[str]] = {}
             for layout, reason in {**family.notes, **family.refused}.items():
                 layouts.setdefault(reason, []).append(layout)
-            for reason, alike in layouts.items():
-                where = "every layout" if len(alike) == len(table.layouts) else ", ".join(alike)
-                console.print(escape(f"{kind}, {where}: {reason}"))
+            for reason, affected in layouts.items():
+                is_all = len(affected) == len(table.layouts)
+                names = "all layouts" if is_all else ", ".join(affected)
+                console.print(escape(f"{kind}, {names}: {reason}"))
     versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
     console.print(f"\nproved with {versions}; see axonlaunch help huggingface")

@@ -1,7 +1,4 @@
-"""What a command is to write, checked before any work; what can't be written is the user's to mend.
-
-It writes nothing itself.
-"""
+"""Checks before any work that an output file can be written, and reports failures to write it."""
 
 from __future__ import annotations
 
@@ -12,26 +9,26 @@ from pathlib import Path
 
 
 def check_file(option: str, path: Path, *, endings: tuple[str, ...] = ()) -> None:
-    """Say before any work whether a file can be written there.
+    """Check that a file can be written.
 
     Args:
-        option: Which asks for it, ``--plot``.
-        path: The file.
-        endings: One of which it must have, if any is given.
+        option: Option that names the file, for example ``--plot``.
+        path: File to write.
+        endings: Allowed file name endings; empty allows all.
 
     Raises:
-        ConfigError: The path is a folder itself, there is no folder for it or none that can be
-            written to, or it has another ending.
+        ConfigError: The path is a folder, its parent folder is missing or not writable, or its
+            ending is not allowed.
     """
     reason, folder = "", path.parent
     if path.is_dir():
-        reason = "is a folder; give a file in it"
+        reason = "is a folder; write to a file in it"
         reason += f", ending in {' or '.join(endings)}" if endings else ""
     elif endings and path.suffix.lower() not in endings:
         reason = f"must end in {' or '.join(endings)}"
     elif not folder.is_dir():
         reason = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
-        reason += "; write elsewhere" if folder.exists() else "; make it, or write elsewhere"
+        reason += "; write elsewhere" if folder.exists() else "; create it, or write elsewhere"
     elif not os.access(folder, os.W_OK):
         reason = f"{folder} can't be written to; write elsewhere"
     if reason:
@@ -42,10 +39,10 @@ def check_file(option: str, path: Path, *, endings: tuple[str, ...] = ()) -> Non
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Let what keeps a file or a folder from being written be an error of the option.
+    """Convert an ``OSError`` in the block to an error of the option.
 
     Raises:
-        ConfigError: It can't be written.
+        ConfigError: The file or folder can't be written.
     """
     try:
         yield

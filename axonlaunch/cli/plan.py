@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.planning.records import Plan
 
-HELP = "Search the fastest layouts that fit a number of devices. No GPU, no data."
+HELP = "Find the fastest layouts that fit a number of devices. Needs no GPU and no data."
 EXAMPLES = """Examples:
 
 \b
@@ -40,19 +40,25 @@ def command(
     config_name: ConfigName = "config",
     devices: Annotated[
         int | None,
-        typer.Option("--devices", help="Number of devices, one rank each.", show_default=False),
+        typer.Option(
+            "--devices",
+            metavar="N",
+            help="Number of devices, with one rank each.",
+            show_default=False,
+        ),
     ] = None,
     write: Annotated[
         Path | None,
         typer.Option(
             "--write",
-            help="Write the best layout as an experiment: experiment/NAME.yaml.",
+            metavar="FILE",
+            help="Write the fastest layout to a configuration file, experiment/NAME.yaml.",
             show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Search the fastest layouts that fit."""
+    """Find the fastest layouts that fit."""
     from axonlaunch.planning.plan import experiment, plan_run
     from axonlaunch.system import forkserver
     from axonlaunch.system.files import replace_text
@@ -62,7 +68,7 @@ def command(
         experiment, overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
     if write is not None:
-        written()  # what a file can't say is refused before the search
+        written()  # raises an error before the search if overrides can't be written to a file
         with writing("--write", write):
             write.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -86,14 +92,14 @@ def command(
     if write is not None:
         console.print(f"\nwritten to {write}", markup=False, soft_wrap=True)
         folders = [write.parent.parent, *(config_dir or [])]
-        places = [f"--config-dir {folder}" for folder in dict.fromkeys(folders)]
-        places += [f"--config-name {config_name}"] if config_name != "config" else []
-        there = f"{' '.join(places)} experiment={write.stem}"
-        console.print(f"axonlaunch train {there}", markup=False, soft_wrap=True)
+        options = [f"--config-dir {folder}" for folder in dict.fromkeys(folders)]
+        options += [f"--config-name {config_name}"] if config_name != "config" else []
+        arguments = f"{' '.join(options)} experiment={write.stem}"
+        console.print(f"axonlaunch train {arguments}", markup=False, soft_wrap=True)
 
 
 def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
-    """Return what ``--json`` prints."""
+    """Return the object that ``--json`` prints."""
     candidates = [{**asdict(planned), "fits": planned.fits} for planned in plan.candidates]
     return {
         "workload": asdict(plan.workload),
@@ -104,13 +110,15 @@ def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
-    """Print a table, the overrides to paste and why the second is second."""
+    """Print a table of layouts, their overrides, and why the second is slower than the first."""
     from rich.text import Text
 
     from axonlaunch.planning.reports import plan_table
 
     console.print(f"[bold]{plan.workload}[/bold]")
-    console.print(f"{plan.searched:,} layouts in {seconds:.0f} s, the fastest that fit first\n")
+    console.print(
+        f"{plan.searched:,} layouts searched in {seconds:.0f} s; the fastest that fit come first\n"
+    )
     console.print(plan_table.build_plan_table(plan))
     for number, planned in enumerate(plan.candidates, 1):
         console.print()
@@ -126,10 +134,10 @@ def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
 
 
 def _check_options(devices: int | None, write: Path | None, overrides: list[str]) -> int:
-    """Refuse what is wrong with the options, before anything is searched; return the devices.
+    """Check the options before the search, and return the number of devices.
 
     Raises:
-        ConfigError: No number of devices, or a file that can't be written or chosen.
+        ConfigError: The number of devices is missing or below 1, or the file can't be used.
     """
     from axonlaunch.config import ConfigError, ConfigIssue
 
@@ -143,11 +151,11 @@ def _check_options(devices: int | None, write: Path | None, overrides: list[str]
     if write is not None and write.suffix != ".yaml":
         reason = "must end in .yaml"
     elif write is not None and write.parent.name != "experiment":
-        reason = f"is not in a folder experiment, where it is found; write experiment/{write.name}"
+        reason = f"must be in a folder named experiment; write experiment/{write.name}"
     elif write is not None and write.exists():
-        reason = "is there already; give another name, or remove it"
+        reason = "already exists; give another name, or remove it"
     elif write is not None and f"experiment={write.stem}" in overrides:
-        reason = f"would begin with itself, experiment={write.stem}; give another name"
+        reason = f"would include itself, because of experiment={write.stem}; give another name"
     if reason:
         problems.append(ConfigIssue("--write", reason, str(write)))
     if problems:

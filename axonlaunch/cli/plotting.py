@@ -1,8 +1,4 @@
-"""Figures as files, PNG or SVG, written whole or not at all.
-
-It draws nothing itself and refuses other kinds of files; without matplotlib it says how to install
-it.
-"""
+"""Saves matplotlib figures as PNG or SVG files."""
 
 from __future__ import annotations
 
@@ -18,27 +14,27 @@ if TYPE_CHECKING:
 
 
 def check_plot(path: Path) -> None:
-    """Say before any work whether a plot can be written there.
+    """Check that a plot can be written.
 
     Raises:
-        ConfigError: The ending is neither .png nor .svg, there is no such folder, the path is a
-            folder itself, or matplotlib is not installed.
+        ConfigError: The ending is neither .png nor .svg, the file can't be written, or matplotlib
+            is not installed.
     """
     check_file("--plot", path, endings=(".png", ".svg"))
     if find_spec("matplotlib") is None:
         from axonlaunch.config import ConfigError, ConfigIssue
 
-        reason = "matplotlib is not installed; pip install 'axonlaunch[plot]'"
+        reason = "matplotlib is not installed; run pip install 'axonlaunch[plot]'"
         raise ConfigError([ConfigIssue("--plot", reason, str(path))])
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure, as its file's ending says.
+    """Write a figure in the format of the file's ending.
 
     Raises:
         ConfigError: The file can't be written.
     """
-    drawn = io.BytesIO()  # the file appears whole or not at all
-    figure.savefig(drawn, format=path.suffix.lower()[1:], dpi=150, facecolor="white")
+    image = io.BytesIO()  # a failure while drawing leaves no incomplete file
+    figure.savefig(image, format=path.suffix.lower()[1:], dpi=150, facecolor="white")
     with writing("--plot", path):
-        path.write_bytes(drawn.getvalue())
+        path.write_bytes(image.getvalue())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from axonlaunch.config import RunConfig
     from axonlaunch.diagnostics.step_breakdown import Breakdown
 
-HELP = "Show where the time of a run's profiled steps went."
+HELP = "Show how a run's profiled steps spent their time."
 EXAMPLES = """Examples:
 
 \b
@@ -24,17 +24,17 @@ EXAMPLES = """Examples:
   axonlaunch profile runs/profiled
 """
 _SHOWN = 8
-"""Ranks that have a column; --json has all."""
+"""Number of ranks with a column; --json lists all."""
 
 
 def command(
     folder: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run with train.profile.steps set.")
+        Path, typer.Argument(metavar="RUN", help="Folder of a run with train.profile.steps.")
     ],
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Show where the time of a run's profiled steps went."""
+    """Show how a run's profiled steps spent their time."""
     from axonlaunch import config as configuration
     from axonlaunch.config import ConfigError, ConfigIssue
     from axonlaunch.config.layout import Layout, num_ranks
@@ -70,7 +70,7 @@ def command(
 
 
 def _predict_parts(config: RunConfig) -> tuple[dict[str, float] | None, str]:
-    """Return what ``plan`` predicts of the run's step, in the same parts, or why it does not."""
+    """Return the seconds that ``plan`` predicts for each part of a step, or None and the reason."""
     from axonlaunch.config import ConfigError
     from axonlaunch.launch.output.spinner import spinner
     from axonlaunch.planning.records import StepPrediction
@@ -104,7 +104,7 @@ def _show(
     console = console_on()
     first, shown = breakdowns[0], breakdowns[:_SHOWN]
     steps = f"step {first.first}" if first.steps == 1 else f"{first.steps} steps from {first.first}"
-    console.print(f"[bold]{folder.name}[/bold]: {steps}, mean of a step\n", soft_wrap=True)
+    console.print(f"[bold]{folder.name}[/bold]: {steps}, mean per step\n", soft_wrap=True)
     columns: list[tuple[str, dict[str, float]]] = [(f"rank {o.rank}", o.parts) for o in shown]
     if predicted is not None:
         columns.append(("predicted", predicted))
@@ -117,23 +117,23 @@ def _show(
     table.add_row("step", *(f"{sum(seconds.values()) * 1e3:,.1f} ms" for _, seconds in columns))
     console.print(table)
     if len(breakdowns) > _SHOWN:
-        console.print(f"\n{len(breakdowns) - _SHOWN} more ranks; --json has all")
+        console.print(f"\n{len(breakdowns) - _SHOWN} more ranks; use --json to list all")
     if reason:
-        console.print(f"\nnot predicted: {reason}", markup=False)
+        console.print(f"\nNo prediction: {reason}", markup=False)
     merged = folder / step_breakdown.PROFILE_FOLDER / step_breakdown.MERGED
-    console.print(f"\ntrace {merged}: open it at https://ui.perfetto.dev", soft_wrap=True)
+    console.print(f"\nTo see the trace, open {merged} at https://ui.perfetto.dev", soft_wrap=True)
 
 
 def _kinds(columns: list[dict[str, float]]) -> list[str]:
-    """Return every row, in the order of ``KINDS``; axes of communication after one another."""
+    """Return the kinds of all columns in the order of ``KINDS``, communication sorted by axis."""
     from axonlaunch.diagnostics.step_breakdown import KINDS
 
-    def place(kind: str) -> tuple[int, str]:
-        return next((n for n, known in enumerate(KINDS) if kind.startswith(known)), 0), kind
+    def sort_key(kind: str) -> tuple[int, str]:
+        return next((n for n, prefix in enumerate(KINDS) if kind.startswith(prefix)), 0), kind
 
-    return sorted({kind for column in columns for kind in column}, key=place)
+    return sorted({kind for column in columns for kind in column}, key=sort_key)
 
 
 def _cell(seconds: float, column: dict[str, Any]) -> str:
-    whole = sum(column.values())
-    return f"{seconds * 1e3:,.1f} ms {seconds / whole if whole else 0:4.0%}"
+    total = sum(column.values())
+    return f"{seconds * 1e3:,.1f} ms {seconds / total if total else 0:4.0%}"

@@ -15,7 +15,7 @@ from axonlaunch.launch.output.spinner import spinner
 if TYPE_CHECKING:
     from axonlaunch.diagnostics.report.run_record import RunRecord
 
-HELP = "Write an HTML report of one run, or of several overlaid."
+HELP = "Write an HTML report of one run, or of several runs in one page."
 EXAMPLES = """Examples:
 
 \b
@@ -27,21 +27,22 @@ EXAMPLES = """Examples:
 def command(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="Folders of runs, or fsspec URLs of such."),
+        typer.Argument(metavar="RUN...", help="Folders or fsspec URLs of runs."),
     ],
     output: Annotated[
         Path | None,
         typer.Option(
-            help="The page; default: report.html in the run's folder, of several runs in the "
-            "folder that holds the first of them."
+            metavar="FILE",
+            help="File to write. Default: report.html in the run's folder; for several runs, in "
+            "the folder that contains the first run.",
         ),
     ] = None,
-    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    show: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write one page that needs no server and no network: curves, memory, ranks, life, failure.
+    """Write a page with curves, memory, ranks, timeline and failure; it needs no server.
 
-    It can be made of a run that is still going, or that crashed.
+    The runs may still be training, or may have crashed.
     """
     from axonlaunch.diagnostics.report.page import page_of
     from axonlaunch.diagnostics.report.page_data import labels, page_data
@@ -67,7 +68,7 @@ def command(
 
 
 def _default_output(records: list[RunRecord]) -> Path:
-    """Return the folder of the page: a run's own has the page of that run alone."""
+    """Return the folder of the report: a single run's folder, or the parent of the first run."""
     from axonlaunch.config.url import is_url
 
     folder = records[0].path

@@ -1,4 +1,4 @@
-"""Folders of runs that commands are given."""
+"""Reads the run folders that are named on the command line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ if TYPE_CHECKING:
 
 
 def read_runs(names: Sequence[str]) -> list[RunRecord]:
-    """Read runs, which may be on other nodes' disks or in buckets.
+    """Read the records of runs.
+
+    Args:
+        names: Folders or fsspec URLs of runs.
 
     Raises:
-        ConfigError: Some are no runs; all that are not are named.
+        ConfigError: Some are not folders of runs; lists all of them.
     """
     from axonlaunch.config import ConfigError, ConfigIssue, meant_below_runs
     from axonlaunch.config.url import is_url

@@ -1,4 +1,4 @@
-"""A run as a terminal shows it: its figures, its loss as a curve, a bar for each rank."""
+"""Renders a run for a terminal: its figures, a curve of its loss, and a bar for each rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ _STYLES = {"running": "cyan", "done": "green", "interrupted": "yellow"}
 
 
 def screen_of(run: dict[str, Any], size: ConsoleDimensions) -> RenderableType:
-    """Return what a terminal of a size shows of a run of ``page_data``."""
+    """Return a run for a terminal of this size.
+
+    Args:
+        run: One of the runs in the result of ``page_data``.
+        size: Columns and rows of the terminal.
+    """
     style = _STYLES.get(run["status"], "red")
     shown: list[RenderableType] = [
         Text.assemble((run["label"], "bold"), "  ", (run["status"], style)),
         _facts(run),
     ]
-    # Below the figures: headings, the axis' text, and an empty line where the cursor stays.
+    # Reserve rows for headings, the label of the axis and the cursor's line.
     left = size.height - len(_rows(run)) - 8
     if "loss" in run["series"]:
         steps, values = run["series"]["loss"]
@@ -39,14 +44,14 @@ def screen_of(run: dict[str, Any], size: ConsoleDimensions) -> RenderableType:
 def curve(
     steps: Sequence[float], values: Sequence[float | None], width: int, height: int
 ) -> RenderableType:
-    """Return a curve of block characters; a column for each part of the steps."""
+    """Return a curve of block characters. Each column shows the mean of equally many steps."""
     columns = _columns(steps, values, max(10, width))
-    known = [value for value in columns if value is not None]
-    if not known or height < 2:
+    finite = [value for value in columns if value is not None]
+    if not finite or height < 2:
         return Text("no values yet", style="dim")
-    low, high = min(known), max(known)
+    low, high = min(finite), max(finite)
     if low == high:
-        low -= 1.0  # a line at the top
+        low -= 1.0  # draws a line at the top
     span = high - low
     eighths = [
         None if value is None else 1 + round((value - low) / span * (8 * height - 1))
@@ -64,16 +69,16 @@ def curve(
 def _columns(
     steps: Sequence[float], values: Sequence[float | None], width: int
 ) -> list[float | None]:
-    """Return the mean of the values that fall into each column; where none does, the one before."""
+    """Return the mean of the values in each column; empty columns repeat the previous mean."""
     bins: list[list[float]] = [[] for _ in range(width)]
-    range_of = (steps[-1] - steps[0]) or 1
+    step_range = (steps[-1] - steps[0]) or 1
     for step, value in zip(steps, values, strict=True):
         if value is not None:
-            bins[min(width - 1, int((step - steps[0]) / range_of * width))].append(value)
+            bins[min(width - 1, int((step - steps[0]) / step_range * width))].append(value)
     columns: list[float | None] = []
     for column in bins:
-        before = columns[-1] if columns else None
-        columns.append(sum(column) / len(column) if column else before)
+        previous = columns[-1] if columns else None
+        columns.append(sum(column) / len(column) if column else previous)
     return columns
 
 
@@ -89,10 +94,10 @@ def _rows(run: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if name in _SHOWN_FACTS or name.endswith("/s")]
 
 
-def _bars(ranks: dict[str, Any], shown: int, width: int) -> list[RenderableType]:
-    """Return a bar for each of so many ranks, those first that worked most."""
+def _bars(ranks: dict[str, Any], count: int, width: int) -> list[RenderableType]:
+    """Return a bar for each of the ``count`` ranks that worked most, in the order of ranks."""
     latest = ranks["worked"][-1]
-    order = sorted(range(len(latest)), key=lambda rank: -latest[rank])[:shown]
+    order = sorted(range(len(latest)), key=lambda rank: -latest[rank])[:count]
     hosts = ranks["hosts"]
     return [
         Text(f"rank {rank:<5}", style="dim")

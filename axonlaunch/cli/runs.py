@@ -34,33 +34,33 @@ class _Condition:
     value: str
 
     def holds(self, run: RunRecord) -> bool:
-        """Whether a run has this status, or this setting; numbers are compared as numbers."""
+        """Return whether a run has this status or setting. Numbers are compared as numbers."""
         from axonlaunch.config.errors import plain
 
         if self.key == "status":
             return run.status == self.value
-        there = run.config.get(self.key)
-        if isinstance(there, int | float) and not isinstance(there, bool):
+        value = run.config.get(self.key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
             with suppress(ValueError):
-                return float(self.value) == there
-        return plain(there) == self.value
+                return float(self.value) == value
+        return plain(value) == self.value
 
 
 def command(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Where the runs are, at any depth.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder that contains the runs, at any depth.")
     ] = Path("runs"),
     where: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="Only runs with this configuration value or status; repeatable, all must match.",
+            help="Only runs with this setting or status; if repeated, all must match.",
             show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List runs, the newest first."""
+    """List runs, newest first."""
     from axonlaunch.diagnostics.report.run_record import find_runs
 
     conditions = [_condition(text) for text in where or []]
@@ -78,21 +78,21 @@ def command(
     elif rows:
         _show(rows, folder)
     else:
-        typer.echo(f"{folder} holds no run" + (" of this kind" if conditions else ""))
+        typer.echo(f"{folder}: no run" + (" matches --where" if conditions else ""))
 
 
 def _condition(text: str) -> _Condition:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        refuse(f"--where {text}: write KEY=VALUE, model.name=llama or status=failed")
+        refuse(f"--where {text}: write KEY=VALUE, for example status=failed")
     return _Condition(key, value)
 
 
 def _check_conditions(conditions: list[_Condition], keys: set[str], folder: Path) -> None:
-    """Refuse what no run could have: a key that none is configured by, or an unknown status.
+    """Check that conditions name a known status or a key that some run has.
 
     Raises:
-        ConfigError: It says which, and what was probably meant.
+        ConfigError: A status or key is unknown.
     """
     from axonlaunch.config.did_you_mean import nearest, unknown
     from axonlaunch.diagnostics.report.run_record import RunStatus
@@ -105,14 +105,14 @@ def _check_conditions(conditions: list[_Condition], keys: set[str], folder: Path
         elif keys and condition.key not in keys:
             ends = [key for key in sorted(keys) if key.endswith(f".{condition.key}")]
             close = ends[0] if ends else nearest(condition.key, sorted(keys))
-            reason = f"no run in {folder} has such a key"
+            reason = f"no run in {folder} has this key"
             reason += f"; did you mean {close}?" if close else ""
             refuse(f"--where {condition.key}={condition.value}: {reason}")
 
 
 def _row(run: RunRecord) -> dict[str, Any]:
     from axonlaunch.config import CONFIG
-    from axonlaunch.diagnostics.report.life import cost
+    from axonlaunch.diagnostics.report.run_timeline import cost
     from axonlaunch.system.run_files import EVENTS, METRICS
     from axonlaunch.system.units import rate_in
 

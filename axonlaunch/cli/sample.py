@@ -31,24 +31,35 @@ _PROMPT = "def "
 def command(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER", help="A run with a checkpoint, or exported weights."),
+        typer.Argument(
+            metavar="FOLDER", help="Folder of a run with a checkpoint, or of exported weights."
+        ),
     ],
     prompt: Annotated[
         str | None,
-        typer.Option(help='Prompt to continue, or with --chat to answer; default: "def ".'),
+        typer.Option(
+            metavar="TEXT", help='Prompt to continue, or with --chat to answer; default: "def ".'
+        ),
     ] = None,
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="Answer lines of standard input, by the tokenizer's chat template."
+            "--chat",
+            help="Answer each line of standard input, with the tokenizer's chat template.",
         ),
     ] = False,
-    tokens: Annotated[int, typer.Option(min=1, help="Number of new tokens.")] = 300,
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Number of new tokens.")] = 300,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature; 0 = greedy.")
+        float,
+        typer.Option(metavar="T", min=0, help="Sampling temperature; 0 is greedy decoding."),
     ] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the top-k tokens.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")] = 0,
+    top_k: Annotated[
+        int | None,
+        typer.Option(metavar="K", min=1, help="Sample only from the K most likely tokens."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(metavar="SEED", min=0, max=2**63 - 1, help="Random seed.")
+    ] = 0,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -94,7 +105,7 @@ def _answer(conversation: Conversation, prompt: str | None, *, as_json: bool) ->
 
 
 def _lines(*, shows_prompts: bool) -> Iterator[str]:
-    """Yield the lines of standard input that say something."""
+    """Yield the non-empty lines of standard input."""
     while True:
         if shows_prompts:
             sys.stderr.write("> ")

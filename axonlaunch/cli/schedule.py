@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from axonlaunch.engines.pipeline.schedule import PipelineSchedule
     from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, Timeline
 
-HELP = "Draw a pipeline schedule: what each rank does when, and idles."
+HELP = "Draw a pipeline schedule: when each rank computes and when it idles."
 EXAMPLES = """Examples:
 
 \b
@@ -37,7 +37,12 @@ def command(
     config_name: ConfigName = "config",
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", help="Also save a plot, .png or .svg.", show_default=False),
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Also save a plot as a .png or .svg file.",
+            show_default=False,
+        ),
     ] = None,
     memory: Annotated[
         bool,
@@ -61,7 +66,7 @@ def command(
         microbatches=layout.microbatches_per_round,
         stages_per_rank=layout.stages_per_rank,
     )
-    # By rank, not by stage, so that schedules with different numbers of stages can be compared.
+    # A rank's time does not depend on its number of stages, so that schedules can be compared.
     times = timeline(
         schedule, forward=1 / schedule.stages_per_rank, backward=2 / schedule.stages_per_rank
     )
@@ -79,12 +84,12 @@ def command(
 
 
 def _load_pipeline(overrides: list[str], config_name: str, config_dirs: list[Path]) -> RunConfig:
-    """Return the configuration of a pipeline, with as many ranks as its degrees need.
+    """Return the configuration of a pipeline, with the number of ranks that its degrees need.
 
-    No accelerators are counted: the schedule is the same whatever this node has.
+    Accelerators are not counted, because the schedule does not depend on this node.
 
     Raises:
-        ConfigError: It is wrong, or has no pipeline.
+        ConfigError: The configuration is invalid or has no pipeline.
     """
     from axonlaunch import config as configuration
     from axonlaunch.config import ConfigError, ConfigIssue
@@ -93,7 +98,7 @@ def _load_pipeline(overrides: list[str], config_name: str, config_dirs: list[Pat
 
     config = configuration.load(overrides, config_name=config_name, config_dirs=config_dirs)
     if config.strategy.pipeline.degree == 1:
-        message = "there is no schedule to show; use strategy=pipeline or a degree of 2 or more"
+        message = "has no schedule; use strategy=pipeline or a degree of 2 or more"
         raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, 1)])
     config = resolved(config, accelerators=0)
     if problems := broken_world_rules(config, world_size=num_ranks(config)):
@@ -102,7 +107,7 @@ def _load_pipeline(overrides: list[str], config_name: str, config_dirs: list[Pat
 
 
 def _trace_memory(config: RunConfig, schedule: PipelineSchedule) -> PipelineMemoryStats:
-    """Return the statistics of a schedule with the bytes of activations, from a traced step."""
+    """Return a schedule's statistics, with the bytes of activations from a traced step."""
     from axonlaunch.config import with_values
     from axonlaunch.planning.estimate import cached_estimate
     from axonlaunch.planning.memory.engine_stats import pipeline_stats
@@ -149,7 +154,6 @@ def _show(
     stats: PipelineMemoryStats,
     plot: Path | None,
 ) -> None:
-
     from axonlaunch.engines.pipeline.timeline_text import text_stats, text_timeline
     from axonlaunch.system.formatting import size
 

@@ -60,14 +60,20 @@ def command(
     config_name: ConfigName = "config",
     multirun: Annotated[
         bool,
-        typer.Option("-m", "--multirun", help="Sweep: run every combination of a=1,2 in turn."),
+        typer.Option(
+            "-m",
+            "--multirun",
+            help="Sweep: run every combination of comma-separated values, one after another.",
+        ),
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Validate and estimate only; do not launch."),
+        typer.Option(
+            "--dry-run", help="Check the configuration and estimate memory; do not launch."
+        ),
     ] = False,
     render: Annotated[
-        bool, typer.Option("--render", help="Print the sbatch script and exit.")
+        bool, typer.Option("--render", help="Print the Slurm batch script; do not submit it.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -80,12 +86,12 @@ def command(
             _dry_run(overrides or [], config_dir or [], config_name, multirun, render, as_json)
         )
     limits.allow_open_files()
-    # A run outlives its console.
+    # A run continues after its console is closed.
     sys.stdout, sys.stderr = streams.tolerant(sys.stdout), streams.tolerant(sys.stderr)
     with forkserver.on_demand(preload=preloads(overrides, traces=False)) as server:
         if not may_be_rank(os.environ):
             server()
-        # Imported only now, while the server imports torch on another core.
+        # Import these now, while the server imports torch on another core.
         from axonlaunch.launch.cluster_environment import ClusterEnvironment
         from axonlaunch.launch.external.launcher_process import LauncherProcess
         from axonlaunch.launch.launcher import LaunchOptions, launch_function
@@ -100,7 +106,7 @@ def command(
         environment = ClusterEnvironment.detect(os.environ)
         request.refuse_sweep_under(environment)
         launcher = LauncherProcess(environment.launcher)
-        launcher.watch()  # before torch is imported, which takes seconds
+        launcher.watch()  # before importing torch, which takes seconds
         is_rank = environment.is_rank(
             partial(request.compose, request.overrides),
             accelerators=partial(accelerators_of, server),
@@ -120,8 +126,8 @@ def command(
                 render=render,
                 identity=launcher.identity,
             )
-            # What torch's store says of strangers that knock is not for the user; set after the
-            # server was started, whose ranks may still write.
+            # Hide torch's warnings about unknown connections to its store. Ranks still print
+            # theirs, because the server started before.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             runs = Runs.load(request, environment.of_node(), options)
             for config, chosen in runs:
@@ -131,7 +137,7 @@ def command(
     if as_json:
         if multirun:
             print_json({"runs": summaries})
-        elif summaries:  # of the run's processes, the first alone has one
+        elif summaries:  # only the first process of a run has a summary
             print_json(summaries[0])
     raise typer.Exit(status)
 
@@ -144,10 +150,10 @@ def _dry_run(
     render: bool,
     as_json: bool,
 ) -> int:
-    """Print what each run would hold, and what would stop it here.
+    """Print the memory estimate of each run, and the problems that would stop it on this node.
 
     Returns:
-        The exit status: 2 where a launch would be refused, as that.
+        The exit status: 2 if a launch would fail, 0 otherwise.
 
     Raises:
         ConfigError: A configuration can't be run on any node.
@@ -201,28 +207,28 @@ def _to_json_dict(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
 
 
 def _show_obstacles(run: DryRun, console: Console) -> None:
-    """Print what would stop a start on this node, each with its remedy."""
+    """Print the problems that would stop a launch on this node, with their remedies."""
     from rich.text import Text
 
     console.print()
     if not run.obstacles:
-        passed = "a launch on this node passes every check"
+        passed = "This node passes all checks before a launch."
         console.print(run.finished or passed, markup=False, soft_wrap=True)
         return
-    console.print(Text("a launch on this node would be refused:", style="bold"))
+    console.print(Text("This node cannot run it:", style="bold"))
     for problem in run.obstacles:
         filled = textwrap.wrap(str(problem), console.width - 2, break_on_hyphens=False)
         console.print(textwrap.indent("\n".join(filled), "  "), markup=False)
 
 
 def _show_elsewhere(runs: Sequence[DryRun], overrides: Sequence[str], console: Console) -> None:
-    """Name the commands that leave this node out, where it is what stands in the way."""
+    """Print commands that do not depend on this node, if this node cannot run it."""
     if not any(run.obstacles for run in runs):
         return
     arguments = shlex.join(overrides)
     console.print()
     if all(run.forecast.hardware is None for run in runs):
-        options = "axonlaunch ls hardware has others"
-        console.print(f"whether it fits a device: add hardware=h100_80gb ({options})")
-    console.print("an estimate without this node's checks:")
+        options = "axonlaunch ls hardware lists devices"
+        console.print(f"Add hardware=h100_80gb to see whether it fits ({options}).")
+    console.print("To estimate memory without checks of this node:")
     console.print(f"  axonlaunch estimate {arguments}".rstrip(), markup=False, soft_wrap=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.verification.result import ParityResult
 
-HELP = "Check numerical parity with a single process."
+HELP = "Check that a layout computes the same numbers as a single process."
 EXAMPLES = """Examples:
 
 \b
@@ -30,8 +30,8 @@ EXAMPLES = """Examples:
   axonlaunch verify strategy=fsdp model=llama_debug train.precision=bf16 \\
       --steps 8
   axonlaunch verify strategy=pipeline launch.backend=gloo  (real processes)
-  axonlaunch verify strategy=ddp --features                (what it exercised)
-  axonlaunch verify strategy=tensor --dump /tmp/sides      (keep tensors)
+  axonlaunch verify strategy=ddp --features                (list features)
+  axonlaunch verify strategy=tensor --dump /tmp/sides      (save tensors)
 """
 MAX_SHOWN_PARAMETERS = 8
 
@@ -48,11 +48,11 @@ _SHOWN = {
     "prediction": "prediction",
     "checkpoint": "checkpoint, read by one process",
 }
-"""Kinds of quantities, in the order of the table."""
+"""Kinds of compared quantities, in the order of the table."""
 
 
 class ReferencePrecision(StrEnum):
-    """What the single process computes in."""
+    """Arithmetic of the single process."""
 
     AS_CONFIGURED = "train.precision"
     FP64 = "fp64"
@@ -62,9 +62,17 @@ def command(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 6,
+    steps: Annotated[
+        int,
+        typer.Option("--steps", metavar="N", min=1, help="Number of optimizer steps to compare."),
+    ] = 6,
     reference: Annotated[
-        ReferencePrecision, typer.Option("--reference", help="Arithmetic of the single process.")
+        ReferencePrecision,
+        typer.Option(
+            "--reference",
+            metavar="PRECISION",
+            help="Precision of the single process: train.precision or fp64.",
+        ),
     ] = ReferencePrecision.AS_CONFIGURED,
     dump: Annotated[
         Path | None,
@@ -72,15 +80,15 @@ def command(
             "--dump",
             metavar="FOLDER",
             file_okay=False,
-            help="Keep both sides of the first two steps as safetensors, module by module.",
+            help="Save the tensors of each module in the first two steps, from both sides.",
         ),
     ] = None,
     features: Annotated[
-        bool, typer.Option("--features", help="List what was exercised, and what was not.")
+        bool, typer.Option("--features", help="List which features were tested and which not.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check numerical parity with a single process."""
+    """Check that a layout computes the same numbers as a single process."""
     from axonlaunch.system import forkserver
 
     if dump is not None:
@@ -122,8 +130,8 @@ def _show(verdict: ParityResult, console: Console, *, features: bool) -> None:
         console.print(_coverage_text(verdict), markup=False, soft_wrap=True)
     else:
         console.print(verdict.failure, markup=False, soft_wrap=True)
-    for feature, how in verdict.features.items() if features else ():
-        console.print(f"{feature:15}  {how}", markup=False, soft_wrap=True)
+    for feature, coverage in verdict.features.items() if features else ():
+        console.print(f"{feature:15}  {coverage}", markup=False, soft_wrap=True)
     for line in verdict.notes:
         console.print(line, markup=False, soft_wrap=True)
     for line in verdict.differences[:MAX_SHOWN_PARAMETERS]:
@@ -131,7 +139,7 @@ def _show(verdict: ParityResult, console: Console, *, features: bool) -> None:
     if len(verdict.differences) > MAX_SHOWN_PARAMETERS:
         console.print(f"and {len(verdict.differences) - MAX_SHOWN_PARAMETERS} more")
     if verdict.first_difference:
-        text = f"the first module that differs is {verdict.first_difference}"
+        text = f"first difference: {verdict.first_difference}"
         console.print(text, markup=False, soft_wrap=True)
     if verdict.verdict == "nothing proved":
         console.print(f"[red]nothing proved[/red]: {verdict.reason}", soft_wrap=True)
@@ -140,7 +148,7 @@ def _show(verdict: ParityResult, console: Console, *, features: bool) -> None:
 
 
 def _table(verdict: ParityResult) -> Table:
-    """Return the largest difference of each kind of quantity, and what passes there."""
+    """Return a table of the largest difference and the tolerance of each kind of quantity."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -155,15 +163,15 @@ def _table(verdict: ParityResult) -> Table:
 
 
 def _coverage_text(verdict: ParityResult) -> str:
-    """Say how many parameters the comparison says something about, and which it does not."""
-    proved = (
+    """Return how many parameters the comparison covers, and the names of the others."""
+    counts = (
         f"{verdict.parameters_with_gradient} of {verdict.parameters} parameters got a gradient, "
-        f"{verdict.parameters_moved} moved"
+        f"{verdict.parameters_moved} changed"
     )
     if verdict.frozen_parameters:
-        proved += f"; {len(verdict.frozen_parameters)} are frozen, and have no gradient to compare"
+        counts += f"; {len(verdict.frozen_parameters)} are frozen and have no gradient"
     names = verdict.unproved_parameters
     if not names:
-        return proved
+        return counts
     more = ", ..." if len(names) > MAX_SHOWN_PARAMETERS else ""
-    return f"{proved}; not {', '.join(names[:MAX_SHOWN_PARAMETERS])}{more}"
+    return f"{counts}; not proved: {', '.join(names[:MAX_SHOWN_PARAMETERS])}{more}"

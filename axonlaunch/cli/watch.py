@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-HELP = "Show a run while it trains, in a browser or the terminal."
+HELP = "Show a run while it trains, in a browser or in the terminal."
 EXAMPLES = """Examples:
 
 \b
-  axonlaunch watch                       # the newest run below ./runs
+  axonlaunch watch                       # the newest run in ./runs
   axonlaunch watch runs/gpt-fsdp --open
   axonlaunch watch --tui
 """
@@ -29,22 +29,27 @@ def command(
     run: Annotated[
         Path | None,
         typer.Argument(
-            metavar="RUN", help="Its folder; default: the newest below ./runs.", show_default=False
+            metavar="RUN",
+            help="Folder of the run; default: the newest run in ./runs.",
+            show_default=False,
         ),
     ] = None,
-    tui: Annotated[bool, typer.Option("--tui", help="Show it in this terminal.")] = False,
+    tui: Annotated[bool, typer.Option("--tui", help="Show the run in this terminal.")] = False,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: a free one.")
+        int,
+        typer.Option(
+            metavar="PORT", min=0, max=65535, help="Port on 127.0.0.1; 0 uses a free port."
+        ),
     ] = 0,
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Serve the run's page until Ctrl-C; it survives the run's end and its restarts."""
+    """Serve a page of the run until Ctrl-C, also after the run ends or restarts."""
     from axonlaunch.cli.run_folders import read_runs
-    from axonlaunch.diagnostics.report.newest import NewestData
+    from axonlaunch.diagnostics.report.live_page_data import LivePageData
 
     path = run or _newest(Path("runs"))
     [record] = read_runs([str(path)])
-    data = NewestData([record.path])
+    data = LivePageData([record.path])
     if tui:
         _follow_in_terminal(data)
         return
@@ -53,8 +58,9 @@ def command(
     try:
         server = RunServer(data, title=record.name, port=port)
     except OSError as error:
-        refuse(f"--port {port}: can't listen on it ({error.strerror}); use another, or 0")
-    typer.echo(f"{record.path}: {server.url}  (Ctrl-C ends it)")
+        reason = f"can't listen on this port ({error.strerror})"
+        refuse(f"--port {port}: {reason}; use another port, or 0 for a free one")
+    typer.echo(f"{record.path}: {server.url}  (Ctrl-C to stop)")
     if show:
         import webbrowser
 
@@ -69,8 +75,8 @@ def _newest(folder: Path) -> Path:
     runs = list(find_runs(folder))
     readable = [run.path for run in runs if run.status != "unreadable"]
     if not readable:
-        reason = f"no run that can be read, of {len(runs)}" if runs else "no run"
-        refuse(f"{folder} holds {reason}; name the folder of one")
+        reason = "contains no readable run" if runs else "contains no run"
+        refuse(f"{folder}: {reason}; give the folder of a run")
     return max(readable, key=lambda path: modified_at(path / CONFIG))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from axonlaunch.config.axes import AXES, INNER, OUTER
 from axonlaunch.config.errors import ConfigIssue, divisor_of, divisors, one_of
 from axonlaunch.config.layout import (
     Layout,
@@ -45,13 +46,14 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
         )
         yield ConfigIssue("train.activation_checkpointing", message, "full")
     averages = data_parallel_facts(strategy).averages
-    if strategy.context.degree > 1 and averages != "gradients":
-        kind = strategy.data_parallel
-        message = (
-            f"ranks that share a sequence must sum gradients, but data_parallel is {kind}; "
-            "use strategy.data_parallel=ddp, zero1 or fsdp, or degree 1"
-        )
-        yield ConfigIssue("strategy.context.degree", message, strategy.context.degree)
+    for axis in AXES:
+        if axis.same_parameters and axis.degree(strategy) > 1 and averages != "gradients":
+            kind = strategy.data_parallel
+            message = (
+                f"{axis.ranks} must sum gradients, but data_parallel is {kind}; "
+                "use strategy.data_parallel=ddp, zero1 or fsdp, or degree 1"
+            )
+            yield ConfigIssue(axis.key, message, axis.degree(strategy))
     if strategy.pipeline.degree == 1:
         yield from _unused_pipeline(strategy.pipeline)
         return
@@ -78,11 +80,7 @@ def broken_world_degrees(config: RunConfig, *, world_size: int) -> list[ConfigIs
     needed = model_ranks(strategy)
     if world_size % needed == 0:
         return []
-    degrees = {
-        "strategy.pipeline.degree": strategy.pipeline.degree,
-        "strategy.context.degree": strategy.context.degree,
-        "strategy.tensor.degree": strategy.tensor.degree,
-    }
+    degrees = {axis.key: axis.degree(strategy) for axis in (*OUTER, *INNER)}
     used = {key: degree for key, degree in degrees.items() if degree > 1}
     if len(used) == 1:
         [(key, degree)] = used.items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.system.formatting import GIB as GIB
 
 
@@ -108,7 +109,8 @@ class HardwareConfig:
                 TF32 (``torch.set_float32_matmul_precision``); CPUs have no TF32.
         """
         has_tf32 = matmul_precision != "highest" and not self.is_cpu
-        return "tf32_tflops" if precision == "fp32" and has_tf32 else f"{precision}_tflops"
+        chosen = PRECISIONS[precision]
+        return chosen.relaxed_peak if has_tf32 else chosen.peak
 
     @property
     def memory_bytes(self) -> int | None:

@@ -5,9 +5,23 @@ The functions only compute; ``rules`` and ``degree_rules`` check the values.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from axonlaunch.config.axes import (
+    AXES,
+    DP_REPLICATE,
+    DP_SHARD,
+    INNER,
+    LIKE_DATA,
+    OUTER,
+    PRINTED,
+    Divided,
+    degrees_of,
+    divisor,
+)
 from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT, NONE, DataParallelFacts
 from axonlaunch.config.errors import divisors
 from axonlaunch.config.launch import LaunchConfig
@@ -17,16 +31,33 @@ from axonlaunch.config.schema import RunConfig, StrategyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterDivision:
+    """Mesh axes whose ranks share one parameter.
+
+    Attributes:
+        shard_axes: Axes over which data parallelism shards whatever it shards of the parameter: the
+            parameter itself in fsdp, only its optimizer states in zero1. Empty in ddp.
+        sum_axes: Axes over which its gradients are summed.
+    """
+
+    shard_axes: tuple[str, ...]
+    sum_axes: tuple[str, ...]
+
+    @property
+    def replicate_axes(self) -> tuple[str, ...]:
+        """Axes of replicas, whose gradients are summed and not scattered."""
+        return tuple(axis for axis in self.sum_axes if axis not in self.shard_axes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the mesh axes, and of a rank's share of a step.
 
     Attributes:
         data_parallel: Name of the data-parallel variant; ``null`` is resolved.
-        pipeline: Number of ranks that the layers are divided among.
         dp_replicate: Number of ranks that hold the same shard.
         dp_shard: Number of ranks that one copy of the parameters is divided among.
-        context: Number of ranks that each sequence is divided among.
-        tensor: Number of ranks that each layer is divided among.
+        degrees: Degree of each axis of ``config.axes.AXES`` by its name.
         schedule: Name of the pipeline schedule.
         stages_per_rank: Number of pipeline stages on each rank.
         micro_batch_size: Samples per forward on one rank.
@@ -35,11 +66,9 @@ class Layout:
     """
 
     data_parallel: str
-    pipeline: int
     dp_replicate: int
     dp_shard: int
-    context: int
-    tensor: int
+    degrees: dict[str, int]
     schedule: str
     stages_per_rank: int
     micro_batch_size: int
@@ -56,11 +85,9 @@ class Layout:
         per_round = strategy.pipeline.microbatches
         return cls(
             data_parallel=data_parallel(strategy, world_size=world_size),
-            pipeline=strategy.pipeline.degree,
             dp_replicate=replicate,
             dp_shard=max(1, ranks // replicate),
-            context=strategy.context.degree,
-            tensor=strategy.tensor.degree,
+            degrees=degrees_of(strategy),
             schedule=strategy.pipeline.schedule,
             stages_per_rank=stages_per_rank(strategy),
             micro_batch_size=size,
@@ -74,6 +101,52 @@ class Layout:
         return DATA_PARALLEL.facts(self.data_parallel)
 
     @property
+    def pipeline(self) -> int:
+        """Number of ranks that the blocks are divided among."""
+        return self.degrees["pp"]
+
+    @property
+    def context(self) -> int:
+        """Number of ranks that each sequence is divided among."""
+        return self.degrees["cp"]
+
+    @property
+    def tensor(self) -> int:
+        """Number of ranks that each layer is divided among."""
+        return self.degrees["tp"]
+
+    def divisor(self, divided: Divided) -> int:
+        """Return the number of ranks that something is divided among, for example sequences."""
+        return divisor(self.degrees, divided)
+
+    def division(self, *, is_expert: bool = False) -> ParameterDivision:
+        """Return the mesh axes whose ranks share a parameter.
+
+        Args:
+            is_expert: Whether the parameter belongs to experts. As long as no axis divides experts,
+                their parameters are shared like all others.
+        """
+        del is_expert
+        facts, merged_into = self.facts, self._merged_into
+        replicas = (DP_REPLICATE, *(LIKE_DATA if merged_into == DP_REPLICATE else ()))
+        if facts.shards_parameters:
+            shards = (DP_SHARD, *(LIKE_DATA if merged_into == DP_SHARD else ()))
+            return ParameterDivision(shard_axes=shards, sum_axes=(*replicas, *shards))
+        shards_others = facts.shards_gradients or facts.shards_optimizer
+        return ParameterDivision(shard_axes=replicas if shards_others else (), sum_axes=replicas)
+
+    @property
+    def _merged_into(self) -> str:
+        """Data axis of the run's mesh that includes the axes in ``LIKE_DATA``."""
+        is_replicated = self.dp_replicate == self.data_ranks > 1
+        return DP_REPLICATE if is_replicated or not self.facts.shards_parameters else DP_SHARD
+
+    def ranks_along(self, names: Iterable[str]) -> int:
+        """Return the number of ranks along several axes of ``axes``."""
+        sizes = self.axes
+        return math.prod(sizes[name] for name in names)
+
+    @property
     def parameter_shards(self) -> int:
         """Number of data-parallel ranks that each parameter is divided among."""
         return self._shards() if self.facts.shards_parameters else 1
@@ -82,11 +155,12 @@ class Layout:
     def gradient_shards(self) -> int:
         """Number of data-parallel ranks that each gradient is divided among at the end of backward.
 
-        If only the update is divided, this needs a single backward per step and no context ranks:
-        several backwards accumulate full gradients, with context ranks they are still in flight.
+        If only the update is divided, this needs a single backward per step and full sequences:
+        several backwards accumulate full gradients, and ranks that share sequences have gradients
+        in flight.
         """
         has_one_backward = self.micro_batches == 1 and self.pipeline == 1
-        frees_rest = self.facts.divides_update and has_one_backward and self.context == 1
+        frees_rest = self.facts.divides_update and has_one_backward and not self.divides_sequences
         return self._shards() if self.facts.shards_gradients or frees_rest else 1
 
     @property
@@ -95,14 +169,17 @@ class Layout:
         return self._shards() if self.facts.shards_optimizer else 1
 
     def _shards(self) -> int:
-        if not self.facts.shards_parameters:
-            return self.gradient_ranks
-        return self.dp_shard if self.replicates_context else self.dp_shard * self.context
+        return self.ranks_along(self.division().shard_axes)
 
     @property
-    def replicates_context(self) -> bool:
-        """Whether ranks that share a sequence hold the same parameters, as replicas do."""
-        return not self.facts.shards_parameters or self.dp_replicate == self.data_ranks > 1
+    def parameter_divisor(self) -> int:
+        """Number of ranks with different parameters, not counting shards of data parallelism."""
+        return self.ranks_along(axis.name for axis in AXES if not axis.same_parameters)
+
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether ranks share sequences, and so exchange parts of them in a backward."""
+        return self.divisor("sequences") > 1
 
     @property
     def data_ranks(self) -> int:
@@ -112,7 +189,7 @@ class Layout:
     @property
     def gradient_ranks(self) -> int:
         """Number of ranks over which the gradient of a parameter is summed."""
-        return self.data_ranks * self.context
+        return self.ranks_along(self.division().sum_axes)
 
     @property
     def num_stages(self) -> int:
@@ -127,13 +204,27 @@ class Layout:
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh axes, outermost first; the innermost stays inside a node."""
-        return {
-            "pp": self.pipeline,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "cp": self.context,
-            "tp": self.tensor,
-        }
+        data = {DP_REPLICATE: self.dp_replicate, DP_SHARD: self.dp_shard}
+        outer, inner = (
+            {axis.name: self.degrees[axis.name] for axis in some} for some in (OUTER, INNER)
+        )
+        return {**outer, **data, **inner}
+
+    def mesh_sizes(self) -> dict[str, int]:
+        """Return the sizes of the axes of the run's mesh, which sums gradients over data axes.
+
+        Axes with the same parameters are merged into a data axis, so that sums of gradients and
+        sharding include their ranks.
+        """
+        sizes = self.axes
+        for name in LIKE_DATA:
+            sizes[self._merged_into] *= sizes.pop(name)
+        return sizes
+
+    def mesh_axes(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the axes of the run's mesh that include the axes with these names of ``axes``."""
+        merged = (self._merged_into if name in LIKE_DATA else name for name in names)
+        return tuple(dict.fromkeys(merged))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank on each axis; the last axis varies fastest."""
@@ -145,23 +236,31 @@ class Layout:
 
     def data_shard(self, rank: int) -> int:
         """Return the number of the batch share, below ``data_ranks``, that a rank processes."""
-        return rank // (self.context * self.tensor) % self.data_ranks
+        return rank // self.ranks_along(axis.name for axis in INNER) % self.data_ranks
+
+    def random_stream(self, rank: int) -> int:
+        """Return a number that is equal for ranks that draw the same random numbers."""
+        coordinates, sizes, stream = self.coordinates(rank), self.axes, 0
+        for axis in AXES:
+            if axis.draws_alike:
+                del sizes[axis.name]
+        for name, size in sizes.items():
+            stream = stream * size + coordinates[name]
+        return stream
 
     def __str__(self) -> str:
-        axes, facts = [], self.facts
+        parts, facts = [], self.facts
         if facts.shards_parameters and self.dp_replicate > 1 and self.dp_shard > 1:
-            axes.append(f"{self.data_parallel} {self.dp_replicate} x {self.dp_shard}")
-        elif not facts.shards_optimizer and self.data_ranks == 1 < self.context:
-            pass  # the replicas are the context ranks, added below
+            parts.append(f"{self.data_parallel} {self.dp_replicate} x {self.dp_shard}")
+        elif not facts.shards_optimizer and self.data_ranks == 1 < self.gradient_ranks:
+            pass  # the replicas are the ranks of other axes, which are printed below
         elif facts.averages != "nothing":
-            axes.append(f"{self.data_parallel} {self.data_ranks}")
-        if self.context > 1:
-            axes.append(f"context {self.context}")
-        if self.tensor > 1:
-            axes.append(f"tensor {self.tensor}")
-        if self.pipeline > 1:
-            axes.append(f"pipeline {self.pipeline} ({self.schedule})")
-        return " x ".join(axes) or "single"
+            parts.append(f"{self.data_parallel} {self.data_ranks}")
+        for axis in PRINTED:
+            if (degree := self.degrees[axis.name]) > 1:
+                schedule = f" ({self.schedule})" if axis.divides == "blocks" else ""
+                parts.append(f"{axis.word} {degree}{schedule}")
+        return " x ".join(parts) or "single"
 
 
 def num_ranks(config: RunConfig) -> int:
@@ -189,7 +288,7 @@ def of_ranks(world_size: int) -> dict[str, int]:
 
 def model_ranks(strategy: StrategyConfig) -> int:
     """Return the number of ranks that process the same samples: the product of all degrees."""
-    return strategy.pipeline.degree * strategy.context.degree * strategy.tensor.degree
+    return math.prod(degrees_of(strategy).values())
 
 
 def data_parallel_facts(strategy: StrategyConfig) -> DataParallelFacts:
@@ -201,12 +300,13 @@ def data_parallel(strategy: StrategyConfig, *, world_size: int) -> str:
     """Return the name of the data-parallel variant.
 
     ``strategy.data_parallel=null`` selects ddp, or none if no two ranks hold the same parameters.
-    Ranks that share a sequence (``strategy.context``) hold the same parameters, but each has only
-    the gradient of its positions. Therefore context 2 on 2 ranks needs ddp, as 2 replicas do.
+    Ranks that share a sequence hold the same parameters, but each has only the gradient of its
+    positions. Therefore 2 such ranks need ddp, as 2 replicas do.
     """
     if strategy.data_parallel is not None:
         return strategy.data_parallel
-    holders = world_size // (strategy.pipeline.degree * strategy.tensor.degree)
+    degrees = (axis.degree(strategy) for axis in AXES if not axis.same_parameters)
+    holders = world_size // math.prod(degrees)
     return DEFAULT if holders > 1 else NONE
 
 

@@ -14,6 +14,7 @@ from axonlaunch.config.did_you_mean import nearest
 from axonlaunch.config.errors import ConfigIssue
 from axonlaunch.config.optimizer import OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts, Sharding
+from axonlaunch.config.precision import state_format
 from axonlaunch.system.targets import load_target
 
 LR_SCALE = "lr_scale"
@@ -105,7 +106,8 @@ def state_bytes(
         parameters: Parameters that are updated.
         parameter_bytes: Bytes per element of the parameters.
     """
-    element = 4 if getattr(config, "state_dtype", None) == "fp32" else parameter_bytes
+    chosen = state_format(config)
+    element = chosen.nbytes if chosen is not None else parameter_bytes
     return sum(
         state.nbytes(parameter.shape, element=element)
         for parameter in parameters

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from axonlaunch.config.axes import degrees_of, divisor
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT
 from axonlaunch.config.degree_rules import (
@@ -31,6 +32,7 @@ from axonlaunch.config.layout import (
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.plain import with_values
+from axonlaunch.config.precision import PRECISIONS, Precision
 from axonlaunch.config.recording import ProfileConfig
 from axonlaunch.config.run_name import run_name_issues
 from axonlaunch.config.schema import GROUPS, RunConfig
@@ -127,10 +129,14 @@ def _unused_settings(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _parameters_in_bf16(config: RunConfig) -> Iterator[ConfigIssue]:
     """Require bf16 precision for bf16 weights, which are used without conversion."""
-    train = config.train
-    if train.param_dtype == "bf16" and train.precision != "bf16":
-        message = f"weights in bf16 compute in bf16, not in {train.precision}; use bf16"
-        yield ConfigIssue("train.precision", message, train.precision)
+    precision = Precision.of(config)
+    stored = precision.parameters
+    if stored.is_low and precision.compute != stored:
+        message = (
+            f"weights in {stored.name} compute in {stored.name}, not in {precision.name}; "
+            f"use {stored.name}"
+        )
+        yield ConfigIssue("train.precision", message, precision.name)
 
 
 def _compile_mode(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -146,9 +152,9 @@ def _attention_kernel(config: RunConfig) -> Iterator[ConfigIssue]:
     if kernel == "auto":
         return
     message = ""
-    if config.strategy.context.degree > 1:
+    if divisor(degrees_of(config.strategy), "sequences") > 1:
         message = "ring attention uses its own kernel; use auto"
-    elif kernel != "efficient" and config.train.precision == "fp32":
+    elif kernel != "efficient" and not PRECISIONS[config.train.precision].compute.is_low:
         message = "supports only bf16 and fp16; use efficient, or train.precision=bf16"
     elif kernel == "flash" and getattr(config.data, "packing", "none") != "none":
         message = "supports no mask, which packed documents need; use cudnn or efficient"
@@ -159,7 +165,8 @@ def _attention_kernel(config: RunConfig) -> Iterator[ConfigIssue]:
 def _averaged_parameters(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield fp16 for variants that average parameters: each rank would need its own loss scale."""
     name, precision = config.strategy.data_parallel, config.train.precision
-    if not data_parallel_facts(config.strategy).is_exact and precision == "fp16":
+    needs_scale = PRECISIONS[precision].needs_loss_scale
+    if not data_parallel_facts(config.strategy).is_exact and needs_scale:
         message = f"ranks of {name} have different gradients, but only one loss scale; use bf16"
         yield ConfigIssue("train.precision", message, precision)
 
@@ -313,7 +320,7 @@ def _device(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("launch.device", message, launch.device)
     if launch.device != "cuda" or launch.backend != "gloo":
         return
-    degrees = (strategy.tensor.degree, strategy.pipeline.degree, strategy.context.degree)
+    degrees = degrees_of(strategy).values()
     facts = data_parallel_facts(strategy)
     shards = facts.shards_parameters or facts.shards_gradients or facts.shards_optimizer
     if max(degrees) > 1 or shards:

@@ -24,6 +24,7 @@ from axonlaunch.config.optimizer import (
     OptimizerConfig,
     SchedulerConfig,
 )
+from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionName, StoredFormatName
 from axonlaunch.config.recording import ProfileConfig, TraceConfig
 from axonlaunch.config.registry import Registry
 from axonlaunch.config.tokenizer import TokenizerConfig
@@ -159,7 +160,7 @@ class StrategyConfig:
     """search for the fastest layout on the configured or detected hardware before training starts,
     as `axonlaunch plan` does; keys of the layout that overrides set are kept
     """
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: StoredFormatName = "fp32"
     """dtype in which gradients are summed over data-parallel ranks; bf16 halves the traffic"""
 
 
@@ -181,7 +182,7 @@ class TrainConfig:
     """
     grad_clip: float | None = field(default=1.0, metadata={"above": 0})
     """largest norm of the gradient of all parameters; null: no clipping"""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: PrecisionName = "fp32"
     """dtype of forward and backward; see param_dtype for parameters"""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """precision of fp32 matrix products (torch.set_float32_matmul_precision). highest: fp32; high:
@@ -192,7 +193,7 @@ class TrainConfig:
     """the only fused attention kernel that torch may use on a GPU. auto: the first that supports
     the tensors; cuDNN before flash on Hopper and Blackwell, otherwise in torch's order
     """
-    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    param_dtype: StoredFormatName = "fp32"
     """dtype in which weights and their gradients are stored. fp32: as the model builds them; bf16:
     half the bytes, but updates smaller than 1/256 of a weight are lost; needs precision=bf16
     """
@@ -265,7 +266,7 @@ class TrainConfig:
     @property
     def parameter_bytes(self) -> int:
         """Bytes per element of the weights."""
-        return 2 if self.param_dtype == "bf16" else 4
+        return NUMBER_FORMATS[self.param_dtype].nbytes
 
 
 @dataclass(frozen=True, kw_only=True)

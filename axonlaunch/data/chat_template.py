@@ -63,8 +63,8 @@ class ChatTemplate:
             loaded.get_chat_template()
         except ValueError:
             message = (
-                "the tokenizer has no chat template; use that of the model's instruct version or "
-                "put a chat_template.jinja into the folder"
+                "the tokenizer has no chat template; use the one of the model's instruct version, "
+                "or put a chat_template.jinja into the folder"
             )
             raise ConfigError([ConfigIssue(key, message)]) from None
         if marks_assistant and not loaded.is_fast:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.documents import TextRowsConfig
+from axonlaunch.config.documents import ChatConfig, TextRowsConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data import packing, token_cache
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, DatasetInfo, FileSums, Kind, Split
@@ -93,6 +93,7 @@ class TextRows:
         else:
             is_held_out = np.zeros(len(lengths), dtype=bool)
             is_held_out[_choose_held_out(config, len(lengths))] = True
+        self._num_held_out = int(is_held_out.sum())
         self._too_long = self._uncounted = 0
         self._tables = {
             "train": self._table(documents[~is_held_out]),
@@ -242,12 +243,15 @@ class TextRows:
 
     def _describe(self) -> tuple[str, ...]:
         """Return notes on the size of the data, the filling of rows, and omitted documents."""
-        tables, config = self._tables, self._config
+        config = self._config
+        unit = "chat" if isinstance(config, ChatConfig) else "document"
+        held_out = f"{self._num_held_out:,} {unit}{'' if self._num_held_out == 1 else 's'}"
         tokens = sum(shard.progress.tokens for shard in self._shards)
+        verb = "packed into" if self._is_packed else "in"
         return (
-            f"data: {len(self._places):,} documents, {tokens:,} tokens; "
-            f"{self.num_samples:,} rows of {config.sequence_length:,} are "
-            f"{tables['train'].filled:.1%} full, {self.num_eval_samples:,} held out",
+            f"data: {len(self._places):,} {unit}s, {tokens:,} tokens; {verb} "
+            f"{self.num_samples:,} rows of {config.sequence_length:,} "
+            f"({self._tables['train'].filled:.1%} full); {held_out} held out",
             *self._left_out(),
         )
 

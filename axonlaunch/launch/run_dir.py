@@ -29,6 +29,7 @@ from axonlaunch.config import (
     to_yaml,
     with_values,
 )
+from axonlaunch.config.axes import PRINTED
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.origins import origins_of
 from axonlaunch.config.plain import LARGEST_YAML
@@ -351,9 +352,8 @@ def free_name(name: str) -> str:
 def default_name(config: RunConfig) -> str:
     """Name a run after its model and strategy; ``launch.nproc`` is resolved."""
     layout = Layout.of(config, world_size=num_ranks(config))
-    degrees = {"context": layout.context, "tensor": layout.tensor, "pipeline": layout.pipeline}
     kinds: list[str] = [] if layout.facts.averages == "nothing" else [layout.data_parallel]
-    kinds += [axis for axis, degree in degrees.items() if degree > 1]
+    kinds += [axis.word for axis in PRINTED if layout.degrees[axis.name] > 1]
     return "-".join([config.model.name, *(kinds or ["single"])])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -20,6 +20,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.optimizer import OPTIMIZERS
 from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.config.precision import FP32, NUMBER_FORMATS, StoredFormatName, state_format
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.describe_rows import describe_rows
 from axonlaunch.data.learned_tokenizer import load_or_learn
@@ -28,12 +29,13 @@ from axonlaunch.data.tokenizer import FOLDER, load_kept
 from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.lora import not_saved
 from axonlaunch.models.parameter_facts import parameter_facts
+from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.system.files import why_no_folder
 
 if TYPE_CHECKING:
     from torch import nn
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {name: torch_dtype(NUMBER_FORMATS[name]) for name in get_args(StoredFormatName)}
 """Types by their names in ``train.param_dtype``."""
 
 
@@ -291,11 +293,12 @@ def _other_types(
 ) -> Iterator[ConfigIssue]:
     """Yield a problem if weights or states were saved in another type than this run uses."""
     saved, optimizer = reader.contents(checkpoint), config.optimizer
-    dtype = _DTYPES[config.train.param_dtype]
+    stored = NUMBER_FORMATS[config.train.param_dtype]
+    states = state_format(optimizer)
     facts = parameter_facts(spec_for(config), model)
     for name, parameter in model.named_parameters():
-        is_kept = dtype is torch.float32 or (config.adapter is not None and parameter.requires_grad)
-        expected = parameter.dtype if is_kept else dtype
+        is_kept = not stored.is_low or (config.adapter is not None and parameter.requires_grad)
+        expected = parameter.dtype if is_kept else torch_dtype(stored)
         actual = _dtype(saved.get(f"{reader.MODEL}{name}"))
         if actual is not None and parameter.is_floating_point() and actual != expected:
             message = (
@@ -303,13 +306,13 @@ def _other_types(
             )
             yield ConfigIssue("train.param_dtype", message, config.train.param_dtype)
             return
-        updated = torch.float32 if getattr(optimizer, "state_dtype", None) == "fp32" else expected
+        updated = expected if states is None else torch_dtype(states)
         if (entry := facts.get(name)) is None:
             continue
         for state, kind in states_of(with_options(optimizer, entry), entry.shape).items():
             actual = _dtype(saved.get(f"optimizer.{name}.{state}"))
             if kind.dtype == "parameter" and actual is not None and actual != updated:
-                use = "fp32" if actual is torch.float32 else "parameter"
+                use = FP32.name if actual is torch_dtype(FP32) else "parameter"
                 message = (
                     f"{checkpoint.path} has {name}.{state} in {_dtype_name(actual)}; use {use}"
                 )

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.axes import PRINTED
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, num_ranks, resolved, with_backend
 from axonlaunch.config.loggers import CustomLoggerConfig
@@ -51,12 +52,10 @@ from axonlaunch.preflight.module_trace import trace_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.own_data import needs_own_loss, own_data_problems
 from axonlaunch.preflight.parallelism import (
-    context_problems,
+    AXIS_PROBLEMS,
     first_four,
-    pipeline_problems,
     sharding_problems,
     statistics_problems,
-    tensor_problems,
 )
 from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system.disk import free_bytes
@@ -170,10 +169,9 @@ def _examine(
     if model is not None and spec is not None:
         problems += sharding_problems(config, spec, model)
         problems += statistics_problems(config, model)
-        problems += context_problems(config, spec)
         problems += packing_problems(config, spec, dataset)
-        problems += tensor_problems(config, spec, model)
-        problems += pipeline_problems(config, spec, model)
+        for axis in PRINTED:
+            problems += AXIS_PROBLEMS[axis.name](config, spec, model)
     issues = [] if spec is None or model is None else optimizer_problems(config, spec, model)
     problems += issues
     if here and model is not None and not issues:
@@ -339,7 +337,7 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
     Activations are not counted.
     """
     count = sum(p.numel() for p in model.parameters())
-    parameters = count // (layout.tensor * layout.pipeline)
+    parameters = count // layout.parameter_divisor
     element = config.train.parameter_bytes
     shares = TrainingShares.of(config)
     per_element = element * (

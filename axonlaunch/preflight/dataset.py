@@ -11,6 +11,7 @@ from typing import Any
 
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.axes import AXES, degrees_of, divisor
 from axonlaunch.config.data import DATASETS, ShapeOnlyTokensConfig
 from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.data.dataset import Dataset
@@ -109,7 +110,8 @@ def with_packing(config: RunConfig) -> RunConfig:
         spec = spec_for(config)
     except ConfigError:
         return config  # problems of the model are reported later with all others
-    if not spec.unpackable() and (spec.divides_documents or config.strategy.context.degree == 1):
+    divided = divisor(degrees_of(config.strategy), "sequences") > 1
+    if not spec.unpackable() and (spec.divides_documents or not divided):
         return config
     settings: dict[str, Any] = {"data.packing": "none"}
     if isinstance(config.data, ShapeOnlyTokensConfig):
@@ -129,8 +131,11 @@ def packing_problems(
         message = f"a row holds several documents, and model={config.model.name} can't keep them "
         message += f"apart: {reason}; use {instead}"
         yield ConfigIssue(f"data.{field}", message, value)
-    if (degree := config.strategy.context.degree) > 1 and not spec.divides_documents:
+    for axis in AXES:
+        degree = axis.degree(config.strategy)
+        if axis.divides != "sequences" or degree == 1 or spec.divides_documents:
+            continue
         message = f"a row holds several documents, which model={config.model.name} can't keep "
-        message += "apart with context parallelism; "
-        message += f"use {instead}, or strategy.context.degree=1 instead of {degree}"
+        message += f"apart with {axis.word} parallelism; "
+        message += f"use {instead}, or {axis.key}=1 instead of {degree}"
         yield ConfigIssue(f"data.{field}", message, value)

@@ -24,6 +24,7 @@ from axonlaunch.config.parameter_groups import (
     states_of,
     with_options,
 )
+from axonlaunch.config.precision import NUMBER_FORMATS, state_format
 from axonlaunch.engines.optimizer.probe import probe
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
@@ -72,10 +73,11 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
         target = getattr(config.optimizer, "target", None)
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
-    in_fp32 = getattr(config.optimizer, "state_dtype", None) == "fp32"
-    if in_fp32 and config.train.param_dtype != "fp32" and needs != "elementwise":
+    state = state_format(config.optimizer)
+    is_other = state is not None and state != NUMBER_FORMATS[config.train.param_dtype]
+    if state is not None and is_other and needs != "elementwise":
         message = f"optimizer={name} can't update in fp32; use parameter, or adamw"
-        yield ConfigIssue("optimizer.state_dtype", message, "fp32")
+        yield ConfigIssue("optimizer.state_dtype", message, state.name)
     offload = config.strategy.fsdp.cpu_offload
     if needs == "collective" and layout.facts.shards_parameters and offload != "none":
         message = (

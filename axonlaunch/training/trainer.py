@@ -14,6 +14,7 @@ from torch import nn
 from axonlaunch.checkpoint import Checkpoint
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.data.loader import Loader
@@ -321,14 +322,14 @@ class _Loop:
         with self.watch.step(self.engine):
             loss, tokens = self.backward(batch)
             # fp16 skips updates with gradients that are not finite, and halves its scale.
-            is_fp16 = self.config.precision == "fp16"
+            is_scaled = PRECISIONS[self.config.precision].needs_loss_scale
             norm = None
-            if is_saved or (is_logged and not is_fp16):
+            if is_saved or (is_logged and not is_scaled):
                 norm = raise_if_nonfinite(
-                    self.engine, loss, world=self.world, checks_gradients=not is_fp16
+                    self.engine, loss, world=self.world, checks_gradients=not is_scaled
                 )
             result = StepResult(loss, tokens, *self.engine.update(known_norm=norm))
-            if is_fp16 and (is_logged or is_saved):
+            if is_scaled and (is_logged or is_saved):
                 raise_if_scale_is_exhausted(self.engine)
             return result
 

@@ -24,6 +24,7 @@ from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.describe_rows import describe_rows
@@ -353,7 +354,7 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "train.profile.memory=true: the device is the CPU, which has no allocator history to "
             "record"
         )
-    if config.train.precision != "fp32" and world.device.type == "cpu":
+    if PRECISIONS[config.train.precision].compute.is_low and world.device.type == "cpu":
         notes.append(
             f"train.precision={config.train.precision}: many CPUs have no native arithmetic for "
             "it, so it may be slower than fp32"
@@ -366,7 +367,8 @@ def arithmetic_notes(train: TrainConfig, device: torch.device) -> Iterator[str]:
 
     Source: NVIDIA, "A100 Tensor Core GPU Architecture", 2020: TF32 from compute capability 8.0 on.
     """
-    is_default = train.precision == "fp32" and train.matmul_precision == "highest"
+    is_full = not PRECISIONS[train.precision].compute.is_low
+    is_default = is_full and train.matmul_precision == "highest"
     if not is_default or device.type != "cuda" or torch.version.hip is not None:
         return
     if torch.cuda.get_device_capability(device) >= (8, 0):

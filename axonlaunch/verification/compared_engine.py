@@ -14,6 +14,7 @@ from torch import Tensor
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.models.build import spec_for
@@ -62,7 +63,7 @@ class ComparedEngine:
         self._engine = engine
         self._reference, self._plan = reference, plan
         self._custom_loss = own_loss(config.train)
-        self._is_fp16 = config.train.precision == "fp16"
+        self._is_scaled = PRECISIONS[config.train.precision].needs_loss_scale
         self._shard = Layout.of(config, world_size=world_size).data_shard(rank)
         self._dropout = comparison_inputs.Dropout(engine.modules)
         self._probe: DrawProbe | None = None
@@ -114,7 +115,7 @@ class ComparedEngine:
         self.done += 1
         if expected is None:
             return self._engine.update(known_norm=known_norm)
-        if self._is_fp16 and number == self._plan.overflow:
+        if self._is_scaled and number == self._plan.overflow:
             self._overflow(next(iter(expected.gradients)))
         norm, skipped = self._engine.update(known_norm=known_norm)
         self._differences += [

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.axes import degrees_of, divisor
 from axonlaunch.config.data import IGNORE_INDEX
 from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.data.loader import Loader
@@ -91,7 +92,8 @@ def predicted_samples(config: RunConfig, batch: Batch) -> Tensor:
 
 def cuts_sequences(config: RunConfig) -> bool:
     """Return whether a layout divides sequences and pads those with an indivisible length."""
-    return config.strategy.context.degree > 1 or config.strategy.tensor.sequence_parallel
+    divided = divisor(degrees_of(config.strategy), "sequences") > 1
+    return divided or config.strategy.tensor.sequence_parallel
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import math
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.reference_values import Reference
 
@@ -67,7 +68,7 @@ def exercised_features(
         if plan.beyond and config.checkpoint.async_save
         else f"{NOT}; use launch.backend=gloo checkpoint.async_save=true",
     }
-    if train.precision == "fp16":
+    if PRECISIONS[train.precision].needs_loss_scale:
         exercised["skipped steps"] = f"{skipped} of {len(reference.steps)}"
     return exercised
 

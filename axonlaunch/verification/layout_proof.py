@@ -23,11 +23,13 @@ from axonlaunch.config import (
     to_tree,
     with_values,
 )
+from axonlaunch.config.axes import AXES
 from axonlaunch.config.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.config.optimizer import AdamWConfig, ConstantConfig
 from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.precision import FP32
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.models.build import on_meta
 from axonlaunch.preflight.checks import find_issues
@@ -113,7 +115,7 @@ def reduced(config: RunConfig) -> RunConfig:
             **_layout_settings(config, degrees),
             "train.global_batch_size": per_rank * degrees["dp_replicate"] * degrees["dp_shard"],
             "train.micro_batch_size": 1 if has_micro_batches_of_one else "auto",
-            "train.precision": "fp32",
+            "train.precision": FP32.name,
             "train.compile": False,
             "train.attention_kernel": "auto",
             "train.loss": None,
@@ -142,13 +144,11 @@ def _layout_settings(config: RunConfig, degrees: dict[str, int]) -> dict[str, An
         "launch.nnodes": 1,
         "launch.backend": "mock",
         "launch.device": "cpu",
-        "strategy.tensor.degree": degrees["tp"],
+        **{axis.key: degrees[axis.name] for axis in AXES},
         "strategy.tensor.async_collectives": False,
-        "strategy.context.degree": degrees["cp"],
-        "strategy.pipeline.degree": degrees["pp"],
         "strategy.pipeline.split": "auto",
         "strategy.pipeline.microbatches": "auto",
-        "strategy.reduce_dtype": "fp32",
+        "strategy.reduce_dtype": FP32.name,
     }
     if config.strategy.fsdp.sharding == "hybrid_shard":
         settings["strategy.fsdp.replicate"] = degrees["dp_replicate"]

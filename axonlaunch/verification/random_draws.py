@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.axes import AXES, DP_REPLICATE, DP_SHARD
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.models.spec import ModelSpec
 
@@ -217,20 +218,24 @@ def _between_ranks(
             if other_values is None:
                 continue
             axes = _different_axes(layout, rank, other)
-            if axes == {"tp"} and values != other_values:
-                yield (
-                    f"step {step}: ranks {other} and {rank} of a tensor axis draw different random "
-                    f"numbers in {module}, although they hold the same values"
-                )
-            if axes & {"dp_replicate", "dp_shard"} and set(values) & set(other_values):
+            for axis in AXES:
+                if axes != {axis.name}:
+                    continue
+                if axis.draws_alike and values != other_values:
+                    yield (
+                        f"step {step}: ranks {other} and {rank} of a {axis.word} axis draw "
+                        f"different random numbers in {module}, although they hold the same values"
+                    )
+                if axis.divides == "sequences" and set(values) & set(other_values):
+                    yield (
+                        f"step {step}: ranks {other} and {rank} of a {axis.word} axis draw the "
+                        f"same random numbers in {module}: dropout would use the same mask for "
+                        "different positions"
+                    )
+            if axes & {DP_REPLICATE, DP_SHARD} and set(values) & set(other_values):
                 yield (
                     f"step {step}: data ranks {other} and {rank} draw the same random numbers in "
                     f"{module}: dropout would use the same mask for different samples"
-                )
-            if axes == {"cp"} and set(values) & set(other_values):
-                yield (
-                    f"step {step}: ranks {other} and {rank} of a context axis draw the same random "
-                    f"numbers in {module}: dropout would use the same mask for different positions"
                 )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import held_boxes
 from axonlaunch.models.output_regions import MicroBatchPlace, join_outputs, region
@@ -109,8 +110,8 @@ class RecordedSteps:
             self._ranks = world.run(lambda member: _rank_steps(config, member))
         # The losses of a layout are larger by this factor, because gradients are averaged over
         # ranks instead of summed. The fp16 reference multiplies its losses by the same factor.
-        is_fp16 = config.train.precision == "fp16"
-        self._factor = 1.0 if is_fp16 else 1.0 / self.layout.gradient_ranks
+        is_scaled = PRECISIONS[config.train.precision].needs_loss_scale
+        self._factor = 1.0 if is_scaled else 1.0 / self.layout.gradient_ranks
 
     def quantities(self) -> Iterator[Quantity]:
         """Yield every tensor in the order of computation."""

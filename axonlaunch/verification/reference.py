@@ -20,6 +20,7 @@ from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.precision import Precision, state_format
 from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.loader import whole_loader
 from axonlaunch.data.samples import map_tensors
@@ -28,6 +29,7 @@ from axonlaunch.models.lora import start_magnitudes
 from axonlaunch.models.module_state import evaluating
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
+from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.verification import comparison_inputs, data_checks, plain_model
 from axonlaunch.verification.comparison_plan import EVALUATED_BATCHES, FIRST_SCALE, ComparisonPlan
 from axonlaunch.verification.lookahead import lookahead_problem
@@ -44,8 +46,6 @@ from axonlaunch.verification.plain_model import (
 from axonlaunch.verification.plain_optimizer import PEAK, clip, plain_optimizers, plain_rate
 from axonlaunch.verification.random_draws import MaskRecorder
 from axonlaunch.verification.reference_values import Reference, ReferenceStep
-
-REFERENCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NoReferenceError(Exception):
@@ -75,7 +75,8 @@ class PlainRun:
         dataset = data.build_dataset(config.data, config.tokenizer)
         self._loader = whole_loader(config, dataset)
         self._custom_loss = own_loss(config.train)
-        self._dtype = torch.float64 if plan.fp64 else REFERENCE_DTYPES[config.train.precision]
+        self._precision = Precision.of(config)
+        self._dtype = torch.float64 if plan.fp64 else torch_dtype(self._precision.reference)
         self._device = reference_device(config)
         self.model = self._build_model().to(self._device)
         comparison_inputs.move_vectors(self.model.named_parameters())
@@ -90,28 +91,29 @@ class PlainRun:
             comparison_inputs.roughen(self._parameters, relative=roughness, draw=draw)
         self._updated = self._masters()
         self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._updated)
-        is_fp16 = config.train.precision == "fp16"
+        is_scaled = self._precision.needs_loss_scale
         self._scaler = torch.amp.GradScaler(
             self._device.type,
             init_scale=FIRST_SCALE,
             growth_interval=plan.growth_interval,
-            enabled=is_fp16,
+            enabled=is_scaled,
         )
         # Before data ranks average their gradients, these are larger by the number of ranks, which
         # determines whether fp16 overflows.
-        self._ranks = self._layout.gradient_ranks if is_fp16 else 1
+        self._ranks = self._layout.gradient_ranks if is_scaled else 1
 
     def _build_model(self) -> nn.Module:
         config = self._config
         model = build_model(config, seed=config.seed)
         if self._plan.fp64:
             model.double()
-        elif config.train.param_dtype != "fp32":
+        elif self._precision.parameters.is_low:
+            dtype = torch_dtype(self._precision.parameters)
             for parameter in model.parameters():
                 # The trained parameters of an adapter stay in fp32.
                 is_kept = config.adapter is not None and parameter.requires_grad
                 if parameter.is_floating_point() and not is_kept:
-                    parameter.data = parameter.data.to(REFERENCE_DTYPES[config.train.param_dtype])
+                    parameter.data = parameter.data.to(dtype)
         if self._spec.initializers is not None:
             start_magnitudes(model)  # from the weights in param_dtype
         if initial_weights(config.model) is not None:
@@ -121,10 +123,12 @@ class PlainRun:
         return model if model.training else model.train()  # keeps submodules in evaluation mode
 
     def _masters(self) -> dict[str, Tensor]:
-        """Return the tensors to update: the parameters, or fp32 master copies of them."""
-        if getattr(self._config.optimizer, "state_dtype", "parameter") != "fp32":
+        """Return the tensors to update: the parameters, or master copies in another format."""
+        chosen = state_format(self._config.optimizer)
+        if chosen is None:
             return dict(self._trained)
-        return {n: p.detach().float().clone() for n, p in self._trained.items()}
+        dtype = torch_dtype(chosen)
+        return {n: p.detach().to(dtype).clone() for n, p in self._trained.items()}
 
     def refuse_problems(self) -> None:
         """Check for faults that the reference and every layout share.
@@ -300,10 +304,11 @@ class PlainRun:
     def _outputs(self, batch: MicroBatch) -> Any:
         """Run the forward in the run's precision.
 
-        In bf16, and with sharded parameters, the complete model is cast. In fp16 without sharded
-        parameters the model runs under autocast.
+        In lower precision the complete model is cast, except that replicas may compute under
+        autocast (``Precision.replica_arithmetic``).
         """
         dtype = self._dtype
+        is_gathered = self._layout.facts.shards_parameters
 
         def cast_tensor(tensor: Tensor) -> Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -314,8 +319,7 @@ class PlainRun:
             arguments, keywords = map_tensors(cast_tensor, (arguments, keywords))
         if dtype in (torch.float32, torch.float64):
             outputs = self.model(*arguments, **keywords)
-        elif dtype is torch.bfloat16 or self._layout.facts.shards_parameters:
-            is_gathered = self._layout.facts.shards_parameters
+        elif is_gathered or self._precision.replica_arithmetic != "autocast":
             cast = plain_model.cast_parameters(self.model, dtype, is_gathered=is_gathered)
             arguments, keywords = map_tensors(cast_tensor, (arguments, keywords))
             outputs = functional_call(self.model, cast, tuple(arguments), keywords)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.optimizer import MuonConfig
+from axonlaunch.config.precision import Precision
 from axonlaunch.verification.comparison_plan import ComparisonPlan
 from axonlaunch.verification.plain_model import preserving_global_state
-from axonlaunch.verification.reference import REFERENCE_DTYPES, NoReferenceError, PlainRun
+from axonlaunch.verification.reference import NoReferenceError, PlainRun
 from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.tolerances import FEW_STEPS
 
@@ -107,6 +108,4 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 def _machine_epsilon(config: RunConfig) -> float:
     """Return the machine epsilon of the lowest precision in use."""
-    train = config.train
-    lowest = (train.precision, train.param_dtype, config.strategy.reduce_dtype)
-    return max(torch.finfo(REFERENCE_DTYPES[name]).eps for name in lowest)
+    return 2 * Precision.of(config).lowest.roundoff

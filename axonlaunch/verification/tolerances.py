@@ -17,6 +17,7 @@ from torch import Tensor
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.precision import Precision
 from axonlaunch.verification.differences import Difference, compare_numbers, compare_tensors
 from axonlaunch.verification.reference_values import Reference
 from axonlaunch.verification.result import GRADIENT_FLOOR as GRADIENT_FLOOR
@@ -237,10 +238,11 @@ def _has_same_operations(config: RunConfig, reference: Reference) -> bool:
     parameters are fp32; the frozen weights of a model with an adapter may be bf16.
     """
     train, layout = config.train, Layout.of(config, world_size=num_ranks(config))
-    is_trained_in_fp32 = train.param_dtype == "fp32" or config.adapter is not None
-    is_mixed = train.precision == "bf16" and config.strategy.reduce_dtype == "fp32"
+    precision = Precision.of(config)
+    is_trained_in_fp32 = not precision.parameters.is_low or config.adapter is not None
+    is_mixed = precision.replica_arithmetic == "copies" and not precision.reduce.is_low
     is_mixed = is_mixed and is_trained_in_fp32
-    divides_only_samples = layout.pipeline == layout.context == layout.tensor == 1
+    divides_only_samples = max(layout.degrees.values()) == 1
     is_like_plain = not train.compile and not train.loss_chunk and config.launch.backend == "mock"
     is_fp64 = any(p.dtype is torch.float64 for p in reference.start.values())
     is_power = layout.data_ranks & (layout.data_ranks - 1) == 0

@@ -53,20 +53,18 @@ class Mistake:
 _RANK_1 = r"\[?rank:? ?1\b|rank *: 1|local_rank: 1"
 MISTAKES = [
     Mistake("a misspelt key"),
-    Mistake("tensor degree 3 of 2 ranks", Job(degree=3), names=(r"\b3\b", r"world|device|rank")),
-    Mistake("7 samples a step on 2 ranks", Job(batch=7), names=(r"\b7\b", r"batch")),
+    Mistake("tensor degree 3 with 2 ranks", Job(degree=3), names=(r"\b3\b", r"world|device|rank")),
+    Mistake("a batch of 7 samples on 2 ranks", Job(batch=7), names=(r"\b7\b", r"batch")),
     Mistake("an exception in rank 1", fault="exception", names=(_RANK_1, "planted")),
     Mistake("rank 1 is killed", fault="kill", names=(_RANK_1, r"SIGKILL|signal 9|exitcode *: -9")),
     Mistake("rank 1 is stopped", Job(timeout=TIMEOUT_S), fault="stop", names=(_RANK_1,)),
     Mistake(
-        "rank 1 does one collective more",
+        "rank 1 runs one extra collective",
         Job(timeout=TIMEOUT_S),
         fault="collective",
         names=(_RANK_1, r"all_?reduce|collective"),
     ),
-    Mistake(
-        "the loss is not a number", Job(lr=1e30), names=(r"\bnan\b|\binf\b|not finite|no number",)
-    ),
+    Mistake("the loss is NaN", Job(lr=1e30), names=(r"\bnan\b|\binf\b|not finite|no number",)),
 ]
 
 
@@ -122,7 +120,7 @@ def judge_resuming(peer: Peer, python: Path, *, patience_s: float) -> dict[str, 
         status, text, loss = run("flipped", Job(load=copies["corrupt"]))
         names = (r"corrupt|damaged|checksum|crc|hash",)
         return {
-            "resuming on 1 rank what 2 saved": (fewer, output),
+            "resuming a 2-rank checkpoint on 1 rank": (fewer, output),
             "resuming from a checkpoint with a changed bit": (outcome(status, text, names), text),
         }
 

@@ -1,8 +1,9 @@
-"""The same small transformer trained by axonlaunch and by what others use: time, memory, lines,
-and what each makes of ten mistakes. Writes axonlaunch/docs/comparison.md.
+"""Compares axonlaunch with other tools on a small transformer: time, memory, lines of code, and
+how each handles ten mistakes. Writes axonlaunch/docs/comparison.md.
 
-All on this CPU, with gloo and DDP. Contestants take turns. The first call makes their environments
-from PyPI (a minute; DeepSpeed compiles an extension when it first runs, another).
+Everything runs on this CPU, with gloo and DDP. The tools take turns. The first call creates their
+environments from PyPI (a minute); DeepSpeed compiles an extension when it first runs (another
+minute).
 """
 
 from __future__ import annotations
@@ -158,15 +159,20 @@ def page(
     python = ".".join(map(str, sys.version_info[:3]))
     stated = ", ".join(f"{peer.name} {version}" for peer, version in versions.items())
     lines = [
-        "# Compared with others",
+        "# Comparison with other tools",
         "",
-        "Speed and mistakes of six ways to train one model. A transformer of 0.9 million "
-        f"parameters, DDP on gloo, on {os.cpu_count()} CPU cores: axonlaunch, a script written by "
-        "hand for torchrun, and the same with what others "
-        f"offer. Written by `{command}`, which makes their environments; Python {python}, "
-        f"{stated}. The load of the machine was {os.getloadavg()[2]:.1f} over the last quarter of "
-        "an hour: only what stands in one table can be compared. What each trains is in "
-        "`scripts/benches/peer_scripts`.",
+        "Speed and error handling of axonlaunch and five other tools on the same small model.",
+        "",
+        "| setting | value |",
+        "| --- | --- |",
+        "| model | a transformer with 0.9 million parameters |",
+        f"| layout | DDP with gloo on {os.cpu_count()} CPU cores |",
+        "| scripts | `scripts/benches/peer_scripts`; the one for torchrun is plain torch |",
+        f"| command | `{command}` (creates the environments) |",
+        f"| versions | Python {python}, {stated} |",
+        f"| load average of the machine | {os.getloadavg()[2]:.1f} (15 minutes) |",
+        "",
+        "The machine had other work, so compare only numbers within one table.",
     ]
     for peer, reason in absent.items():
         lines += ["", f"{peer.name} does not run on a CPU: `{reason}`."]
@@ -175,11 +181,11 @@ def page(
             "",
             f"## {ranks} ranks",
             "",
-            f"Medians of {args.repeats}, contestants in turns.",
+            f"Medians of {args.repeats} runs. The tools take turns.",
             "",
         ]
         lines += table(
-            ["", "first step", "a step", "memory per rank (PSS)", "lines a user writes"],
+            ["tool", "first step", "step", "memory per rank (PSS)", "lines of user code"],
             [
                 [
                     peer.name,
@@ -196,18 +202,24 @@ def page(
             "",
             "## Mistakes",
             "",
-            "Two ranks. *reported*: it ended with an error that names what was wrong (the key, the "
-            "number, the rank), or went on rightly and said so. *misreported*: with an error that "
-            f"does not. *hung*: it had not ended after {args.patience:g} s, though set to give a "
-            f"silent rank up after {TIMEOUT_S:g} s. *silently wrong*: it ended as if nothing were "
-            "wrong. *works*: it did what was asked for.",
+            "Each run has two ranks and contains one mistake.",
+            "",
+            "| outcome | meaning |",
+            "| --- | --- |",
+            "| works | the run did what was intended |",
+            "| reported | the run ended with an error that names the cause (the key, the number, "
+            "the rank), or it continued correctly and reported the mistake |",
+            "| misreported | the run ended with an error that does not name the cause |",
+            f"| hung | the run had not ended after {args.patience:g} s, although a silent rank is "
+            f"to be given up after {TIMEOUT_S:g} s |",
+            "| silently wrong | the run ended as if nothing were wrong |",
             "",
             *table(
-                ["", *(peer.name for peer in peers)],
+                ["mistake", *(peer.name for peer in peers)],
                 [[name, *(cells[peer] for peer in peers)] for name, cells in mistakes.items()],
             ),
         ]
-    lines += ["", "## Where another is better", "", *better(speeds, mistakes)]
+    lines += ["", "## Where another tool is better", "", *better(speeds, mistakes)]
     return "\n".join(lines) + "\n"
 
 
@@ -215,7 +227,7 @@ def better(
     speeds: dict[int, dict[Peer, dict[str, list[float]]]], mistakes: dict[str, dict[Peer, str]]
 ) -> list[str]:
     """Return a line for each thing in which another is better."""
-    kinds = {"first": "first step", "step": "step", "memory": "memory of a rank"}
+    kinds = {"first": "time to first step", "step": "step time", "memory": "memory per rank"}
     lines = []
     for ranks, by_peer in speeds.items():
         for key, name in kinds.items():
@@ -223,14 +235,14 @@ def better(
             ours = values.get(AXONLAUNCH)
             for peer, value in values.items():
                 if ours is not None and value < ours:
-                    share = f"{value / ours:.2f} of axonlaunch's"
+                    share = f"{value / ours:.2f} of axonlaunch's value"
                     lines.append(f"- {name}, {ranks} ranks: {peer.name}, {share}")
     for name, verdicts in mistakes.items():
         if verdicts.get(AXONLAUNCH) not in GOOD:
             others = [peer.name for peer, verdict in verdicts.items() if verdict in GOOD]
             if others:
                 lines.append(f"- {name}: {', '.join(others)}")
-    return lines or ["In nothing that was measured here."]
+    return lines or ["In none of these measurements."]
 
 
 if __name__ == "__main__":

@@ -111,7 +111,9 @@ def test_a_tokenizer_file_of_gigabytes_is_not_read(tmp_path: Path) -> None:
     folder = corpus.save_tokenizer(tmp_path)
     with (folder / "tokenizer.json").open("r+b") as stream:
         stream.truncate(5 << 30)
-    with pytest.raises(ConfigError, match=r"tokenizer.json is larger than 256 MiB"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer.json: can't be read: is larger than \d+ bytes"
+    ):
         tokenizer.load_tokenizer(TokenizerConfig(path=str(folder)))
 
 

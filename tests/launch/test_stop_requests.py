@@ -40,6 +40,7 @@ def nodes() -> list[Coordinator]:
             channel,
             member=member,
             members=2,
+            unit="rank",
             about={},
             timeout_s=20,
             announce=lambda text: None,

@@ -129,6 +129,7 @@ def met(channel: Channel, member: int, *, confirm: Any = lambda: None) -> list[s
         channel,
         member=member,
         members=2,
+        unit="rank",
         about={},
         timeout_s=5,
         announce=lambda text: None,

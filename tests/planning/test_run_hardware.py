@@ -20,7 +20,7 @@ from axonlaunch.system.forked_map import map_forked
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["launch.backend=gloo"], "the run sets no hardware"),
+        (["launch.backend=gloo"], "set hardware=..., for example hardware=h100_80gb"),
         (["launch.backend=mock", "hardware=h100_80gb"], "ranks of launch.backend=mock take turns"),
         (
             ["launch.backend=gloo", "hardware=cpu"],

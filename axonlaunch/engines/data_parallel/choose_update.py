@@ -44,10 +44,12 @@ def choose_update(
     """
     layout, device = Layout.of(config, world_size=world.world_size), world.device
     if layout.facts.divides_update:
+        [axis] = layout.mesh_axes(layout.division().shard_axes)
         return ShardedUpdate(
             config.optimizer,
             trained,
             mesh=mesh.device_mesh,
+            axis=axis,
             gradients=None if replicas is None else replicas.rows,
             facts=facts,
             modules=modules,

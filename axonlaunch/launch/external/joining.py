@@ -120,9 +120,10 @@ def join_ranks(
             channel,
             member=environment.rank,
             members=environment.world_size,
+            unit="rank",
             about=about,
             timeout_s=JOIN_S,
-            announce=lambda text: print(f"rank {text}", file=sys.stderr),
+            announce=partial(print, file=sys.stderr),
             confirm=partial(run_identity.keep_identity, job, named),
         )
     except TimeoutError as missing:

@@ -175,6 +175,7 @@ class NodeMembership:
                 own,
                 member=now.member,
                 members=now.members,
+                unit="node",
                 about=self._about(),
                 timeout_s=launch.timeout_s,
                 announce=lambda text: self._console.line(f"node {now.member}: {text}"),

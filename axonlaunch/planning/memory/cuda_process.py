@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.axes import LIKE_DATA
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.models.build import spec_for
@@ -137,16 +138,14 @@ def communicator_sizes(layout: Layout) -> list[int]:
     - The world: torch creates its communicator when the device is known, in a pipeline with the
       first reduction.
     - Each axis of the mesh with more than one rank. A single such axis is the world.
-    - The context axis, which is also part of a data axis.
+    - Each axis that is merged into a data axis, which includes its ranks as well.
 
     Not included are communicators between neighbouring pipeline stages, which only carry messages,
     because NCCL's memory for them is not known.
     """
-    axes = dict(layout.axes)
-    axes["dp_replicate" if layout.replicates_context else "dp_shard"] *= axes.pop("cp")
-    axis_sizes = [size for size in axes.values() if size > 1]
+    axis_sizes = [size for size in layout.mesh_sizes().values() if size > 1]
     sizes = [*axis_sizes] if len(axis_sizes) < 2 else [math.prod(axis_sizes), *axis_sizes]
-    return [*sizes, *([layout.context] if layout.context > 1 else [])]
+    return [*sizes, *(layout.axes[name] for name in LIKE_DATA if layout.axes[name] > 1)]
 
 
 def record(

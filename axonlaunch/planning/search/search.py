@@ -18,6 +18,7 @@ from axonlaunch.config import ConfigError, RunConfig, flatten
 from axonlaunch.config.errors import plain
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import num_ranks
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.models.figures import model_figures
 from axonlaunch.planning.memory.analytic import Formulas
@@ -126,7 +127,7 @@ def _required_figures(config: RunConfig, devices: int) -> list[str]:
     peak = config.hardware.peak_figure(
         precision=train.precision, matmul_precision=train.matmul_precision
     )
-    names = ["memory_gib", "devices_per_node", f"{train.precision}_tflops"]
+    names = ["memory_gib", "devices_per_node", PRECISIONS[train.precision].peak]
     names += [peak] if peak not in names else []
     names += ["matrix_efficiency", "multiprocessors"]
     if model_figures(config.model).num_attention_heads:

@@ -150,8 +150,8 @@ class FakeRank:
         model = self._reduced.build(1 if self._reduced.repeats else None)
         divide(model)
         shape = [layout.micro_batch_size, *self._reduced.sample.shape]
-        if layout.context > 1:
-            shape[1] //= layout.context
+        if layout.divides_sequences:
+            shape[1] //= layout.divisor("sequences")
         all_stages: list[Part] = list(stages)
         with self._mode:
             materialize(model, device="cpu")

@@ -199,7 +199,7 @@ def trace_rank(reduced: ReducedRun, rank: int) -> Traced:
             measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
     layout = reduced.layout
     micro_batches: Iterator[MicroBatch] = batch.micro_batches(layout.micro_batch_size)
-    input_bytes = next(micro_batches).nbytes // layout.context
+    input_bytes = next(micro_batches).nbytes // layout.divisor("sequences")
     if layout.pipeline == 1:
         input_bytes += torch.float32.itemsize
     read_bytes = _most_read_at_once(dry.engine) if initial_weights(reduced.config.model) else 0

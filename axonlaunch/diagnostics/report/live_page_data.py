@@ -1,6 +1,7 @@
-"""The data of runs that may still train, made again only when their files have changed.
+"""Returns page data of runs that may still train, computed again only after their files change.
 
-What it costs is bounded: after it was made it is not made again for twenty times as long.
+The cost is bounded: after a computation, the result is reused for at least twenty times as long as
+the computation took.
 """
 
 from __future__ import annotations
@@ -16,44 +17,44 @@ from axonlaunch.diagnostics.report.page_data import page_data
 from axonlaunch.diagnostics.report.run_record import FILES, NotARunError, RunReader, is_running
 
 _REST = 20.0
-"""Seconds of rest for a second of work: a page of 100,000 steps takes a core's twentieth."""
+"""Seconds of reuse per second of computation; limits the load to a twentieth of a core."""
 
 
-class NewestData:
-    """Returns what a page of some runs shows now; it may be called from several threads."""
+class LivePageData:
+    """Returns the current page data of runs; can be called from several threads."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Remember the folders of the runs.
 
         Args:
-            paths: Of this node.
+            paths: Folders on this node.
         """
         self._paths = list(paths)
         self._readers = [RunReader(path) for path in self._paths]
         self._lock = threading.Lock()
         self._resting_until = 0.0
-        self._seen: list[object] = []
+        self._states: list[object] = []
         self._data: dict[str, Any] = {}
 
     def __call__(self) -> dict[str, Any]:
-        """Return it; what was last read of runs that can't be read any more.
+        """Return the page data; the previous data if a run can't be read any more.
 
         Raises:
-            NotARunError: A folder can't be read the first time.
+            NotARunError: A folder can't be read at the first call.
         """
         with self._lock:
             if time.monotonic() < self._resting_until:
                 return self._data
-            seen: list[object] = [_state(path / name) for path in self._paths for name in FILES]
-            seen += [is_running(path) for path in self._paths]
-            if seen != self._seen:
+            states: list[object] = [_state(path / name) for path in self._paths for name in FILES]
+            states += [is_running(path) for path in self._paths]
+            if states != self._states:
                 began = time.thread_time()
                 try:
                     self._data = page_data([reader.read() for reader in self._readers])
                 except NotARunError:
                     if not self._data:
                         raise
-                self._seen = seen
+                self._states = states
                 self._resting_until = time.monotonic() + _REST * (time.thread_time() - began)
             return self._data
 

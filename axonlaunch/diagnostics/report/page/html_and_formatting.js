@@ -1,5 +1,5 @@
 "use strict";
-// Elements of a page, and numbers as a reader wants them; page.js follows in the same script.
+// Creates HTML elements and formats numbers. page.js follows in the same script.
 
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);

@@ -1,4 +1,4 @@
-"""All elements of a step's tensors in two runs side by side, where both wrote them."""
+"""Compares all elements of a step's tensors between two runs that both wrote them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from axonlaunch.diagnostics.module_trace.files import (
 
 @dataclass(frozen=True)
 class DifferentElements:
-    """How the elements of a tensor differ.
+    """Differences between the elements of a tensor in two runs.
 
     Attributes:
-        relative: The root mean square of their differences, in the larger tensor's.
-        index: Of the first element that is off by more than passes; None: none is.
-        values: Of that element, in both runs.
-        count: Elements that are off by more than passes.
-        total: Elements.
+        relative: Root mean square of the differences, divided by that of the larger tensor.
+        index: Index of the first element outside the tolerance; None if all are within.
+        values: Values of that element in both runs.
+        count: Number of elements outside the tolerance.
+        total: Number of elements.
     """
 
     relative: float
@@ -36,17 +36,17 @@ class DifferentElements:
 
 
 class ElementsOfStep:
-    """The elements of a step in two runs; a tensor is read when it is compared."""
+    """The elements of a step in two runs. A tensor is read when it is compared."""
 
     def __init__(self, ours: Path, theirs: Path) -> None:
-        """Open both.
+        """Open both files.
 
         Args:
-            ours: Elements of the first run's step.
-            theirs: Of the second's.
+            ours: File with elements of the first run's step.
+            theirs: File with elements of the second run's step.
 
         Raises:
-            UnreadableModuleTraceError: One is corrupt.
+            UnreadableModuleTraceError: A file is corrupt.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -55,20 +55,24 @@ class ElementsOfStep:
             try:
                 self._files.append(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
-                message = f"{path}: holds no elements ({error})"
+                message = f"{path}: can't be read as safetensors ({error})"
                 raise UnreadableModuleTraceError(message) from None
         self._names = {*self._files[0].keys()} & {*self._files[1].keys()}
 
     def compare(
         self, kind: TracedKind, name: str, *, floor: float, passing: float
     ) -> DifferentElements | None:
-        """Compare a tensor; None: one has no elements of it, or others.
+        """Compare a tensor.
 
         Args:
-            kind: What it is.
-            name: Whose.
-            floor: Size that it is at least judged beside.
-            passing: What an element may be off by, in the tensor's root mean square.
+            kind: Role of the tensor in its module.
+            name: Name of the module or parameter.
+            floor: Value added to the tensor's root mean square before dividing by it.
+            passing: Largest allowed difference of an element, divided by the tensor's root mean
+                square.
+
+        Returns:
+            The differences; None if a run did not write the tensor, or with another shape.
         """
         import torch
 
@@ -79,29 +83,29 @@ class ElementsOfStep:
         if ours.shape != theirs.shape or not ours.numel():
             return None
         same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-        apart = torch.where(same, 0.0, ours - theirs).abs()
+        difference = torch.where(same, 0.0, ours - theirs).abs()
         size = max(float(tensor.square().mean().sqrt()) for tensor in (ours, theirs)) + floor
-        relative = float(apart.square().mean().sqrt()) / size if size else 0.0
-        wrong = ~(apart <= passing * size)
+        relative = float(difference.square().mean().sqrt()) / size if size else 0.0
+        wrong = ~(difference <= passing * size)
         count = int(wrong.sum())
         if math.isnan(relative):
             relative = math.inf if count else 0.0
         if not count:
             return DifferentElements(relative, None, (0.0, 0.0), 0, ours.numel())
-        place = int(wrong.flatten().to(torch.uint8).argmax())
-        index = tuple(int(at) for at in torch.unravel_index(torch.tensor(place), ours.shape))
-        values = float(ours.flatten()[place]), float(theirs.flatten()[place])
+        position = int(wrong.flatten().to(torch.uint8).argmax())
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), ours.shape))
+        values = float(ours.flatten()[position]), float(theirs.flatten()[position])
         return DifferentElements(relative, index, values, count, ours.numel())
 
 
 def elements_of_steps(
     ours: Mapping[int, Path], theirs: Mapping[int, Path]
 ) -> dict[int, ElementsOfStep]:
-    """Return the elements of the steps of which both runs wrote them, by step.
+    """Return the elements of each step for which both runs wrote them.
 
     Args:
-        ours: The files of the first run's steps.
-        theirs: Of the second's.
+        ours: Trace files of the first run, by step.
+        theirs: Trace files of the second run, by step.
 
     Raises:
         UnreadableModuleTraceError: A file is corrupt.

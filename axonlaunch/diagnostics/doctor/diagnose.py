@@ -1,4 +1,4 @@
-"""Diagnoses this node by trying, in forked processes, so that a failure stays there."""
+"""Diagnoses this node with tests in forked processes, whose failures do not end this process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from axonlaunch.system.temporary_folders import temporary_folder
 
 
 def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
-    """Return what this node has, which backends work, and the free disk at a folder.
+    """Return this node's hardware, which backends work, and the free disk space at a folder.
 
     Args:
-        run_folder: Where runs are to be written; it need not exist.
-        ranks: So many are measured at once, for ``hardware=cpu``; None: nothing is measured.
+        run_folder: Folder for runs; it need not exist.
+        ranks: Number of ranks in the benchmark for ``hardware=cpu``; None skips the benchmark.
     """
     with forkserver.warm() as context:
-        look = "axonlaunch.diagnostics.doctor.machine:machine"
-        report: dict[str, Any] = forked_call.call(context, look, task="looking at this node")
+        target = "axonlaunch.diagnostics.doctor.machine:machine"
+        report: dict[str, Any] = forked_call.call(context, target, task="inspecting this node")
         backends = {"gloo": _try_processes(context, "gloo", 2), "mock": _try_mock(context)}
         if report["nccl"]["available"] and report["devices"]:
             backends["nccl"] = _try_processes(context, "nccl", min(2, len(report["devices"])))
@@ -44,9 +44,9 @@ def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
 
 
 def _gpus(context: ForkServerContext) -> dict[str, Any]:
-    """Return what NVML says of the GPUs, and how fast their links are, each by a process."""
+    """Return NVML's report and the speed of links; each is measured in a separate process."""
     report: dict[str, Any] = forked_call.call(
-        context, "axonlaunch.diagnostics.doctor.gpus:nvml_report", task="asking NVML about GPUs"
+        context, "axonlaunch.diagnostics.doctor.gpus:nvml_report", task="reading GPUs from NVML"
     )
     try:
         links = forked_call.call(
@@ -54,10 +54,10 @@ def _gpus(context: ForkServerContext) -> dict[str, Any]:
         )
     except (RuntimeError, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        failed = f"copies over the links failed: {first}"
+        failed = f"copying between GPUs failed: {first}"
         links = {"links": [], "problems": [failed], "topology": [], "unreachable": []}
     problems = report["problems"] + links["problems"]
-    if not report["topology"]:  # NVML did not say it
+    if not report["topology"]:  # NVML did not report one
         report["topology"], problems = links["topology"], problems + links["unreachable"]
     return {**report, "links": links["links"], "problems": problems}
 
@@ -78,20 +78,20 @@ def _try(
 ) -> dict[str, Any]:
     started = time.perf_counter()
     try:
-        answers = forked_call.call_together(context, target, calls, task="trying a backend")
+        results = forked_call.call_together(context, target, calls, task="testing a backend")
     except forked_call.CallsFailedError as error:
-        answers = [*error.errors.values()]
-    return _verdict(answers, ranks, started)
+        results = [*error.errors.values()]
+    return _verdict(results, ranks, started)
 
 
-def _verdict(answers: list[Any], ranks: int, started: float) -> dict[str, Any]:
+def _verdict(results: list[Any], ranks: int, started: float) -> dict[str, Any]:
     seconds = round(time.perf_counter() - started, 2)
-    wrong = [answer for answer in answers if answer != ranks]
+    wrong = [result for result in results if result != ranks]
     if not wrong:
         return {"works": True, "ranks": ranks, "seconds": seconds}
     reason = wrong[0]
     if isinstance(reason, Exception):
         reason = reason_of(reason).partition("\n")[0]
     else:
-        reason = f"an all-reduce of ones over {ranks} ranks gave {reason}"
+        reason = f"an all-reduce of ones over {ranks} ranks returned {reason}"
     return {"works": False, "ranks": ranks, "reason": reason}

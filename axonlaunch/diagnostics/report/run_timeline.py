@@ -1,6 +1,6 @@
-"""The life of a run: its attempts, what they spent time on beside steps, and goodput.
+"""Computes a run's timeline, its cost and its goodput from its recorded events and steps.
 
-It reads events and steps that a record holds; it decides nothing.
+The timeline contains attempts, saves, evaluations, failures and changes of nodes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from axonlaunch.diagnostics.report.run_record import RunRecord
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time.
+    """An entry of a timeline.
 
     Attributes:
         kind: attempt, save, evaluation, failure or node.
-        start: Seconds since 1970.
-        end: Likewise; the same as ``start`` where only the moment is known.
-        text: What to say of it.
+        start: Start in seconds since 1970.
+        end: End in seconds since 1970; equals ``start`` if the duration is unknown.
+        text: Description for the user.
     """
 
     kind: str
@@ -34,38 +34,36 @@ class Span:
 
 
 def spans(run: RunRecord) -> list[Span]:
-    """Return what happened, by its start."""
-    attempts = list(_attempts(run))
+    """Return the timeline of a run, in order of start."""
+    timeline = list(_attempts(run))
     for event in run.of_kind("saved"):
         seconds, stalled = _number(event, "seconds"), _number(event, "stalled_s")
-        text = f"saved step {event.get('step')} in {seconds:.1f} s, of which training waited "
-        attempts.append(
-            Span("save", event["time"] - seconds, event["time"], f"{text}{stalled:.1f} s")
-        )
+        text = f"saved step {event.get('step')} in {seconds:.1f} s; training waited {stalled:.1f} s"
+        timeline.append(Span("save", event["time"] - seconds, event["time"], text))
     for event in run.of_kind("evaluated"):
         text = f"evaluated after step {event.get('step')}: loss {event.get('eval_loss')}"
-        attempts.append(Span("evaluation", event["time"], event["time"], text))
+        timeline.append(Span("evaluation", event["time"], event["time"], text))
     last = None
     for event in run.of_kind("failed"):
         text = f"rank {event.get('rank')}: {failure_reason(event)}"
-        if text != last:  # every node says it
-            attempts.append(Span("failure", event["time"], event["time"], text))
+        if text != last:  # every node reports the failure
+            timeline.append(Span("failure", event["time"], event["time"], text))
         last = text
-    attempts += _changes_of_nodes(run)
-    return sorted(attempts, key=lambda span: span.start)
+    timeline += _changes_of_nodes(run)
+    return sorted(timeline, key=lambda span: span.start)
 
 
 def device_seconds(run: RunRecord) -> float:
-    """Return for how long devices were held: of each attempt its duration times its ranks."""
-    spans_held = (
+    """Return the device seconds of a run: the sum of duration times ranks over all attempts."""
+    attempts = (
         (end - float(began["time"]), _number(began, "world_size"))
-        for began, end in _spans_of_starts(run)
+        for began, end in _starts_and_ends(run)
     )
-    return sum(seconds * ranks for seconds, ranks in spans_held)
+    return sum(seconds * ranks for seconds, ranks in attempts)
 
 
 def cost(run: RunRecord) -> float | None:
-    """Return what a run has cost by ``hardware.price_per_hour``; None without one."""
+    """Return the cost of a run, from ``hardware.price_per_hour``; None if no price is set."""
     price = run.config.get("hardware.price_per_hour")
     if isinstance(price, bool) or not isinstance(price, int | float):
         return None
@@ -74,7 +72,7 @@ def cost(run: RunRecord) -> float | None:
 
 
 def nodes_of_run(run: RunRecord) -> list[str]:
-    """Return the host names of the nodes that take part now, or did last."""
+    """Return the host names of the nodes that take part now, or took part last."""
     for event in reversed(run.events):
         if event["event"] == "nodes" and isinstance(event.get("hosts"), list):
             return [str(name) for name in event["hosts"]]
@@ -84,35 +82,36 @@ def nodes_of_run(run: RunRecord) -> list[str]:
 
 
 def _changes_of_nodes(run: RunRecord) -> Iterator[Span]:
-    """Yield which nodes came and left between attempts."""
-    before: Counter[str] | None = None
+    """Yield the nodes that joined and left between attempts."""
+    previous: Counter[str] | None = None
     for event in run.of_kind("nodes"):
         names = event.get("hosts")
         now = Counter(map(str, names)) if isinstance(names, list) else Counter()
-        for verb, changed in (("joined", now - (before or now)), ("left", (before or now) - now)):
+        joined, left = now - (previous or now), (previous or now) - now
+        for verb, changed in (("joined", joined), ("left", left)):
             for name in changed.elements():
                 yield Span("node", event["time"], event["time"], f"{name} {verb}")
-        before = now
+        previous = now
 
 
 def step_seconds(run: RunRecord, *, after: int = 0) -> float:
-    """Return what the steps that count took: of one that was done twice, the later one.
+    """Return the seconds spent in training steps; a repeated step counts only the last time.
 
     Args:
-        run: The run.
-        after: The step after which they are counted.
+        run: Record of the run.
+        after: Only steps after this one count.
     """
-    total, before = 0.0, after
+    total, previous = 0.0, after
     for line in run.steps:
-        total += _number(line, "step_s") * max(0, line["step"] - before)
-        before = max(before, line["step"])
+        total += _number(line, "step_s") * max(0, line["step"] - previous)
+        previous = max(previous, line["step"])
     return total
 
 
 def goodput(run: RunRecord) -> float | None:
-    """Return the share of wall time, from the first launch to the end, in steps that counted.
+    """Return the fraction of wall time, from the first launch to the end, in training steps.
 
-    None where the time is not known.
+    Repeated steps count once. Returns None if the time is unknown.
     """
     times = [event["time"] for event in run.events]
     wall = times[-1] - times[0] if times else 0.0
@@ -120,11 +119,11 @@ def goodput(run: RunRecord) -> float | None:
 
 
 def _attempts(run: RunRecord) -> list[Span]:
-    return [_attempt(began, end) for began, end in _spans_of_starts(run)]
+    return [_attempt(began, end) for began, end in _starts_and_ends(run)]
 
 
-def _spans_of_starts(run: RunRecord) -> list[tuple[dict[str, Any], float]]:
-    """Return each start of the ranks, and when they ended, or were last heard of."""
+def _starts_and_ends(run: RunRecord) -> list[tuple[dict[str, Any], float]]:
+    """Return the start event of each attempt, and the time of its end or of its last event."""
     attempts: list[tuple[dict[str, Any], float]] = []
     began: dict[str, Any] | None = None
     last = 0.0
@@ -133,7 +132,7 @@ def _spans_of_starts(run: RunRecord) -> list[tuple[dict[str, Any], float]]:
         if kind == "started" and began is not None and began["event"] == "launched":
             began = {**event, "time": began["time"], "ready": event["time"]}
         elif kind in ("launched", "started"):
-            if began is not None:  # it was killed
+            if began is not None:  # the previous attempt was killed
                 attempts.append((began, last))
             began = event
         last = event["time"]
@@ -141,12 +140,12 @@ def _spans_of_starts(run: RunRecord) -> list[tuple[dict[str, Any], float]]:
             attempts.append((began, last))
             began = None
     if began is not None:
-        attempts.append((began, _last_heard(run, began, last)))
+        attempts.append((began, _last_activity(run, began, last)))
     return attempts
 
 
-def _last_heard(run: RunRecord, began: dict[str, Any], last: float) -> float:
-    """Return until when an attempt that said nothing of its end did steps at least."""
+def _last_activity(run: RunRecord, began: dict[str, Any], last: float) -> float:
+    """Return the last known time of an attempt that recorded no end."""
     if run.status == "running":
         return max(last, time.time())
     done = step_seconds(run, after=int(_number(began, "step")))
