@@ -50,13 +50,13 @@ class ChatTemplate:
             ConfigError: There is no template, or this tokenizer can't locate the assistant's
                 tokens.
         """
-        where = "tokenizer.path"
+        key = "tokenizer.path"
         if not isinstance(tokenizer, PretrainedTokenizer):
             message = (
                 "null selects bytes, which have no chat template; use a folder that has "
                 "one, or tokenizer=train"
             )
-            raise ConfigError([ConfigIssue(where, message)])
+            raise ConfigError([ConfigIssue(key, message)])
         self._pretrained, loaded = tokenizer, tokenizer.transformers
         self.fingerprint = tokenizer.template_fingerprint
         try:
@@ -66,13 +66,13 @@ class ChatTemplate:
                 "the tokenizer has no chat template; use the one of the model's instruct version, "
                 "or put a chat_template.jinja into the folder"
             )
-            raise ConfigError([ConfigIssue(where, message)]) from None
+            raise ConfigError([ConfigIssue(key, message)]) from None
         if marks_assistant and not loaded.is_fast:
             message = (
                 "the tokenizer has no tokenizer.json, which is needed to find the assistant's "
                 "tokens; use a tokenizer with this file, or data.train_on=all"
             )
-            raise ConfigError([ConfigIssue(where, message)])
+            raise ConfigError([ConfigIssue(key, message)])
         self._marks_assistant = marks_assistant
 
     def write(self, chats: Sequence[Chat]) -> list[Written | BadRow]:

@@ -74,8 +74,8 @@ def load_or_learn(
     except UnreadableFileError as error:
         raise ConfigError([ConfigIssue("data.files", str(error))]) from None
     except OSError as error:
-        where = error.filename or complete.parent
-        message = f"{where} can't be used: {error.strerror or error}; choose another folder"
+        folder = error.filename or complete.parent
+        message = f"{folder} can't be used: {error.strerror or error}; choose another folder"
         raise ConfigError([ConfigIssue("data.cache_dir", message, data.cache_dir)]) from None
     return load_tokenizer(TokenizerConfig(path=str(complete)))
 

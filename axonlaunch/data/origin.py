@@ -118,21 +118,21 @@ def printable(text: str) -> str:
 
 
 def changed_data_issues(
-    saved: Origin, now: Origin | None, *, where: Path, data: Any
+    saved: Origin, now: Origin | None, *, checkpoint: Path, data: Any
 ) -> list[ConfigIssue]:
     """Return the differences from a checkpoint's rows as problems of a configuration.
 
     Args:
         saved: The description in the checkpoint.
         now: The description of the current data.
-        where: Path of the checkpoint.
+        checkpoint: Path of the checkpoint.
         data: Configuration of the data.
     """
     issues = []
     for key, message in find_differences(saved, now):
         value = getattr(data, key.removeprefix("data."), ...) if key.startswith("data.") else ...
         text = (
-            f"{message} (in {where}, whose position counts other rows); use the same, or "
+            f"{message} (in {checkpoint}, whose position counts other rows); use the same, or "
             "checkpoint.changed_data=restart to go on from the first row of this data"
         )
         issues.append(ConfigIssue(key, text, value))

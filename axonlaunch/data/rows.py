@@ -241,8 +241,8 @@ class RowReader:
 
 def _is_due_to_file(error: Exception) -> bool:
     """Return whether an error is due to the file's content, including pyarrow's errors."""
-    known = (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, csv.Error, RecursionError)
-    return isinstance(error, known) or type(error).__module__ == "pyarrow.lib"
+    classes = (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, csv.Error, RecursionError)
+    return isinstance(error, classes) or type(error).__module__ == "pyarrow.lib"
 
 
 def _refuse_long(content: bytes | str, what: str) -> None:

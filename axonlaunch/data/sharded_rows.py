@@ -253,20 +253,19 @@ class ShardedRows:
 
     def _row_at(self, position: int, seed: int) -> int:
         if self._count_up_to(position):
-            shard, place = self._locate(position)
-            return self._shuffled_row(shard, place, 0, seed)
-        epoch, place = divmod(position, self._first_rows[-1])
+            return self._shuffled_row(*self._locate(position), 0, seed)
+        epoch, in_epoch = divmod(position, self._first_rows[-1])
         sizes = np.diff(self._first_rows)
         shards = permute(np.arange(len(sizes)), size=len(sizes), key=(seed, _SHARDS_KEY, epoch))
         ends = np.cumsum(sizes[shards])
-        number = int(np.searchsorted(ends, place, side="right"))
+        number = int(np.searchsorted(ends, in_epoch, side="right"))
         shard = int(shards[number])
-        return self._shuffled_row(shard, place - int(ends[number] - sizes[shard]), epoch, seed)
+        return self._shuffled_row(shard, in_epoch - int(ends[number] - sizes[shard]), epoch, seed)
 
-    def _shuffled_row(self, shard: int, place: int, epoch: int, seed: int) -> int:
+    def _shuffled_row(self, shard: int, index: int, epoch: int, seed: int) -> int:
         first, end = self._first_rows[shard : shard + 2]
         key = (seed, _ROWS_KEY, epoch, shard)
-        return first + int(permute(np.array([place]), size=end - first, key=key)[0])
+        return first + int(permute(np.array([index]), size=end - first, key=key)[0])
 
 
 def _sum_of_note(digest: str, rows: object) -> int:

@@ -18,7 +18,7 @@ from axonlaunch.config.values.url import is_url
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-"""Files in a folder written by ``save_to_disk``: of one dataset, and of several splits."""
+"""Files that ``save_to_disk`` of datasets writes: for one dataset, and for several splits."""
 
 
 @dataclass(frozen=True)

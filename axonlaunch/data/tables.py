@@ -208,15 +208,15 @@ def _lengths(array: Any) -> Any:
 def _has_lengths(kind: Any) -> bool:
     import pyarrow as arrow
 
-    known = (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_binary)
-    return any(is_kind(kind) for is_kind in (*known, arrow.types.is_large_binary))
+    checks = (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_binary)
+    return any(is_kind(kind) for is_kind in (*checks, arrow.types.is_large_binary))
 
 
 def _is_list(kind: Any) -> bool:
     import pyarrow as arrow
 
-    known = (arrow.types.is_list, arrow.types.is_large_list, arrow.types.is_fixed_size_list)
-    return any(is_kind(kind) for is_kind in known)
+    checks = (arrow.types.is_list, arrow.types.is_large_list, arrow.types.is_fixed_size_list)
+    return any(is_kind(kind) for is_kind in checks)
 
 
 def _dictionary_bytes(raw: Any, column: Any) -> int:

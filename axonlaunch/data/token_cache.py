@@ -61,7 +61,7 @@ class Shard:
         progress: Progress at the end.
         dtype: Data type of tokens.
         masks: Whether some tokens do not count as targets.
-        made: Creation time of the folder; a shard that was built again is mapped again.
+        created: Creation time of the folder; a shard that was built again is mapped again.
     """
 
     folder: Path
@@ -69,7 +69,7 @@ class Shard:
     progress: Progress
     dtype: str
     masks: bool
-    made: int
+    created: int
 
     @property
     def num_documents(self) -> int:
@@ -82,13 +82,13 @@ class Shard:
 
     def tokens(self) -> npt.NDArray[Any]:
         """Return all tokens, memory-mapped."""
-        return _map_file(self.folder / TOKENS_FILE, self.dtype, self.made)
+        return _map_file(self.folder / TOKENS_FILE, self.dtype, self.created)
 
     def counted_tokens(self) -> npt.NDArray[Any] | None:
         """Return whether each token counts as a target; None: all do."""
         if not self.masks:
             return None
-        return _map_file(self.folder / COUNTED_FILE, "uint8", self.made)
+        return _map_file(self.folder / COUNTED_FILE, "uint8", self.created)
 
     def source_sums(self) -> list[tuple[str, str]]:
         """Return (name, checksum of tokens) of each file with documents in this shard."""
@@ -255,9 +255,9 @@ class Corpus:
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None, f"{META} is invalid"
         names = tuple(source.name for source in files)
-        made = folder.stat().st_ctime_ns
+        created = folder.stat().st_ctime_ns
         dtype, masks = token_dtype(self._encoder), self._encoder.masks
-        return Shard(folder, names, progress, dtype, masks, made), None
+        return Shard(folder, names, progress, dtype, masks, created), None
 
 
 def sums_by_file(shards: Iterable[Shard]) -> list[tuple[str, str]]:
@@ -297,13 +297,13 @@ def _groups(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:
 
 
 @functools.lru_cache(maxsize=_OPEN_SHARDS)
-def _map_file(file: Path, dtype: str, made: int) -> npt.NDArray[Any]:
+def _map_file(file: Path, dtype: str, created: int) -> npt.NDArray[Any]:
     """Map a file of a shard, after comparing its checksum when it is mapped first.
 
     Raises:
         OSError: The file has changed.
     """
-    del made  # distinguishes successive shards with this path
+    del created  # distinguishes successive shards with this path
     if not cached_folder.has_sum(file):
         cached_folder.discard(file.parent)
         message = "has changed since it was written; start the run again to rebuild its tokens"

@@ -133,7 +133,7 @@ def changed_data_problems(config: RunConfig, dataset: Dataset) -> list[ConfigIss
     checkpoint, saved, current = _origins(config, dataset)
     if checkpoint is None or saved is None or config.checkpoint.changed_data == "restart":
         return []
-    return changed_data_issues(saved, current, where=checkpoint.path, data=config.data)
+    return changed_data_issues(saved, current, checkpoint=checkpoint.path, data=config.data)
 
 
 def first_row_at(config: RunConfig, dataset: Dataset) -> int:

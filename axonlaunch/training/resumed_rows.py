@@ -45,7 +45,7 @@ def place_rows(
         message = f"the main rank found that the data is not that of {resumed.path}"
         issues = [ConfigIssue("checkpoint.changed_data", message, "error")]
         if world.is_main:
-            issues = changed_data_issues(saved, current, where=resumed.path, data=config.data)
+            issues = changed_data_issues(saved, current, checkpoint=resumed.path, data=config.data)
         raise ConfigError(issues)
     loader.first_row_at = resumed.samples
     return (
