@@ -123,8 +123,8 @@ if TYPE_CHECKING:
         RunConfig as RunConfig,
     )
     from axonlaunch.config.optimization.optimizer_states import OptimizerState as OptimizerState
-    from axonlaunch.data.registry import register_dataset as register_dataset
-    from axonlaunch.data.sampler import DistributedSampler as DistributedSampler
+    from axonlaunch.data.datasets.registry import register_dataset as register_dataset
+    from axonlaunch.data.datasets.sampler import DistributedSampler as DistributedSampler
     from axonlaunch.engines.data_parallel.ddp import (
         DDP as DDP,
     )
@@ -240,8 +240,8 @@ _NAMES_BY_MODULE = {
     ),
     "axonlaunch.config": ("ConfigError", "RunConfig"),
     "axonlaunch.config.optimization.optimizer_states": ("OptimizerState",),
-    "axonlaunch.data.registry": ("register_dataset",),
-    "axonlaunch.data.sampler": ("DistributedSampler",),
+    "axonlaunch.data.datasets.registry": ("register_dataset",),
+    "axonlaunch.data.datasets.sampler": ("DistributedSampler",),
     "axonlaunch.engines.data_parallel.ddp": ("DDP", "DistributedDataParallel"),
     "axonlaunch.engines.data_parallel.fsdp": (
         "CPUOffload",

@@ -6,10 +6,10 @@ from axonlaunch.checkpoint import Checkpoint
 from axonlaunch.checkpoint.loading.reader import any_rank
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.describe_rows import describe_rows
-from axonlaunch.data.loader import Loader
-from axonlaunch.data.origin import Origin, changed_data_issues, find_differences
+from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.datasets.describe_rows import describe_rows
+from axonlaunch.data.datasets.loader import Loader
+from axonlaunch.data.datasets.origin import Origin, changed_data_issues, find_differences
 
 
 def place_rows(

@@ -14,7 +14,7 @@ from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.verification.comparison.compare import on_mock
