@@ -1,7 +1,7 @@
 """Config-driven launcher for distributed PyTorch training.
 
-Every public name is listed here by the module that it comes from, and imported when it is first
-used, so that importing the package imports no torch.
+Public names are imported from their modules at first use, so that importing the package does not
+import torch.
 """
 
 from __future__ import annotations
@@ -89,9 +89,6 @@ if TYPE_CHECKING:
         is_main_process as is_main_process,
     )
     from axonlaunch.comm import (
-        nccl as nccl,
-    )
-    from axonlaunch.comm import (
         rank as rank,
     )
     from axonlaunch.comm import (
@@ -118,13 +115,14 @@ if TYPE_CHECKING:
     from axonlaunch.comm import (
         world_size as world_size,
     )
+    from axonlaunch.comm.connection import nccl as nccl
     from axonlaunch.config import (
         ConfigError as ConfigError,
     )
     from axonlaunch.config import (
         RunConfig as RunConfig,
     )
-    from axonlaunch.config.optimizer_states import OptimizerState as OptimizerState
+    from axonlaunch.config.optimization.optimizer_states import OptimizerState as OptimizerState
     from axonlaunch.data.registry import register_dataset as register_dataset
     from axonlaunch.data.sampler import DistributedSampler as DistributedSampler
     from axonlaunch.engines.data_parallel.ddp import (
@@ -170,19 +168,19 @@ if TYPE_CHECKING:
     )
     from axonlaunch.engines.pipeline.schedule import PipelineSchedule as PipelineSchedule
     from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats as PipelineMemoryStats
-    from axonlaunch.engines.tensor.layers import (
+    from axonlaunch.engines.tensor.divided_layers.layers import (
         ColumnParallelLinear as ColumnParallelLinear,
     )
-    from axonlaunch.engines.tensor.layers import (
+    from axonlaunch.engines.tensor.divided_layers.layers import (
         RowParallelLinear as RowParallelLinear,
     )
-    from axonlaunch.engines.tensor.layers import (
+    from axonlaunch.engines.tensor.divided_layers.layers import (
         TensorParallelAttention as TensorParallelAttention,
     )
-    from axonlaunch.engines.tensor.layers import (
+    from axonlaunch.engines.tensor.divided_layers.layers import (
         VocabParallelEmbedding as VocabParallelEmbedding,
     )
-    from axonlaunch.engines.tensor.loss import (
+    from axonlaunch.engines.tensor.outputs.loss import (
         vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum,
     )
     from axonlaunch.launch.registry import register_launcher as register_launcher
@@ -192,14 +190,14 @@ if TYPE_CHECKING:
     from axonlaunch.models import (
         register_model as register_model,
     )
-    from axonlaunch.models.own_loss import register_loss as register_loss
+    from axonlaunch.models.specs.own_loss import register_loss as register_loss
     from axonlaunch.training.loggers.base import Logger as Logger
     from axonlaunch.training.loggers.registry import register_logger as register_logger
     from axonlaunch.training.module_trace.script import trace as trace
 
-_ROOMS = {
+_NAMES_BY_MODULE = {
     "axonlaunch.comm": (
-        # The world and its parts
+        # World and process groups
         "World",
         "ProcessGroup",
         "Backend",
@@ -210,7 +208,7 @@ _ROOMS = {
         "world_size",
         "is_main_process",
         "nccl",
-        # Collectives and messages
+        # Collectives and point-to-point messages
         "ReduceOp",
         "all_reduce",
         "all_reduce_sum",
@@ -241,7 +239,7 @@ _ROOMS = {
         "RankFailedError",
     ),
     "axonlaunch.config": ("ConfigError", "RunConfig"),
-    "axonlaunch.config.optimizer_states": ("OptimizerState",),
+    "axonlaunch.config.optimization.optimizer_states": ("OptimizerState",),
     "axonlaunch.data.registry": ("register_dataset",),
     "axonlaunch.data.sampler": ("DistributedSampler",),
     "axonlaunch.engines.data_parallel.ddp": ("DDP", "DistributedDataParallel"),
@@ -262,29 +260,29 @@ _ROOMS = {
     "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),
     "axonlaunch.engines.pipeline.schedule": ("PipelineSchedule",),
     "axonlaunch.engines.pipeline.timeline": ("PipelineMemoryStats",),
-    "axonlaunch.engines.tensor.layers": (
+    "axonlaunch.engines.tensor.divided_layers.layers": (
         "ColumnParallelLinear",
         "RowParallelLinear",
         "TensorParallelAttention",
         "VocabParallelEmbedding",
     ),
-    "axonlaunch.engines.tensor.loss": ("vocab_parallel_cross_entropy_sum",),
+    "axonlaunch.engines.tensor.outputs.loss": ("vocab_parallel_cross_entropy_sum",),
     "axonlaunch.launch.registry": ("register_launcher",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
-    "axonlaunch.models.own_loss": ("register_loss",),
+    "axonlaunch.models.specs.own_loss": ("register_loss",),
     "axonlaunch.training.loggers.base": ("Logger",),
     "axonlaunch.training.loggers.registry": ("register_logger",),
     "axonlaunch.training.module_trace.script": ("trace",),
 }
-_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'axonlaunch' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

@@ -1,7 +1,4 @@
-"""What a run reports while it trains: plain records, sent by the main rank to whoever shows them.
-
-It holds the records; nothing here shows or writes them.
-"""
+"""Records that the main rank of a run sends to its listeners while it trains."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ _LARGEST_EXPONENT = 709.0
 
 @dataclass(frozen=True)
 class Started:
-    """Every rank is ready; the next thing is the first step.
+    """Every rank is ready for the first step.
 
-    What is counted is what has a target each: tokens, of images the image. A stream need not say
-    how many samples it has.
+    ``counted`` is the unit that has one target each: tokens, or whole images. ``samples`` is None
+    if a stream does not know its length.
     """
 
     run_dir: str
@@ -40,13 +37,13 @@ class Straggler:
     """The rank that the others wait for.
 
     Attributes:
-        rank: Which.
-        host: Its host name.
-        data: Share of its time in which it waited for data.
-        compute: In which it computed.
-        wait: In which it waited for others.
-        starved: In which it was ready to run and its node, which others use too, gave it no core.
-        cost: By how much of the time it worked longer than the median of the others.
+        rank: Number of the slow rank.
+        host: Host name of its node.
+        data: Fraction of its time spent waiting for data.
+        compute: Fraction spent computing.
+        wait: Fraction spent waiting for other ranks.
+        starved: Fraction in which it was ready to run, but other programs used the node's cores.
+        cost: Fraction of the time by which it worked longer than the median of the other ranks.
     """
 
     rank: int
@@ -60,37 +57,38 @@ class Straggler:
 
 @dataclass(frozen=True)
 class StepLogged:
-    """A step that was logged; the fields are those of a line of ``metrics.jsonl``.
+    """A logged step, with the fields of a line of ``metrics.jsonl``.
 
-    Where targets are images or other samples, files and loggers have ``images`` or ``samples`` in
-    place of ``tokens`` in these names (``system.units``).
+    If targets are images or other samples, files and loggers use ``images`` or ``samples`` instead
+    of ``tokens`` in these names (``system.text.units``).
 
     Attributes:
-        step: Optimizer steps done.
-        loss: Mean over the counted targets of the world.
-        lr: Of the step.
-        grad_norm: Before clipping; None: nobody asked.
-        tokens: Targets of the step that counted, of all ranks.
-        tokens_per_s: Such targets of all steps since the last logged one, a second.
-        step_s: Seconds of a step, on average since the last logged one.
-        peak_memory_bytes: Of this rank, so far.
-        epoch: How often the training samples were seen by the end of the step; None: a stream does
-            not say how many it has.
-        tokens_seen: Targets that counted in all steps up to this one; None where the run resumed
-            from a checkpoint that does not say how many there were.
-        data_wait_s: Of ``step_s``, for how long the main rank waited for data.
-        slowest: The rank that others wait for; None: none was seen.
-        skipped: Updates that fp16 left out since the last logged step, as gradients overflowed;
-            None in another precision.
-        loss_scale: What fp16 multiplies the next step's loss by; None in another precision.
-        mfu: Fraction of the devices' dense peak that the model needs, as ``models.flops`` counts
-            it for all positions, padding included. None on a CPU, or if the peak is not known.
-        reserved_bytes: The most that this rank's allocator has reserved of its device.
-        active_bytes: The most that was in blocks which are in use, or whose streams are not done.
-        alloc_retries: How often the allocator has emptied its cache to find room.
-        power_w: Watts that the device draws.
-        utilization: Share of time in which a kernel ran on the device.
-        temperature_c: Of the device, degrees Celsius.
+        step: Number of optimizer steps done.
+        loss: Mean loss over the counted targets of all ranks.
+        lr: Learning rate of the step.
+        grad_norm: Gradient norm before clipping; None if it is not computed.
+        tokens: Counted targets in the step, of all ranks.
+        tokens_per_s: Counted targets per second since the last logged step.
+        step_s: Mean seconds per step since the last logged step.
+        peak_memory_bytes: Peak memory of this rank so far.
+        epoch: Number of passes over the training samples by the end of the step; None if a stream
+            does not know its length.
+        tokens_seen: Counted targets in all steps so far; None if the run resumed from a checkpoint
+            without this count.
+        data_wait_s: Part of ``step_s`` in which the main rank waited for data.
+        slowest: The rank that the others wait for; None if it is unknown.
+        skipped: Updates skipped since the last logged step because fp16 gradients overflowed; None
+            in other precisions.
+        loss_scale: Factor of the next step's loss in fp16; None in other precisions.
+        mfu: Fraction of the devices' dense peak FLOP/s that the model uses, counted by
+            ``models.facts.flops`` for all positions including padding. None on a CPU, or if
+            the peak is unknown.
+        reserved_bytes: Peak memory that this rank's allocator has reserved on its device.
+        active_bytes: Peak memory of blocks that are in use or that streams still wait for.
+        alloc_retries: Number of times that the allocator emptied its cache to find memory.
+        power_w: Power of the device in watts.
+        utilization: Fraction of time in which a kernel ran on the device.
+        temperature_c: Temperature of the device in degrees Celsius.
     """
 
     step: int
@@ -118,15 +116,15 @@ class StepLogged:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What each rank did with its time in the steps since the last report, in shares of it.
+    """How each rank spent its time since the last report, as fractions.
 
     Attributes:
-        step: Optimizer steps done.
+        step: Number of optimizer steps done.
         hosts: Host name of each rank.
-        data: Share of each rank's time in which it waited for data.
-        compute: In which it computed.
-        wait: In which it waited for others.
-        starved: In which its node gave it no core.
+        data: Fraction of each rank's time spent waiting for data.
+        compute: Fraction spent computing.
+        wait: Fraction spent waiting for other ranks.
+        starved: Fraction spent waiting for a core of the node.
     """
 
     step: int
@@ -146,11 +144,11 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Mean loss over the held-out samples, in nats a target.
+    """Mean loss over the held-out samples, in nats per target.
 
     Attributes:
-        perplexity: Of tokens; None of classes.
-        sources: The loss on each source of a mix, by its name.
+        perplexity: Perplexity of tokens; None for classes.
+        sources: Loss on each source of a mix, by name.
     """
 
     step: int
@@ -162,13 +160,20 @@ class Evaluated:
 
 
 def perplexity_of(loss: float) -> float:
-    """Return the perplexity of a loss in nats a token; what no float holds is the largest one."""
+    """Return the perplexity of a loss in nats per token, limited to the range of a float."""
     return math.exp(min(loss, _LARGEST_EXPONENT))
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint is complete; for how much of its time training stood still."""
+    """A complete checkpoint.
+
+    Attributes:
+        step: Step of the checkpoint.
+        path: Folder of the checkpoint.
+        seconds: Duration of the save.
+        stalled_s: Part of ``seconds`` in which training waited.
+    """
 
     step: int
     path: str
@@ -178,16 +183,16 @@ class Saved:
 
 @dataclass(frozen=True)
 class Noted:
-    """Something that a user should know and that does not end the run."""
+    """A message for the user that does not end the run."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The run's end, after its last step or an interruption.
+    """The end of a run, after its last step or an interruption.
 
-    On a CPU the peak is what tensors held in the second step; None where that was not watched.
+    On a CPU, the peak is the memory of tensors in the second step; None if it was not measured.
     """
 
     step: int
@@ -199,36 +204,36 @@ class Finished:
 
 
 def merge_finished(finished: Sequence[Finished]) -> Finished:
-    """Return what the main rank, the first, reports, with the peak of the highest."""
+    """Return the report of the main rank (the first), with the highest peak of all ranks."""
     peaks = [rank.peak_memory_bytes for rank in finished if rank.peak_memory_bytes is not None]
     return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
 
 
 class PhaseReporter(Protocol):
-    """Takes what a rank begins to do, and how many optimizer steps it has done by then."""
+    """Receives the phase that a rank begins and its number of finished optimizer steps."""
 
     def __call__(self, phase: str, *, step: int | None) -> None:
-        """Note it."""
+        """Record the phase."""
 
 
 def ignore_heartbeat(phase: str, *, step: int | None) -> None:
-    """Report a phase to nobody."""
+    """Discard a phase."""
     del phase, step
 
 
 Event = Started | StepLogged | StepDone | RankTimes | Evaluated | Saved | Noted | Finished
 Listener = Callable[[Event], None]
-"""Takes events as they happen."""
+"""Receives events when they happen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Monitor:
-    """Who follows a rank from outside; the default is nobody.
+    """Callbacks between a rank and the process that monitors it; the defaults do nothing.
 
     Attributes:
-        report: Takes the rank's events.
-        report_phase: Takes what the rank begins to do.
-        stop: Whether the rank was asked to stop after its step.
+        report: Receives the rank's events.
+        report_phase: Receives the phases that the rank begins.
+        stop: Returns whether the rank should stop after its current step.
     """
 
     report: Listener = lambda event: None

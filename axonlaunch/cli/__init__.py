@@ -1,33 +1,33 @@
-"""The command line; importing it imports no torch, no Hydra and no Typer."""
+"""Entry point of the command line. Importing it imports no torch, Hydra or Typer."""
 
 import atexit
 import os
 import sys
 
-from axonlaunch.system import streams
+from axonlaunch.system.text import streams
 
 
 def main() -> None:
-    """Run the command that the arguments name, and end the process with its status."""
+    """Run the command line and exit with its status."""
     status = 1
 
     def leave() -> None:
-        # Threads of torch's and gloo's outlive the interpreter's state and abort a process in its
-        # teardown (status 134) whose work is done.
+        # Skip the interpreter's teardown: threads of torch and gloo that still run then would
+        # abort the finished process (status 134).
         for stream in (sys.stdout, sys.stderr):
             streams.tolerant(stream).flush()
         os._exit(status)
 
     streams.open_missing()
-    atexit.register(leave)  # registered first, so called last, after threads were joined
+    atexit.register(leave)  # registered first, so it is called last, after threads are joined
     try:
-        from axonlaunch.cli.early_server import early_server
+        from axonlaunch.cli.shared.early_server import early_server
 
         with early_server(sys.argv[1:]):
             from axonlaunch.cli.app import run_command
 
             run_command()
-    except KeyboardInterrupt:  # while modules were imported
+    except KeyboardInterrupt:  # during imports
         status = 130
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

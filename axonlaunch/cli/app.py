@@ -1,4 +1,4 @@
-"""The Typer application: a command a file, and what all of them do with a user's mistake."""
+"""The Typer application with all commands, and the handling of errors that they share."""
 
 from __future__ import annotations
 
@@ -10,31 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from axonlaunch.cli import (
-    checkpoint,
-    compare,
-    config,
-    data,
-    diff,
-    doctor,
-    estimate,
-    inspect,
-    ls,
-    plan,
-    profile,
-    report,
-    runs,
-    sample,
-    schedule,
-    train,
-    verify,
-    watch,
-)
-from axonlaunch.cli import (
-    help as help_pages,
-)
-from axonlaunch.cli.options import print_problems
-from axonlaunch.system import streams
+from axonlaunch.cli import checkpoint
+from axonlaunch.cli.command_help import Command
+from axonlaunch.cli.configuration import config, data, doctor, inspect, ls
+from axonlaunch.cli.configuration import help as help_pages
+from axonlaunch.cli.planning import estimate, plan, schedule, verify
+from axonlaunch.cli.reports import compare, diff, report, runs
+from axonlaunch.cli.shared.options import print_problems
+from axonlaunch.cli.training import profile, sample, train, watch
+from axonlaunch.system.text import streams
 
 if TYPE_CHECKING:
     from axonlaunch.config import ConfigIssue
@@ -67,13 +51,13 @@ for name, module in {
     "doctor": doctor,
     "help": help_pages,
 }.items():
-    app.command(name, help=module.HELP, epilog=module.EXAMPLES)(module.command)
+    app.command(name, cls=Command, help=module.HELP, epilog=module.EXAMPLES)(module.command)
 app.add_typer(checkpoint.checkpoint_app, name="checkpoint")
 app.add_typer(data.data_app, name="data")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         from importlib.metadata import version
 
         typer.echo(f"axonlaunch {version('axonlaunch')}")
@@ -84,11 +68,14 @@ def _version(wanted: bool) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="Show tracebacks, also of mistakes."),
+        typer.Option("--debug", help="Show the traceback of every error."),
     ] = False,
 ) -> None:
     del version
@@ -102,20 +89,20 @@ def _root(
 
 
 def run_command() -> None:
-    """Run the application; what a user got wrong is one line a problem and exit status 2."""
+    """Run the application. Print one line for each user error and exit with status 2."""
     try:
         status = app(standalone_mode=False)
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # Whoever read our output is gone; nothing more can be said to them.
+        # The reader of standard output has closed it.
         streams.silence(sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         problems = _problems(error)
-        if problems is None and (refusal := _refusal(error)):
-            sys.stderr.write(f"error: {refusal}\n")  # standard output may be what is full
+        if problems is None and (message := _system_error_message(error)):
+            sys.stderr.write(f"error: {message}\n")  # standard output may be on the full disk
             sys.exit(1)
         if problems is None:
             raise
@@ -126,23 +113,25 @@ def run_command() -> None:
 
 
 def _show_tracebacks(error: Exception, problems: Sequence[ConfigIssue]) -> None:
-    """Print where mistakes were found and where a user's code failed, under ``--debug``."""
+    """Print the error's traceback and the tracebacks of failed user code, for ``--debug``."""
     import logging
 
     logger = logging.getLogger(__name__)
-    logger.debug("what led to the errors below", exc_info=error)
+    logger.debug("traceback of the errors below", exc_info=error)
     for problem in problems:
         if problem.traceback:
-            logger.debug("%s: the code that failed\n%s", problem.key, problem.traceback)
+            logger.debug(
+                "%s: traceback of the code that failed\n%s", problem.key, problem.traceback
+            )
 
 
-def _refusal(error: Exception) -> str:
-    """Return what this node refused, and what to do; empty for a bug of ours."""
+def _system_error_message(error: Exception) -> str:
+    """Return the cause and remedy of an error of this node; empty for any other error."""
     from axonlaunch.launch.failures.report import cause_of, plain_error
-    from axonlaunch.system.disk import shortage
-    from axonlaunch.system.forked_call import CallsFailedError
-    from axonlaunch.system.forked_process import ProcessDiedError
-    from axonlaunch.system.forkserver import ForkServerError
+    from axonlaunch.system.processes.forked_call import CallsFailedError
+    from axonlaunch.system.processes.forked_process import ProcessDiedError
+    from axonlaunch.system.processes.forkserver import ForkServerError
+    from axonlaunch.system.storage.disk import shortage
 
     errors = error.errors.values() if isinstance(error, CallsFailedError) else [error]
     for failure in errors:
@@ -165,10 +154,10 @@ def _refusal(error: Exception) -> str:
 
 
 def _problems(error: Exception) -> list[ConfigIssue] | None:
-    """Return a user's mistakes; None for a bug of ours."""
+    """Return the user errors in an exception; None for a bug in this package."""
     from axonlaunch.checkpoint import CorruptCheckpointError
     from axonlaunch.config import ConfigError, ConfigIssue
-    from axonlaunch.system.isolated import IsolatedCallError
+    from axonlaunch.system.processes.isolated import IsolatedCallError
 
     if isinstance(error, ConfigError):
         return error.problems
@@ -176,12 +165,13 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
         return [ConfigIssue("tokenizer.path", str(error))]
     if isinstance(error, CorruptCheckpointError):
         return [ConfigIssue("", str(error))]
-    # Typer's usage errors: some versions raise click's classes, some a copy of them.
+    # Usage errors have this method in all versions of Typer. Some raise click's classes, some
+    # classes of their own.
     format_message = getattr(error, "format_message", None)
     if format_message is None:
         return None
     message = " ".join(format_message().split())
     option = getattr(error, "option_name", None)
     if option and not getattr(error, "possibilities", None):
-        message += "; options are in --help, and settings are written key=value, without dashes"
+        message += "; see --help for options; settings are written key=value, without dashes"
     return [ConfigIssue("", message)]

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import Json, Trust, print_json, refuse, show_help
+from axonlaunch.cli.command_help import Command
+from axonlaunch.cli.shared.options import Json, Trust, print_json, refuse, show_help
+from axonlaunch.config.precision import NUMBER_FORMATS
+from axonlaunch.config.problems.errors import one_of
 from axonlaunch.launch.output.spinner import spinner
-from axonlaunch.system.files import why_no_folder
-from axonlaunch.system.terminal import console_on
+from axonlaunch.system.storage.files import why_no_folder
+from axonlaunch.system.text.terminal import console_on
 
 if TYPE_CHECKING:
     from axonlaunch.checkpoint import Checkpoint
-    from axonlaunch.checkpoint.diff import TensorDifference
+    from axonlaunch.checkpoint.loading.diff import TensorDifference
     from axonlaunch.config import RunConfig
 
 HELP = "Inspect, verify, export and import checkpoints."
@@ -32,14 +35,14 @@ EXAMPLES = """Examples:
 """
 MAX_SHOWN_TENSORS = 10
 GB = 10**9
-_NOT_OF_TRANSFORMERS = (
-    "note: transformers does not load these weights; it loads those of a run of model=hf "
-    "model.init=random 'model.config={model_type: llama, ...}'"
+_NOT_FOR_TRANSFORMERS = (
+    "note: transformers cannot load these weights. To train a model that it can load, use "
+    "model=hf model.init=random 'model.config={model_type: llama, ...}'"
 )
 
 
-def _place(text: str) -> Path:
-    from axonlaunch.checkpoint.storage import storage_path
+def _storage_path(text: str) -> Path:
+    from axonlaunch.checkpoint.format.storage import storage_path
 
     return storage_path(text)
 
@@ -48,8 +51,8 @@ RunDir = Annotated[
     Path,
     typer.Argument(
         metavar="RUN_DIR",
-        parser=_place,
-        help="Folder or fsspec URL of a run, or of one of its checkpoints.",
+        parser=_storage_path,
+        help="Folder or fsspec URL of a run or of one of its checkpoints.",
     ),
 ]
 checkpoint_app = typer.Typer(
@@ -60,31 +63,35 @@ checkpoint_app = typer.Typer(
 checkpoint_app.callback()(show_help)
 
 
-@checkpoint_app.command("ls", help="List a run's checkpoints: step, size, age, layout, loss.")
+@checkpoint_app.command(
+    "ls", cls=Command, help="List a run's checkpoints: step, size, age, layout, loss."
+)
 def ls(run_dir: RunDir, as_json: Json = False) -> None:
     """List a run's checkpoints."""
-    from axonlaunch.checkpoint import corrupt_checkpoints, fallback, step_folders
-    from axonlaunch.checkpoint.storage import reaching
+    from axonlaunch.checkpoint import corrupt_checkpoints
+    from axonlaunch.checkpoint.format import step_folders
+    from axonlaunch.checkpoint.format.storage import reaching
+    from axonlaunch.checkpoint.loading import fallback
 
-    _folder(run_dir)
+    _require_folder(run_dir)
     with reaching(run_dir):
         checkpoints = _all(run_dir)
         sizes = [sum(f.bytes for f in step_folders.files(c).values()) for c in checkpoints]
-        wrong = {str(path): reason for path, reason in corrupt_checkpoints(run_dir).items()}
-        aside = {str(path): why for path, why in fallback.put_aside_before(run_dir).items()}
-    rows = [{**_about(c), "bytes": size} for c, size in zip(checkpoints, sizes, strict=True)]
+        corrupt = {str(path): reason for path, reason in corrupt_checkpoints(run_dir).items()}
+        aside = {str(path): reason for path, reason in fallback.put_aside_before(run_dir).items()}
+    rows = [{**_to_json_dict(c), "bytes": size} for c, size in zip(checkpoints, sizes, strict=True)]
     if as_json:
-        print_json({"checkpoints": rows, "corrupt": wrong, "aside": aside})
+        print_json({"checkpoints": rows, "corrupt": corrupt, "aside": aside})
         return
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
-    from axonlaunch.system.formatting import ago, size
+    from axonlaunch.system.text.formatting import ago, size
 
     console = console_on()
-    if not rows and not wrong and not aside:
-        console.print(f"{run_dir} has no checkpoint", markup=False)
+    if not rows and not corrupt and not aside:
+        console.print(f"{run_dir} contains no checkpoint", markup=False)
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("step", "size", "saved", "layout", "ranks", "loss", "evaluation"):
@@ -99,19 +106,22 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
             *("" if row[k] is None else f"{row[k]:.4f}" for k in ("loss", "eval_loss")),
         )
     console.print(table)
-    for path, reason in wrong.items():
+    for path, reason in corrupt.items():
         console.print(f"[red]corrupt[/red]  {escape(f'{path} {reason}')}", soft_wrap=True)
     for path, reason in aside.items():
         console.print(f"[yellow]moved aside[/yellow]  {escape(f'{path} {reason}')}", soft_wrap=True)
 
 
-@checkpoint_app.command("check", help="Verify every checksum, and that no parameter is missing.")
+@checkpoint_app.command(
+    "check", cls=Command, help="Verify all checksums, and that no parameter is missing."
+)
 def check_files(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
-    """Verify every checksum, and that no parameter is missing."""
-    from axonlaunch.checkpoint import corrupt_checkpoints, diff
-    from axonlaunch.checkpoint.storage import reaching
+    """Verify all checksums, and that no parameter is missing."""
+    from axonlaunch.checkpoint import corrupt_checkpoints
+    from axonlaunch.checkpoint.format.storage import reaching
+    from axonlaunch.checkpoint.loading import diff
 
-    _folder(run_dir)
+    _require_folder(run_dir)
     with spinner("reading"), reaching(run_dir):
         problems = {str(path): [reason] for path, reason in corrupt_checkpoints(run_dir).items()}
         for checkpoint in _all(run_dir):
@@ -125,33 +135,36 @@ def check_files(run_dir: RunDir, trust: Trust = False, as_json: Json = False) ->
         from rich.markup import escape
 
         console = console_on()
-        for path, wrong in problems.items():
-            verdict = "[red]corrupt[/red]" if wrong else "[green]whole[/green]"
+        for path, faults in problems.items():
+            verdict = "[red]corrupt[/red]" if faults else "[green]intact[/green]"
             console.print(f"{verdict}  {escape(path)}", soft_wrap=True)
-            for line in wrong[:MAX_SHOWN_TENSORS]:
+            for line in faults[:MAX_SHOWN_TENSORS]:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
-            if len(wrong) > MAX_SHOWN_TENSORS:
-                console.print(f"  {len(wrong) - MAX_SHOWN_TENSORS} more")
+            if len(faults) > MAX_SHOWN_TENSORS:
+                console.print(f"  {len(faults) - MAX_SHOWN_TENSORS} more; use --json to list all")
     raise typer.Exit(0 if passed else 1)
 
 
 @checkpoint_app.command(
-    "diff", help="Compare two checkpoints; exit status 1 if any tensor differs."
+    "diff", cls=Command, help="Compare two checkpoints; exit status 1 if any tensor differs."
 )
 def diff(
     first: Annotated[
-        Path, typer.Argument(metavar="A", parser=_place, help="A run or a checkpoint.")
+        Path, typer.Argument(metavar="A", parser=_storage_path, help="A run or a checkpoint.")
     ],
-    second: Annotated[Path, typer.Argument(metavar="B", parser=_place, help="Another.")],
+    second: Annotated[
+        Path,
+        typer.Argument(metavar="B", parser=_storage_path, help="Another run or checkpoint."),
+    ],
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints.
 
     Raises:
-        typer.Exit: With 1 where tensors differ, as ``diff`` does, so that a script can ask.
+        typer.Exit: Always; status 1 if tensors differ, as for ``diff``, otherwise 0.
     """
-    from axonlaunch.checkpoint import diff
-    from axonlaunch.checkpoint.storage import reaching
+    from axonlaunch.checkpoint.format.storage import reaching
+    from axonlaunch.checkpoint.loading import diff
 
     with spinner("comparing"), reaching(first), reaching(second):
         differences = diff.compare_checkpoints(_checkpoint(first), _checkpoint(second))
@@ -178,7 +191,7 @@ def _show_differences(differences: list[TensorDifference]) -> None:
         "1 tensor differs" if len(differences) == 1 else f"{len(differences)} tensors differ"
     )
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("tensor", "largest", "relative"):
+    for name in ("tensor", "largest difference", "relative"):
         table.add_column(name, justify="left" if name == "tensor" else "right", overflow="fold")
     for difference in differences[: 2 * MAX_SHOWN_TENSORS]:
         if difference.largest is None or difference.relative is None:
@@ -189,46 +202,58 @@ def _show_differences(differences: list[TensorDifference]) -> None:
             )
     console.print(table)
     if len(differences) > 2 * MAX_SHOWN_TENSORS:
-        console.print(f"{len(differences) - 2 * MAX_SHOWN_TENSORS} more; --json has all")
+        more = len(differences) - 2 * MAX_SHOWN_TENSORS
+        console.print(f"{more} more; use --json to list all")
 
 
 @checkpoint_app.command(
-    "export", help="Export weights as safetensors; of model=hf as save_pretrained does."
+    "export",
+    cls=Command,
+    help="Export weights as safetensors files. With model=hf, transformers can load the folder.",
 )
 def export(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
-    form: Annotated[str, typer.Option("--format", help="safetensors.")] = "safetensors",
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
+    form: Annotated[
+        str,
+        typer.Option("--format", metavar="FORMAT", help="File format; only safetensors."),
+    ] = "safetensors",
     dtype: Annotated[
         str | None,
-        typer.Option(help="fp32, bf16 or fp16; default: as saved.", show_default=False),
+        typer.Option(
+            metavar="DTYPE", help="fp32, bf16 or fp16; default: as saved.", show_default=False
+        ),
     ] = None,
     file_gb: Annotated[
-        float, typer.Option("--file-gb", min=0.001, max=1e6, help="Maximum shard size in GB.")
+        float,
+        typer.Option(
+            "--file-gb", metavar="GB", min=0.001, max=1e6, help="Maximum size of a file in GB."
+        ),
     ] = 5.0,
     merge: Annotated[
         bool,
         typer.Option(
-            "--merge", help="Merge the adapter into the whole model; without: PEFT's folder."
+            "--merge",
+            help="Merge the adapter into the model. Otherwise only the adapter is exported, in "
+            "PEFT's format.",
         ),
     ] = False,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Write weights as safetensors."""
-    dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    """Export weights as safetensors files."""
     if form != "safetensors":
         refuse(f"--format={form}: is not supported; use safetensors")
-    if dtype is not None and dtype not in dtypes:
-        refuse(f"--dtype={dtype}: is not supported; use fp32, bf16 or fp16")
+    if dtype is not None and dtype not in NUMBER_FORMATS:
+        refuse(f"--dtype={dtype}: is not supported; use {one_of([*NUMBER_FORMATS])}")
     checkpoint = _checkpoint(run_dir)
     config = _config(checkpoint, trust)
     with spinner("writing"):
         import torch
 
-        from axonlaunch.checkpoint import weights
+        from axonlaunch.checkpoint.exchange import weights
 
-        chosen = getattr(torch, dtypes[dtype]) if dtype else None
+        chosen = getattr(torch, NUMBER_FORMATS[dtype].dtype) if dtype else None
         size = int(file_gb * GB)
         written = weights.export_weights(
             checkpoint, config, out, dtype=chosen, file_bytes=size, merge=merge
@@ -239,25 +264,27 @@ def export(
     for name in written:
         typer.echo(f"{out / name}")
     if config.model.name in ("gpt", "llama"):
-        typer.echo(_NOT_OF_TRANSFORMERS, err=True)
+        typer.echo(_NOT_FOR_TRANSFORMERS, err=True)
 
 
 @checkpoint_app.command(
-    "import", help="Create a run at step 0 from exported weights of a model of text."
+    "import", cls=Command, help="Create a run at step 0 from exported weights of a text model."
 )
 def import_(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="Folder with config.json and *.safetensors.")
     ],
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The new run's folder.")],
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Folder of the run to create.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Create a run from exported weights."""
     from axonlaunch import config as configuration
 
-    _folder(folder)
+    _require_folder(folder)
     with spinner("reading"):
-        from axonlaunch.checkpoint import weights
+        from axonlaunch.checkpoint.exchange import weights
 
         written = weights.import_weights(folder, run_dir, configuration.load(["strategy=single"]))
     if as_json:
@@ -266,13 +293,14 @@ def import_(
     typer.echo(f"{written}\ntrain from it with model.weights={run_dir}")
 
 
-def _about(checkpoint: Checkpoint) -> dict[str, Any]:
+def _to_json_dict(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**asdict(checkpoint), "path": str(checkpoint.path)}
 
 
 def _all(path: Path) -> list[Checkpoint]:
-    """Return the checkpoint that a path is, or those of the run that it is."""
-    from axonlaunch.checkpoint import list_checkpoints, step_folders
+    """Return the checkpoint at a path, or all checkpoints of the run at a path."""
+    from axonlaunch.checkpoint import list_checkpoints
+    from axonlaunch.checkpoint.format import step_folders
 
     checkpoint = step_folders.read_checkpoint(step_folders.follow_link(path))
     return [checkpoint] if checkpoint else list_checkpoints(path)
@@ -280,18 +308,18 @@ def _all(path: Path) -> list[Checkpoint]:
 
 def _checkpoint(path: Path) -> Checkpoint:
     from axonlaunch.checkpoint import corrupt_checkpoints, find_checkpoint
-    from axonlaunch.checkpoint.storage import reaching
+    from axonlaunch.checkpoint.format.storage import reaching
 
-    _folder(path)
+    _require_folder(path)
     with reaching(path):
         checkpoint = find_checkpoint(path)
-        wrong = (
+        corrupt = (
             ""
             if checkpoint
-            else "; ".join(f"{p} {why}" for p, why in corrupt_checkpoints(path).items())
+            else "; ".join(f"{p} {reason}" for p, reason in corrupt_checkpoints(path).items())
         )
     if checkpoint is None:
-        refuse(wrong or f"{path}: contains no checkpoint; give a run or a checkpoint")
+        refuse(corrupt or f"{path}: contains no checkpoint; give a run or a checkpoint")
     return checkpoint
 
 
@@ -301,8 +329,8 @@ def _config(checkpoint: Checkpoint, trusted: bool) -> RunConfig:
     return read_frozen(checkpoint.path.parent.parent, trusted=trusted)
 
 
-def _folder(path: Path) -> None:
-    from axonlaunch.checkpoint.storage import reaching
+def _require_folder(path: Path) -> None:
+    from axonlaunch.checkpoint.format.storage import reaching
     from axonlaunch.config import meant_below_runs
 
     with reaching(path):

@@ -8,15 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from axonlaunch.config.adapter import LoraConfig
-from axonlaunch.config.data import DATASETS, PythonSourceConfig
-from axonlaunch.config.data_parallel import DATA_PARALLEL
-from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.launch import LAUNCHERS, LaunchConfig
-from axonlaunch.config.loggers import LOGGERS
-from axonlaunch.config.losses import LOSSES
-from axonlaunch.config.model import MODELS, GPTConfig, HuggingFaceConfig
-from axonlaunch.config.optimizer import (
+from axonlaunch.config.optimization.optimizer import (
     OPTIMIZERS,
     SCHEDULERS,
     AdamWConfig,
@@ -24,9 +16,18 @@ from axonlaunch.config.optimizer import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from axonlaunch.config.recording import ProfileConfig, TraceConfig
+from axonlaunch.config.options.adapter import LoraConfig
+from axonlaunch.config.options.data import DATASETS, PythonSourceConfig
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL
+from axonlaunch.config.options.hardware import HardwareConfig
+from axonlaunch.config.options.launch import LAUNCHERS, LaunchConfig
+from axonlaunch.config.options.loggers import LOGGERS
+from axonlaunch.config.options.losses import LOSSES
+from axonlaunch.config.options.model import MODELS, GPTConfig, HuggingFaceConfig
+from axonlaunch.config.options.recording import ProfileConfig, TraceConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionName, StoredFormatName
 from axonlaunch.config.registry import Registry
-from axonlaunch.config.tokenizer import TokenizerConfig
 
 
 class Named(Protocol):
@@ -159,7 +160,7 @@ class StrategyConfig:
     """search for the fastest layout on the configured or detected hardware before training starts,
     as `axonlaunch plan` does; keys of the layout that overrides set are kept
     """
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: StoredFormatName = "fp32"
     """dtype in which gradients are summed over data-parallel ranks; bf16 halves the traffic"""
 
 
@@ -181,7 +182,7 @@ class TrainConfig:
     """
     grad_clip: float | None = field(default=1.0, metadata={"above": 0})
     """largest norm of the gradient of all parameters; null: no clipping"""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: PrecisionName = "fp32"
     """dtype of forward and backward; see param_dtype for parameters"""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """precision of fp32 matrix products (torch.set_float32_matmul_precision). highest: fp32; high:
@@ -192,7 +193,7 @@ class TrainConfig:
     """the only fused attention kernel that torch may use on a GPU. auto: the first that supports
     the tensors; cuDNN before flash on Hopper and Blackwell, otherwise in torch's order
     """
-    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    param_dtype: StoredFormatName = "fp32"
     """dtype in which weights and their gradients are stored. fp32: as the model builds them; bf16:
     half the bytes, but updates smaller than 1/256 of a weight are lost; needs precision=bf16
     """
@@ -265,7 +266,7 @@ class TrainConfig:
     @property
     def parameter_bytes(self) -> int:
         """Bytes per element of the weights."""
-        return 2 if self.param_dtype == "bf16" else 4
+        return NUMBER_FORMATS[self.param_dtype].nbytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Datasets, a file each, addressed by global sample index, and the registry that lists them.
+"""Datasets, addressed by global sample index, and their registry.
 
-Importing it, and making a dataset, imports no torch: what can't be read is reported before a rank
-starts.
+Neither importing this package nor building a dataset imports torch: unreadable files are reported
+before a rank starts.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from axonlaunch.config.data import DATASETS
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.data import DATASETS
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.registry import register_dataset
 
 if TYPE_CHECKING:
@@ -28,18 +28,18 @@ def build_dataset(
     report: OnProgress = lambda state: None,
     verifies: bool = False,
 ) -> Dataset:
-    """Make the dataset that a typed configuration describes.
+    """Build the dataset of a typed configuration.
 
     Args:
         config: The group ``data``.
-        tokenizer: Of text; None: bytes.
-        report: Is called now and then while text is tokenised.
-        verifies: Whether to compare all tokens of the cache with their checksums now, as a command
-            does before it starts ranks; ranks compare what they map.
+        tokenizer: Tokenizer for text; None: bytes.
+        report: Called from time to time while text is tokenised.
+        verifies: Whether to compare all cached tokens with their checksums now, as a command does
+            before it starts ranks; ranks compare only the tokens that they map.
 
     Raises:
-        UnknownNameError: No dataset of that name is registered.
-        ConfigError: It can't be made of what the configuration names.
+        UnknownNameError: No dataset with that name is registered.
+        ConfigError: The dataset can't be built from this configuration.
     """
     problems: list[tuple[str, str]] = getattr(config, "problems", list)()
     if problems:
@@ -52,25 +52,25 @@ def build_dataset(
     build: Callable[..., Dataset] = DATASETS.get(config.name)
     facts = DATASETS.facts(config.name)
     if facts is None or not facts.takes_tokenizer:
-        made = build(config)
-        return made if DATASETS.is_included(config.name) else _as_dataset(made, config)
+        built = build(config)
+        return built if DATASETS.is_included(config.name) else _as_dataset(built, config)
     from axonlaunch.data.learned_tokenizer import load_or_learn
 
-    made_by = load_or_learn(tokenizer or TokenizerConfig(), config, report=report)
-    return build(config, made_by, report=report, verifies=verifies)
+    loaded = load_or_learn(tokenizer or TokenizerConfig(), config, report=report)
+    return build(config, loaded, report=report, verifies=verifies)
 
 
-def _as_dataset(made: Any, config: Any) -> Dataset:
-    """Return what a registered builder made in the form of a dataset.
+def _as_dataset(built: Any, config: Any) -> Dataset:
+    """Adapt the return value of a registered builder.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not a dataset.
     """
-    from axonlaunch.data.own import adapt_dataset
+    from axonlaunch.data.user_datasets import adapt_dataset
 
     facts = DATASETS.facts(config.name)
     return adapt_dataset(
-        made,
+        built,
         collate=facts.collate if facts else None,
         eval_fraction=getattr(config, "eval_fraction", None),
         num_classes=getattr(config, "num_classes", None),

@@ -1,7 +1,7 @@
-"""Folders of the token cache: written by one process, checksummed, and put in place whole.
+"""Folders of the token cache, written by one process and checked by checksums.
 
-A folder is complete once it has its final name. Its files are on disk by then, and ``sums.json``
-has the size and the CRC-32 of each. A folder or a file that is a link is an error.
+A folder gets its final name once it is complete. Its files are flushed to disk by then, and
+``sums.json`` has the size and the CRC-32 of each. A folder or a file that is a link is an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.system.files import create_file, open_regular, read_text
+from axonlaunch.system.storage.files import create_file, open_regular, read_text
 
 SUMS = "sums.json"
 _LARGEST = 1 << 20
@@ -30,7 +30,7 @@ _NOT_READABLE = (FileNotFoundError, NotADirectoryError, ValueError, TypeError, K
 def writer_lock(partial: Path, *, waits: Callable[[], None]) -> Iterator[bool]:
     """Lock a folder, created if it is missing; yield whether it is still at its path.
 
-    The kernel releases the lock however the process ends.
+    The kernel releases the lock when the process ends, for any reason.
 
     Args:
         partial: The folder.
@@ -64,13 +64,15 @@ def publish(partial: Path, complete: Path, *, sums: Mapping[str, int] | None = N
     Raises:
         OSError: A file can't be read or written.
     """
-    known = sums or {}
+    computed = sums or {}
     about = {}
     for file in sorted(partial.iterdir()):
         if file.name != SUMS:
             with open_regular(file) as stream:
                 size = os.fstat(stream.fileno()).st_size
-                crc32 = known[file.name] if file.name in known else _crc32(stream.fileno(), size)
+                crc32 = (
+                    computed[file.name] if file.name in computed else _crc32(stream.fileno(), size)
+                )
                 os.fsync(stream.fileno())
             about[file.name] = {"bytes": size, "crc32": crc32}
     (partial / SUMS).unlink(missing_ok=True)
@@ -96,16 +98,16 @@ def find_change(folder: Path, *, names: Collection[str] | None = None) -> str | 
     """
     try:
         about: dict[str, Any] = json.loads(read_text(folder / SUMS, at_most=_LARGEST))
-        for name, known in about.items():
+        for name, written in about.items():
             with open_regular(folder / name) as stream:
                 size = os.fstat(stream.fileno()).st_size
-                if size != known["bytes"]:
-                    return f"{name} has {size:,} bytes, {known['bytes']:,} were written"
+                if size != written["bytes"]:
+                    return f"{name} has {size:,} bytes, {written['bytes']:,} were written"
                 is_read = names is None or name in names
-                if is_read and _crc32(stream.fileno(), size) != known["crc32"]:
-                    return f"{name} has another checksum than what was written"
+                if is_read and _crc32(stream.fileno(), size) != written["crc32"]:
+                    return f"{name} has another checksum than when it was written"
     except _NOT_READABLE as error:
-        return f"a file of it is missing, or {SUMS} can't be understood ({type(error).__name__})"
+        return f"a file is missing, or {SUMS} is invalid ({type(error).__name__})"
     return None
 
 
@@ -129,15 +131,15 @@ def matches(file: Path, *, size: int, crc32: int) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove the checksums, so that the next process makes the folder again."""
+    """Remove the checksums, so that the next process builds the folder again."""
     (folder / SUMS).unlink(missing_ok=True)
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder whose place is needed.
+    """Delete a folder to make room for a new one.
 
     Raises:
-        OSError: It can't be deleted, or is a link.
+        OSError: It can't be deleted, or it is a link.
     """
     refuse_link(folder)
     if folder.exists():
@@ -145,17 +147,17 @@ def remove(folder: Path) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a link where this process would write through it.
+    """Raise an error for a link, so that this process does not write through it.
 
     Raises:
-        OSError: It is one.
+        OSError: The path is a link.
     """
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return
     if stat.S_ISLNK(mode):
-        raise OSError(errno.ELOOP, f"{path} is a link, and nothing is written through one")
+        raise OSError(errno.ELOOP, f"{path} is a link, which is not followed for writing")
 
 
 def _crc32(descriptor: int, size: int) -> int:
@@ -174,7 +176,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _is_same(descriptor: int, path: Path) -> bool:
-    """Return whether a path still leads to what was opened."""
+    """Return whether a path still leads to the opened file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

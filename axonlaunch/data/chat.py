@@ -1,6 +1,6 @@
-"""Chats: the messages of the rows of files.
+"""Encodes the chats of rows as documents of tokens.
 
-It makes tokens of one row's messages; files, shards and rows of tokens are ``text_rows``'s.
+Reading files, shards and packing rows of tokens are in other modules (``text_rows``).
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ from axonlaunch.data.rows import BadRow, Row
 from axonlaunch.data.tokenizer import Tokenizer
 
 _FORMAT = "chat 3"
-"""Changes with what is made of a chat, or refused: tokens that were kept are not those any more."""
+"""Changed whenever chats are encoded or refused differently; cached tokens are then invalid."""
 
 
 class ChatEncoder:
-    """Makes a document of each row's chat.
+    """Encodes each row's chat as a document.
 
     Attributes:
-        fingerprint: Of the tokenizer, its template and what counts.
-        vocab_size: Of the tokenizer.
-        masks: Whether only what the assistant says counts.
+        fingerprint: Hash of the tokenizer, its template and the choice of counted tokens.
+        vocab_size: Vocabulary size of the tokenizer.
+        masks: Whether only the assistant's tokens count as targets.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, field: str | None, assistant_only: bool) -> None:
-        """Choose a tokenizer, the field that holds the messages, and what counts.
+        """Load the chat template.
+
+        Args:
+            tokenizer: Tokenizer with a chat template.
+            field: Name of the field with the messages; None: recognised by its name.
+            assistant_only: Whether only the assistant's tokens count as targets.
 
         Raises:
             ConfigError: The tokenizer has no chat template.
@@ -45,7 +50,7 @@ class ChatEncoder:
         self.masks = assistant_only
 
     def columns(self, names: list[str]) -> list[str]:
-        """Return which of a table's columns it reads; all where they are of no form of a chat."""
+        """Return the columns to read; all, if no form of a chat is recognised."""
         return chat_columns(names, field=self._field)
 
     def cancel(self) -> None:
@@ -53,29 +58,30 @@ class ChatEncoder:
         self._tokenizer.cancel()
 
     def encode(self, rows: Sequence[Row | str]) -> Encoded:
-        """Return a document of each row; one of which no token counts is a bad row."""
+        """Return a document for each row. A row without counted tokens is a bad row."""
         chats: list[Chat] = []
-        places: list[int] = []
+        positions: list[int] = []
         bad: list[tuple[int, str]] = []
-        for place, row in enumerate(rows):
+        for position, row in enumerate(rows):
             try:
                 chats.append(read_chat(row, field=self._field))
-                places.append(place)
+                positions.append(position)
             except ValueError as error:
-                bad.append((place, str(error)))
+                bad.append((position, str(error)))
         tokens, counted, used = [np.empty(0, np.uint32)], [np.empty(0, np.uint8)], []
-        for place, chat, written in zip(places, chats, self._template.write(chats), strict=True):
+        rendered = self._template.write(chats)
+        for position, chat, written in zip(positions, chats, rendered, strict=True):
             if isinstance(written, BadRow):
-                bad.append((place, written.reason))
+                bad.append((position, written.reason))
                 continue
-            ids, says = written
-            says = np.ones(len(ids), np.uint8) if says is None else says
-            if not says[1:].any():
-                bad.append((place, _nothing_counts(chat)))
+            ids, mask = written
+            mask = np.ones(len(ids), np.uint8) if mask is None else mask
+            if not mask[1:].any():
+                bad.append((position, _nothing_counts(chat)))
                 continue
             tokens.append(ids)
-            counted.append(says)
-            used.append(place)
+            counted.append(mask)
+            used.append(position)
         return Encoded(
             tokens=np.concatenate(tokens),
             lengths=np.array([len(each) for each in tokens[1:]], dtype=np.int64),
@@ -88,5 +94,5 @@ class ChatEncoder:
 def _nothing_counts(chat: Chat) -> str:
     roles = ", ".join(dict.fromkeys(message["role"] for message in chat.messages))
     if any(message["role"] == "assistant" for message in chat.messages):
-        return "no token counts: the chat template marks none of the assistant's"
+        return "no token counts: the chat template does not mark the assistant's tokens"
     return f"no token counts: its roles are {roles}; write assistant, or use data.train_on=all"

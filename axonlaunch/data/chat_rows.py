@@ -1,7 +1,8 @@
-"""The messages of a row, in the forms that chats are published in.
+"""Reads the messages of a row in the forms in which chats are published.
 
-OpenAI's ``messages`` (role, content), ShareGPT's ``conversations`` (from, value), prompt and
-completion, Alpaca's instruction, input and output. It refuses what would be lost in silence.
+Supported are OpenAI's ``messages`` (role, content), ShareGPT's ``conversations`` (from, value),
+prompt and completion, and Alpaca's instruction, input and output. Content that would be lost
+silently is an error.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ Message = dict[str, Any]
 
 _LISTS = ("messages", "conversations")
 _ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's names of roles; others are the template's own."""
-_PARTS = (
+"""ShareGPT's names of roles. Other roles are passed to the template unchanged."""
+_FORM_FIELDS = (
     *(((name,), ()) for name in _LISTS),
     (("prompt", "completion"), ()),
     (("instruction", "output"), ("input", "history")),
 )
-"""Of each form what it needs, and what else of a row is of it."""
-_BESIDE = ("system", "tools")
-"""Fields of rows of any form."""
+"""Required and optional fields of each form."""
+_SHARED_FIELDS = ("system", "tools")
+"""Additional fields that rows of every form may have."""
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
 _KINDS = {"list": "a list", "dict": "an object", "str": "text", "NoneType": "null"}
 
 
 @dataclass(frozen=True)
 class Chat:
-    """What a template is given.
+    """Input of a chat template.
 
     Attributes:
-        messages: Each with a role, and content or what else the template reads.
-        tools: JSON schemas of functions that may be called; None: there are none.
+        messages: Messages with a role, and content or other keys that the template reads.
+        tools: JSON schemas of functions that may be called; None: no tools.
     """
 
     messages: list[Message]
@@ -45,11 +46,11 @@ def read_chat(row: Row | str, *, field: str | None) -> Chat:
     """Return the chat of a row.
 
     Args:
-        row: Of a file.
-        field: Name of the field that holds the messages; None: recognised.
+        row: Row of a file.
+        field: Name of the field with the messages; None: recognised by its name.
 
     Raises:
-        ValueError: It is none; the text says what was seen.
+        ValueError: The row is not a chat; the message describes the row.
     """
     if isinstance(row, str):
         raise ValueError(f"is text; a row of chat is an object with {field or _FORMS}")
@@ -71,25 +72,25 @@ def read_chat(row: Row | str, *, field: str | None) -> Chat:
 
 
 def chat_columns(names: list[str], *, field: str | None) -> list[str]:
-    """Return which of a table's columns chats are made of; all where that is of no form.
+    """Return the columns of a table that chats need; all, if it has none of the forms.
 
     Args:
-        names: Of its columns.
-        field: Name of the one that holds the messages; None: recognised.
+        names: Names of the table's columns.
+        field: Name of the column with the messages; None: recognised by its name.
     """
-    forms = _PARTS if field is None else (((field,), ()),)
+    forms = _FORM_FIELDS if field is None else (((field,), ()),)
     read = {name for needed, more in forms if {*needed} <= {*names} for name in (*needed, *more)}
-    return [name for name in names if name in read or name in _BESIDE] if read else names
+    return [name for name in names if name in read or name in _SHARED_FIELDS] if read else names
 
 
 def _messages(row: Row, field: str | None) -> list[Message]:
     if field is not None:
         if field not in row:
             raise ValueError(f"has no field {field}; it has {_fields(row)}")
-        return _of_list(field, row[field])
+        return _parse_list(field, row[field])
     for name in _LISTS:
         if row.get(name) is not None:
-            return _of_list(name, row[name])
+            return _parse_list(name, row[name])
     if "prompt" in row and "completion" in row:
         return [
             {"role": "user", "content": _text(row, "prompt")},
@@ -97,7 +98,7 @@ def _messages(row: Row, field: str | None) -> list[Message]:
         ]
     if "instruction" in row and "output" in row:
         if row.get("history"):
-            raise ValueError("has a history, which this form does not carry; write messages")
+            raise ValueError("has a history, which this form does not support; write messages")
         context = row.get("input")
         more = "\n\n" + _text(row, "input") if context not in (None, "") else ""
         return [
@@ -108,16 +109,16 @@ def _messages(row: Row, field: str | None) -> list[Message]:
         if name in row:
             raise ValueError(f"{name} is null, not a list of messages")
     raise ValueError(
-        f"has no {_FORMS}; it has {_fields(row)}; data.messages_field=NAME is for another name"
+        f"has no {_FORMS}; it has {_fields(row)}; data.messages_field=NAME sets another name"
     )
 
 
-def _of_list(name: str, content: Any) -> list[Message]:
+def _parse_list(name: str, content: Any) -> list[Message]:
     if not isinstance(content, list):
         raise ValueError(f"{name} is {_kind(content)}, not a list of messages")
     if not content:
         raise ValueError(f"{name} is empty")
-    return [_message(message, f"{name}[{place}]") for place, message in enumerate(content)]
+    return [_message(message, f"{name}[{number}]") for number, message in enumerate(content)]
 
 
 def _message(message: Any, where: str) -> Message:
@@ -144,10 +145,10 @@ def _message(message: Any, where: str) -> Message:
 
 
 def _part(part: Any, where: str) -> str:
-    """Return the text of a part of OpenAI's content."""
+    """Return the text of one part of OpenAI's content."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(f"{where} has a part of type {kind}; models of text take text alone")
+        raise ValueError(f"{where} has a part of type {kind}; text models accept only text")
     return str(part["text"])
 
 
@@ -161,7 +162,7 @@ def _refuse_surrogates(text: str, number: int) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        message = f"message {number} has half of a surrogate pair, which is no character"
+        message = f"message {number} has an unpaired surrogate, which is not a character"
         raise ValueError(message) from None
 
 

@@ -1,7 +1,8 @@
-"""Chats written out by a tokenizer's chat template, and which of their tokens the assistant says.
+"""Renders chats by a tokenizer's chat template, and finds the tokens of the assistant.
 
-The template's ``{% generation %}`` marks say it where it has them. Elsewhere each turn of the
-assistant is what it adds to the text; where that is not unambiguous, a chat is refused.
+If the template has ``{% generation %}`` marks, they define the assistant's tokens. Otherwise a turn
+of the assistant is the text that the template adds for it; if that is ambiguous, the chat is
+invalid.
 """
 
 from __future__ import annotations
@@ -15,91 +16,94 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.chat_rows import Chat, Message
 from axonlaunch.data.rows import BadRow
 from axonlaunch.data.tables import LARGEST_ROW
 from axonlaunch.data.tokenizer import PretrainedTokenizer, Tokenizer
 
 _SPOKEN = ("reasoning_content", "tool_calls", "function_call")
-"""What a message says beside its content."""
+"""Keys of a message, other than its content, with text that the assistant writes."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BLAMED = "the chat template, or the tokenizer,"
 _Result = TypeVar("_Result")
 _Span = tuple[int, int]
 Written = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8] | None]
-"""A chat's tokens, and for each whether the assistant says it; None: all count."""
+"""A chat's tokens, and whether the assistant says each token; None: all count."""
 
 
 class ChatTemplate:
-    """Writes chats as the tokenizer's template does.
+    """Renders chats by a tokenizer's template.
 
     Attributes:
-        fingerprint: Of the template.
+        fingerprint: Hash of the template.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, marks_assistant: bool) -> None:
-        """Look for the template.
+        """Find the template.
 
         Args:
-            tokenizer: What has it.
-            marks_assistant: Whether to find the tokens that the assistant says.
+            tokenizer: Tokenizer with the template.
+            marks_assistant: Whether to find the tokens of the assistant.
 
         Raises:
-            ConfigError: There is no template, or those tokens can't be found by this tokenizer.
+            ConfigError: There is no template, or this tokenizer can't locate the assistant's
+                tokens.
         """
-        where = "tokenizer.path"
+        key = "tokenizer.path"
         if not isinstance(tokenizer, PretrainedTokenizer):
             message = (
-                "null stands for bytes, which have no chat template; use a folder that has "
+                "null selects bytes, which have no chat template; use a folder that has "
                 "one, or tokenizer=train"
             )
-            raise ConfigError([ConfigIssue(where, message)])
-        self._owner, loaded = tokenizer, tokenizer.transformers
+            raise ConfigError([ConfigIssue(key, message)])
+        self._pretrained, loaded = tokenizer, tokenizer.transformers
         self.fingerprint = tokenizer.template_fingerprint
         try:
             loaded.get_chat_template()
         except ValueError:
             message = (
-                "the tokenizer has no chat template; use that of the model's instruct version, or "
-                "put a chat_template.jinja into the folder"
+                "the tokenizer has no chat template; use the one of the model's instruct version, "
+                "or put a chat_template.jinja into the folder"
             )
-            raise ConfigError([ConfigIssue(where, message)]) from None
+            raise ConfigError([ConfigIssue(key, message)]) from None
         if marks_assistant and not loaded.is_fast:
             message = (
-                "the tokenizer has no tokenizer.json, by which the assistant's tokens are found; "
-                "use one that has, or data.train_on=all"
+                "the tokenizer has no tokenizer.json, which is needed to find the assistant's "
+                "tokens; use a tokenizer with this file, or data.train_on=all"
             )
-            raise ConfigError([ConfigIssue(where, message)])
+            raise ConfigError([ConfigIssue(key, message)])
         self._marks_assistant = marks_assistant
 
     def write(self, chats: Sequence[Chat]) -> list[Written | BadRow]:
-        """Return of each chat its tokens, or why the template can't write it.
+        """Return the tokens of each chat, or the reason why the template can't render it.
 
         Raises:
             IsolatedCallError: The template took too long, or too much memory.
         """
         size = sum(len(str(chat.messages)) for chat in chats)
-        return self._call(_write, self._marks_assistant, list(chats), characters=size)
+        return self._call_isolated(_write, self._marks_assistant, list(chats), characters=size)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens by which the assistant is asked to answer messages.
+        """Return the tokens of a prompt that asks the assistant to answer messages.
 
         Raises:
-            ValueError: The template refuses them.
+            ValueError: The template rejects the messages.
         """
-        return self._call(_prompt, list(messages), characters=len(str(messages)))
+        return self._call_isolated(_prompt, list(messages), characters=len(str(messages)))
 
     def end_of_turn(self) -> str:
-        """Return what the template writes behind what the assistant says.
+        """Return the text that the template writes after an answer of the assistant.
 
         Raises:
-            ValueError: The template refuses a question and an answer.
+            ValueError: The template rejects a question and an answer.
         """
-        return self._call(_end_of_turn, characters=0)
+        return self._call_isolated(_end_of_turn, characters=0)
 
-    def _call(self, function: Callable[..., _Result], *args: Any, characters: int) -> _Result:
-        return self._owner.call_isolated(function, *args, characters=characters, what=_BLAMED)
+    def _call_isolated(
+        self, function: Callable[..., _Result], *args: Any, characters: int
+    ) -> _Result:
+        return self._pretrained.call_isolated(function, *args, characters=characters, what=_BLAMED)
 
 
 def _write(
@@ -117,7 +121,7 @@ def _end_of_turn(tokenizer: PretrainedTokenizer) -> str:
 
 
 class _Writer:
-    """Writes chats in this process, by templates and tokenizers that may be a stranger's."""
+    """Renders chats in this process, with templates and tokenizers that may not be trusted."""
 
     def __init__(self, tokenizer: Any, *, marks_assistant: bool) -> None:
         self._tokenizer = tokenizer
@@ -139,12 +143,12 @@ class _Writer:
 
     def end_of_turn(self) -> str:
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "OK"}
-        asked = self._render([question], None, asks=True)
-        whole = self._render([question, answer], None)
-        return whole[_common(asked, whole) :].partition("OK")[2].strip()
+        prompt = self._render([question], None, asks=True)
+        full_text = self._render([question, answer], None)
+        return full_text[_common_prefix(prompt, full_text) :].partition("OK")[2].strip()
 
     def _text(self, chat: Chat) -> str | BadRow:
-        """Return what the template makes of a chat, all of it."""
+        """Return the rendered text of a chat, or why it is invalid."""
         try:
             text = self._render(chat.messages, chat)
         except ValueError as error:
@@ -153,38 +157,39 @@ class _Writer:
         return text if lost is None else BadRow(f"the chat template leaves out {lost}")
 
     def _lost_parts(self, chat: Chat, text: str) -> Iterator[str]:
-        """Yield what of a chat makes no difference to the text.
+        """Yield the parts of a chat that do not affect the rendered text.
 
-        Earlier turns may lose their reasoning: it is looked for as if no turn followed.
+        Templates may drop the reasoning of earlier turns, so reasoning is checked as if no turn
+        followed.
         """
         if chat.tools is not None and self._writes_alike(chat.messages, Chat([]), text):
             yield "tools"
         for number, message in enumerate(chat.messages, start=1):
-            before, after = chat.messages[: number - 1], chat.messages[number:]
+            previous, following = chat.messages[: number - 1], chat.messages[number:]
             which = f"message {number}, of role {message['role']}"
             is_again = number > 1 and message["role"] == "system"
             if not _is_written(message, text) or (
-                is_again and self._writes_alike([*before, *after], chat, text)
+                is_again and self._writes_alike([*previous, *following], chat, text)
             ):
                 yield which
             for key in (key for key in _SPOKEN if message.get(key)):
                 shorter = {name: value for name, value in message.items() if name != key}
                 try:
-                    whole = self._render([*before, message], chat)
-                except ValueError:  # what it refuses to end with it has looked at
+                    full_text = self._render([*previous, message], chat)
+                except ValueError:  # the template reads a message that it rejects as the last
                     continue
-                if self._writes_alike([*before, shorter], chat, whole):
+                if self._writes_alike([*previous, shorter], chat, full_text):
                     yield f"{key} of {which}"
 
     def _writes_alike(self, messages: Sequence[Message], chat: Chat, text: str) -> bool:
-        """Say whether messages are written as a text is, with the tools of a chat."""
+        """Return whether messages, with the tools of a chat, are rendered as a given text."""
         try:
             return self._render(messages, chat) == text
         except ValueError:
             return False
 
     def _mark_tokens(self, chats: Sequence[tuple[Chat, str]]) -> Iterator[Written]:
-        """Yield tokens by the template's marks; chats that have the same tools go together."""
+        """Yield tokens by the template's marks, in groups of chats with the same tools."""
         for tools, group in itertools.groupby((chat for chat, _ in chats), lambda one: one.tools):
             rendered = self._tokenizer.apply_chat_template(
                 [chat.messages for chat in group],
@@ -193,13 +198,13 @@ class _Writer:
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-            for tokens, says in zip(
+            for tokens, mask in zip(
                 rendered["input_ids"], rendered["assistant_masks"], strict=True
             ):
-                yield np.array(tokens, dtype=np.uint32), np.array(says, dtype=np.uint8)
+                yield np.array(tokens, dtype=np.uint32), np.array(mask, dtype=np.uint8)
 
     def _by_turns(self, chats: Sequence[tuple[Chat, str]]) -> list[Written | BadRow]:
-        """Return tokens, and which are the assistant's by what its turns add, if that is asked."""
+        """Return tokens and, if requested, which of them the assistant's turns add."""
         if not chats:
             return []
         rendered = self._tokenizer(
@@ -209,63 +214,63 @@ class _Writer:
             return_offsets_mapping=self._marks_assistant,
         )
         written: list[Written | BadRow] = []
-        for place, (chat, text) in enumerate(chats):
-            tokens, says = np.array(rendered["input_ids"][place], dtype=np.uint32), None
+        for number, (chat, text) in enumerate(chats):
+            tokens, mask = np.array(rendered["input_ids"][number], dtype=np.uint32), None
             if self._marks_assistant:
                 try:
                     turns = self._turns(chat, text)
                 except ValueError as error:
                     written.append(BadRow(str(error)))
                     continue
-                says = _overlapping(
-                    np.array(rendered["offset_mapping"][place]).reshape(-1, 2), turns
+                mask = _overlapping(
+                    np.array(rendered["offset_mapping"][number]).reshape(-1, 2), turns
                 )
-            written.append((tokens, says))
+            written.append((tokens, mask))
         return written
 
     def _turns(self, chat: Chat, text: str) -> list[_Span]:
-        """Return what each turn of the assistant adds to the text.
+        """Return the span of text that each turn of the assistant adds.
 
         Raises:
-            ValueError: That is ambiguous.
+            ValueError: A span is ambiguous.
         """
         roles = enumerate(message["role"] for message in chat.messages)
         return [self._turn(chat, number, text) for number, role in roles if role == "assistant"]
 
     def _turn(self, chat: Chat, number: int, text: str) -> _Span:
-        """Return what a turn of the assistant adds to the text.
+        """Return the span of text that a turn of the assistant adds.
 
-        It begins where the text ends that asks for it, ``<|im_start|>assistant``. It ends as the
-        chat does that ends with it. Some templates leave the reasoning out of turns that are not
-        the last, so the end of what it adds has to be found again in the whole text.
+        The span begins after the generation prompt, for example ``<|im_start|>assistant``. It ends
+        where a chat that stops with this turn ends. Some templates drop the reasoning of turns that
+        are not the last, so the end of the added text is searched for in the full text.
 
         Raises:
-            ValueError: The texts do not agree.
+            ValueError: The texts are inconsistent.
         """
         if not number:
             raise ValueError(
                 "begins with the assistant, and the chat template has no {% generation %} marks "
-                "that say which tokens it says; put another message before it"
+                "for its tokens; put another message before it"
             )
-        before, message = chat.messages[:number], chat.messages[number]
-        start = _common(self._render(before, chat, asks=True), text)
-        added = self._render([*before, message], chat)[start:]
+        previous, message = chat.messages[:number], chat.messages[number]
+        start = _common_prefix(self._render(previous, chat, asks=True), text)
+        added = self._render([*previous, message], chat)[start:]
         rest = text[start:]
-        length = len(added) if rest.startswith(added) else _overlap(added, rest)
-        is_after = start >= len(self._render(before, chat))
+        length = len(added) if rest.startswith(added) else _longest_overlap(added, rest)
+        is_after = start >= len(self._render(previous, chat))
         if not is_after or not length or _last_line(message) not in rest[:length]:
             raise ValueError(
-                f"the chat template writes message {number + 1} in another way when others follow, "
-                "so which tokens the assistant says is not known; add {% generation %} marks to "
-                "the template, or use data.train_on=all"
+                f"the chat template writes message {number + 1} differently when others follow, so "
+                "the assistant's tokens are unknown; add {% generation %} marks to the template, "
+                "or use data.train_on=all"
             )
         return start, start + length
 
     def _render(self, messages: Sequence[Message], chat: Chat | None, *, asks: bool = False) -> str:
-        """Write messages.
+        """Render messages.
 
         Raises:
-            ValueError: The template refuses them.
+            ValueError: The template rejects them.
         """
         try:
             text: str = self._tokenizer.apply_chat_template(
@@ -274,42 +279,42 @@ class _Writer:
                 tokenize=False,
                 add_generation_prompt=asks,
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise any exception
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise ValueError(f"the chat template refuses it: {reason}") from None
+            raise ValueError(f"the chat template rejects it: {reason}") from None
         if len(text) > LARGEST_ROW:
             raise ValueError(f"the chat template writes {len(text):,} characters for it")
         return text
 
 
-def _common(first: str, second: str) -> int:
-    """Return how many characters two texts begin with in common."""
+def _common_prefix(first: str, second: str) -> int:
+    """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(first, second, strict=False))
     shorter = min(len(first), len(second))
-    return next((place for place, (one, other) in pairs if one != other), shorter)
+    return next((position for position, (one, other) in pairs if one != other), shorter)
 
 
 def _overlapping(offsets: npt.NDArray[np.int64], spans: Sequence[_Span]) -> npt.NDArray[np.uint8]:
-    """Return for each token whether one of its characters is in a span."""
+    """Return whether each token overlaps a span."""
     counted = np.zeros(len(offsets), dtype=np.uint8)
     for start, end in spans:
         counted[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = 1
     return counted
 
 
-def _overlap(added: str, rest: str) -> int:
-    """Return the length of the longest end of one text that another begins with."""
+def _longest_overlap(added: str, rest: str) -> int:
+    """Return the length of the longest suffix of one text that is a prefix of another."""
     starts = range(len(added))
     return next((len(added) - at for at in starts if rest.startswith(added[at:])), 0)
 
 
 def _is_written(message: Message, text: str) -> bool:
-    """Say whether a message is in the text, as it is or as JSON."""
+    """Return whether a message is in the text, either literally or as JSON."""
     line = _last_line(message)
     return line in text or json.dumps(line)[1:-1] in text
 
 
 def _last_line(message: Message) -> str:
-    """Return the end of what a message says, which no template changes."""
+    """Return the last line of a message's content, which templates do not change."""
     content = message.get("content")
     return content.strip().rpartition("\n")[2].strip() if isinstance(content, str) else ""

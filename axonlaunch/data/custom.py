@@ -1,19 +1,19 @@
-"""A user's own dataset, named by where it is imported from; what it may be is ``own``'s to say."""
+"""Builds ``data=custom``: a user-defined dataset that is imported by its ``data.target``."""
 
 from __future__ import annotations
 
-from axonlaunch.config.data import CustomDataConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.plugins import import_callable
+from axonlaunch.config.code.plugins import import_callable
+from axonlaunch.config.options.data import CustomDataConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.own import adapt_dataset
+from axonlaunch.data.user_datasets import adapt_dataset
 
 
 def build_custom_dataset(config: CustomDataConfig) -> Dataset:
     """Import ``target`` and call it with the arguments.
 
     Raises:
-        ConfigError: It can't be imported, can't be called, or returns no dataset.
+        ConfigError: It can't be imported or called, or does not return a dataset.
     """
     builder = import_callable("data.target", config.target, config.arguments)
     collate = None

@@ -1,39 +1,45 @@
-"""What a dataset offers: samples by index, and what space their targets live in.
+"""The interface of datasets: samples by index, batches, and a record of optional facts.
 
-It holds the form; order, sharing and prefetching are the loader's.
+Order, division among ranks and prefetching are up to ``data.loader``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import IGNORE_INDEX, Kind
+from axonlaunch.config.options.data import IGNORE_INDEX, Kind
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.samples import CollatedSamples, Samples
+from axonlaunch.data.shuffle import Indices
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["IGNORE_INDEX", "Batch", "Dataset", "Kind", "NoText", "Split"]
+    from axonlaunch.data.tokenizer import Tokenizer
+
+__all__ = ["IGNORE_INDEX", "Batch", "Dataset", "DatasetInfo", "Kind", "NoText", "Split"]
 
 Split = Literal["train", "eval"]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples side by side.
+    """A batch of samples as tensors.
 
     Attributes:
         inputs: Tokens [B, T] int64, or images [B, C, H, W] fp32.
-        targets: [B, T] or [B] int64, ``IGNORE_INDEX`` where nothing counts; or fp32 of any shape,
-            of which a loss of one's own knows what they mean.
-        positions: Of each token in its document, [B, T] int64, for rows that hold several; a token
-            attends to those of its own document alone. None: a row is one sequence.
-        surplus: Rows at the end that no loss is to see: they give every rank as many.
+        targets: [B, T] or [B] int64, ``IGNORE_INDEX`` where no target counts; or fp32 of any
+            shape if a custom loss is used.
+        positions: Position of each token in its document, [B, T] int64, for rows that hold several
+            documents; a token attends only to tokens of its document. None: a row is one sequence.
+        surplus: Number of rows at the end that no loss may count. They give every rank the same
+            number of rows.
     """
 
     inputs: Tensor
@@ -48,15 +54,14 @@ class Batch:
         targets: npt.NDArray[Any],
         positions: npt.NDArray[np.int64] | None = None,
     ) -> Batch:
-        """Wrap arrays without a copy where their type allows it.
+        """Wrap arrays, without a copy if their type allows it.
 
         Args:
             inputs: Tokens [B, T] int64, or images [B, C, H, W] float32.
-            targets: [B, T] or [B], of any type of integers, or floats of any shape; those of others
-                than int64 and fp32 are copied to these.
-            positions: [B, T], of each token in its document; None: a row is one sequence.
+            targets: [B, T] or [B] integers, or floats of any shape; converted to int64 and fp32.
+            positions: Position of each token in its document, [B, T]; None: a row is one sequence.
         """
-        import torch  # here, so that datasets can be made and checked without torch
+        import torch  # imported here: datasets are built and checked without torch
 
         dtype = np.float32 if np.issubdtype(targets.dtype, np.floating) else np.int64
         return cls(
@@ -74,34 +79,35 @@ class Batch:
 
     @property
     def whole(self) -> dict[str, Tensor]:
-        """What a loss of one's own sees."""
+        """The batch as passed to a custom loss."""
         named = {"inputs": self.inputs, "targets": self.targets}
         return named if self.positions is None else {**named, "positions": self.positions}
 
     @property
     def num_samples(self) -> int:
-        """How many samples there are, B."""
+        """Number of samples, B."""
         return len(self)
 
     @property
     def is_counted(self) -> bool:
-        """Whether a row of it counts; of targets each says so for itself."""
+        """Whether any row counts in a loss."""
         return self.surplus < len(self)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors together."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.whole.values())
 
     def forward_arguments(self, forward: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return what a forward is called with: inputs, and positions in packed rows alone."""
+        """Return the arguments of a forward: inputs and, for packed rows only, positions."""
         del forward
         return [self.inputs], {} if self.positions is None else {"positions": self.positions}
 
     def micro_batches(self, size: int) -> Iterator[Batch]:
-        """Yield ``size`` samples at a time, as views; the last may have fewer.
+        """Yield micro-batches of ``size`` samples, as views; the last may have fewer.
 
-        Surplus is left out, where it is not all: every rank does as many forwards.
+        Surplus rows are left out, except if a micro-batch has no other rows: every rank runs the
+        same number of forwards.
         """
         for start in range(0, len(self), size):
             part = self.rows(start, start + size)
@@ -109,17 +115,17 @@ class Batch:
             yield part.rows(0, counted) if 0 < counted < len(part) else part
 
     def ready(self, size: int) -> Batch:
-        """Return the same, of which micro-batches are slices."""
+        """Return this batch, because its micro-batches are slices."""
         del size
         return self
 
     def uncounted(self, first: int, *, marks_targets: bool) -> Batch:
-        """Return the same, of which rows from ``first`` on do not count.
+        """Return this batch with the rows from ``first`` on excluded from the loss.
 
         Args:
-            first: Of these rows.
-            marks_targets: Whether their targets become ``IGNORE_INDEX``, which a loss passes over;
-                they are surplus else.
+            first: Index of the first excluded row.
+            marks_targets: Whether to set the targets of these rows to ``IGNORE_INDEX``, which a
+                loss ignores. Otherwise the rows become surplus.
         """
         if not marks_targets:
             return replace(self, surplus=len(self) - first)
@@ -134,11 +140,11 @@ class Batch:
         return replace(part, surplus=max(0, len(part) - counted))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Return a batch of what a function makes of each tensor.
+        """Return a batch with a function applied to each tensor.
 
         Args:
-            function: Called with inputs, targets and, where there are some, positions; what it
-                returns has the same first dim, B.
+            function: Called with inputs, targets and, if present, positions. It must keep the
+                first dim, B.
         """
         positions = None if self.positions is None else function(self.positions)
         return Batch(function(self.inputs), function(self.targets), positions, self.surplus)
@@ -148,24 +154,78 @@ AnyBatch = Batch | Samples
 MicroBatch = Batch | CollatedSamples
 
 
+class FileSums(NamedTuple):
+    """Checksums of the training files, in order.
+
+    Attributes:
+        sums: (name, checksum) of each file.
+        num_shards: Number of shards that the files cover; None: all.
+    """
+
+    sums: list[tuple[str, str]]
+    num_shards: int | None = None
+
+
+class Order(Protocol):
+    """Custom order of samples."""
+
+    def __call__(self, positions: Indices, *, seed: int) -> Indices:
+        """Return the index of the sample at each global position, [n] int64."""
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """Optional facts about a dataset. The defaults suit a dataset that needs none of them.
+
+    Attributes:
+        notes: Lines about the data that a run prints when it starts.
+        is_packed: Whether rows hold several documents, so that batches have ``positions``.
+        is_unsized: Whether the number of training samples is unknown; ``num_samples`` may be 0.
+        float_targets: Shape of one sample's targets if they are floats, which need a custom loss;
+            None: targets are classes or tokens.
+        eval_parts: Named parts of the held-out samples, as ranges of their indices. A run reports
+            the loss of each part.
+        order: Order of training samples; None: shuffled by the seed, anew in each epoch.
+        unigram_entropy: Computes the loss, in nats, of predicting held-out tokens from their
+            frequency in the training data; None: unknown.
+        file_sums: Computes checksums of the training files, by which a resumed run notices changed
+            data. The argument is the number of shards to include, where shards are tokenised one
+            after another; None: those tokenised so far.
+        tokenizer: Tokenizer of the text; None for other data.
+        tokenising_ahead: Returns a context in which a separate process tokenises the remaining
+            shards; None: no data is tokenised during a run.
+    """
+
+    notes: tuple[str, ...] = ()
+    is_packed: bool = False
+    is_unsized: bool = False
+    float_targets: tuple[int, ...] | None = None
+    eval_parts: Mapping[str, range] = field(default_factory=dict)
+    order: Order | None = None
+    unigram_entropy: Callable[[], float] | None = None
+    file_sums: Callable[[int | None], FileSums] | None = None
+    tokenizer: Tokenizer | None = None
+    tokenising_ahead: Callable[[TokenizerConfig], AbstractContextManager[object]] | None = None
+
+
 class Dataset(Protocol):
     """Samples addressed by index, the same on every rank.
 
-    A class of this form is called with its typed configuration, imports no torch before the first
-    sample, and raises ``ConfigError`` (a ``ValueError``) for what it can't read.
+    A class with this interface is called with its typed configuration, imports no torch before the
+    first sample, and raises ``ConfigError`` (a ``ValueError``) for input that it can't read.
     """
 
     @property
     def kind(self) -> Kind:
-        """What the inputs are."""
+        """Kind of the inputs."""
 
     @property
     def num_samples(self) -> int:
-        """Training samples; 0: a stream that does not say."""
+        """Number of training samples; 0 for a stream of unknown length."""
 
     @property
     def num_eval_samples(self) -> int:
-        """Held-out samples."""
+        """Number of held-out samples."""
 
     @property
     def num_classes(self) -> int:
@@ -177,20 +237,24 @@ class Dataset(Protocol):
 
     @property
     def is_text(self) -> bool:
-        """Whether ``encode`` and ``decode`` have a meaning."""
+        """Whether ``encode`` and ``decode`` are supported."""
+
+    @property
+    def info(self) -> DatasetInfo:
+        """Optional facts. A user's dataset may omit this member."""
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> AnyBatch:
-        """Return the samples of these indices, in their order."""
+        """Return the samples with these indices, in this order."""
 
     def encode(self, text: str) -> list[int]:
-        """Turn text into tokens; only where ``is_text``."""
+        """Convert text to tokens; only if ``is_text``."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text; only where ``is_text``."""
+        """Convert tokens to text; only if ``is_text``."""
 
 
 def sample_inputs(dataset: Dataset) -> Tensor:
-    """Return one sample's inputs, shape and type alone."""
+    """Return a meta tensor with shape and type of one sample's inputs."""
     import torch
 
     dtype = torch.int64 if dataset.kind == "tokens" else torch.float32
@@ -198,70 +262,37 @@ def sample_inputs(dataset: Dataset) -> Tensor:
 
 
 def sample_targets(dataset: Dataset) -> Tensor:
-    """Return one sample's targets, shape and type alone."""
+    """Return a meta tensor with shape and type of one sample's targets."""
     import torch
 
-    if (shape := float_targets(dataset)) is not None:
+    if (shape := dataset.info.float_targets) is not None:
         return torch.empty(shape, device="meta")
     shape = dataset.sample_shape if dataset.kind == "tokens" else ()
     return torch.empty(shape, dtype=torch.int64, device="meta")
 
 
-def float_targets(dataset: Dataset) -> tuple[int, ...] | None:
-    """Return the shape of a sample's targets where they are no classes; None: they are classes."""
-    shape: tuple[int, ...] | None = getattr(dataset, "float_targets", None)
-    return shape
-
-
-def holds_documents(dataset: Dataset) -> bool:
-    """Say whether rows hold several documents, so that batches have positions."""
-    return bool(getattr(dataset, "is_packed", False))
-
-
-def is_unsized(dataset: Dataset) -> bool:
-    """Say whether it is not known how many samples there are to train on."""
-    return bool(getattr(dataset, "is_unsized", False))
-
-
-def file_sums(
-    dataset: Dataset, *, shards: int | None = None
-) -> tuple[list[tuple[str, str]], int | None]:
-    """Return (name, checksum) of the files that training rows are made of, in order.
-
-    Args:
-        dataset: An included one; some have no files.
-        shards: Number of shards to look at, of data whose shards are tokenised one by one; None:
-            those that are tokenised by now.
-
-    Returns:
-        The checksums, and how many shards they cover; None: all.
-    """
-    sums = getattr(dataset, "file_sums", None)
-    if sums is None:
-        return [], None
-    if is_unsized(dataset):
-        found: tuple[list[tuple[str, str]], int | None] = sums(shards)
-        return found
-    return sums(), None
-
-
 class NoText:
-    """The text side of a dataset that has none."""
+    """Base class for datasets that are not text, without optional facts."""
 
     is_text = False
 
+    @property
+    def info(self) -> DatasetInfo:
+        """Default facts; override it as a property or a class attribute."""
+        return DatasetInfo()
+
     def encode(self, text: str) -> list[int]:
-        """Refuse.
+        """Raise an error, because the dataset is not text.
 
         Raises:
-            NotImplementedError: Always; ``is_text`` says so before.
+            NotImplementedError: Always; check ``is_text`` first.
         """
         raise NotImplementedError(f"{type(self).__name__} knows no text")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Refuse.
+        """Raise an error, because the dataset is not text.
 
         Raises:
-            NotImplementedError: Always; ``is_text`` says so before.
+            NotImplementedError: Always; check ``is_text`` first.
         """
         raise NotImplementedError(f"{type(self).__name__} knows no text")

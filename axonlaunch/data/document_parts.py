@@ -1,6 +1,6 @@
-"""What a row of text holds, and how much there is of a dataset of text.
+"""Records for documents in packed rows and for statistics of a text dataset.
 
-It holds the forms; ``text_rows`` fills them.
+``text_rows`` creates them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class DocumentPart:
     """A document, or a part of one, in a row.
 
     Attributes:
-        start: Where its first token stands among all.
-        tokens: Its tokens, of which each but the last is an input and each but the first a target.
-        counted: Whether each counts as a target.
-        left: Tokens from the first one to the end of the document; None if nobody asked.
+        start: Index of its first token among all tokens of the dataset.
+        tokens: Tokens. Each except the last is an input, each except the first a target.
+        counted: Whether each token counts as a target.
+        left: Number of tokens from the first one to the end of the document; None: not computed.
     """
 
     start: int
@@ -32,20 +32,20 @@ class DocumentPart:
 
 @dataclass(frozen=True)
 class TextSummary:
-    """How much there is of a dataset of text.
+    """Statistics of a text dataset.
 
     Attributes:
-        documents: Documents or chats, held-out ones included.
-        tokens: Of them.
-        counted_tokens: Of these, those that count as targets.
-        longest_document: Its tokens.
-        rows: To train on.
-        held_out_rows: To evaluate on.
-        row_tokens: Places of a row.
-        filled: Share of the places of rows to train on that a document takes.
-        too_long: Documents that were longer than a row.
-        skipped_rows: Rows of files that could not be read.
-        empty_rows: Rows of files that have no token to predict.
+        documents: Number of documents or chats, including held-out ones.
+        tokens: Number of tokens in all documents.
+        counted_tokens: Number of tokens that count as targets.
+        longest_document: Number of tokens of the longest document.
+        rows: Number of training rows.
+        held_out_rows: Number of held-out rows.
+        row_tokens: Number of positions in a row.
+        filled: Fraction of the positions in training rows that documents fill.
+        too_long: Number of documents that were longer than a row.
+        skipped_rows: Number of rows of files that could not be read.
+        empty_rows: Number of rows of files that have no token to predict.
     """
 
     documents: int
@@ -62,7 +62,7 @@ class TextSummary:
 
     @classmethod
     def together(cls, parts: Sequence[Self]) -> Self:
-        """Return what several parts of a dataset are together."""
+        """Return the combined statistics of several parts of a dataset."""
         totals = {
             field.name: sum(getattr(part, field.name) for part in parts) for field in fields(cls)
         }

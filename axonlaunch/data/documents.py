@@ -1,6 +1,6 @@
-"""Documents: a text field of the rows of files.
+"""Encodes a text field of rows as documents of tokens.
 
-It makes tokens of one row's text; files, shards and rows of tokens are ``text_rows``'s.
+Reading files, shards and packing rows of tokens are in other modules (``text_rows``).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from axonlaunch.data.tokenizer import Tokenizer
 
 
 class DocumentEncoder:
-    """Makes a document of each row's text.
+    """Encodes each row's text as a document.
 
     Attributes:
-        fingerprint: Of the tokenizer and the field.
-        vocab_size: Of the tokenizer.
+        fingerprint: Hash of the tokenizer and the field.
+        vocab_size: Vocabulary size of the tokenizer.
     """
 
     masks = False
 
     def __init__(self, tokenizer: Tokenizer, *, field: str) -> None:
-        """Choose a tokenizer and the field that holds the text."""
+        """Store the tokenizer and the name of the text field."""
         self._tokenizer = tokenizer
         self._field = field
         text = json.dumps(["documents", tokenizer.fingerprint, field])
@@ -36,7 +36,7 @@ class DocumentEncoder:
         self.vocab_size = tokenizer.vocab_size
 
     def columns(self, names: list[str]) -> list[str]:
-        """Return which of a table's columns it reads; all where that of the text is missing."""
+        """Return the columns to read; all, if the text field is missing."""
         return text_columns(names, field=self._field)
 
     def cancel(self) -> None:
@@ -44,24 +44,24 @@ class DocumentEncoder:
         self._tokenizer.cancel()
 
     def encode(self, rows: Sequence[Row | str]) -> Encoded:
-        """Return a document of each row, but for those that have no token to predict."""
+        """Return a document for each row, except rows that have no token to predict."""
         texts: list[str] = []
-        places: list[int] = []
+        positions: list[int] = []
         bad: list[tuple[int, str]] = []
-        for place, row in enumerate(rows):
+        for position, row in enumerate(rows):
             text: Any = row if isinstance(row, str) else row.get(self._field)
             if reason := _why_no_text(text, row, self._field):
-                bad.append((place, reason))
+                bad.append((position, reason))
             else:
                 texts.append(text)
-                places.append(place)
+                positions.append(position)
         documents = self._tokenizer.documents(texts)
         used = [index for index, document in enumerate(documents) if len(document) > 1]
-        none = np.empty(0, dtype=np.uint32)
+        empty = np.empty(0, dtype=np.uint32)
         return Encoded(
-            tokens=np.concatenate([none, *(documents[index] for index in used)]),
+            tokens=np.concatenate([empty, *(documents[index] for index in used)]),
             lengths=np.array([len(documents[index]) for index in used], dtype=np.int64),
-            rows=np.array([places[index] for index in used], dtype=np.int64),
+            rows=np.array([positions[index] for index in used], dtype=np.int64),
             counted=None,
             empty=len(documents) - len(used),
             bad=tuple(bad),
@@ -69,17 +69,17 @@ class DocumentEncoder:
 
 
 def text_columns(names: list[str], *, field: str) -> list[str]:
-    """Return which of a table's columns documents are made of; all where that is missing."""
+    """Return the columns of a table that documents need; all, if the field is missing."""
     return [field] if field in names else names
 
 
 def _why_no_text(text: object, row: Row | str, field: str) -> str | None:
-    """Return why a row's text is none; None where it is one."""
+    """Return why a row has no valid text; None if it has."""
     if isinstance(text, str):
         try:
             text.encode()
         except UnicodeEncodeError:
-            return f"{field} has half of a surrogate pair, which is no character"
+            return f"{field} has an unpaired surrogate, which is not a character"
         return None
     if isinstance(row, dict) and field not in row:
         return f"has no field {field}; it has {', '.join(map(str, row)) or 'none'}"

@@ -1,8 +1,8 @@
-"""Which encoder makes documents of rows, by the configuration of the data."""
+"""Selects the encoder of rows by the configuration of the data."""
 
 from __future__ import annotations
 
-from axonlaunch.config.documents import ChatConfig, DocumentsConfig, TextRowsConfig
+from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig, TextRowsConfig
 from axonlaunch.data.chat import ChatEncoder
 from axonlaunch.data.documents import DocumentEncoder
 from axonlaunch.data.encoding import Encoder
@@ -10,10 +10,10 @@ from axonlaunch.data.tokenizer import Tokenizer
 
 
 def make_encoder(config: TextRowsConfig, tokenizer: Tokenizer) -> Encoder:
-    """Return what makes documents of a dataset's rows; no file is read.
+    """Return the encoder for the rows of a dataset, without reading a file.
 
     Raises:
-        ConfigError: The tokenizer can't do it.
+        ConfigError: The tokenizer can't encode such rows.
     """
     if isinstance(config, ChatConfig):
         assistant_only = config.train_on == "assistant"

@@ -1,6 +1,6 @@
-"""What makes documents of rows, what it gives, and what is shown while it does.
+"""Interface of encoders, their result, and the progress shown while they run.
 
-It holds the forms; documents and chats are made in files of their own.
+``documents`` and ``chat`` implement encoders.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from axonlaunch.data.rows import Row
 
 _BAR = 24
-"""Characters of a progress bar."""
+"""Width of a progress bar in characters."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Encoded:
     """Documents of some rows.
 
     Attributes:
-        tokens: Of all, one after another.
-        lengths: Tokens of each document.
-        rows: Which row each is of, by its place among those that were given.
-        counted: For each token whether it counts as a target, uint8; None: all do.
-        empty: Rows of which no token is a target.
-        bad: ``(place, reason)`` of rows that are none.
+        tokens: Tokens of all documents, concatenated.
+        lengths: Number of tokens of each document.
+        rows: Index of each document's row in the input.
+        counted: Whether each token counts as a target, uint8; None: all do.
+        empty: Number of rows without a token that is a target.
+        bad: ``(index, reason)`` of invalid rows.
     """
 
     tokens: npt.NDArray[np.uint32]
@@ -40,12 +40,12 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Makes documents of rows.
+    """Encodes rows as documents.
 
     Attributes:
-        fingerprint: Of all that decides what comes out, beside the rows.
+        fingerprint: Hash of everything that decides the result, except the rows.
         vocab_size: One more than the largest token.
-        masks: Whether some tokens don't count.
+        masks: Whether some tokens do not count as targets.
     """
 
     fingerprint: str
@@ -53,10 +53,10 @@ class Encoder(Protocol):
     masks: bool
 
     def columns(self, names: list[str]) -> list[str]:
-        """Return which of a table's columns it reads; all where what it needs is not there."""
+        """Return the columns of a table to read; all, if a required one is missing."""
 
     def encode(self, rows: Sequence[Row | str]) -> Encoded:
-        """Return the documents of rows, in their order; a row may have none.
+        """Return the documents of rows, in their order; a row may have no document.
 
         Raises:
             IsolatedCallError: The tokenizer took too long, or too much memory.
@@ -68,15 +68,15 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Tokenising:
-    """What a user who waits is shown.
+    """Progress as shown to a user.
 
     Attributes:
-        file: Path or URL.
-        fraction: Share of all files' bytes that is done.
-        tokens: Made so far.
-        waits: Whether another process makes them, and this one waits.
-        learns: Whether a tokenizer is learned of the text.
-        verifies: Whether tokens that are there are compared with their checksums.
+        file: Path or URL of the current file.
+        fraction: Fraction of all files' bytes that is done.
+        tokens: Number of tokens so far.
+        waits: Whether this process waits for another one that tokenises the file.
+        learns: Whether a tokenizer is being learned from the text.
+        verifies: Whether cached tokens are being compared with their checksums.
     """
 
     file: str
@@ -88,7 +88,7 @@ class Tokenising:
 
     def __str__(self) -> str:
         if self.learns:
-            return f"learning a tokenizer of {self.file}"
+            return f"learning a tokenizer from {self.file}"
         if self.verifies:
             return f"verifying {self.fraction:.0%} of the tokens, {self.file}"
         if self.waits:

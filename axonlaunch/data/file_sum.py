@@ -1,4 +1,4 @@
-"""Checksums of data files, from which a resumed run finds that a file has changed."""
+"""Checksums of data files, by which a resumed run detects changed files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _SAMPLES, _SAMPLE_BYTES = 1024, 1 << 16
 
 
 def sum_of_file(file: Path) -> str:
-    """Return the size of a file with a CRC-32 of its content.
+    """Return the size of a file and a CRC-32 of its content.
 
-    Of a file above 1 GiB, 64 MiB are read: 1,024 parts, evenly spaced, and the end.
+    Files above 1 GiB are sampled: 1,024 evenly spaced parts and the end, 64 MiB in total.
     """
     size = file.stat().st_size
     step = _SAMPLE_BYTES if size <= _READ_WHOLE else size // _SAMPLES

@@ -1,4 +1,4 @@
-"""Reads the elements of a JSON array one after another, so that the file need not fit in memory."""
+"""Reads the elements of a JSON array one by one, so that the file need not fit in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 _BLOCK = 1 << 20
 _ENDS = " \t\n\r,]"
-"""What may follow an element."""
+"""Characters that may follow an element."""
 _BLANK = re.compile(r"[ \t\n\r]*")
 _NEAR_END = 16
 """Characters before the end of a block in which an error may be due to the block's end."""
@@ -19,26 +19,26 @@ _DECODER = json.JSONDecoder()
 
 
 class TooLongElementError(ValueError):
-    """An element of the array is longer than any that is read."""
+    """An element of the array is longer than the limit."""
 
 
 def elements(stream: io.BufferedReader, *, longest: int) -> Iterator[Any]:
     """Yield the elements of an array.
 
     Args:
-        stream: At the beginning of the array, in UTF-8, UTF-16 or UTF-32.
-        longest: Characters of an element.
+        stream: Stream at the beginning of the array, in UTF-8, UTF-16 or UTF-32.
+        longest: Maximum number of characters of an element.
 
     Raises:
         TooLongElementError: An element is longer.
-        ValueError: The text is no JSON array, or not in one of these encodings.
-        RecursionError: An element is nested too deep.
+        ValueError: The text is not a JSON array, or not in one of these encodings.
+        RecursionError: An element is nested too deeply.
     """
     yield from _Parser(stream, longest).elements()
 
 
 class _Parser:
-    """The text of an array; a part of it is in memory."""
+    """Incremental parser of an array; only a part of the text is in memory."""
 
     def __init__(self, stream: io.BufferedReader, longest: int) -> None:
         encoding = json.detect_encoding(stream.peek(4)[:4])
@@ -58,9 +58,9 @@ class _Parser:
                 if (mark := self._next_mark()) == "]":
                     self._at += 1
                     break
-                self._expect(",", seen=mark)
+                self._expect(",", actual=mark)
         if extra := self._next_mark():
-            raise ValueError(f"after the array there is {extra!r}")
+            raise ValueError(f"{extra!r} follows the end of the array")
 
     def _element(self) -> Any:
         self._number += 1
@@ -71,7 +71,7 @@ class _Parser:
                 value, end = _DECODER.raw_decode(self._part, self._at)
                 is_near_end = end > len(self._part) - _NEAR_END
                 is_ended = end < len(self._part) and self._part[end] in _ENDS
-                if is_ended or not is_near_end or self._is_last:  # a number may go on
+                if is_ended or not is_near_end or self._is_last:  # a number may continue
                     self._at = end
                     return value
             except json.JSONDecodeError as error:
@@ -98,12 +98,12 @@ class _Parser:
                 return self._part[self._at : self._at + 1]
             self._read(_BLOCK)
 
-    def _expect(self, mark: str, *, seen: str | None = None) -> None:
-        seen = self._next_mark() if seen is None else seen
-        if seen != mark:
+    def _expect(self, mark: str, *, actual: str | None = None) -> None:
+        actual = self._next_mark() if actual is None else actual
+        if actual != mark:
             where = f"after row {self._number}" if self._number else "at the beginning"
-            what = repr(seen) if seen else "the end of the file"
-            raise ValueError(f"{where} there is {what} where {mark!r} should be")
+            what = repr(actual) if actual else "the end of the file"
+            raise ValueError(f"expected {mark!r} {where}, found {what}")
         self._at += 1
 
     def _read(self, count: int) -> None:

@@ -1,7 +1,7 @@
-"""A tokenizer that is learned from a run's own text: byte-level BPE, with a chat template.
+"""Learns a tokenizer from a run's text: byte-level BPE with a chat template.
 
-It is learned once for the files, the fields and the size, and kept beside the tokens; a run keeps a
-copy of its own. Rows that are none teach it nothing, and are reported when they are tokenised.
+It is learned once for given files, fields and vocabulary size, and cached next to the tokens; a run
+keeps a copy. Invalid rows are skipped here and reported when they are tokenised.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.documents import ChatConfig, DocumentsConfig, TextRowsConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig, TextRowsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data import cached_folder, token_cache
 from axonlaunch.data.chat_rows import chat_columns, read_chat
 from axonlaunch.data.documents import text_columns
@@ -26,13 +26,14 @@ from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
 from axonlaunch.data.sources import SourceFile, find_sources
 from axonlaunch.data.tokenizer import Tokenizer, load_tokenizer
-from axonlaunch.system.isolated import Isolated
+from axonlaunch.system.processes.isolated import Isolated
 
 _FORMAT = 2
 _LONGEST_S = 30 * 86400.0
-_LEARNED_FROM = 1 << 28
-"""Characters of text at most, the first ones: more of it changes few of the pairs that are most
-frequent, and takes memory."""
+_MAX_CHARACTERS = 1 << 28
+"""Maximum number of characters that are learned from, taken from the beginning. More text takes
+memory and hardly changes which pairs are most frequent.
+"""
 _END, _STARTS, _ENDS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
@@ -46,16 +47,16 @@ _CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML, with marks of what the assistant says, and JSON of tools and of calls of them."""
+"""ChatML with marks around the assistant's text, and JSON for tools and tool calls."""
 
 
 def load_or_learn(
     tokenizer: TokenizerConfig, data: TextRowsConfig, *, report: OnProgress
 ) -> Tokenizer:
-    """Return the tokenizer that a configuration names, learned from the data if it says so.
+    """Return the configured tokenizer, learned from the data for ``tokenizer=train``.
 
     Raises:
-        ConfigError: It can't be read, or learned.
+        ConfigError: It can't be read or learned.
     """
     if tokenizer.name != "train":
         return load_tokenizer(tokenizer)
@@ -73,24 +74,24 @@ def load_or_learn(
     except UnreadableFileError as error:
         raise ConfigError([ConfigIssue("data.files", str(error))]) from None
     except OSError as error:
-        where = error.filename or complete.parent
-        message = f"{where} can't be used: {error.strerror or error}; choose another folder"
+        folder = error.filename or complete.parent
+        message = f"{folder} can't be used: {error.strerror or error}; choose another folder"
         raise ConfigError([ConfigIssue("data.cache_dir", message, data.cache_dir)]) from None
     return load_tokenizer(TokenizerConfig(path=str(complete)))
 
 
 def _complete(complete: Path, write: Callable[[Path], None]) -> None:
-    """Make a folder by a name that is its own once it is complete, by one process of several.
+    """Write a folder under its final name, by only one of several processes.
 
-    A folder that is not what was written is made again.
+    A folder that was changed after it was written is written again.
 
     Raises:
-        OSError: A link is in its place, or it can't be written.
+        OSError: The path is a link, or the folder can't be written.
     """
     partial = complete.with_name(f"{complete.name}.partial")
-    while not _is_whole(complete):
+    while not _is_unchanged(complete):
         with cached_folder.writer_lock(partial, waits=lambda: None) as is_current:
-            if is_current and not _is_whole(complete):
+            if is_current and not _is_unchanged(complete):
                 if complete.exists():
                     change = cached_folder.find_change(complete)
                     sys.stderr.write(f"data: {complete}: {change}; it is learned again\n")
@@ -99,7 +100,7 @@ def _complete(complete: Path, write: Callable[[Path], None]) -> None:
                 cached_folder.publish(partial, complete)
 
 
-def _is_whole(complete: Path) -> bool:
+def _is_unchanged(complete: Path) -> bool:
     cached_folder.refuse_link(complete)
     return complete.is_dir() and cached_folder.find_change(complete) is None
 
@@ -112,7 +113,8 @@ def _learn(
 ) -> None:
     """Learn a tokenizer and save it as ``save_pretrained`` does, in a copy of this process.
 
-    The library uses its threads there: they would be missing in later copies of this process.
+    The library starts its threads in the copy. They would be missing in later copies of this
+    process.
     """
     for config, file in files[:1]:
         del config
@@ -139,14 +141,14 @@ def _learn_here(
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(files), trainer)
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END)
-    made.chat_template = _CHAT_TEMPLATE
-    made.save_pretrained(folder)
+    learned = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END)
+    learned.chat_template = _CHAT_TEMPLATE
+    learned.save_pretrained(folder)
 
 
 def _texts(files: list[tuple[TextRowsConfig, SourceFile]]) -> Iterator[str]:
-    """Yield the text of rows, up to the most that a tokenizer is learned from."""
-    left = _LEARNED_FROM
+    """Yield the texts of rows, up to the limit of characters."""
+    left = _MAX_CHARACTERS
     for config, file in files:
         for _, row in RowReader(file, columns=_columns(config)):
             for text in _texts_of(row, config):
@@ -157,7 +159,7 @@ def _texts(files: list[tuple[TextRowsConfig, SourceFile]]) -> Iterator[str]:
 
 
 def _texts_of(row: Row | str | BadRow, config: TextRowsConfig) -> Iterator[str]:
-    """Yield what a row says; nothing where it is none."""
+    """Yield the texts of a row; none for an invalid row."""
     if isinstance(row, BadRow):
         return
     if isinstance(config, ChatConfig):
@@ -171,7 +173,7 @@ def _texts_of(row: Row | str | BadRow, config: TextRowsConfig) -> Iterator[str]:
         texts = [row if isinstance(row, str) else row.get(config.text_field)]
     for text in texts:
         if isinstance(text, str):
-            yield text.encode(errors="replace").decode()  # half of a surrogate pair is none
+            yield text.encode(errors="replace").decode()  # an unpaired surrogate can't be encoded
 
 
 def _columns(config: TextRowsConfig) -> Columns:

@@ -1,6 +1,7 @@
-"""This shard's rows of every global batch, loaded ahead of the step that needs them.
+"""Loads each shard's rows of every global batch ahead of the step that needs them.
 
-Which samples a step sees follows from the seed and the step; the number of shards only cuts them.
+The samples of a step follow from the seed and the step number. The number of shards only decides
+how they are divided.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.dataset import AnyBatch, Dataset
-from axonlaunch.data.own import StreamedSamples
 from axonlaunch.data.samples import Samples
 from axonlaunch.data.shuffle import dataset_indices, permute
+from axonlaunch.data.user_datasets import StreamedSamples
 
-# Evaluations under different seeds must be of the same samples.
+# Evaluations with different seeds must use the same samples.
 _EVAL_KEY = (0,)
 
 
 class Loader:
-    """Batches of one shard: a rank, or the ranks that work on the same samples.
+    """Batches of one shard: of one rank, or of several ranks that work on the same samples.
 
     Attributes:
-        dataset: Where samples come from.
-        global_batch_size: Samples of a step over all shards.
-        first_row_at: Samples that were seen, of other data, before the first row of this.
+        dataset: Source of the samples.
+        global_batch_size: Samples per step over all shards.
+        first_row_at: Number of samples of other data that the run saw before the first row of this
+            dataset.
     """
 
     first_row_at = 0
@@ -49,25 +51,25 @@ class Loader:
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
-        """Choose a share of the batches.
+        """Store the options.
 
         Args:
-            dataset: Where samples come from.
-            seed: The run's seed; decides the order.
-            global_batch_size: Samples of a step over all shards.
-            num_shards: How many share it.
-            shard: Which of them this is.
-            micro_batch_size: Samples of which a dataset of one's own makes a batch; None: who takes
-                them says.
-            marks_targets: Whether the loss passes over targets that do not count; one's own would
-                sum them.
-            prefetch: Batches that ``iterate`` loads ahead.
-            pin_memory: Give batches in page-locked memory, for an accelerator.
+            dataset: Source of the samples.
+            seed: Seed of the run, which decides the order.
+            global_batch_size: Samples per step over all shards.
+            num_shards: Number of shards that share each batch.
+            shard: Index of this shard.
+            micro_batch_size: Number of samples that custom data is collated by. None: the consumer
+                of a batch decides.
+            marks_targets: Whether the loss ignores targets marked ``IGNORE_INDEX``. A custom loss
+                would count them.
+            prefetch: Number of batches that ``iterate`` loads ahead.
+            pin_memory: Whether to return batches in page-locked memory, for an accelerator.
 
         Raises:
-            ValueError: The batch can't be shared evenly, or there is no such shard.
+            ValueError: The batch can't be divided evenly, or there is no such shard.
         """
-        _rows(global_batch_size, num_shards)
+        _rows_per_shard(global_batch_size, num_shards)
         if not 0 <= shard < num_shards:
             raise ValueError(f"shard={shard}: there are {num_shards}, counted from 0")
         self.dataset = dataset
@@ -81,20 +83,20 @@ class Loader:
         self._pin_memory = pin_memory
 
     def indices(self, step: int) -> npt.NDArray[np.int64]:
-        """Return which of the dataset's samples this shard's rows of a step's global batch are."""
-        rows = _rows(self.global_batch_size, self._num_shards)
+        """Return the dataset's indices of this shard's rows of a step's global batch."""
+        rows = _rows_per_shard(self.global_batch_size, self._num_shards)
         first = step * self.global_batch_size + self._shard * rows - self.first_row_at
         return order_of(self.dataset, np.arange(first, first + rows), seed=self._seed)
 
     def batch(self, step: int) -> AnyBatch:
         """Return this shard's rows of a step's global batch: a contiguous slice of it."""
-        return self._placed(self.dataset.samples(self.indices(step), split="train"))
+        return self._prepare(self.dataset.samples(self.indices(step), split="train"))
 
     def iterate(self, start_step: int = 0) -> Generator[AnyBatch]:
-        """Yield the batches of this step and all after it, without end, loaded in a thread.
+        """Yield the batches of this step and all later steps, without end, loaded in a thread.
 
-        What loading raises is raised here, at the step that it belongs to. Closing the generator
-        ends the thread.
+        An exception while loading is raised at the step of the batch. Closing the generator ends
+        the thread.
         """
         steps = count(start_step)
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as pool:
@@ -115,20 +117,21 @@ class Loader:
     ) -> Iterator[AnyBatch]:
         """Yield this shard's rows of the held-out samples, each sample once over all shards.
 
-        Every shard gets as many batches of one shape. Rows that are left over at the end do not
-        count.
+        Every shard gets the same number of batches, all of one shape. Surplus rows at the end do
+        not count.
 
         Args:
-            num_batches: Global batches at most, a fixed random choice of samples; None: all.
+            num_batches: Maximum number of global batches, a fixed random choice of samples; None:
+                all.
             batch_size: Samples of a batch over all shards; None: ``global_batch_size``.
-            part: Of the held-out samples; None: all.
+            part: Indices of the held-out samples to use; None: all.
 
         Raises:
-            ValueError: The batch can't be shared evenly.
+            ValueError: The batch can't be divided evenly.
         """
         size = batch_size or self.global_batch_size
         part = range(self.dataset.num_eval_samples) if part is None else part
-        rows, samples = _rows(size, self._num_shards), len(part)
+        rows, samples = _rows_per_shard(size, self._num_shards), len(part)
         available = -(-samples // size)
         for number in range(available if num_batches is None else min(num_batches, available)):
             first = number * size + self._shard * rows
@@ -138,27 +141,28 @@ class Loader:
             indices = part.start + permute(positions, size=samples, key=_EVAL_KEY)
             batch = self.dataset.samples(indices, split="eval")
             counted = rows - int(surplus.sum())
-            yield self._placed(batch.uncounted(counted, marks_targets=self._marks_targets))
+            yield self._prepare(batch.uncounted(counted, marks_targets=self._marks_targets))
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """Return where the data is after so many steps; None: the number of steps says it."""
+        """Return the data position after a number of steps; None: the number is enough."""
         del step
         return None
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Continue from where another loader of the same data was."""
+        """Continue from the position of another loader of the same data."""
         del state
 
-    def _placed(self, batch: AnyBatch) -> AnyBatch:
+    def _prepare(self, batch: AnyBatch) -> AnyBatch:
         if self._micro_batch_size is not None:
             batch = batch.ready(self._micro_batch_size)
         return batch.pin_memory() if self._pin_memory else batch
 
 
 class StreamLoader(Loader):
-    """Batches of a dataset that can only be read in turn: each shard reads all, and keeps its rows.
+    """Batches of a dataset that can only be read in order.
 
-    The global sample index counts what was read, so that the shards' number changes nothing.
+    Each shard reads all samples and keeps its rows. The global sample index counts the samples
+    read, so it does not depend on the number of shards.
     """
 
     dataset: StreamedSamples
@@ -167,20 +171,20 @@ class StreamLoader(Loader):
         """Start at the first sample."""
         super().__init__(dataset, **options)
         self._samples, self._epoch = 0, 0
-        self._reading = self._began(0)
+        self._reading = self._begin_epoch(0)
         self._states: dict[int, dict[str, Any]] = {}
 
     def indices(self, step: int) -> npt.NDArray[np.int64]:
-        """Return which samples of the stream this shard's rows of a step's global batch are."""
-        rows = _rows(self.global_batch_size, self._num_shards)
+        """Return the positions in the stream of this shard's rows of a step's global batch."""
+        rows = _rows_per_shard(self.global_batch_size, self._num_shards)
         first = step * self.global_batch_size + self._shard * rows
         return np.arange(first, first + rows)
 
     def batch(self, step: int) -> AnyBatch:
-        """Return this shard's rows of a step's global batch; what lies before it is read past.
+        """Return this shard's rows of a step's global batch. Earlier samples are read and dropped.
 
         Raises:
-            ValueError: It was read past already, or the stream is empty.
+            ValueError: The step was already read, or the stream is empty.
         """
         first = step * self.global_batch_size
         if first < self._samples:
@@ -194,32 +198,32 @@ class StreamLoader(Loader):
                 "epoch": self._epoch,
                 "dataset": self.dataset.state(),
             }
-            # Who takes batches has come so far that nobody asks for it any more.
+            # The consumer is far enough ahead that this state is no longer requested.
             self._states.pop(step - self._prefetch, None)
-        own = self.indices(step) - first
-        return self._placed(Samples(items[own[0] : own[-1] + 1], self.dataset.collate))
+        rows = self.indices(step) - first
+        return self._prepare(Samples(items[rows[0] : rows[-1] + 1], self.dataset.collate))
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """Return where the stream was when the batch of a step had been read."""
+        """Return the position of the stream after the batch of a step was read."""
         return self._states.get(step)
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Continue from where another loader of the same data was."""
+        """Continue from the position of another loader of the same data."""
         self._samples, self._epoch = int(state["samples"]), int(state["epoch"])
-        self._reading = self._began(self._epoch)
+        self._reading = self._begin_epoch(self._epoch)
         self.dataset.load_state(state["dataset"])
 
     def _next(self) -> Any:
-        """Read a sample; behind the last one the stream is read from its beginning again."""
+        """Read a sample; restart the stream after its last sample."""
         for _ in range(2):
             for item in self._reading:
                 self._samples += 1
                 return item
             self._epoch += 1
-            self._reading = self._began(self._epoch)
-        raise ValueError("the dataset is empty: its iterator gives no sample")
+            self._reading = self._begin_epoch(self._epoch)
+        raise ValueError("the dataset is empty: its iterator yields no sample")
 
-    def _began(self, epoch: int) -> Iterator[Any]:
+    def _begin_epoch(self, epoch: int) -> Iterator[Any]:
         self.dataset.begin(epoch)
         return self.dataset.read()
 
@@ -227,34 +231,32 @@ class StreamLoader(Loader):
 def order_of(
     dataset: Dataset, positions: npt.NDArray[np.int64], *, seed: int
 ) -> npt.NDArray[np.int64]:
-    """Return which of a dataset's samples stands at each global sample index.
+    """Return the index of the sample at each global sample index.
 
     Args:
-        dataset: A dataset by index.
-        positions: [n] int64, counted from the run's first sample, through all epochs.
-        seed: Of the shuffle.
+        dataset: A dataset with access by index.
+        positions: [n] int64, counted from the first sample of the run, through all epochs.
+        seed: Seed of the shuffle.
 
     Returns:
         [n] int64, each in [0, ``num_samples``).
     """
-    own = getattr(dataset, "order", None)  # of one that is not known to its end
-    if own is not None:
-        ordered: npt.NDArray[np.int64] = own(positions, seed=seed)
-        return ordered
+    if (order := dataset.info.order) is not None:
+        return order(positions, seed=seed)
     return dataset_indices(positions, num_samples=dataset.num_samples, seed=seed)
 
 
 def rank_loader(
     config: RunConfig, dataset: Dataset, *, layout: Layout, rank: int, pin_memory: bool = False
 ) -> Loader:
-    """Return a rank's share of a run's batches; ranks that work on the same samples get the same.
+    """Return the loader of a rank's share; ranks that work on the same samples get the same share.
 
     Args:
         config: The run.
-        dataset: What ``config.data`` describes.
-        layout: How the run is laid out.
+        dataset: Dataset of ``config.options.data``.
+        layout: Layout of the run.
         rank: The global rank.
-        pin_memory: Give batches in page-locked memory, for an accelerator.
+        pin_memory: Whether to return batches in page-locked memory, for an accelerator.
     """
     return _loader(
         config,
@@ -267,7 +269,7 @@ def rank_loader(
 
 
 def whole_loader(config: RunConfig, dataset: Dataset) -> Loader:
-    """Return what gives a run's global batches, undivided."""
+    """Return the loader of a run's global batches, undivided."""
     return _loader(config, dataset)
 
 
@@ -280,7 +282,7 @@ def _loader(config: RunConfig, dataset: Dataset, **options: Any) -> Loader:
     return Loader(dataset, **options)
 
 
-def _rows(batch_size: int, num_shards: int) -> int:
+def _rows_per_shard(batch_size: int, num_shards: int) -> int:
     if batch_size < 1 or batch_size % num_shards:
         raise ValueError(
             f"global_batch_size={batch_size}: must be divisible by {num_shards} shards; "

@@ -1,7 +1,7 @@
-"""Several sources of text in one dataset, each with a weight or epochs of its own.
+"""Combines several text sources in one dataset, each with a weight or a number of epochs.
 
-Which row of which source a sample is follows from its index alone; the loader shuffles indices by
-the seed, so that the order of a mix depends on nothing else.
+A sample's source and row follow from its index only. The loader shuffles indices by the seed, and
+nothing else affects the order.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.documents import SourceShare, TextRowsConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.data.dataset import Batch, Kind, Split
+from axonlaunch.config.options.documents import SourceShare, TextRowsConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.data.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.sharded_rows import ShardedRows
@@ -34,12 +34,12 @@ def build_text(
 
     Args:
         config: The group ``data``.
-        tokenizer: Makes tokens of text.
-        report: Is called now and then while that happens.
-        verifies: Whether to compare tokens of the cache with their checksums now.
+        tokenizer: Tokenizer of the text.
+        report: Called from time to time while text is tokenised.
+        verifies: Whether to compare cached tokens with their checksums now.
 
     Raises:
-        ConfigError: A file can't be read, a row is none, or nothing is left to train on.
+        ConfigError: A file can't be read, a row is invalid, or there are no training rows.
     """
     if config.shuffle == "shards":
         return ShardedRows(config, tokenizer, report=report)
@@ -59,33 +59,41 @@ class TextMix:
     """Rows of several sources.
 
     Attributes:
-        tokenizer: What made the tokens.
-        is_packed: Whether rows hold several documents.
-        folder: Where the tokens are kept.
-        eval_parts: Which of the held-out samples are of which source.
-        notes: What a run says of the data when it starts.
+        tokenizer: Tokenizer of all sources.
+        folder: Folder of the cached tokens.
     """
 
     kind: Kind = "tokens"
     is_text = True
 
     def __init__(self, sources: Mapping[str, TextRows], shares: Mapping[str, SourceShare]) -> None:
-        """Decide how many rows of a pass over the mix are of which source."""
+        """Compute how many rows each source contributes to one pass."""
         self._names, self._sources = [*sources], [*sources.values()]
         first = self._sources[0]
         self.tokenizer, self.folder = first.tokenizer, first.folder
         self.num_classes, self.sample_shape = first.num_classes, first.sample_shape
-        self.is_packed = first.is_packed
         rows = [source.num_samples for source in self._sources]
-        counts = _counts(rows, [shares[name] for name in self._names])
+        counts = _rows_per_source(rows, [shares[name] for name in self._names])
         self._first = {
             "train": np.cumsum([0, *counts]),
             "eval": np.cumsum([0, *(source.num_eval_samples for source in self._sources)]),
         }
         firsts = self._first["eval"].tolist()
         parts = zip(self._names, firsts, firsts[1:], strict=False)
-        self.eval_parts = {name: range(start, end) for name, start, end in parts if start < end}
-        self.notes = (*self._describe_mix(counts), *self._of_sources())
+        self._eval_parts = {name: range(start, end) for name, start, end in parts if start < end}
+        self._notes = (*self._describe_mix(counts), *self._source_notes())
+
+    @property
+    def info(self) -> DatasetInfo:
+        """Optional facts."""
+        return DatasetInfo(
+            notes=self._notes,
+            is_packed=self._sources[0].info.is_packed,
+            eval_parts=self._eval_parts,
+            order=self.order,
+            file_sums=self.file_sums,
+            tokenizer=self.tokenizer,
+        )
 
     @property
     def num_samples(self) -> int:
@@ -98,19 +106,19 @@ class TextMix:
         return int(self._first["eval"][-1])
 
     def order(self, positions: Indices, *, seed: int) -> Indices:
-        """Return which row stands at each global sample index.
+        """Return the row for each global sample index.
 
-        Those of the second pass are counted on from those of the first: of a source of which a pass
-        has a part, each has another one.
+        Row numbers continue across passes. If a pass uses only part of a source, the next pass uses
+        the following part.
         """
         rows = dataset_indices(positions, num_samples=self.num_samples, seed=seed)
         return rows + positions // self.num_samples * self.num_samples
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
-        """Return the rows of these indices, in their order."""
+        """Return the rows with these indices, in this order."""
         import torch
 
-        owners, rows = self._places(np.asarray(indices, dtype=np.int64), split)
+        owners, rows = self._locate(np.asarray(indices, dtype=np.int64), split)
         batches, order = [], []
         for number in np.unique(owners):
             here = np.flatnonzero(owners == number)
@@ -125,38 +133,38 @@ class TextMix:
         )
 
     def sources(self, row: int) -> Iterator[tuple[str, DocumentPart]]:
-        """Yield the source, the file and the row that each piece of a row to train on is of."""
-        [number], [own] = self._places(np.array([row]), "train")
-        for where, piece in self._sources[number].sources(int(own)):
-            yield f"{self._names[number]}: {where}", piece
+        """Yield (source name, file and row; document part) for each document in a packed row."""
+        [number], [source_row] = self._locate(np.array([row]), "train")
+        for place, part in self._sources[number].sources(int(source_row)):
+            yield f"{self._names[number]}: {place}", part
 
-    def file_sums(self) -> list[tuple[str, str]]:
-        """Return (source and name, checksum of tokens) of the files that are trained on."""
-        of_each = zip(self._names, self._sources, strict=True)
-        return [
+    def file_sums(self, shards: int | None = None) -> FileSums:
+        """Return (source and name, checksum of tokens) of all training files."""
+        sums = [
             (f"{name}: {file}", digest)
-            for name, source in of_each
-            for file, digest in source.file_sums()
+            for name, source in zip(self._names, self._sources, strict=True)
+            for file, digest in source.file_sums(shards).sums
         ]
+        return FileSums(sums)
 
     def summaries(self) -> dict[str, TextSummary]:
-        """Count what there is of each source, by reading through which tokens count."""
-        of_each = (source.summaries()[""] for source in self._sources)
-        return dict(zip(self._names, of_each, strict=True))
+        """Count documents and tokens per source. Reads all loss masks."""
+        summaries = (source.summaries()[""] for source in self._sources)
+        return dict(zip(self._names, summaries, strict=True))
 
     def encode(self, text: str) -> list[int]:
-        """Turn text that is to be continued into tokens."""
+        """Convert a prompt to tokens."""
         return self.tokenizer.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text."""
+        """Convert tokens to text."""
         return self.tokenizer.decode(tokens)
 
-    def _places(self, indices: Indices, split: Split) -> tuple[Indices, Indices]:
-        """Return which source, and which of its rows, samples are.
+    def _locate(self, indices: Indices, split: Split) -> tuple[Indices, Indices]:
+        """Return (source number, row within that source) for each sample index.
 
-        Of a source of 10 rows with 2.5 epochs the samples 0 to 9 and 10 to 19 are each row once,
-        and 20 to 24 five of them; those of the next pass begin with the other five.
+        For a source of 10 rows with 2.5 epochs, samples 0 to 9 and 10 to 19 are each row once, and
+        20 to 24 are five of the rows. The samples of the next pass begin with the other five.
         """
         firsts = self._first[split]
         passes, indices = np.divmod(indices, firsts[-1])
@@ -164,30 +172,29 @@ class TextMix:
         rows = indices - firsts[owners] + passes * np.diff(firsts)[owners]
         for number in np.unique(owners) if split == "train" else ():
             here, size = owners == number, self._sources[number].num_samples
-            # Which rows a part of a pass has must not depend on a run's seed.
+            # The rows in a part of a pass must not depend on the seed of the run.
             rows[here] = dataset_indices(
                 rows[here], num_samples=size, seed=int(number), split=_PASS_KEY
             )
         return owners, rows
 
     def _describe_mix(self, counts: Sequence[int]) -> Iterator[str]:
-        """Say what the mix is of."""
         shares = [
             f"{count / self.num_samples:.1%} {name} ({count / source.num_samples:.3g} epochs)"
             for name, source, count in zip(self._names, self._sources, counts, strict=True)
         ]
         yield f"data.mix: {self.num_samples:,} rows: {', '.join(shares)}"
 
-    def _of_sources(self) -> Iterator[str]:
+    def _source_notes(self) -> Iterator[str]:
         for name, source in zip(self._names, self._sources, strict=True):
-            for note in source.notes:
+            for note in source.info.notes:
                 yield f"data.mix.{name}{note.removeprefix('data')}"
 
 
-def _counts(rows: Sequence[int], shares: Sequence[SourceShare]) -> list[int]:
-    """Return how many rows of each source a pass over the mix has.
+def _rows_per_source(rows: Sequence[int], shares: Sequence[SourceShare]) -> list[int]:
+    """Return how many rows each source contributes to a pass over the mix.
 
-    By weights a pass is as long as it takes to see each row of the source that lasts longest.
+    With weights, a pass is long enough to use every row of each source at least once.
     """
     weights = [share.weight for share in shares if share.weight is not None]
     if not weights:
@@ -208,7 +215,7 @@ def _source(
     """Return the rows of a source.
 
     Raises:
-        ConfigError: It is of the source's keys.
+        ConfigError: The source is invalid; keys are those of the source.
     """
     try:
         return TextRows(config, tokenizer, report=report, verifies=verifies)
@@ -223,10 +230,10 @@ def _source(
 
 
 def _refuse_overlap(config: TextRowsConfig) -> None:
-    """Refuse to evaluate a source on a file that another one is trained on.
+    """Refuse a held-out file of one source that is a training file of another.
 
     Raises:
-        ConfigError: One is.
+        ConfigError: There is such a file.
     """
     sources = config.sources()
     trained = {
@@ -236,10 +243,10 @@ def _refuse_overlap(config: TextRowsConfig) -> None:
         held_out = source.held_out if isinstance(source.held_out, list) else []
         for file in find_sources(held_out, key=f"data.mix.{name}.held_out"):
             if file.name in trained:
-                message = f"{file.name} is in data.mix.{trained[file.name]}.files too, and would "
-                message += "be trained on; take it out there"
+                message = f"{file.name} is also in data.mix.{trained[file.name]}.files and would "
+                message += "be trained on; remove it there"
                 raise ConfigError([ConfigIssue(f"data.mix.{name}.held_out", message, held_out)])
 
 
 AnyText = TextRows | TextMix | ShardedRows
-"""A dataset of text with a tokenizer."""
+"""A text dataset with a tokenizer."""

@@ -1,7 +1,8 @@
-"""Which documents, or pieces of them, fill which row.
+"""Packs documents, or parts of them, into rows.
 
-A piece of n + 1 tokens takes n places of a row: each but the last is an input, each but the first a
-target, so that nothing is predicted from another document and every target is counted once.
+A part of n + 1 tokens takes n positions of a row: each token except the last is an input, each
+except the first a target. No token is predicted from another document, and every target counts
+once.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ _FEW_ROWS = 64
 
 @dataclass(frozen=True)
 class RowTable:
-    """The pieces of each row.
+    """The documents, or parts of them, in each row.
 
     Attributes:
-        starts: Where each piece's first token stands among all tokens, [pieces].
-        places: Places that each piece takes: its tokens but one, [pieces].
-        first: First piece of each row, and one past the last, [rows + 1].
-        length: Places of a row.
+        starts: Index of each part's first token among all tokens, [parts].
+        places: Positions that each part takes: its number of tokens less one, [parts].
+        first: Index of the first part of each row, and the number of parts, [rows + 1].
+        length: Positions of a row.
     """
 
     starts: Indices
@@ -38,27 +39,27 @@ class RowTable:
 
     @property
     def filled(self) -> float:
-        """Share of all rows' places that a document takes."""
+        """Fraction of the positions of all rows that documents fill."""
         return float(self.places.sum() / max(1, len(self) * self.length))
 
     def pieces(self, row: int) -> tuple[Indices, Indices]:
-        """Return the starts and places of a row's pieces."""
+        """Return the starts and numbers of positions of a row's parts."""
         part = slice(self.first[row], self.first[row + 1])
         return self.starts[part], self.places[part]
 
 
 def concat(starts: Indices, places: Indices, *, length: int) -> RowTable:
-    """Fill rows with documents one after another, cut where a row ends.
+    """Fill rows with documents one after another, cut at the end of each row.
 
     Args:
-        starts: Where each document's first token stands.
-        places: What each takes, its tokens but one; at least 1.
-        length: Places of a row.
+        starts: Index of each document's first token.
+        places: Positions that each document takes, its number of tokens less one; at least 1.
+        length: Positions of a row.
     """
     ends = np.cumsum(places)
     begins = ends - places
     total = int(ends[-1]) if len(ends) else 0
-    # Pieces lie between neighbouring edges, of documents or of rows.
+    # A part is between two neighbouring edges, of documents or of rows.
     edges = np.union1d(begins, np.arange(0, total, length))
     document = np.searchsorted(ends, edges, side="right")
     rows = -(-total // length)
@@ -69,22 +70,23 @@ def concat(starts: Indices, places: Indices, *, length: int) -> RowTable:
 
 
 def one_each(starts: Indices, places: Indices, *, length: int) -> RowTable:
-    """Give each document, none of which is longer than a row, a row of its own."""
+    """Put each document in a separate row; no document may be longer than a row."""
     return RowTable(starts, places, np.arange(len(starts) + 1), length)
 
 
 def best_fit(starts: Indices, places: Indices, *, length: int) -> RowTable:
-    """Put each document, the longest first, into the fullest row that has room for it.
+    """Put each document, longest first, into the fullest row that has room for it.
 
-    Best-fit decreasing; no document is longer than a row. Rows are found by their free places, and
-    the least that suffices by the bits of one number, so it takes as long as there are documents.
+    This is best-fit decreasing; no document may be longer than a row. Rows are listed by their free
+    positions. The smallest sufficient number of free positions is found as the lowest set bit of an
+    integer, so the time is linear in the number of documents.
 
     Source: Ding et al., "Fewer Truncations Improve Language Modeling", 2024.
     """
     order = np.argsort(-places, kind="stable")
     row_of = np.empty(len(places), dtype=np.int64)
     rows_with: list[list[int]] = [[] for _ in range(length + 1)]
-    has_rows, rows = 0, 0
+    has_rows, rows = 0, 0  # bit n of has_rows: whether a row has n free positions
     for document in order.tolist():
         needed = int(places[document])
         enough = has_rows >> needed
@@ -104,10 +106,10 @@ def best_fit(starts: Indices, places: Indices, *, length: int) -> RowTable:
 
 
 def best_fit_spread(starts: Indices, places: Indices, *, length: int) -> RowTable:
-    """Do as ``best_fit`` does, but with few documents fill more rows, each less.
+    """Pack by ``best_fit``, but spread few documents over more rows.
 
-    A handful of rows would be less than a batch. Each document, the longest first, goes into the
-    row that has most room; where one does not fit, rows are ``best_fit``'s.
+    A handful of rows would be less than a batch. Each document, longest first, goes into the
+    emptiest row. If one does not fit, the result is that of ``best_fit``.
     """
     table = best_fit(starts, places, length=length)
     if len(table) >= min(_FEW_ROWS, len(places)):

@@ -1,7 +1,7 @@
-"""The rows of a file: JSON lines, JSON, CSV, Parquet, Arrow or text, compressed or not.
+"""Reads rows from JSON lines, JSON, CSV, Parquet, Arrow and text files, compressed or not.
 
-A row that is none is returned as such, with the reason; a file that can't be read to its end is
-refused, for what is missing of it nobody knows.
+An invalid row is returned as a ``BadRow`` with the reason. A truncated or unreadable file is an
+error, because rows may be missing.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from axonlaunch.data.tables import LARGEST_ROW
 
 Row = dict[str, Any]
 Columns = Callable[[list[str]], list[str]]
-"""The names of a table's columns to those that are read of it."""
+"""Maps a table's column names to the columns to read."""
 _AT_ONCE = 1024
-"""Rows of a table that are made Python's at once."""
+"""Rows of a table that are converted to Python objects at once."""
 _BLOCK = 1 << 20
-"""Bytes that are read at once."""
+"""Bytes per read."""
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-"""What Python's ``surrogateescape`` makes of a byte that is not part of UTF-8."""
+"""Characters by which Python's ``surrogateescape`` replaces bytes that are not UTF-8."""
 _PYARROW = "needs pyarrow; pip install 'axonlaunch[data]'"
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """What stands where a row should be.
+    """A row that could not be read.
 
     Attributes:
-        reason: Why it is none.
+        reason: Why it is invalid.
     """
 
     reason: str
@@ -55,9 +55,9 @@ class RowReader:
     """Reads the rows of one file, in order.
 
     Attributes:
-        fraction: Share of the file that was read, for who waits.
-        offset: Bytes, decompressed, up to the end of the last row; 0 where rows are not lines.
-        skip: Number of the last row that is passed over; it may grow while rows are read.
+        fraction: Fraction of the file read so far, for progress bars.
+        offset: Decompressed bytes up to the end of the last row; 0 for formats without lines.
+        skip: Rows up to and including this number are skipped; may be raised while reading.
     """
 
     def __init__(
@@ -68,14 +68,13 @@ class RowReader:
         offset: int = 0,
         columns: Columns | None = None,
     ) -> None:
-        """Choose a file.
+        """Store the file and the start position.
 
         Args:
             source: The file.
-            skip: Number of the last row that is passed over.
-            offset: What a reader's offset was when it had read that row; what lies before it need
-                not be looked at.
-            columns: Of a table's columns, those that rows are to have; None: all.
+            skip: Rows up to and including this number are skipped.
+            offset: Byte offset saved by an earlier reader after row ``skip``; reading starts there.
+            columns: Selects the columns to read; None reads all.
         """
         self.fraction = 0.0
         self.offset = offset
@@ -85,10 +84,10 @@ class RowReader:
         self._raw: BinaryIO | None = None
 
     def __iter__(self) -> Iterator[tuple[int, Row | str | BadRow]]:
-        """Yield ``(number, row)``: of a text file its text, of a line of text the line's number.
+        """Yield ``(number, row)``: a line number for line formats, the whole text of a text file.
 
         Raises:
-            UnreadableFileError: The file ends too early, or is not of its format.
+            UnreadableFileError: The file is truncated, or does not have its format.
         """
         number = self.skip if self.offset else 0
         try:
@@ -99,12 +98,10 @@ class RowReader:
                         yield number, row
         except MemoryError:
             where = f" after {self.what} {number}" if number else ""
-            message = (
-                f"{self._source.name} can't be read{where}: it needs more memory than there is"
-            )
+            message = f"{self._source.name} can't be read{where}: not enough memory"
             raise UnreadableFileError(message) from None
         except Exception as error:
-            if isinstance(error, UnreadableFileError) or not _is_of_file(error):
+            if isinstance(error, UnreadableFileError) or not _is_due_to_file(error):
                 raise
             where = f" after {self.what} {number}" if number else ""
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -114,26 +111,26 @@ class RowReader:
 
     @property
     def what(self) -> str:
-        """What a number counts: lines, or rows."""
+        """Unit of the numbers: line or row."""
         is_text = self._source.format in (".jsonl", ".ndjson", ".csv", ".tsv")
         return "line" if is_text else "row"
 
     def _rows(self, stack: ExitStack) -> Iterator[tuple[int, Row | str | BadRow]]:
         form = self._source.format
         if form in (".parquet", ".arrow"):
-            yield from self._of_tables(form)
+            yield from self._read_tables(form)
             return
         stream = self._open_decompressed(stack)
         if form in (".csv", ".tsv"):
-            yield from self._of_csv(stream, "\t" if form == ".tsv" else ",")
+            yield from self._read_csv(stream, "\t" if form == ".tsv" else ",")
         elif form == ".txt":
             content = stream.read(LARGEST_ROW + 1)
             _refuse_long(content, "it is one document, and")
             yield 1, _text(content)
         elif form == ".json" and _begins_array(stream):
-            yield from self._of_array(json_array.elements(stream, longest=LARGEST_ROW))
+            yield from self._read_array(json_array.elements(stream, longest=LARGEST_ROW))
         else:
-            yield from self._of_lines(stream)
+            yield from self._read_lines(stream)
 
     def _open_decompressed(self, stack: ExitStack) -> io.BufferedReader:
         raw, compression = self._raw, self._source.compression
@@ -146,15 +143,15 @@ class RowReader:
         elif compression == ".xz":
             opened = lzma.open(raw)  # noqa: SIM115 - closed with the buffer around it
         elif compression == ".zst":
-            # Unlike that of zstandard this stream reports a file that ends too early.
+            # Unlike zstandard's stream, this one reports truncated files.
             arrow = _pyarrow()
             opened = arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd")
         return cast("io.BufferedReader", stack.enter_context(io.BufferedReader(opened, _BLOCK)))
 
-    def _of_lines(self, stream: io.BufferedReader) -> Iterator[tuple[int, Row | BadRow]]:
+    def _read_lines(self, stream: io.BufferedReader) -> Iterator[tuple[int, Row | BadRow]]:
         first = 1
         if self.offset:
-            self._pass_over(stream)
+            self._skip_to_offset(stream)
             first += self.skip
         for number in itertools.count(first):
             if not (line := stream.readline(LARGEST_ROW + 1)):
@@ -174,8 +171,8 @@ class RowReader:
             else:
                 yield number, row if isinstance(row, dict) else _no_object(row)
 
-    def _pass_over(self, stream: io.BufferedReader) -> None:
-        """Read past what lies before the offset."""
+    def _skip_to_offset(self, stream: io.BufferedReader) -> None:
+        """Skip the content before the offset."""
         if not self._source.compression:
             stream.seek(self.offset)
             return
@@ -184,15 +181,15 @@ class RowReader:
             left -= len(block)
             self._note_position()
 
-    def _of_array(self, content: Iterator[Any]) -> Iterator[tuple[int, Row | BadRow]]:
+    def _read_array(self, content: Iterator[Any]) -> Iterator[tuple[int, Row | BadRow]]:
         for number, row in enumerate(content, start=1):
             self._note_position()
             yield number, row if isinstance(row, dict) else _no_object(row)
 
-    def _of_csv(
+    def _read_csv(
         self, stream: io.BufferedReader, delimiter: str
     ) -> Iterator[tuple[int, Row | BadRow]]:
-        csv.field_size_limit(LARGEST_ROW)  # a document may be longer than Python expects
+        csv.field_size_limit(LARGEST_ROW)  # documents may exceed Python's default limit
         decoded = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         with decoded as text:
             rows = csv.DictReader(_bounded_lines(text), delimiter=delimiter, strict=True)
@@ -204,13 +201,13 @@ class RowReader:
                 self._note_position()
                 yield rows.line_num, _check_row(row, columns=len(rows.fieldnames or ()))
 
-    def _of_tables(self, form: str) -> Iterator[tuple[int, Row | BadRow]]:
+    def _read_tables(self, form: str) -> Iterator[tuple[int, Row | BadRow]]:
         for first, batch in self._tables(form):
             if first + batch.num_rows > self.skip + 1:
                 yield from tables.bounded_rows(first, batch)
 
     def _tables(self, form: str) -> Iterator[tuple[int, Any]]:
-        """Yield Arrow's batches of a file, each with the number of its first row."""
+        """Yield Arrow batches of a file, each with the number of its first row."""
         arrow = _pyarrow()
         if form == ".parquet":
             assert self._raw is not None
@@ -231,7 +228,7 @@ class RowReader:
         first = 1
         for batch in reader:
             batch = batch.select(self._columns(batch.schema.names))
-            batch.validate(full=True)  # offsets of a stranger's file may lead anywhere
+            batch.validate(full=True)  # offsets of an untrusted file may be out of bounds
             for start in range(0, batch.num_rows, _AT_ONCE):
                 yield first + start, batch.slice(start, _AT_ONCE)
             first += batch.num_rows
@@ -242,17 +239,17 @@ class RowReader:
         self.fraction = min(1.0, self._raw.tell() / max(1, self._source.size))
 
 
-def _is_of_file(error: Exception) -> bool:
-    """Return whether an error is due to a file's content; pyarrow has classes of its own."""
-    known = (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, csv.Error, RecursionError)
-    return isinstance(error, known) or type(error).__module__ == "pyarrow.lib"
+def _is_due_to_file(error: Exception) -> bool:
+    """Return whether an error is due to the file's content, including pyarrow's errors."""
+    classes = (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, csv.Error, RecursionError)
+    return isinstance(error, classes) or type(error).__module__ == "pyarrow.lib"
 
 
 def _refuse_long(content: bytes | str, what: str) -> None:
-    """Refuse a row that is larger than any that is read.
+    """Refuse a row above the size limit.
 
     Raises:
-        ValueError: It is.
+        ValueError: The row is larger.
     """
     if len(content) > LARGEST_ROW:
         raise ValueError(f"{what} holds more than {LARGEST_ROW >> 20} MiB; split it")
@@ -262,7 +259,7 @@ def _bounded_lines(text: io.TextIOWrapper) -> Iterator[str]:
     """Yield the lines of a text.
 
     Raises:
-        ValueError: One is longer than any row that is read.
+        ValueError: A line is longer than the size limit of a row.
     """
     for number in itertools.count(1):
         if not (line := text.readline(LARGEST_ROW + 1)):
@@ -272,7 +269,7 @@ def _bounded_lines(text: io.TextIOWrapper) -> Iterator[str]:
 
 
 def _text(content: bytes) -> str | BadRow:
-    """Return the text of a file, or why it is none."""
+    """Return the text of a file, or why it is invalid."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -291,7 +288,7 @@ def _no_object(row: Any) -> BadRow:
 
 
 def _check_row(row: dict[Any, Any], *, columns: int) -> Row | BadRow:
-    """Return a row of CSV, or why it is none."""
+    """Return a row of CSV, or why it is invalid."""
     if None in row:
         return BadRow(f"has {columns + len(row[None])} columns, and the header {columns}")
     if missing := [name for name, value in row.items() if value is None]:

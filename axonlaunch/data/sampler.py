@@ -1,6 +1,6 @@
-"""The loader's order of samples for a plain ``torch.utils.data.DataLoader``.
+"""Provides the loader's order of samples to a plain ``torch.utils.data.DataLoader``.
 
-It says which samples a rank takes, and reads none.
+It only selects indices and reads no samples.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from axonlaunch.data.shuffle import Indices, dataset_indices
 
 
 class DistributedSampler(Sampler[int]):
-    """A rank's share of an epoch, drawn from the order in which runs of the command train.
+    """A rank's share of an epoch, in the order in which runs of the command train.
 
-    The samples of an epoch, shuffled by seed and epoch alone, are dealt out in global batches: the
-    n-th batches of all ranks together are the n-th global batch, whatever the number of ranks.
+    The samples of an epoch, shuffled by the seed and the epoch only, are divided into global
+    batches: the n-th batches of all ranks together are the n-th global batch, for any number of
+    ranks.
     """
 
     def __init__(
@@ -32,21 +33,22 @@ class DistributedSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        """Choose a rank's share.
+        """Compute a rank's share.
 
         Args:
-            dataset: What the DataLoader reads; its length alone is asked for.
-            world: The ranks that share it, a whole world or one group of it; None: the world.
-            batch_size: The DataLoader's, samples of a rank's batch. A rank then has the same rows
-                of each global batch as the loader gives it, the rank-th slice; with 1 the global
-                batches are the same and their rows are dealt to the ranks in turn.
-            shuffle: Whether the order is shuffled, differently in each epoch, or the dataset's own.
-            seed: Of the shuffle, the same on every rank: a run's ``seed``.
-            drop_last: Where the ranks can't share evenly, leave the last samples out; otherwise
-                the epoch's first ones are taken again.
+            dataset: Dataset of the DataLoader; only its length is used.
+            world: The ranks that share it, a whole world or one of its groups; None: the world.
+            batch_size: Samples of a rank's batch, as in the DataLoader. A rank then has the same
+                rows of each global batch as with the loader, the rank-th slice. With 1 the global
+                batches are the same, but their rows are assigned to the ranks in turn.
+            shuffle: Whether to shuffle, differently in each epoch, instead of keeping the dataset's
+                order.
+            seed: Seed of the shuffle, the same on every rank: a run's ``seed``.
+            drop_last: Whether to leave out the last samples if the ranks can't share evenly.
+                Otherwise the first samples of the epoch are repeated.
 
         Raises:
-            ValueError: The dataset is empty or has fewer samples than ranks under ``drop_last``,
+            ValueError: The dataset is empty, or has fewer samples than ranks under ``drop_last``,
                 or the batch size is not positive.
         """
         group = world or default_group()
@@ -60,7 +62,7 @@ class DistributedSampler(Sampler[int]):
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: use 1 or more samples")
         if self._rank < 0:
-            raise ValueError(f"this process is not in {group}: only its members have a share")
+            raise ValueError(f"this process is not in {group}; only its members have a share")
         rounded = self._samples if drop_last else self._samples + self._ranks - 1
         self._share = rounded // self._ranks
         if not self._share:
@@ -70,29 +72,28 @@ class DistributedSampler(Sampler[int]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, counted from 0, that the next iteration is of."""
+        """Set the epoch of the next iteration, counted from 0."""
         self._epoch = epoch
 
     def __len__(self) -> int:
         return self._share
 
     def __iter__(self) -> Iterator[int]:
-        # What was padded is the epoch's beginning again.
-        places = self._places() % self._samples
+        # The padding repeats the beginning of the epoch.
+        in_epoch = self._positions() % self._samples
         if not self._shuffle:
-            return iter(places.tolist())
-        positions = self._epoch * self._samples + places
+            return iter(in_epoch.tolist())
+        positions = self._epoch * self._samples + in_epoch
         indices = dataset_indices(positions, num_samples=self._samples, seed=self._seed)
         return iter(indices.tolist())
 
-    def _places(self) -> Indices:
-        """Return this rank's places in the epoch, in its order.
+    def _positions(self) -> Indices:
+        """Return this rank's positions in the epoch, in its order.
 
-        Of 2 ranks with batches of 2, rank 0 has places 0, 1, 4, 5 and rank 1 has 2, 3, 6, 7. The
-        last batch is shorter where the batch size does not divide a rank's share.
+        With 2 ranks and batches of 2, rank 0 has positions 0, 1, 4, 5 and rank 1 has 2, 3, 6, 7.
+        The last batch is shorter if the batch size does not divide a rank's share.
         """
-        own = np.arange(self._share)
-        batch, row = np.divmod(own, self._batch_size)
+        batch, row = np.divmod(np.arange(self._share), self._batch_size)
         rows = np.minimum(self._batch_size, self._share - batch * self._batch_size)
-        places: Indices = batch * self._batch_size * self._ranks + self._rank * rows + row
-        return places
+        positions: Indices = batch * self._batch_size * self._ranks + self._rank * rows + row
+        return positions

@@ -1,7 +1,7 @@
-"""Samples of any structure, and the batches that a collate function makes of them.
+"""Samples of any structure, and the batches that a collate function creates from them.
 
-A batch is made of the samples of one micro-batch, so that its tensors may have any shape; how a
-micro-batch is chosen, and what a loss makes of it, is others' business.
+The samples of one micro-batch are collated together, so tensors may have any shape. The loader
+selects micro-batches, and a loss interprets them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class CollatedSamples:
-    """What a collate function made of a micro-batch's samples.
+    """Result of a collate function for one micro-batch.
 
     Attributes:
-        whole: Any nesting of dicts, tuples and lists of tensors; what is no tensor stays as it is.
-        num_samples: How many they were.
-        is_counted: Whether its loss counts: at the end of an evaluation some ranks have nothing
-            left, and compute once more what others have counted.
+        whole: Any nesting of dicts, tuples and lists of tensors; other objects are not changed.
+        num_samples: Number of samples.
+        is_counted: Whether its loss counts. At the end of an evaluation, ranks without samples left
+            repeat a batch that does not count.
     """
 
     whole: Any
@@ -35,21 +35,22 @@ class CollatedSamples:
     is_counted: bool = True
 
     def map(self, function: Callable[[Tensor], Tensor]) -> CollatedSamples:
-        """Return the same of what a function makes of each tensor."""
+        """Return a copy with a function applied to each tensor."""
         return replace(self, whole=map_tensors(function, self.whole))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of all tensors."""
         from torch import Tensor
         from torch.utils._pytree import tree_leaves
 
         return sum(leaf.nbytes for leaf in tree_leaves(self.whole) if isinstance(leaf, Tensor))
 
     def forward_arguments(self, forward: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return what a forward is called with: of a dict what it has a name for.
+        """Return the arguments of a forward.
 
-        Of a tuple or a list it is the first element, of anything else all of it.
+        A dict passes the entries that the forward has parameters for. A tuple or list passes its
+        first element, any other batch itself.
         """
         if isinstance(self.whole, Mapping):
             return [], {name: self.whole[name] for name in taken_names(forward, self.whole)}
@@ -58,13 +59,13 @@ class CollatedSamples:
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples side by side, as a dataset of one's own gives them.
+    """Samples of a user's dataset.
 
     Attributes:
         items: The samples.
-        collate: Makes a batch of some of them.
-        counted: Whether each counts; None: all do.
-        parts: What was made of micro-batches already.
+        collate: Combines some of them to a batch.
+        counted: Whether each sample counts; None: all do.
+        parts: Micro-batches that are already collated.
     """
 
     items: Sequence[Any]
@@ -81,40 +82,40 @@ class Samples:
         return Samples(self.items[start:stop], self.collate, counted)
 
     def micro_batches(self, size: int) -> Iterator[CollatedSamples]:
-        """Yield what a model is given, of so many samples at a time."""
+        """Yield collated micro-batches of ``size`` samples."""
         if self.parts:
             yield from self.parts
             return
         for start in range(0, len(self), size):
             part = self.rows(start, start + size)
-            # Every rank does as many forwards, also where nothing is left that counts.
+            # Every rank runs the same number of forwards, even if no samples count.
             counted = [*itertools.compress(part.items, part.counted or [True] * len(part))]
             items = counted or list(part.items)
             yield CollatedSamples(self.collate(items), len(items), is_counted=bool(counted))
 
     def ready(self, size: int) -> Samples:
-        """Return the same with its micro-batches made."""
+        """Return a copy with collated micro-batches."""
         return replace(self, parts=tuple(self.micro_batches(size)))
 
     def uncounted(self, first: int, *, marks_targets: bool) -> Samples:
-        """Return the same with nothing to count from a sample on; nobody knows its targets."""
+        """Return a copy in which the samples from ``first`` on do not count."""
         del marks_targets
-        return self.counting(place < first for place in range(len(self)))
+        return self.counting(number < first for number in range(len(self)))
 
     def counting(self, counted: Iterable[bool]) -> Samples:
-        """Return the same, of which those count that do now and are said to."""
-        before = self.counted or [True] * len(self)
-        both = [was and stays for was, stays in zip(before, counted, strict=True)]
+        """Return a copy in which fewer samples count: those that counted and are still selected."""
+        previous = self.counted or [True] * len(self)
+        both = [was and stays for was, stays in zip(previous, counted, strict=True)]
         return replace(self, counted=both, parts=())
 
     def pin_memory(self) -> Samples:
-        """Copy what was made to page-locked memory."""
+        """Copy collated micro-batches to page-locked memory."""
         pinned = tuple(part.map(lambda tensor: tensor.pin_memory()) for part in self.parts)
         return replace(self, parts=pinned)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], whole: Any) -> Any:
-    """Return a nesting of what a function makes of each tensor in it."""
+    """Return a nesting with a function applied to each tensor in it."""
     from torch import Tensor
     from torch.utils._pytree import tree_map_only
 
@@ -122,17 +123,17 @@ def map_tensors(function: Callable[[Tensor], Tensor], whole: Any) -> Any:
 
 
 def taken_names(forward: Callable[..., Any], batch: Mapping[str, Any]) -> list[str]:
-    """Return which of a batch's names a forward has parameters of; ``**others`` takes none."""
+    """Return the names in a batch that a forward has parameters for; ``**kwargs`` takes none."""
     return [name for name in inspect.signature(forward).parameters if name in batch]
 
 
 def default_collate(items: list[Any]) -> Any:
-    """Stack tensors and numbers inside of dicts, tuples and lists, as a DataLoader does."""
+    """Stack tensors and numbers inside dicts, tuples and lists, as a DataLoader does."""
     from torch.utils.data import default_collate as collate
 
     return collate(items)
 
 
 def collating(collate: Collate | None) -> Collate:
-    """Return what makes batches; None: ``default_collate``."""
+    """Return the collate function; None: ``default_collate``."""
     return collate or partial(default_collate)

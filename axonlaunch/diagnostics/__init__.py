@@ -1,1 +1,1 @@
-"""What ranks are doing, and what a run was: hangs, stragglers, collectives, the report of a run."""
+"""Diagnosis of ranks (hangs, stragglers, collectives), of this node, and reports of runs."""

@@ -1,8 +1,8 @@
-"""What a rank's GPU does in a step, by events in its stream around the blocks of the model.
+"""Measures how a rank's GPU spends a step, with CUDA events around the blocks of the model.
 
-One step of each report is measured, and its events are read when a later step is logged: no step
-waits for the device. What a stream waits for between blocks, gathers and sums of other ranks, is
-between events; what tensor and context ranks exchange inside a block counts as the block's.
+One step per report is measured. Its events are read when a later step is logged, so no step waits
+for the device. Time between blocks, in which a stream waits for gathers and sums of other ranks,
+counts as waiting. Communication of tensor and context ranks inside a block counts as computing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _Span = tuple[Any, Any]
 
 
 class BlockTimes:
-    """Seconds of a step in which this rank waited for data, and in which its blocks computed."""
+    """Measures the seconds of a step that this rank spent waiting for data and computing blocks."""
 
     enough_s = 1e-6
-    """Measured seconds from which shares are reported: one step's."""
+    """Minimum of measured seconds for a report; any measured step is enough."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        """Hook into blocks, once nothing else is to: what gathers parameters comes before.
+        """Register hooks on blocks. Call it after hooks that gather parameters are registered.
 
         Args:
-            blocks: This rank's.
+            blocks: This rank's blocks of the model.
         """
         self._hooks: list[Any] = []
         for block in blocks:
@@ -42,7 +42,7 @@ class BlockTimes:
         self.clear()
 
     def clear(self) -> None:
-        """Measure the next step."""
+        """Discard the measurement and measure the next step."""
         self._begun: Any = None
         self._ended: Any = None
         self._spans: list[_Span] = []
@@ -50,7 +50,7 @@ class BlockTimes:
         self._measures = False
 
     def note(self, phase: str) -> None:
-        """Take what the trainer begins to do; a step ends where the next begins, data read."""
+        """Record the phase that the trainer begins. A step includes reading the next batch."""
         now = time.perf_counter()
         if self._measures and self._phase == "reading":
             self._read_s += now - self._since
@@ -58,23 +58,24 @@ class BlockTimes:
             self._ended, self._measures = _mark(), False
         elif phase == "stepping" and self._begun is None and self._has_stepped:
             self._begun, self._measures = _mark(), True
-        self._has_stepped |= phase == "stepping"  # the first step compiles and tries kernels out
+        self._has_stepped |= phase == "stepping"  # skips the first step, which compiles kernels
         self._phase, self._since = phase, now
 
     def seconds_by_kind(self) -> list[float]:
-        """Return seconds of waiting for data, of computing and of the rest, and 0 of no core.
+        """Return seconds spent waiting for data, computing, and waiting for ranks, and 0.
 
-        All are 0 until the device has done the step.
+        The last value is the time without a core, which does not occur on a GPU. All values are 0
+        until the device has finished the step.
         """
         if self._ended is None or not self._ended.query():
             return [0.0] * 4
         total = _seconds(self._begun, self._ended)
         computed = min(total, sum(_seconds(*span) for span in self._spans))
-        read = min(self._read_s, total - computed)  # the device may have had work meanwhile
+        read = min(self._read_s, total - computed)  # the device may have computed meanwhile
         return [read, computed, total - computed - read, 0.0]
 
     def close(self) -> None:
-        """Leave the blocks as they were."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -90,12 +91,12 @@ class BlockTimes:
         if not self._measures or "begun" not in call:
             return
         self._spans.append((call.pop("begun"), _mark()))
-        taken, given = call.pop("inputs"), _differentiable(output)
-        if taken is None or given is None:
+        input_, result = call.pop("inputs"), _differentiable(output)
+        if input_ is None or result is None:
             return
         backward: list[Any] = []
-        given.register_hook(lambda gradient: backward.append(_mark()))
-        taken.register_hook(lambda gradient: self._end_backward(backward))
+        result.register_hook(lambda gradient: backward.append(_mark()))
+        input_.register_hook(lambda gradient: self._end_backward(backward))
 
     def _end_backward(self, backward: list[Any]) -> None:
         if backward:
@@ -113,6 +114,6 @@ def _seconds(begun: Any, ended: Any) -> float:
 
 
 def _differentiable(tensors: Any) -> Tensor | None:
-    """Return the first tensor that a gradient comes to."""
+    """Return the first tensor that requires a gradient."""
     listed = tensors if isinstance(tensors, tuple) else (tensors,)
     return next((t for t in listed if isinstance(t, Tensor) and t.requires_grad), None)

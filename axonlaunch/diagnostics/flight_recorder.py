@@ -1,7 +1,7 @@
-"""Which collectives a rank has begun and not ended, from torch's flight recorder.
+"""Reads unfinished collectives of a rank from torch's flight recorder.
 
-It reports what torch records of gloo and NCCL; gloo's sends and receives are not among that.
-Nothing here imports torch before it is asked, for those who read a record train nothing.
+torch records collectives of gloo and NCCL, but not gloo's sends and receives. This module imports
+torch only when it reads the recorder, so that other processes can read records without torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-_OPEN = 4
-"""Open collectives of a group that are reported."""
+_MAX_OPEN = 4
+"""Maximum number of unfinished collectives that are reported for each group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,12 @@ class OpenCollective:
     """A collective that a rank has begun.
 
     Attributes:
-        group: Backend and group, named alike on every rank.
-        axis: The group for people: a mesh axis, or ``world``.
-        ranks: The group's.
-        number: How many the rank has begun in this group, with this one.
-        op: What it does, as torch calls it.
-        num_bytes: Of its inputs.
+        group: Backend and name of the group, the same on every rank.
+        axis: Mesh axis of the group, or ``world``.
+        ranks: Ranks of the group.
+        number: Number of collectives begun in this group, including this one.
+        op: torch's name of the operation.
+        num_bytes: Size of its inputs in bytes.
     """
 
     group: str
@@ -38,35 +38,35 @@ class OpenCollective:
     num_bytes: int
 
     def is_like(self, other: OpenCollective) -> bool:
-        """Whether another rank's call of the same number can be the same collective."""
+        """Return whether another rank's call with the same number can be the same collective."""
         return self.op == other.op and (self.num_bytes == other.num_bytes or self.is_uneven)
 
     @property
     def is_uneven(self) -> bool:
-        """Whether its ranks may give different bytes."""
+        """Whether ranks may pass inputs of different sizes."""
         return any(word in self.op for word in ("gather", "scatter", "alltoall", "all_to_all"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a rank reported of its collectives.
+    """The collectives of a rank.
 
     Attributes:
-        begun: Group -> how many it has begun there.
-        open: Those that are not done, the earliest first and of a group the earliest few: a host
-            may be thousands ahead of its device.
+        begun: Number of collectives begun, by group.
+        open: Unfinished collectives, earliest first. Only the earliest of each group are listed,
+            because a host may be thousands of collectives ahead of its device.
     """
 
     begun: Mapping[str, int]
     open: tuple[OpenCollective, ...]
 
     def to_json(self) -> str:
-        """Write it in one line."""
+        """Return the record as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Self:
-        """Read what ``to_json`` wrote, parsed."""
+        """Return the record from the parsed JSON of ``to_json``."""
         calls = (
             OpenCollective(**{**call, "ranks": tuple(call["ranks"])}) for call in content["open"]
         )
@@ -74,7 +74,7 @@ class Record:
 
 
 def take() -> Record:
-    """Return this process's record; any of its threads may ask, whatever the others wait for."""
+    """Return this process's record. Any thread may call it, also while other threads wait."""
     from axonlaunch.comm.torch_internals import ranks_of_groups
 
     begun: dict[str, int] = {}
@@ -98,33 +98,32 @@ def take() -> Record:
             num_bytes=_num_bytes(entry["input_sizes"], entry["input_dtypes"]),
         )
         open_.append((entry["time_created_ns"], call))
-    first: list[OpenCollective] = []
+    earliest: list[OpenCollective] = []
     for _, call in sorted(open_, key=lambda pair: pair[0]):
-        if sum(call.group == other.group for other in first) < _OPEN:
-            first.append(call)
-    return Record(begun=begun, open=tuple(first))
+        if sum(call.group == other.group for other in earliest) < _MAX_OPEN:
+            earliest.append(call)
+    return Record(begun=begun, open=tuple(earliest))
 
 
 def begun_collectives() -> list[tuple[int, str]]:
-    """Return when each collective was begun, in nanoseconds since the epoch, and its axis."""
+    """Return (start in nanoseconds since the epoch, axis) of each collective."""
     return sorted((entry["time_created_ns"], entry["process_group"][1]) for entry in _entries())
 
 
 def dump() -> bytes:
-    """Return all that torch recorded, in the format of its own tools (a pickle).
+    """Return everything that torch recorded, as a pickle in the format of torch's tools.
 
-    Without stacks: to name the lines of two thousand of them takes seconds. Empty where this build
-    of torch has no recorder.
+    Stacks are left out, because resolving the lines of two thousand of them takes seconds. Empty if
+    this build of torch has no recorder.
     """
     from axonlaunch.comm.torch_internals import flight_recorders
 
-    what = {"includeCollectives": True, "includeStackTraces": False, "onlyActive": False}
-    dumps = (recorder(**what) for recorder in flight_recorders(as_json=False))
-    return max(dumps, key=len, default=b"")  # one that took no part has nothing to report
+    options = {"includeCollectives": True, "includeStackTraces": False, "onlyActive": False}
+    dumps = (recorder(**options) for recorder in flight_recorders(as_json=False))
+    return max(dumps, key=len, default=b"")  # recorders of unused backends are empty
 
 
 def _entries() -> Iterator[dict[str, Any]]:
-    """Yield what torch recorded."""
     from axonlaunch.comm.torch_internals import flight_recorders
 
     for recorder in flight_recorders(as_json=True):
@@ -132,7 +131,7 @@ def _entries() -> Iterator[dict[str, Any]]:
 
 
 def _num_bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
-    """Return the bytes of a call's inputs, whose types torch reports as C++ names them."""
+    """Return the size of a call's inputs in bytes; torch reports dtypes by their C++ names."""
     return sum(
         _BYTES.get(dtype, 1) * math.prod(size) for size, dtype in zip(sizes, dtypes, strict=True)
     )

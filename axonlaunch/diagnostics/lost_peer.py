@@ -1,4 +1,4 @@
-"""Recognizes errors that only say that a peer was gone, as gloo and NCCL word them."""
+"""Recognizes errors of gloo and NCCL that only report a lost connection to another rank."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ LOST_PEER = "lost the connection to a rank that had ended"
 
 
 def failure_reason(failure: Mapping[str, Any]) -> Any:
-    """Return why the first rank failed: in one sentence if it only lost its connection.
+    """Return the reason of a failure, or a plain sentence if a rank only lost its connection.
 
     Args:
-        failure: The content of ``crash.json``, or an event of a failure.
+        failure: Content of ``crash.json``, or the event of a failure.
     """
     reason = failure.get("reason")
     return LOST_PEER if failure.get("kind") == "connection" else reason
 
 
 def plain_reason(reason: str) -> str:
-    """Return the reason of a failure; one sentence for all that follow from another failure."""
+    """Return the reason of a failure, or a plain sentence if it follows from another failure."""
     return LOST_PEER if _PEER_GONE.search(reason) else reason

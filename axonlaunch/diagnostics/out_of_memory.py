@@ -1,4 +1,4 @@
-"""What says that memory has run out: torch's own error, and the texts of the libraries under it."""
+"""Recognizes out-of-memory errors of torch and of the libraries that it calls."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _PHRASES = (
     "can't allocate memory",
     "cannot allocate memory",
     "bad_alloc",
-    "out of memory",  # of CUDA, also as NCCL repeats it
+    "out of memory",  # from CUDA, directly or through NCCL
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is that a device, or its host, has no memory left."""
+    """Return whether an error means that a device or its host has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OSError):

@@ -1,6 +1,6 @@
-"""What a pipeline's ranks did in a profiled step, and when: from the traces that they wrote.
+"""Reads the actions of a pipeline's ranks in a profiled step from the ranks' traces.
 
-It imports no torch. Ranks of one node share a clock; those of others are put on the first one's.
+It imports no torch. Times of all nodes are converted to the clock of the first profiled rank.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any
 from axonlaunch.diagnostics.step_breakdown import STEP
 
 CLOCK_AHEAD = "axonlaunchClockAheadNanoseconds"
-"""Key of a trace: by how much its clock is ahead of the first profiled rank's."""
+"""Key of a trace: nanoseconds by which its clock is ahead of the first profiled rank's clock."""
 _ACTION = re.compile(r"axonlaunch pipeline (\d+[FBIW]\d+)")
 
 
 def pipeline_actions(
     traces: Mapping[int, Mapping[str, Any]],
 ) -> list[tuple[int, float, float, str]]:
-    """Return what each rank did in the first profiled step: rank, start, stop, action.
+    """Return the actions of the first profiled step as (rank, start, stop, action).
 
     Args:
-        traces: Of each profiled rank, its trace.
+        traces: Traces by profiled rank.
 
     Returns:
-        Seconds from the first action; actions as ``2F0``: stage, kind, micro-batch. [] without a
-        pipeline.
+        Times are seconds since the first action. ``2F0`` is stage 2, forward, micro-batch 0. Empty
+        without a pipeline.
     """
     actions: list[tuple[int, float, float, str]] = []
     for rank, trace in traces.items():
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-        # Of a GPU, when its kernels ran, not when they were queued.
+        # On a GPU, use the times when kernels ran, not when they were queued.
         on_device = [event for event in events if event.get("cat") == "gpu_user_annotation"]
         named = on_device or [event for event in events if event.get("cat") == "user_annotation"]
         steps = [event for event in named if str(event["name"]).startswith(STEP)]

@@ -1,8 +1,8 @@
-"""Where the steps of a profiled rank went, from the trace that it wrote; and traces put together.
+"""Divides the time of profiled steps into parts, and merges the traces of ranks.
 
-It reads what ``torch.profiler`` exports and imports no torch. At each moment of a step the rank
-does the first of what is running: a matrix product, attention, another kernel, an exchange that
-nothing hides; else it is idle. So the parts sum to the step.
+It reads traces of ``torch.profiler`` and imports no torch. Each moment of a step is assigned to the
+first of these that is running: matrix product, attention, other kernel, communication; otherwise it
+is idle. The parts therefore sum to the step time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.config.axes import DATA_AXES
+
 PROFILE_FOLDER = "profile"
 MERGED = "merged.json.gz"
 STEP = "axonlaunch step"
 WAIT = "axonlaunch wait"
-"""Category of an event in which the rank waits for others, which names the axis."""
+"""Category of events in which the rank waits for others; their arguments name the axis."""
 COMMUNICATION = "exposed communication"
 KINDS = ("matrix products", "attention", "other kernels", COMMUNICATION, "idle")
 
@@ -32,23 +34,22 @@ _PRODUCT = re.compile(
 )
 _EXCHANGE = re.compile(r"^nccl|^rccl|ncclDevKernel|^c10d::|^_?c10d_functional::|^gloo:")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_DATA_AXES = ("dp_replicate", "dp_shard", "cp", "dp")
 
 
 class UnreadableTraceError(ValueError):
-    """A file that is no trace of a profiled rank."""
+    """A file is not a valid trace of a profiled rank."""
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the steps of a rank went.
+    """The time of a rank's profiled steps, divided into parts.
 
     Attributes:
-        rank: Which.
-        first: The first step that was profiled.
-        steps: How many were.
-        step_s: Seconds of one, on average.
-        parts: Seconds of a step by what they went to; communication by its axis.
+        rank: Rank that was profiled.
+        first: First profiled step.
+        steps: Number of profiled steps.
+        step_s: Mean seconds per step.
+        parts: Mean seconds per step of each part; communication is divided by mesh axis.
     """
 
     rank: int
@@ -59,7 +60,7 @@ class Breakdown:
 
 
 def traces(folder: Path) -> dict[int, Path]:
-    """Return the traces of a run's folder by rank."""
+    """Return the trace files in a run's folder, by rank."""
     files = (
         (_RANK.fullmatch(path.name), path)
         for path in (folder / PROFILE_FOLDER).glob("rank_*.json.gz")
@@ -71,7 +72,7 @@ def read_trace(path: Path) -> dict[str, Any]:
     """Read a trace.
 
     Raises:
-        UnreadableTraceError: It is corrupt, or not a trace.
+        UnreadableTraceError: The file is corrupt or not a trace.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as stream:
@@ -84,26 +85,26 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def breakdown(content: Mapping[str, Any], *, rank: int, world: str = "world") -> Breakdown:
-    """Say where the steps of a trace went.
+    """Divide the time of the steps in a trace into parts.
 
     Args:
-        content: Of the trace.
-        rank: Whose.
-        world: The axis that all ranks are on, where there is one: torch gives it no group of its
-            own.
+        content: Content of the trace.
+        rank: Rank that wrote it.
+        world: Name for communication in the default group. If one mesh axis contains all ranks,
+            pass that axis, because torch uses the default group for it.
 
     Raises:
-        UnreadableTraceError: There is no step in it.
+        UnreadableTraceError: The trace contains no step.
     """
     events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
     steps = [event for event in events if str(event["name"]).startswith(STEP)]
     steps = [event for event in steps if event.get("cat") == "user_annotation"]
     if not steps:
-        raise UnreadableTraceError(f"the trace of rank {rank} has no step of axonlaunch in it")
+        raise UnreadableTraceError(f"the trace of rank {rank} contains no step of axonlaunch")
     start = min(float(step["ts"]) for step in steps)
     end = max(float(step["ts"]) + float(step["dur"]) for step in steps)
     on_device = [event for event in events if event.get("cat") in _ON_DEVICE]
-    if on_device:  # it works behind the host; the profiler waits for it before it stops
+    if on_device:  # it runs behind the host, and the profiler waits for it at the end
         spans = [*_spans(on_device)]
         end = max(end, max(span[1] for span in spans))
     else:
@@ -126,13 +127,13 @@ def _spans(events: Iterable[Mapping[str, Any]]) -> Iterator[_Span]:
 
 
 def _innermost(events: Sequence[Mapping[str, Any]], *, thread: tuple[Any, Any]) -> Iterator[_Span]:
-    """Yield what a thread of the host does: of operations inside others the innermost."""
+    """Yield the operations of a host thread; nested ones are cut out of the surrounding ones."""
     operations = [
         event
         for event in events
         if event.get("cat") == "cpu_op" and (event["pid"], event["tid"]) == thread
     ]
-    open_: list[list[Any]] = []  # end, kind, and from when on nothing inside has covered it
+    open_: list[list[Any]] = []  # end, kind, and the end of its last nested operation
     for event in sorted(operations, key=lambda e: (float(e["ts"]), -float(e["dur"]))):
         start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
         yield from _close_spans(open_, start)
@@ -162,15 +163,15 @@ def _kind(event: Mapping[str, Any]) -> str:
 
 
 def axis_of(group: str) -> str:
-    """Return the axis of a group as torch describes it; the data axes are one, ``dp``."""
+    """Return the mesh axis from torch's description of a group; all data axes are ``dp``."""
     axis = group.removeprefix("mesh_")
-    if axis in _DATA_AXES:
+    if axis in (*DATA_AXES, "dp"):
         return "dp"
     return axis if axis and axis not in ("default_pg", "undefined") else "world"
 
 
 def _partition(spans: Iterable[_Span], start: float, end: float) -> Iterator[tuple[str, float]]:
-    """Yield what is done from one change to the next, and for how many microseconds."""
+    """Yield (kind, microseconds) for each interval between changes of the running events."""
     changes = sorted(
         change
         for begin, stop, kind in spans
@@ -181,16 +182,16 @@ def _partition(spans: Iterable[_Span], start: float, end: float) -> Iterator[tup
     now = start
     for moment, change, kind in changes:
         if moment > now:
-            yield _foremost(running), moment - now
+            yield _first_kind(running), moment - now
             now = moment
         running[kind] = running.get(kind, 0) + change
         if not running[kind]:
-            del running[kind]  # so that what was begun first stands first
+            del running[kind]  # keeps kinds in the order of their start
     if end > now:
         yield "idle", end - now
 
 
-def _foremost(running: Mapping[str, int]) -> str:
+def _first_kind(running: Mapping[str, int]) -> str:
     for kind in KINDS[:3]:
         if kind in running:
             return kind
@@ -198,14 +199,14 @@ def _foremost(running: Mapping[str, int]) -> str:
 
 
 def merge(folder: Path, *, offsets_ns: Mapping[int, int]) -> Path:
-    """Put the traces of a run's folder together, on the clock of the first.
+    """Merge the traces in a run's folder into one file, on the clock of the first rank.
 
     Args:
-        folder: The run's.
-        offsets_ns: By how much each rank's clock is ahead of the first's.
+        folder: Folder of the run.
+        offsets_ns: Nanoseconds by which each rank's clock is ahead of the first rank's clock.
 
     Returns:
-        The file, in which each rank is a group of processes.
+        The merged file, in which each rank has its own processes.
     """
     by_rank = {rank: read_trace(path) for rank, path in traces(folder).items()}
     zero = min(int(content.get("baseTimeNanoseconds", 0)) for content in by_rank.values())

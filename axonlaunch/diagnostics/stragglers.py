@@ -1,9 +1,9 @@
-"""Which rank the others wait for, and what it does with its time.
+"""Finds the rank that the others wait for, and how it spends its time.
 
-Where the host computes, a thread looks at the training thread some times a second, as a sampling
-profiler does, so that any strategy is seen alike. A rank that is slow because it gets no core is
-not a straggler of the run, but of its node: that time is counted apart. Ranks with a GPU each
-measure their blocks by events (``block_times``).
+On a CPU, a thread samples the training thread several times per second like a sampling profiler,
+which works for any strategy. Time in which a rank is ready but gets no core is counted separately,
+because other programs on the node cause it. On a GPU, CUDA events measure the blocks of the model
+(``block_times``).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from axonlaunch.comm.backend import Backend
 from axonlaunch.diagnostics.block_times import BlockTimes
 from axonlaunch.diagnostics.wait_detection import waits
 from axonlaunch.events import RankTimes, Straggler
-from axonlaunch.system.process_state import WatchedThread, queued_s
+from axonlaunch.system.processes.process_state import WatchedThread, queued_s
 
 _INTERVAL_S = 0.04
 _ENOUGH_S = 0.5
-"""Sampled seconds of a rank from which shares are reported; fewer are kept for the next time."""
+"""Minimum of sampled seconds for a report; with fewer, sampling continues until the next report."""
 _KINDS = ("data", "compute", "wait")
 _NAME_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What a rank did with its time; the shares sum to 1.
+    """How a rank spent its time, as fractions that sum to 1.
 
     Attributes:
-        data: Waited for data.
-        compute: Computed.
-        wait: Waited for other ranks.
-        starved: Was ready to run, and the node gave it no core.
+        data: Fraction spent waiting for data.
+        compute: Fraction spent computing.
+        wait: Fraction spent waiting for other ranks.
+        starved: Fraction in which it was ready to run but had no core.
     """
 
     data: float
@@ -56,8 +56,8 @@ class Shares:
     def of(cls, seconds: Sequence[float], *, queued_s: float) -> Self:
         """Return the shares of sampled seconds of each of ``_KINDS``.
 
-        Whoever waits for a core is seen neither asleep nor waiting for others: that time is in what
-        was taken for computing. 0.5 s of computing, 0.2 s of them queued, are 0.3 s of computing.
+        A thread that waits for a core is not asleep, so samples count it as computing. Queued time
+        is therefore subtracted: 0.5 s of computing with 0.2 s queued is 0.3 s of computing.
         """
         data, compute, wait = (part / sum(seconds) for part in seconds)
         starved = min(queued_s / sum(seconds), compute)
@@ -65,11 +65,11 @@ class Shares:
 
 
 def slowest_of(ranks: Sequence[Shares], nodes: Sequence[str]) -> Straggler:
-    """Return the rank that worked most, and what the others pay for that.
+    """Return the rank that worked most, and how much longer it worked than the others.
 
     Args:
-        ranks: Each rank's shares, two or more.
-        nodes: Their host names.
+        ranks: Shares of two or more ranks.
+        nodes: Host name of each rank.
     """
     worked = [share_of.data + share_of.compute for share_of in ranks]
     rank = max(range(len(worked)), key=worked.__getitem__)
@@ -79,11 +79,11 @@ def slowest_of(ranks: Sequence[Shares], nodes: Sequence[str]) -> Straggler:
 
 
 class _Samples:
-    """What this rank's training thread was seen to do.
+    """Samples of this rank's training thread.
 
     Attributes:
-        seconds: Sampled time of each of ``_KINDS``.
-        queued_s: Of it, time in which the thread waited for a core.
+        seconds: Sampled seconds of each of ``_KINDS``.
+        queued_s: Part of these seconds in which the thread waited for a core.
     """
 
     enough_s = _ENOUGH_S
@@ -98,20 +98,20 @@ class _Samples:
         self._sampler.start()
 
     def clear(self) -> None:
-        """Begin to count from nothing."""
+        """Reset all seconds to 0."""
         self.seconds = [0.0] * len(_KINDS)
         self.queued_s = 0.0
 
     def note(self, phase: str) -> None:
-        """Take what the trainer says that it does: ``reading`` is time for data."""
+        """Record the phase that the trainer begins; ``reading`` counts as waiting for data."""
         self._phase = phase
 
     def seconds_by_kind(self) -> list[float]:
-        """Return the sampled seconds of each kind, and those without a core."""
+        """Return the sampled seconds of each kind, and the seconds without a core."""
         return [*self.seconds, self.queued_s]
 
     def close(self) -> None:
-        """Sample no more."""
+        """Stop sampling."""
         self._over.set()
         self._sampler.join()
         self._watched.close()
@@ -127,7 +127,7 @@ class _Samples:
             sampled, queued = now, queued_now
 
     def _kind(self, *, is_asleep: bool) -> str:
-        """Return what the training thread does; empty for what is not part of a step."""
+        """Return what the training thread does; empty outside of steps."""
         if self._phase == "reading":
             return "data"
         if self._phase != "stepping":
@@ -149,13 +149,13 @@ class Stragglers:
     """Finds the slowest rank of a world."""
 
     def __init__(self, world: World, *, blocks: Sequence[nn.Module] = ()) -> None:
-        """Begin to watch this rank, if there are others and the system shows what a rank does.
+        """Start measuring this rank, if the world has several ranks and all can be measured.
 
-        Every rank makes one.
+        This is a collective call of all ranks.
 
         Args:
-            world: The ranks.
-            blocks: This rank's of the model.
+            world: World of the ranks.
+            blocks: This rank's blocks of the model.
         """
         self._times: _Samples | BlockTimes | None = None
         if world.world_size == 1:
@@ -163,9 +163,11 @@ class Stragglers:
         has_device = world.backend is Backend.NCCL and world.device.type == "cuda"
         if not has_device and world.backend is not Backend.GLOO:
             return
-        # Without the other, who is slow could be the nodes' doing, and nobody could say.
-        can_tell = bool(blocks) if has_device else queued_s(threading.get_native_id()) is not None
-        if not all(map(bool, _gather_rows(torch.tensor([int(can_tell)])))):
+        # On a CPU, queued time is required to tell a slow rank from a busy node.
+        can_measure = (
+            bool(blocks) if has_device else queued_s(threading.get_native_id()) is not None
+        )
+        if not all(map(bool, _gather_rows(torch.tensor([int(can_measure)])))):
             return
         self._times = BlockTimes(blocks) if has_device else _Samples()
         name = socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
@@ -175,27 +177,26 @@ class Stragglers:
         ]
 
     def note(self, phase: str) -> None:
-        """Take what the trainer begins to do."""
+        """Record the phase that the trainer begins."""
         if self._times is not None:
             self._times.note(phase)
 
     def compare(self, *, step: int) -> tuple[RankTimes, Straggler] | None:
-        """Return what all ranks did since the last report, and who worked most; all call this.
+        """Return how all ranks spent their time since the last report, and the slowest rank.
 
-        What the slowest costs is the share of time by which it works longer than the median of the
-        others. None while too little was seen.
+        This is a collective call of all ranks. Returns None if too little time was measured.
 
         Args:
-            step: Optimizer steps done.
+            step: Number of optimizer steps done.
         """
         if self._times is None:
             return None
-        own = torch.tensor(self._times.seconds_by_kind(), dtype=torch.float64)
-        seen = [sample.tolist() for sample in _gather_rows(own)]
-        if min(sum(seconds) for *seconds, _ in seen) < self._times.enough_s:
+        local = torch.tensor(self._times.seconds_by_kind(), dtype=torch.float64)
+        samples = [sample.tolist() for sample in _gather_rows(local)]
+        if min(sum(seconds) for *seconds, _ in samples) < self._times.enough_s:
             return None
         self._times.clear()
-        shares = [Shares.of(seconds, queued_s=queued) for *seconds, queued in seen]
+        shares = [Shares.of(seconds, queued_s=queued) for *seconds, queued in samples]
         by_kind = {
             kind: tuple(round(getattr(share, kind), 2) for share in shares)
             for kind in (*_KINDS, "starved")
@@ -204,12 +205,12 @@ class Stragglers:
         return times, slowest_of(shares, self._nodes)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop measuring."""
         if self._times is not None:
             self._times.close()
 
 
-def _gather_rows(own: torch.Tensor) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
+def _gather_rows(local: torch.Tensor) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
     return gathered

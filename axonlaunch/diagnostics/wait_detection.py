@@ -1,6 +1,6 @@
-"""Whether a thread waits for other ranks, judged by where its Python code is and whether it sleeps.
+"""Detects whether a thread waits for other ranks, from its Python frames and whether it sleeps.
 
-On a CPU only: what a stream of a GPU waits for is not seen from the host.
+This works only on a CPU, because the host does not see what a GPU stream waits for.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ _PASSED_THROUGH = re.compile(
     r"[/\\]torch[/\\](_ops|_compile|_library[/\\]\w+|_dynamo[/\\]eval_frame|utils[/\\]_\w+)\.py"
     r"|[/\\]axonlaunch[/\\]planning[/\\]tracing[/\\]storage_trace\.py"
 )
-"""What stands between a call of an operation and its work, and says nothing of what it is."""
+"""Files between a call of an operation and its implementation, which are ignored."""
 
 
 def waits(files: Iterable[str], *, is_asleep: bool) -> bool:
     """Return whether a thread waits for other ranks.
 
-    It sleeps in the code that communicates: torch's, autograd's engine (whose hooks reduce
-    gradients), or ours. A sleep in a user's own code is the rank's own.
+    It does if it sleeps in code that communicates: in torch, in autograd's engine (its hooks reduce
+    gradients), or in this package. A thread that sleeps in user code does not wait for ranks.
 
     Args:
-        files: Of the thread's frames, the innermost first.
-        is_asleep: Whether the system says so.
+        files: Files of the thread's frames, innermost first.
+        is_asleep: Whether the operating system reports the thread as sleeping.
     """
     innermost = next((file for file in files if not is_passed_through(file)), "")
     return is_asleep and bool(_WAITING.search(innermost))
 
 
 def is_passed_through(file: str) -> bool:
-    """Return whether a frame of a file only hands an operation on."""
+    """Return whether frames of a file only pass an operation on."""
     return bool(_PASSED_THROUGH.search(file))

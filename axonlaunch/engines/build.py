@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from axonlaunch.comm import World
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
-from axonlaunch.config.model import OWN_MODEL_CONFIGS, HuggingFaceConfig
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, HuggingFaceConfig
+from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS, Precision
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
@@ -30,7 +31,7 @@ from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
 from axonlaunch.engines.data_parallel.torch_internals import compile_blocks_whole
-from axonlaunch.engines.device_mesh import context_group, run_mesh, sharding_mesh
+from axonlaunch.engines.device_mesh import merged_group, run_mesh, sharding_mesh
 from axonlaunch.engines.forward_backward import (
     ForwardBackward,
     LocalForwardBackward,
@@ -52,20 +53,20 @@ from axonlaunch.engines.pipeline.split import (
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
 from axonlaunch.engines.precision.lower_parameters import Forward
 from axonlaunch.engines.precision.policy import (
-    DTYPES,
     LossScale,
     keep_parameters_in,
     lower_replicas,
     sharded_policy,
 )
 from axonlaunch.engines.tensor.async_collectives import overlap_exchanges
-from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
-from axonlaunch.engines.tensor.losses import losses_of
+from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
+from axonlaunch.engines.tensor.outputs.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
-from axonlaunch.models.flops import ModelFlops
-from axonlaunch.models.parameter_facts import parameter_facts
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.facts.flops import ModelFlops
+from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.torch_dtypes import torch_dtype
 
 Divide = Callable[[nn.Module], None]
 Boundaries = Callable[[Divide, Sequence[Part]], Mapping[int, tuple[Tensor, Tensor]]]
@@ -125,11 +126,11 @@ class _Plan:
     def construct(self) -> nn.Module:
         """Create the full model."""
         model = self.source.construct(self.config, seed=self.config.seed)
-        if self.config.train.param_dtype != "fp32":
+        stored = NUMBER_FORMATS[self.config.train.param_dtype]
+        if stored.is_low:
             # Adapters stay in fp32, like PEFT's adapters of a model in bf16.
             has_adapter = self.config.adapter is not None
-            dtype = DTYPES[self.config.train.param_dtype]
-            keep_parameters_in(model, dtype, frozen_only=has_adapter)
+            keep_parameters_in(model, torch_dtype(stored), frozen_only=has_adapter)
         return model
 
 
@@ -150,9 +151,10 @@ def build_engine(
     """
     layout = Layout.of(config, world_size=world.world_size)
     mesh = run_mesh(world, layout, cpu_offload=config.strategy.fsdp.cpu_offload)
+    needs_scale = PRECISIONS[config.train.precision].needs_loss_scale
     plan = _Plan(config, world, layout, mesh, spec_for(config), source or Source())
     if layout.context > 1:
-        plan.context = ContextAxis(context_group(world, layout))
+        plan.context = ContextAxis(merged_group(world, layout, "cp"))
     model = plan.construct()
     num_parameters = sum(p.numel() for p in model.parameters())
     flops = ModelFlops.of(model)
@@ -204,7 +206,7 @@ def build_engine(
         world=world,
         mesh=mesh,
         layout=layout,
-        loss_scale=LossScale(world.device) if config.train.precision == "fp16" else None,
+        loss_scale=LossScale(world.device) if needs_scale else None,
         saves_frozen=config.saves_frozen,
         rule=StepRule(
             seed=config.seed,
@@ -294,7 +296,7 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
         if plan.chunked is not None and (head := plan.spec.head_of(model)) is not None:
             ChunkedLoss(plan.spec.loss, chunk=1).defer(head, model)
         if plan.layout.facts.shards_parameters:
-            model.to(DTYPES[plan.config.train.precision])  # the type of gathered parameters
+            model.to(torch_dtype(PRECISIONS[plan.config.train.precision].gather))
         else:
             model.forward = _replicated_arithmetic(plan, model)(model.forward)
 
@@ -350,15 +352,13 @@ def _shard(plan: _Plan, model: nn.Module) -> None:
     sharded = FSDP(
         model,
         world=plan.world,
-        mesh=sharding_mesh(plan.mesh),
+        mesh=sharding_mesh(plan.mesh, plan.layout),
         layers=[*plan.spec.blocks(model).values()],
         before=before,
         after=after,
         sharding=fsdp.sharding,
         cpu_offload=fsdp.cpu_offload,
-        mixed_precision=sharded_policy(
-            config.train.precision, reduce_dtype=DTYPES[config.strategy.reduce_dtype]
-        ),
+        mixed_precision=sharded_policy(Precision.of(config)),
         # torch's schedules with several stages per rank gather a stage before its first micro-batch
         # and reshard it after its last, and require gathered parameters in between. With one stage
         # per rank, parameters would otherwise be gathered again for each micro-batch.
@@ -371,17 +371,18 @@ def _shard(plan: _Plan, model: nn.Module) -> None:
 
 def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> Callable[[Forward], Forward]:
     blocks = [*plan.spec.blocks(model).values()]
-    precision, device = plan.config.train.precision, plan.world.device
+    precision, device = PRECISIONS[plan.config.train.precision], plan.world.device
     return lower_replicas(model, precision, device=device, blocks=blocks)
 
 
 def _replicas(plan: _Plan, module: nn.Module, *, sync: GradSyncStrategy | str) -> Replicas | None:
+    [axis] = plan.layout.mesh_axes(plan.layout.division().sum_axes)
     with plan.source.storing():
         return make_replicas(
             plan.config.strategy,
             module,
             kind=plan.layout.data_parallel,
-            group=plan.mesh.group("dp_replicate"),
+            group=plan.mesh.group(axis),
             sync=sync,
         )
 

@@ -6,33 +6,27 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axonlaunch.comm import ProcessGroup, World
-from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.backend import Backend
+from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.comm.process_group import disjoint_group
-from axonlaunch.config.data_parallel import DATA_PARALLEL
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 
 
 def run_mesh(world: World, layout: Layout, *, cpu_offload: str) -> Mesh:
     """Return the mesh of a run, with axes pp, dp_replicate, dp_shard, tp.
 
-    Context-parallel ranks are neighbours within a data axis, so sums of gradients and sharding over
-    data ranks include them. ``context_group`` returns the ranks that share sequences.
+    Context-parallel ranks are neighbours within a data axis, see ``Layout.mesh_sizes``.
+    ``merged_group`` returns the ranks that share sequences.
 
     Args:
         world: The ranks of the run. All of them must call this.
         layout: Layout of the run.
         cpu_offload: Value of ``strategy.fsdp.cpu_offload``.
     """
-    sizes = dict(layout.axes)
-    sizes["dp_replicate" if layout.replicates_context else "dp_shard"] *= sizes.pop("cp")
     # An axis that shards parameters or states keeps its mesh dim even with only one rank.
-    keep: tuple[str, ...] = ()
-    if layout.facts.shards_parameters:
-        keep = ("dp_shard",)
-    elif layout.facts.shards_optimizer:
-        keep = ("dp_replicate",)
+    keep = layout.mesh_axes(layout.division().shard_axes)
     # In evaluation, pipeline stages send shapes from host memory. A registered data-parallel
     # variant may average optimizer states on the host.
     with_host = ["pp"]
@@ -42,23 +36,24 @@ def run_mesh(world: World, layout: Layout, *, cpu_offload: str) -> Mesh:
         with_host += ["dp_replicate"]
     # A layer waits for the collectives of the tensor axis. Without priority, gathers and reductions
     # of data ranks, which are needed only by later layers, would occupy the multiprocessors first.
-    return world.lay_out(sizes, keep=keep, urgent=("tp",), with_host=tuple(with_host))
+    return world.lay_out(layout.mesh_sizes(), keep=keep, urgent=("tp",), with_host=tuple(with_host))
 
 
-def context_group(world: World, layout: Layout) -> ProcessGroup:
-    """Return the ranks that share this rank's sequences."""
-    stride = layout.tensor
-    first = world.rank - world.rank // stride % layout.context * stride
-    ranks = [first + stride * index for index in range(layout.context)]
+def merged_group(world: World, layout: Layout, axis: str) -> ProcessGroup:
+    """Return this rank's group along an axis that the run's mesh merges into a data axis."""
+    names = list(layout.axes)
+    stride = layout.ranks_along(names[names.index(axis) + 1 :])
+    first = world.rank - layout.coordinates(world.rank)[axis] * stride
+    ranks = [first + stride * index for index in range(layout.axes[axis])]
     backend = "nccl" if world.backend is Backend.NCCL else None
-    return disjoint_group(ranks, name="cp", timeout_s=world.timeout_s, backend=backend)
+    return disjoint_group(ranks, name=axis, timeout_s=world.timeout_s, backend=backend)
 
 
-def sharding_mesh(mesh: Mesh) -> DeviceMesh:
-    """Return the submesh over which ``fully_shard`` shards parameters."""
-    if mesh.size("dp_replicate") > 1:
-        return mesh.device_mesh["dp_replicate", "dp_shard"]
-    return mesh.device_mesh["dp_shard"]
+def sharding_mesh(mesh: Mesh, layout: Layout) -> DeviceMesh:
+    """Return the submesh over which ``fully_shard`` shards parameters, replicas first."""
+    division = layout.division()
+    replicas = [name for name in layout.mesh_axes(division.replicate_axes) if mesh.size(name) > 1]
+    return mesh.device_mesh[(*replicas, *layout.mesh_axes(division.shard_axes))]
 
 
 def data_mesh(

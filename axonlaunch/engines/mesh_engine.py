@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup, World
-from axonlaunch.comm.gradient_bucket import broadcast_tensors
+from axonlaunch.comm.averaging.gradient_bucket import broadcast_tensors
 from axonlaunch.comm.mesh import Mesh
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.engines.base import StepResult
 from axonlaunch.engines.context.context import ContextAxis
@@ -28,9 +28,9 @@ from axonlaunch.engines.optimizer.clipping import gradient_norm
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision.policy import LossScale, scale_counters
-from axonlaunch.engines.tensor.losses import Losses
-from axonlaunch.models.flops import ModelFlops
-from axonlaunch.models.module_state import evaluating, model_state, persistent_buffers
+from axonlaunch.engines.tensor.outputs.losses import Losses
+from axonlaunch.models.facts.flops import ModelFlops
+from axonlaunch.models.modules.module_state import evaluating, model_state, persistent_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +349,8 @@ class MeshEngine:
         """Broadcast the first data rank's buffers; each rank updated them with other samples."""
         if self._layout.gradient_ranks == 1:
             return
-        axes = [axis for axis in ("dp_shard", "dp_replicate") if self._mesh.size(axis) > 1]
+        names = self._layout.mesh_axes(self._layout.division().sum_axes)
+        axes = [axis for axis in reversed(names) if self._mesh.size(axis) > 1]
         for axis in axes:
             group = self._mesh.group(axis)
             first, members = group.ranks[0], group.torch_group
@@ -362,9 +363,9 @@ class MeshEngine:
         Ranks of a tensor axis use the same seed, because they all compute the layers that are not
         sharded.
         """
-        mesh_index = self._mesh.along("pp", "dp_replicate", "dp_shard")
+        stream = self._layout.random_stream(self._world.rank)
         # torch accepts 64 bits, and a configured seed may use 63.
-        torch.manual_seed(((self._rule.seed * 1_000_003 + self.step) * 65_537 + mesh_index) % 2**63)
+        torch.manual_seed(((self._rule.seed * 1_000_003 + self.step) * 65_537 + stream) % 2**63)
 
     def _named_tensors(self) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers by name, a tied parameter once."""

@@ -7,33 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from axonlaunch.checkpoint import fallback, reader, step_folders, weights
-from axonlaunch.checkpoint.base_weights import find_base_problems
-from axonlaunch.checkpoint.manifest import Checkpoint
-from axonlaunch.checkpoint.resume_source import checkpoint_root, resume_of
-from axonlaunch.checkpoint.storage import reaching, storage_path
+from axonlaunch.checkpoint.exchange import weights
+from axonlaunch.checkpoint.exchange.base_weights import find_base_problems
+from axonlaunch.checkpoint.format import step_folders
+from axonlaunch.checkpoint.format.manifest import Checkpoint
+from axonlaunch.checkpoint.format.storage import reaching, storage_path
+from axonlaunch.checkpoint.loading import fallback, reader
+from axonlaunch.checkpoint.loading.resume_source import checkpoint_root, resume_of
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.data import DATASETS
-from axonlaunch.config.optimizer import OPTIMIZERS
-from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.config.optimization.optimizer import OPTIMIZERS
+from axonlaunch.config.optimization.parameter_groups import states_of, with_options
+from axonlaunch.config.options.data import DATASETS
+from axonlaunch.config.precision import FP32, NUMBER_FORMATS, StoredFormatName, state_format
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.describe_rows import describe_rows
 from axonlaunch.data.learned_tokenizer import load_or_learn
 from axonlaunch.data.origin import Origin, changed_data_issues, find_differences
 from axonlaunch.data.tokenizer import FOLDER, load_kept
+from axonlaunch.models.adapters.lora import not_saved
 from axonlaunch.models.build import initial_weights, spec_for
-from axonlaunch.models.lora import not_saved
-from axonlaunch.models.parameter_facts import parameter_facts
-from axonlaunch.system.files import why_no_folder
+from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.torch_dtypes import torch_dtype
+from axonlaunch.system.storage.files import why_no_folder
 
 if TYPE_CHECKING:
     from torch import nn
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {name: torch_dtype(NUMBER_FORMATS[name]) for name in get_args(StoredFormatName)}
 """Types by their names in ``train.param_dtype``."""
 
 
@@ -129,7 +133,7 @@ def changed_data_problems(config: RunConfig, dataset: Dataset) -> list[ConfigIss
     checkpoint, saved, current = _origins(config, dataset)
     if checkpoint is None or saved is None or config.checkpoint.changed_data == "restart":
         return []
-    return changed_data_issues(saved, current, where=checkpoint.path, data=config.data)
+    return changed_data_issues(saved, current, checkpoint=checkpoint.path, data=config.data)
 
 
 def first_row_at(config: RunConfig, dataset: Dataset) -> int:
@@ -291,11 +295,12 @@ def _other_types(
 ) -> Iterator[ConfigIssue]:
     """Yield a problem if weights or states were saved in another type than this run uses."""
     saved, optimizer = reader.contents(checkpoint), config.optimizer
-    dtype = _DTYPES[config.train.param_dtype]
+    stored = NUMBER_FORMATS[config.train.param_dtype]
+    states = state_format(optimizer)
     facts = parameter_facts(spec_for(config), model)
     for name, parameter in model.named_parameters():
-        is_kept = dtype is torch.float32 or (config.adapter is not None and parameter.requires_grad)
-        expected = parameter.dtype if is_kept else dtype
+        is_kept = not stored.is_low or (config.adapter is not None and parameter.requires_grad)
+        expected = parameter.dtype if is_kept else torch_dtype(stored)
         actual = _dtype(saved.get(f"{reader.MODEL}{name}"))
         if actual is not None and parameter.is_floating_point() and actual != expected:
             message = (
@@ -303,13 +308,13 @@ def _other_types(
             )
             yield ConfigIssue("train.param_dtype", message, config.train.param_dtype)
             return
-        updated = torch.float32 if getattr(optimizer, "state_dtype", None) == "fp32" else expected
+        updated = expected if states is None else torch_dtype(states)
         if (entry := facts.get(name)) is None:
             continue
         for state, kind in states_of(with_options(optimizer, entry), entry.shape).items():
             actual = _dtype(saved.get(f"optimizer.{name}.{state}"))
             if kind.dtype == "parameter" and actual is not None and actual != updated:
-                use = "fp32" if actual is torch.float32 else "parameter"
+                use = FP32.name if actual is torch_dtype(FP32) else "parameter"
                 message = (
                     f"{checkpoint.path} has {name}.{state} in {_dtype_name(actual)}; use {use}"
                 )

@@ -16,20 +16,21 @@ import torch
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout, num_ranks, resolved, with_backend
-from axonlaunch.config.loggers import CustomLoggerConfig
-from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
-from axonlaunch.config.plugins import import_callable, import_plugins
-from axonlaunch.config.rules import find_rule_violations
-from axonlaunch.config.url import is_url
+from axonlaunch.config.axes import PRINTED
+from axonlaunch.config.code.plugins import import_callable, import_plugins
+from axonlaunch.config.consistency.layout import Layout, num_ranks, resolved, with_backend
+from axonlaunch.config.consistency.rules import find_rule_violations
+from axonlaunch.config.options.hardware import GIB
+from axonlaunch.config.options.loggers import CustomLoggerConfig
+from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
+from axonlaunch.config.values.url import is_url
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress, Tokenising
-from axonlaunch.data.text_rows import Untokenised
+from axonlaunch.data.untokenised import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.parameter_facts import TrainingShares
-from axonlaunch.models.spec import ModelSpec
-from axonlaunch.models.trained import frozen_problems
+from axonlaunch.models.facts.parameter_facts import TrainingShares
+from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.trained import frozen_problems
 from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings
 from axonlaunch.preflight.checkpoint import (
     changed_data_problems,
@@ -51,16 +52,14 @@ from axonlaunch.preflight.module_trace import trace_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.own_data import needs_own_loss, own_data_problems
 from axonlaunch.preflight.parallelism import (
-    context_problems,
+    AXIS_PROBLEMS,
     first_four,
-    pipeline_problems,
     sharding_problems,
     statistics_problems,
-    tensor_problems,
 )
 from axonlaunch.preflight.paths import with_absolute_paths
-from axonlaunch.system.disk import free_bytes
-from axonlaunch.system.formatting import size
+from axonlaunch.system.storage.disk import free_bytes
+from axonlaunch.system.text.formatting import size
 
 
 def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
@@ -170,10 +169,9 @@ def _examine(
     if model is not None and spec is not None:
         problems += sharding_problems(config, spec, model)
         problems += statistics_problems(config, model)
-        problems += context_problems(config, spec)
         problems += packing_problems(config, spec, dataset)
-        problems += tensor_problems(config, spec, model)
-        problems += pipeline_problems(config, spec, model)
+        for axis in PRINTED:
+            problems += AXIS_PROBLEMS[axis.name](config, spec, model)
     issues = [] if spec is None or model is None else optimizer_problems(config, spec, model)
     problems += issues
     if here and model is not None and not issues:
@@ -194,7 +192,7 @@ def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
     """Download the model from the Hugging Face Hub to its cache, once for all ranks."""
     if not isinstance(config.model, HuggingFaceConfig):
         return []
-    from axonlaunch.models.hf import files
+    from axonlaunch.models.hf.reading import files
 
     try:
         files.fetch(config.model, weights=here and config.model.init == "pretrained")
@@ -339,7 +337,7 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
     Activations are not counted.
     """
     count = sum(p.numel() for p in model.parameters())
-    parameters = count // (layout.tensor * layout.pipeline)
+    parameters = count // layout.parameter_divisor
     element = config.train.parameter_bytes
     shares = TrainingShares.of(config)
     per_element = element * (

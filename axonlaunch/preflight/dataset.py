@@ -11,14 +11,15 @@ from typing import Any
 
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.data import DATASETS, ShapeOnlyTokensConfig
-from axonlaunch.config.documents import TextRowsConfig
-from axonlaunch.data.dataset import Dataset, holds_documents, is_unsized
+from axonlaunch.config.axes import AXES, degrees_of, divisor
+from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
+from axonlaunch.config.options.documents import TextRowsConfig
+from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress
-from axonlaunch.data.own import StreamedSamples
-from axonlaunch.data.text_rows import find_untokenised
+from axonlaunch.data.untokenised import find_untokenised
+from axonlaunch.data.user_datasets import StreamedSamples
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.specs.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
 """Key of synthetic data that puts several documents into a row, and the value that disables it."""
@@ -63,7 +64,7 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
             )
             yield ConfigIssue("data.name", message, config.data.name)
     is_stream = isinstance(dataset, StreamedSamples)
-    if is_unsized(dataset):
+    if dataset.info.is_unsized:
         if config.train.epochs is not None:
             reason = "is not known before all of it is tokenized; use data.shuffle=all or"
             if is_stream:
@@ -90,7 +91,7 @@ def with_steps(config: RunConfig, dataset: Dataset, *, first_row_at: int = 0) ->
 
     Args:
         config: Configuration of the run.
-        dataset: Dataset described by ``config.data``.
+        dataset: Dataset described by ``config.options.data``.
         first_row_at: Number of samples of other data that the run read before this data.
     """
     train = config.train
@@ -109,7 +110,8 @@ def with_packing(config: RunConfig) -> RunConfig:
         spec = spec_for(config)
     except ConfigError:
         return config  # problems of the model are reported later with all others
-    if not spec.unpackable() and (spec.divides_documents or config.strategy.context.degree == 1):
+    divided = divisor(degrees_of(config.strategy), "sequences") > 1
+    if not spec.unpackable() and (spec.divides_documents or not divided):
         return config
     settings: dict[str, Any] = {"data.packing": "none"}
     if isinstance(config.data, ShapeOnlyTokensConfig):
@@ -121,7 +123,7 @@ def packing_problems(
     config: RunConfig, spec: ModelSpec, dataset: Dataset | None
 ) -> Iterator[ConfigIssue]:
     """Yield a problem if rows have several documents and the model can't separate them."""
-    if dataset is None or not holds_documents(dataset):
+    if dataset is None or not dataset.info.is_packed:
         return
     field, instead = ("packing", "none") if hasattr(config.data, "packing") else _DOCUMENT_LENGTH
     value = getattr(config.data, field)
@@ -129,8 +131,11 @@ def packing_problems(
         message = f"a row holds several documents, and model={config.model.name} can't keep them "
         message += f"apart: {reason}; use {instead}"
         yield ConfigIssue(f"data.{field}", message, value)
-    if (degree := config.strategy.context.degree) > 1 and not spec.divides_documents:
+    for axis in AXES:
+        degree = axis.degree(config.strategy)
+        if axis.divides != "sequences" or degree == 1 or spec.divides_documents:
+            continue
         message = f"a row holds several documents, which model={config.model.name} can't keep "
-        message += "apart with context parallelism; "
-        message += f"use {instead}, or strategy.context.degree=1 instead of {degree}"
+        message += f"apart with {axis.word} parallelism; "
+        message += f"use {instead}, or {axis.key}=1 instead of {degree}"
         yield ConfigIssue(f"data.{field}", message, value)

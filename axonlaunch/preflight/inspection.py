@@ -6,27 +6,22 @@ The model is built on the meta device, without storage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.errors import one_of
-from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.axes import AXES
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.problems.errors import one_of
 from axonlaunch.engines.pipeline.split import ends_of
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.tensor.plan_checks import plan_issues
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.preflight.checks import build_on_meta, fetch_model
-from axonlaunch.preflight.parallelism import (
-    context_problems,
-    pipeline_problems,
-    sharding_problems,
-    tensor_problems,
-)
+from axonlaunch.preflight.parallelism import AXIS_PROBLEMS, sharding_problems
 
 _DEGREE = 2
 """Degree with which an axis is checked."""
@@ -96,7 +91,7 @@ def inspect(config: RunConfig) -> Inspection:
     first, last = ends_of(spec)
     plan, notes = spec.plan(model), []
     if isinstance(config.model, HuggingFaceConfig):
-        from axonlaunch.models.hf.structure import structure
+        from axonlaunch.models.hf.analysis.structure import structure
 
         structure_of_model = structure(config.model)
         kinds, plan = list(structure_of_model.kinds), plan or dict(structure_of_model.tensor_plan)
@@ -119,30 +114,20 @@ def inspect(config: RunConfig) -> Inspection:
 
 
 def _layouts(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[LayoutAnswer]:
+    for kind in ("ddp", "zero1", "fsdp"):
+        changed = with_values(config, {"strategy.data_parallel": kind})
+        yield _answer(f"strategy={kind}", sharding_problems(changed, spec, model))
     tensor = _tensor_degrees(config, spec, model) or [_DEGREE]
-    checks: dict[str, tuple[dict[str, Any], Callable[[RunConfig], Iterable[ConfigIssue]]]] = {
-        "strategy=ddp": ({"strategy.data_parallel": "ddp"}, lambda _: ()),
-        "strategy=zero1": ({"strategy.data_parallel": "zero1"}, lambda _: ()),
-        "strategy=fsdp": (
-            {"strategy.data_parallel": "fsdp"},
-            lambda changed: sharding_problems(changed, spec, model),
-        ),
-        f"strategy.tensor.degree={one_of(tensor)}": (
-            {"strategy.tensor.degree": tensor[0]},
-            lambda changed: tensor_problems(changed, spec, model),
-        ),
-        f"strategy.pipeline.degree={_DEGREE}": (
-            {"strategy.pipeline.degree": _DEGREE},
-            lambda changed: pipeline_problems(changed, spec, model),
-        ),
-        f"strategy.context.degree={_DEGREE}": (
-            {"strategy.context.degree": _DEGREE},
-            lambda changed: context_problems(changed, spec),
-        ),
-    }
-    for layout, (settings, problems) in checks.items():
-        reasons = [problem.message for problem in problems(with_values(config, settings))]
-        yield LayoutAnswer(layout, not reasons, "; ".join(reasons))
+    for axis in AXES:
+        degrees = tensor if axis.divides == "layers" else [_DEGREE]
+        changed = with_values(config, {axis.key: degrees[0]})
+        problems = AXIS_PROBLEMS[axis.name](changed, spec, model)
+        yield _answer(f"{axis.key}={one_of(degrees)}", problems)
+
+
+def _answer(layout: str, problems: Iterable[ConfigIssue]) -> LayoutAnswer:
+    reasons = [problem.message for problem in problems]
+    return LayoutAnswer(layout, not reasons, "; ".join(reasons))
 
 
 def _tensor_degrees(config: RunConfig, spec: ModelSpec, model: nn.Module) -> list[int]:

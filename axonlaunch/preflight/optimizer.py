@@ -13,20 +13,21 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.did_you_mean import unknown
-from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.config.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
-from axonlaunch.config.optimizer_states import ParameterFacts
-from axonlaunch.config.parameter_groups import (
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts
+from axonlaunch.config.optimization.parameter_groups import (
     LR_SCALE,
     group_problems,
     sharding_of,
     states_of,
     with_options,
 )
+from axonlaunch.config.precision import NUMBER_FORMATS, state_format
+from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.engines.optimizer.probe import probe
-from axonlaunch.models.parameter_facts import parameter_facts
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.specs.spec import ModelSpec
 
 
 def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> list[ConfigIssue]:
@@ -72,10 +73,11 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
         target = getattr(config.optimizer, "target", None)
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
-    in_fp32 = getattr(config.optimizer, "state_dtype", None) == "fp32"
-    if in_fp32 and config.train.param_dtype != "fp32" and needs != "elementwise":
+    state = state_format(config.optimizer)
+    is_other = state is not None and state != NUMBER_FORMATS[config.train.param_dtype]
+    if state is not None and is_other and needs != "elementwise":
         message = f"optimizer={name} can't update in fp32; use parameter, or adamw"
-        yield ConfigIssue("optimizer.state_dtype", message, "fp32")
+        yield ConfigIssue("optimizer.state_dtype", message, state.name)
     offload = config.strategy.fsdp.cpu_offload
     if needs == "collective" and layout.facts.shards_parameters and offload != "none":
         message = (

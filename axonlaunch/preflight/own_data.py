@@ -10,13 +10,13 @@ import numpy as np
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.data.dataset import Dataset, float_targets
-from axonlaunch.data.own import StreamedSamples
+from axonlaunch.config.axes import AXES
+from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.samples import CollatedSamples, Samples, taken_names
+from axonlaunch.data.user_datasets import StreamedSamples
 
 _TRIED = 2
 """Samples in the trial batch. A single sample can always be collated, so it would show nothing."""
-_DIVIDED = {"tensor": "layers", "pipeline": "blocks", "context": "sequences"}
 _ANYTHING = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -51,7 +51,7 @@ def own_data_problems(
 
 def needs_own_loss(dataset: Dataset) -> bool:
     """Return whether the losses of models can't handle the dataset's targets."""
-    return dataset.kind == "structured" or float_targets(dataset) is not None
+    return dataset.kind == "structured" or dataset.info.float_targets is not None
 
 
 def first_batch(dataset: Dataset, *, size: int) -> CollatedSamples:
@@ -89,11 +89,11 @@ def _refuse_division(config: RunConfig, *, structured: bool) -> Iterator[ConfigI
     reason = f"data={config.data.name} returns structured batches"
     if not structured:
         reason = f"train.loss={config.train.loss} needs the full batch and the full outputs"
-    for axis, divided in _DIVIDED.items():
-        degree = getattr(config.strategy, axis).degree
+    for axis in AXES:
+        degree = axis.degree(config.strategy)
         if degree > 1:
-            message = f"{reason}, but this divides {divided} among ranks; use 1 with ddp, "
-            yield ConfigIssue(f"strategy.{axis}.degree", f"{message}zero1 or fsdp", degree)
+            message = f"{reason}, but this divides {axis.divides} among ranks; use 1 with ddp, "
+            yield ConfigIssue(axis.key, f"{message}zero1 or fsdp", degree)
     if config.train.loss_chunk is not None:
         message = f"{reason}, so the loss can't be computed in chunks; use null"
         yield ConfigIssue("train.loss_chunk", message, config.train.loss_chunk)

@@ -5,15 +5,16 @@ The model is on the meta device or on the CPU; no rank is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
-from axonlaunch.config.errors import one_of
-from axonlaunch.config.layout import data_parallel_facts, stages_per_rank
-from axonlaunch.config.model import OWN_MODEL_CONFIGS
+from axonlaunch.config.consistency.layout import data_parallel_facts, stages_per_rank
+from axonlaunch.config.options.model import OWN_MODEL_CONFIGS
+from axonlaunch.config.precision import Precision
+from axonlaunch.config.problems.errors import one_of
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.pipeline.split import (
     block_names,
@@ -27,12 +28,13 @@ from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.precision.lower_parameters import has_statistics
 from axonlaunch.engines.tensor.plan_checks import plan_issues, style_modules
 from axonlaunch.engines.tensor.trial import disagreement
-from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.spec import ModelSpec
 
 
-def context_problems(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
+def context_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
     """Yield the reasons why the model's sequences can't be divided among ranks."""
+    del model
     degree = config.strategy.context.degree
     if degree == 1:
         return
@@ -91,19 +93,20 @@ def sharding_problems(
 
 def statistics_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     """Yield a problem for BatchNorm with weights of another type than its statistics."""
-    train, strategy = config.train, config.strategy
-    gathers = data_parallel_facts(strategy).shards_parameters and train.precision != "fp32"
-    if not gathers and train.param_dtype == "fp32":
+    precision, strategy = Precision.of(config), config.strategy
+    stored = precision.parameters
+    gathers = data_parallel_facts(strategy).shards_parameters and precision.gather.is_low
+    if not gathers and not stored.is_low:
         return
     norms = {name: part for name, part in model.named_modules() if has_statistics(part)}
     if names := [name for name, part in norms.items() if [*part.parameters(recurse=False)]]:
         have = f"{first_four(names)} has running statistics in fp32, and torch refuses weights in "
-        if train.param_dtype != "fp32":
-            message = f"{have}{train.param_dtype} with them; use fp32"
-            yield ConfigIssue("train.param_dtype", message, train.param_dtype)
+        if stored.is_low:
+            message = f"{have}{stored.name} with them; use fp32"
+            yield ConfigIssue("train.param_dtype", message, stored.name)
             return
         message = (
-            f"{have}{train.precision} with them, the type in which fsdp gathers weights; use ddp "
+            f"{have}{precision.name} with them, the type in which fsdp gathers weights; use ddp "
             "or zero1, which keep them in fp32, or train.precision=fp32"
         )
         yield ConfigIssue("strategy.data_parallel", message, strategy.data_parallel)
@@ -212,3 +215,11 @@ def pipeline_problems(
         if not all(any(holds(end, name) for end in ends_of(spec)) for name in (owner, other)):
             message = f"{other} is tied to {owner}, but they may be on different stages; untie them"
             yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
+
+
+AXIS_PROBLEMS: Mapping[str, Callable[[RunConfig, ModelSpec, nn.Module], Iterator[ConfigIssue]]] = {
+    "tp": tensor_problems,
+    "pp": pipeline_problems,
+    "cp": context_problems,
+}
+"""Yields why a model cannot be divided over an axis, by the name of the axis."""

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from axonlaunch.checkpoint import Checkpoint
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.data.loader import Loader
@@ -29,18 +30,18 @@ from axonlaunch.events import (
     StepLogged,
     perplexity_of,
 )
-from axonlaunch.training.device_use import DeviceUse
-from axonlaunch.training.early_stop import EvaluationHistory
-from axonlaunch.training.garbage import GarbageCollection
-from axonlaunch.training.module_trace.run import RunTracer
-from axonlaunch.training.nonfinite import (
+from axonlaunch.training.ending.early_stop import EvaluationHistory
+from axonlaunch.training.ending.nonfinite import (
     raise_if_nonfinite,
     raise_if_nonfinite_parameters,
     raise_if_scale_is_exhausted,
 )
-from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
-from axonlaunch.training.profiling import StepProfiler
-from axonlaunch.training.stop_vote import StopVote
+from axonlaunch.training.ending.stop_vote import StopVote
+from axonlaunch.training.garbage import GarbageCollection
+from axonlaunch.training.measuring.device_use import DeviceUse
+from axonlaunch.training.measuring.peak_memory import PeakWatch, peak_memory_bytes
+from axonlaunch.training.measuring.profiling import StepProfiler
+from axonlaunch.training.module_trace.run import RunTracer
 
 
 @dataclass
@@ -247,7 +248,7 @@ class _Loop:
         """Report the loss on the held-out data, in total and for each of its parts."""
         started = time.perf_counter()
         dataset = self.data.dataset
-        parts = getattr(dataset, "eval_parts", {})
+        parts, entropy = dataset.info.eval_parts, dataset.info.unigram_entropy
         sums = torch.zeros(max(1, len(parts)), 2, dtype=torch.float64, device=self.world.device)
         for number, part in enumerate([*parts.values()] or [None]):
             for batch in self.data.eval_batches(self.config.eval_batches, part=part):
@@ -267,7 +268,7 @@ class _Loop:
                 self.engine.step,
                 loss,
                 int(count),
-                getattr(dataset, "unigram_entropy", None),
+                None if entropy is None else entropy(),
                 perplexity_of(loss) if dataset.kind == "tokens" else None,
                 dict(zip(parts, means, strict=False)),
             )
@@ -321,14 +322,14 @@ class _Loop:
         with self.watch.step(self.engine):
             loss, tokens = self.backward(batch)
             # fp16 skips updates with gradients that are not finite, and halves its scale.
-            is_fp16 = self.config.precision == "fp16"
+            is_scaled = PRECISIONS[self.config.precision].needs_loss_scale
             norm = None
-            if is_saved or (is_logged and not is_fp16):
+            if is_saved or (is_logged and not is_scaled):
                 norm = raise_if_nonfinite(
-                    self.engine, loss, world=self.world, checks_gradients=not is_fp16
+                    self.engine, loss, world=self.world, checks_gradients=not is_scaled
                 )
             result = StepResult(loss, tokens, *self.engine.update(known_norm=norm))
-            if is_fp16 and (is_logged or is_saved):
+            if is_scaled and (is_logged or is_saved):
                 raise_if_scale_is_exhausted(self.engine)
             return result
 

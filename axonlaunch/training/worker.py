@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 from axonlaunch import checkpoint, data
-from axonlaunch.checkpoint import Checkpoint, Retention, storage
-from axonlaunch.checkpoint.base_weights import record_base
-from axonlaunch.checkpoint.fallback import Resumed, load_newest, put_later_aside
-from axonlaunch.checkpoint.reader import find_for_all
-from axonlaunch.checkpoint.resume_source import is_of
-from axonlaunch.checkpoint.saver import Saver
-from axonlaunch.checkpoint.weights import load_initial_weights
+from axonlaunch.checkpoint import Checkpoint, Retention
+from axonlaunch.checkpoint.exchange.base_weights import record_base
+from axonlaunch.checkpoint.exchange.weights import load_initial_weights
+from axonlaunch.checkpoint.format import storage
+from axonlaunch.checkpoint.loading.fallback import Resumed, load_newest, put_later_aside
+from axonlaunch.checkpoint.loading.reader import find_for_all
+from axonlaunch.checkpoint.loading.resume_source import is_of
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.describe_rows import describe_rows
 from axonlaunch.data.loader import Loader, rank_loader
-from axonlaunch.data.mix import AnyText
-from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
@@ -43,13 +43,13 @@ from axonlaunch.events import (
 )
 from axonlaunch.models.build import spec_for
 from axonlaunch.system import gpus
-from axonlaunch.system.units import Counted
+from axonlaunch.system.text.units import Counted
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
-from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
+from axonlaunch.training.measuring.device_use import DeviceUse, hardware_of, peak_flops
+from axonlaunch.training.measuring.peak_memory import DevicePeak, PeakWatch
+from axonlaunch.training.measuring.profiling import StepProfiler
 from axonlaunch.training.module_trace.run import RunTracer
-from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
-from axonlaunch.training.profiling import StepProfiler
 from axonlaunch.training.resumed_rows import place_rows
 from axonlaunch.training.trainer import fit
 
@@ -94,7 +94,7 @@ def run(
         _keep_tokenizer(config, dataset)
     use = _device_use(config, engine, dataset, world)
     notes = (
-        *getattr(dataset, "notes", ()),
+        *dataset.info.notes,
         *notes,
         *_move_superseded_aside(resumed.checkpoint, storage.root(config), world),
         *_remove_partial_saves(storage.root(config), world),
@@ -145,10 +145,10 @@ def load_run_state(config: RunConfig, engine: Engine, world: World) -> Resumed:
 
 def _keep_tokenizer(config: RunConfig, dataset: Dataset) -> None:
     """Write the tokenizer to the run folder and to the folder of its checkpoints."""
-    if isinstance(dataset, AnyText):
+    if (tokenizer := dataset.info.tokenizer) is not None:
         folders = {Path(config.run_dir), storage.root(config)} if config.checkpoint.every else ()
         for folder in folders:
-            dataset.tokenizer.keep(folder / TOKENIZER)
+            tokenizer.keep(folder / TOKENIZER)
 
 
 def _device_use(config: RunConfig, engine: Engine, dataset: Dataset, world: World) -> DeviceUse:
@@ -240,9 +240,10 @@ def _tokenising_ahead(
     config: RunConfig, dataset: Dataset, world: World
 ) -> AbstractContextManager[object]:
     """Return a context in which one rank of each node tokenizes later shards in advance."""
-    if not isinstance(dataset, ShardedRows) or world.local_rank:
+    tokenising_ahead = dataset.info.tokenising_ahead
+    if tokenising_ahead is None or world.local_rank:
         return nullcontext()
-    return dataset.tokenising_ahead(config.tokenizer)
+    return tokenising_ahead(config.tokenizer)
 
 
 def _flops_per_step(config: RunConfig, engine: Engine, dataset: Dataset) -> float | None:
@@ -354,7 +355,7 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "train.profile.memory=true: the device is the CPU, which has no allocator history to "
             "record"
         )
-    if config.train.precision != "fp32" and world.device.type == "cpu":
+    if PRECISIONS[config.train.precision].compute.is_low and world.device.type == "cpu":
         notes.append(
             f"train.precision={config.train.precision}: many CPUs have no native arithmetic for "
             "it, so it may be slower than fp32"
@@ -367,7 +368,8 @@ def arithmetic_notes(train: TrainConfig, device: torch.device) -> Iterator[str]:
 
     Source: NVIDIA, "A100 Tensor Core GPU Architecture", 2020: TF32 from compute capability 8.0 on.
     """
-    is_default = train.precision == "fp32" and train.matmul_precision == "highest"
+    is_full = not PRECISIONS[train.precision].compute.is_low
+    is_default = is_full and train.matmul_precision == "highest"
     if not is_default or device.type != "cuda" or torch.version.hip is not None:
         return
     if torch.cuda.get_device_capability(device) >= (8, 0):
@@ -395,7 +397,7 @@ def device_notes(world: World) -> Iterator[str]:
 
 def data_notes(config: RunConfig, dataset: Dataset) -> Iterator[str]:
     """Yield a note if a pretrained model is trained on bytes instead of its tokens."""
-    if config.is_pretrained and dataset.is_text and not isinstance(dataset, AnyText):
+    if config.is_pretrained and dataset.is_text and dataset.info.tokenizer is None:
         yield (
             f"data={config.data.name}: its tokens are bytes, but the pretrained model has its own "
             "tokenizer; data=documents reads text with that tokenizer"

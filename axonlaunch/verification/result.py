@@ -6,12 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout, num_ranks
-
-TOLERANCES = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-8}
-"""Largest relative difference that rounding explains, by ``train.precision``: 2 times the machine
-epsilon of bf16, 4 times that of fp16.
-"""
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.precision import Precision
 
 # Differences of gradients far smaller than the model's are relative to this fraction of its RMS.
 GRADIENT_FLOOR = 0.1
@@ -23,9 +19,7 @@ _NORM_TOLERANCE = 1e-3
 
 def tolerance_of(config: RunConfig) -> float:
     """Return the base tolerance of the lowest precision in use."""
-    train = config.train
-    lowest = (train.precision, train.param_dtype, config.strategy.reduce_dtype)
-    return max(TOLERANCES[precision] for precision in lowest)
+    return Precision.of(config).lowest.tolerance
 
 
 def norm_tolerance(tolerance: float) -> float:

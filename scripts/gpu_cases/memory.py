@@ -27,19 +27,20 @@ from axonlaunch import config as configuration
 from axonlaunch import data
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.optimizer.clipping import local_part
-from axonlaunch.engines.precision.policy import DTYPES
+from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
 from axonlaunch.system import gpus
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
-from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
+from axonlaunch.training.measuring.peak_memory import DevicePeak, PeakWatch
 
 MIB = 2**20
 SNAPSHOTS = Path("gpu-memory")
@@ -227,7 +228,8 @@ def _boundaries(
     """Return what each stage of a llama takes and gives of a micro-batch: nobody sends it."""
     model: Any = config.model
     positions: Any = getattr(config.data, "sequence_length", None)
-    shape, dtype = (layout.micro_batch_size, positions), DTYPES[config.train.precision]
+    shape = (layout.micro_batch_size, positions)
+    dtype = torch_dtype(PRECISIONS[config.train.precision].compute)
 
     def values(width: int) -> torch.Tensor:
         return torch.empty(*shape, width, device=device, dtype=dtype)

@@ -39,8 +39,8 @@ def test_ls_reports_step_size_age_layout_and_losses(trained: Served) -> None:
 def test_check_reads_all_again(trained: Served) -> None:
     ran = trained("checkpoint", "check", "runs/a")
     assert ran.stdout.splitlines() == [
-        "whole  runs/a/checkpoints/step_3",
-        "whole  runs/a/checkpoints/step_6",
+        "intact  runs/a/checkpoints/step_3",
+        "intact  runs/a/checkpoints/step_6",
     ]
     file = trained.folder / "runs/b/checkpoints/step_6/__1_0.distcp"
     content = file.read_bytes()
@@ -72,9 +72,9 @@ def test_diff_names_the_parameters_that_are_farthest_apart(trained: Served) -> N
     text = trained("checkpoint", "diff", "runs/a", "runs/b", status=1).stdout
     verdict, head, most = text.splitlines()[:3]
     assert verdict == f"{len(reported['differences'])} tensors differ"
-    assert head.split() == ["tensor", "largest", "relative"]
+    assert head.split() == ["tensor", "largest", "difference", "relative"]
     assert most.split()[0] == first["name"]
-    assert text.splitlines()[-1].endswith(" more; --json has all")
+    assert text.splitlines()[-1].endswith(" more; use --json to list all")
 
 
 def test_diff_exits_0_only_where_two_checkpoints_are_equal(trained: Served) -> None:
@@ -145,7 +145,7 @@ def test_a_mistake_is_one_line_and_status_2(
         ),
         (
             ["checkpoint.async_save=true", "launch.backend=mock"],
-            "checkpoint.async_save=true: launch.backend=mock runs ranks as threads",
+            "checkpoint.async_save=true: launch.backend=mock runs one rank at a time",
         ),
     ],
 )

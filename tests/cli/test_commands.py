@@ -9,8 +9,8 @@ import pytest
 from command import Served
 from served import Server
 
-from axonlaunch.cli.doctor import _figures
-from axonlaunch.cli.ls import ALIASES, LISTS
+from axonlaunch.cli.configuration.doctor import _figures
+from axonlaunch.cli.configuration.ls import ALIASES, LISTS
 
 COMMANDS = [
     "train",
@@ -48,13 +48,16 @@ def test_without_a_command_the_help_is_shown(run: Served) -> None:
     ("overrides", "message"),
     [
         (["trian"], "error: No such command 'trian'"),
-        (["train", "--fast"], "error: No such option: --fast; options are in --help, and settings"),
+        (
+            ["train", "--fast"],
+            "error: No such option: --fast; see --help for options; settings are",
+        ),
         (["ls", "modles"], "error: there is no group 'modles'; did you mean model?"),
         (["sample"], "error: Missing argument"),
         (["sample", "nowhere"], "error: nowhere: no run folder"),
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
         (["doctor", "--ranks", "0"], "error: --ranks=0: must be at least 1"),
-        (["doctor", "--ranks", "99999"], "error: --ranks=99999: are more than this node's cores"),
+        (["doctor", "--ranks", "99999"], "error: --ranks=99999: is too many for this node's cores"),
         (["doctor", "--run-dir", __file__], "error: Invalid value for '--run-dir': "),
         (["verify", "--dump", "/proc/x"], "error: --dump=/proc/x: can't be written: "),
         (["verify", "--dump", f"{__file__}/x"], f"error: --dump={__file__}/x: can't be written: "),
@@ -231,7 +234,7 @@ def test_doctor_tries_every_backend_by_a_real_all_reduce(tmp_path: Path, server:
     assert report["cores"] >= 1
     assert report["disk_free_gib"] > 0
     assert list(tmp_path.iterdir()) == []
-    assert "all-reduced" in doctor("doctor").stdout
+    assert "all-reduce over 2 ranks" in doctor("doctor").stdout
 
 
 def test_doctor_says_what_ranks_were_measured_to_reach() -> None:
@@ -245,8 +248,8 @@ def test_doctor_says_what_ranks_were_measured_to_reach() -> None:
     }
     gloo = {"link_latency_us": 1190.0, "link_gb_s": 1.01, "allgather_bw_gb_s": 0.435}
     assert dict(_figures(measured | gloo)) == {
-        "products": "fp32 82.9 GFLOP/s, bf16 223 GFLOP/s, fp16 2.65 GFLOP/s",
-        "kernels": "4 us, 52.4 GB/s of 1 MiB",
+        "matmul": "fp32 82.9 GFLOP/s, bf16 223 GFLOP/s, fp16 2.65 GFLOP/s",
+        "kernels": "4 us, 52.4 GB/s for 1 MiB",
         "gloo": "1,190 us per hop, 1.01 GB/s, gathers 0.435",
     }
     assert "gloo" not in dict(_figures(measured))  # one rank has none to talk to

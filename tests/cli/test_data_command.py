@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import chat_templates
 import corpus
@@ -47,11 +48,11 @@ def test_what_counts_is_shown_between_brackets_where_there_is_no_colour(command:
         "<|im_start|>assistant↵",
         f"⟦Größe {int(source.rpartition(' ')[2])}.<|im_end|>↵",
         "⟧",
-        "What counts is ⟦between brackets⟧.",
+        "Tokens that count in the loss are ⟦in brackets⟧.",
     ]
     assert 0 <= number < 49
-    assert lines[6].startswith("data: 50 documents, ")
-    assert "49 rows of 96 are " in lines[6]
+    assert lines[6].startswith("data: 50 chats, ")
+    assert re.search(r"49 rows of 96 \(\d+\.\d% full\); 1 chat held out", lines[6])
 
 
 def test_rows_are_shown_to_programs_token_by_token(command: Served) -> None:
@@ -76,7 +77,7 @@ def test_what_is_prepared_is_tokenised_once_and_reported(command: Served) -> Non
     assert first.pop("seconds") > 0 < again.pop("seconds")
     assert first == again
     assert first["counted_tokens"] == first["tokens"] - 50
-    assert "it was tokenised before" in command("data", "prepare", *overrides).stdout
+    assert "already tokenised" in command("data", "prepare", *overrides).stdout
 
 
 @pytest.mark.parametrize(
@@ -84,9 +85,9 @@ def test_what_is_prepared_is_tokenised_once_and_reported(command: Served) -> Non
     [
         (
             ["data=python_source"],
-            "data.name=python_source: its rows are not tokenised; use data=documents or chat",
+            "data.name=python_source: this dataset has no tokenizer; use data=documents or ",
         ),
-        (OVERRIDES, "tokenizer.path: null stands for bytes, which have no chat template; use a "),
+        (OVERRIDES, "tokenizer.path: null selects bytes, which have no chat template; use a "),
         (
             [*OVERRIDES, "model.path=nowhere"],
             "tokenizer.path=nowhere: there is no such folder, seen from ",

@@ -21,7 +21,7 @@ def test_a_dry_run_starts_nothing_and_says_what_would_fit(axonlaunch: Command) -
     small[1] = "hardware.memory_gib=1"
     fitting = axonlaunch.train("strategy=single", *small, "--dry-run").stdout
     assert "fits " in fitting
-    assert "a launch on this node passes every check" in fitting
+    assert "This node passes all checks before a launch." in fitting
     assert not (axonlaunch.folder / "runs").exists()
 
 
@@ -34,14 +34,14 @@ def test_a_dry_run_of_what_this_node_can_not_hold_prints_its_estimate_first(
     overrides += ["model.vocab_size=40000000", "data=tokens", "data.path=tokens.bin"]
     overrides += ["checkpoint.every=0"]
     ran = axonlaunch("train", "--dry-run", *overrides, status=2)
-    table, _, rest = ran.stdout.partition("a launch on this node would be refused:\n")
+    table, _, rest = ran.stdout.partition("This node cannot run it:\n")
     assert "8,192 positions, bf16, selective" in " ".join(table.split())
     assert "highest peak" in table
     said = " ".join(rest.split())
     assert "data.path=tokens.bin: no such file" in said
     assert "model=llama: 328B parameters" in said
     assert "use a smaller model, more ranks with strategy=fsdp" in said
-    assert "add hardware=h100_80gb" in said
+    assert "Add hardware=h100_80gb" in said
     assert rest.splitlines()[-1] == f"  axonlaunch estimate {' '.join(overrides)}"
     reported = json.loads(axonlaunch("train", "--dry-run", *overrides, "--json", status=2).stdout)
     assert [obstacle["key"] for obstacle in reported["obstacles"]] == ["data.path", "model"]
@@ -52,7 +52,7 @@ def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Co
     overrides = [*(word for word in TINY if not word.startswith("data")), "data=tokens"]
     ran = axonlaunch("train", "--dry-run", *overrides, "data.sequence_length=16", status=2)
     assert "highest peak" in ran.stdout
-    assert "data.path" in ran.stdout.partition("would be refused")[2]
+    assert "data.path" in ran.stdout.partition("This node cannot run it")[2]
 
 
 @pytest.mark.deferred(keep=1)

@@ -120,3 +120,20 @@ def test_the_wheel_has_the_pages() -> None:
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["packages"] == ["axonlaunch"]
     assert not {"exclude", "only-include", "include"} & wheel.keys()
+
+
+def commands_of(command: Any, name: str = "axonlaunch") -> Iterator[tuple[str, Any]]:
+    """Yield every command and subcommand by its full name."""
+    yield name, command
+    for part, inner in getattr(command, "commands", {}).items():
+        yield from commands_of(inner, f"{name} {part}")
+
+
+def test_help_shows_arguments_and_options_by_name_without_python_types() -> None:
+    texts = {
+        name: command.get_help(typer.Context(command, info_name=name))
+        for name, command in commands_of(typer.main.get_command(app))
+    }
+    assert "axonlaunch report [OPTIONS] RUN...\n" in texts["axonlaunch report"]
+    assert "axonlaunch train [OPTIONS] [KEY=VALUE...]\n" in texts["axonlaunch train"]
+    assert [name for name, text in texts.items() if re.search(r"[<{][\w\[\] ]+[>}]", text)] == []

@@ -13,7 +13,7 @@ from rich.console import Console
 from served import Server
 
 from axonlaunch import config
-from axonlaunch.cli.plan import print_plan
+from axonlaunch.cli.planning.plan import print_plan
 from axonlaunch.config import ConfigError
 from axonlaunch.planning.plan import experiment
 from axonlaunch.planning.records import FitVerdict, HostMemory, Plan, Planned, Workload
@@ -73,7 +73,7 @@ def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: S
     again = axonlaunch(
         "plan", *overrides, "--devices", "2", "--write", "experiment/best.yaml", status=2
     )
-    assert "experiment/best.yaml: is there already" in again.stderr
+    assert "experiment/best.yaml: already exists" in again.stderr
     chosen = config.load(["experiment=best"], config_dirs=[tmp_path])
     assert chosen == config.load([*overrides, *best["overrides"]])
 
@@ -100,14 +100,14 @@ def test_what_fits_no_other_way_is_offloaded(tmp_path: Path, server: Server) -> 
         (["--devices", "2"], "hardware: is needed: speed and memory depend on the devices; use "),
         (["hardware=h100_80gb"], "--devices: must be the number of devices to plan for, 1 or more"),
         (["--devices", "2", "--write", "a.json"], "--write=a.json: must end in .yaml"),
-        (["--devices", "2", "--write", "a.yaml"], "--write=a.yaml: is not in a folder experiment"),
+        (["--devices", "2", "--write", "a.yaml"], "--write=a.yaml: must be in a folder named exp"),
         (
             ["--devices", "2", "--write", "/proc/experiment/a.yaml"],
             "--write=/proc/experiment/a.yaml: can't be written: ",
         ),
         (
             ["--devices", "2", "--write", "experiment/x.yaml", "experiment=x"],
-            "--write=experiment/x.yaml: would begin with itself, experiment=x",
+            "--write=experiment/x.yaml: would include itself, because of experiment=x",
         ),
         (
             ["--devices", "3", *MODEL, "model.num_hidden_layers=2"],
@@ -150,7 +150,7 @@ def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int
     print_plan(Plan(known, 1234, [first, second]), Console(file=stream, width=width), seconds=12.3)
     text = stream.getvalue()
     assert text.startswith(
-        "batch 128, 8,192 positions, bf16, recomputation per layout\n1,234 layouts in 12 s"
+        "batch 128, 8,192 positions, bf16, recomputation per layout\n1,234 layouts searched in 12 s"
     )
     assert "matrix products 70%, communication dp 30%" in text
     assert "10.0% slower: communication dp +1 s" in text

@@ -19,10 +19,10 @@ from covers import every
 from rich.console import Console
 from served import Server
 
-from axonlaunch.cli import plotting
 from axonlaunch.cli.app import run_command
-from axonlaunch.config.errors import ConfigError
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.cli.shared import plotting
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import timeline
 from axonlaunch.engines.pipeline.timeline_plot import draw_timeline
@@ -147,7 +147,7 @@ def test_without_a_pipeline_there_is_no_schedule(schedule: Schedule) -> None:
     assert schedule("strategy=fsdp") == (
         2,
         "",
-        "error: strategy.pipeline.degree=1: there is no schedule to show; use strategy=pipeline "
+        "error: strategy.pipeline.degree=1: has no schedule; use strategy=pipeline "
         "or a degree of 2 or more\n",
     )
 
@@ -156,8 +156,11 @@ def test_without_a_pipeline_there_is_no_schedule(schedule: Schedule) -> None:
     ("overrides", "message"),
     [
         (["--plot", "bubble.pdf"], "--plot=bubble.pdf: must end in .png or .svg"),
-        (["--plot", "nowhere/a.png"], "--plot=nowhere/a.png: there is no folder nowhere; make it"),
-        (["--plot", "."], "--plot=.: is a folder; give a file in it"),
+        (
+            ["--plot", "nowhere/a.png"],
+            "--plot=nowhere/a.png: there is no folder nowhere; create it",
+        ),
+        (["--plot", "."], "--plot=.: is a folder; write to a file in it"),
         (["launch.nproc=3"], "strategy.pipeline.degree=2: 3 ranks are not divisible by it"),
         (["train.micro_batch_size=32"], "train.micro_batch_size=32: schedule=1f1b on 2 ranks"),
     ],
@@ -270,7 +273,7 @@ def test_without_matplotlib_one_is_reported_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"not installed; pip install 'axonlaunch\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"not installed; run pip install 'axonlaunch\[plot\]'"):
         plotting.check_plot(tmp_path / "a.png")
 
 

@@ -14,8 +14,8 @@ from parity_table import MODELS
 
 from axonlaunch import comm
 from axonlaunch.comm import Backend, RankFailedError, World
-from axonlaunch.config.layout import Layout
-from axonlaunch.engines.device_mesh import context_group, run_mesh
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.engines.device_mesh import merged_group, run_mesh
 
 MODEL = [*MODELS["llama"], "train.global_batch_size=8"]
 AXES = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
@@ -115,7 +115,7 @@ def groups_made(
         world.backend, world.timeout_s = backend, 77.0
         run_mesh(world, layout, cpu_offload=chosen.strategy.fsdp.cpu_offload)
         if layout.context > 1:
-            context_group(world, layout)
+            merged_group(world, layout, "cp")
 
     World.mock(4).run(lay_out)
     return asked

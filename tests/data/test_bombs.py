@@ -15,7 +15,7 @@ import pytest
 
 from axonlaunch.cli import app
 from axonlaunch.config import ConfigError
-from axonlaunch.config.data import TextConfig
+from axonlaunch.config.options.data import TextConfig
 from axonlaunch.data import json_array, rows, tables
 from axonlaunch.data.rows import BadRow, RowReader, UnreadableFileError
 from axonlaunch.data.sources import find_sources
@@ -177,10 +177,10 @@ def test_a_json_array_is_read_element_by_element_as_json_reads_it_whole(
     ("text", "message"),
     [
         ('[{"a": 1}, {"a": }]', "row 2 is not JSON: Expecting value at its character 7"),
-        ('[{"a": 1} {"a": 2}]', "after row 1 there is '{' where ',' should be"),
+        ('[{"a": 1} {"a": 2}]', "expected ',' after row 1, found '{'"),
         ('[{"a": 1}, {"a"', "row 2 is not JSON"),
-        ('[{"a": 1}', "after row 1 there is the end of the file"),
-        ("[1] 2", "after the array there is '2'"),
+        ('[{"a": 1}', "expected ',' after row 1, found the end of the file"),
+        ("[1] 2", "'2' follows the end of the array"),
         ('["' + "x" * 5000, "row 1 has more than 1,000 characters"),
     ],
 )
@@ -225,7 +225,7 @@ def test_no_memory_while_rows_are_read_is_an_error_of_the_file(
         raise MemoryError
 
     monkeypatch.setattr(rows.json, "loads", fail)
-    with pytest.raises(UnreadableFileError, match="it needs more memory than there is"):
+    with pytest.raises(UnreadableFileError, match="not enough memory"):
         read(tmp_path / "a.jsonl")
 
 

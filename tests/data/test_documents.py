@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset, shard_maker, token_cache
 from axonlaunch.data.dataset import IGNORE_INDEX
 from axonlaunch.data.encoding import Tokenising
@@ -116,7 +116,7 @@ def test_best_fit_truncates_what_is_longer_than_a_row_and_says_how_many(
     theirs = by_transformers(tokenizer)
     assert sorted(pieces(dataset)) == sorted(row[:129] for row in theirs)
     long = sum(len(row) > 129 for row in theirs)
-    assert f"data.too_long=truncate: documents truncated: {long}" in dataset.notes
+    assert f"data.too_long=truncate: documents truncated: {long}" in dataset.info.notes
 
 
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
@@ -157,7 +157,7 @@ def test_what_is_held_out_is_trained_on_nowhere_and_depends_on_the_data_alone(
     assert pieces(documents(rows, held_out=[str(other)], **every), "eval") == [list(b"held out")]
     with pytest.raises(ConfigError, match=r"a\.jsonl is in data\.files too"):
         documents(rows, held_out=[str(tmp_path / "a.jsonl")], **every)
-    with pytest.raises(ConfigError, match="there are 50 documents, and none would be left"):
+    with pytest.raises(ConfigError, match="there are only 50 documents, so none would be left"):
         documents(rows, held_out=50, **every)
 
 
@@ -269,7 +269,7 @@ BAD = [
     ('{"body": "a"}', "has no field text; it has body"),
     ('{"text": null}', "text is null, not text"),
     ('{"text": ["a"]}', "text is list, not text"),
-    ('{"text": "\\ud800"}', "text has half of a surrogate pair, which is no character"),
+    ('{"text": "\\ud800"}', "text has an unpaired surrogate, which is not a character"),
     ("{", "is not JSON (Expecting property name enclosed in double quotes: line 2 column 1 "),
 ]
 
@@ -289,7 +289,7 @@ def test_a_bad_row_is_reported_with_file_and_line_or_skipped_and_counted(
     assert pieces(dataset) == [list(b"good one"), list(b"good two")]
     assert (
         f"data.on_bad_row=skip: rows left out: 1, the first: {file}, line 2: "
-        in (dataset.notes[-1])
+        in (dataset.info.notes[-1])
     )
     with pytest.raises(ConfigError, match=r"bad\.jsonl, line 2"):
         documents(**keys)
@@ -326,7 +326,7 @@ def test_files_that_hold_no_row_or_no_text_are_left_out_and_counted_where_bad_ro
     keys = {"files": [str(empty), str(good), str(latin)], "bytes_": True, "held_out": 0}
     dataset = documents(on_bad_row="skip", packing="none", **keys)
     assert pieces(dataset) == [list(b"a good row")]
-    assert f"rows left out: 2, the first: {empty} holds no rows" in dataset.notes[-1]
+    assert f"rows left out: 2, the first: {empty} holds no rows" in dataset.info.notes[-1]
     with pytest.raises(ConfigError, match=r"empty\.jsonl holds no rows"):
         documents(**keys)
     with pytest.raises(
@@ -339,7 +339,7 @@ def test_files_without_a_row_are_refused(documents: Documents, tmp_path: Path) -
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"empty\.jsonl holds no rows"):
         documents(files=[str(tmp_path / "empty.jsonl")])
-    with pytest.raises(ConfigError, match=r"no document is left to train on"):
+    with pytest.raises(ConfigError, match=r"there are no training documents"):
         documents([{"text": ""}], held_out=0)
     with pytest.raises(ConfigError, match=r"train on; data.too_long=drop: documents left out: 1"):
         documents([{"text": "word " * 999}], held_out=0, too_long="drop", packing="none")
@@ -351,7 +351,7 @@ def test_a_batch_has_positions_where_rows_hold_several_documents_and_none_otherw
     for packing in ("concat", "best_fit", "none"):
         dataset = documents(packing=packing)
         batch = dataset.samples([0, 1], split="train")
-        assert dataset.is_packed == (batch.positions is not None) == (packing != "none")
+        assert dataset.info.is_packed == (batch.positions is not None) == (packing != "none")
         assert batch.inputs.shape == batch.targets.shape == (2, 64)
         assert batch.inputs.dtype == torch.int64
     assert np.array_equal(

@@ -11,8 +11,8 @@ import pytest
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import ChatConfig, DocumentsConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.encoding import Tokenising
 
@@ -50,7 +50,7 @@ def test_it_is_learned_once_and_again_where_the_text_is_another(tmp_path: Path) 
     other = documents(tmp_path, states, text_field="doc")
     assert other.tokenizer.fingerprint != first.tokenizer.fingerprint
     assert states[0].learns
-    assert str(states[0]).startswith("learning a tokenizer of ")
+    assert str(states[0]).startswith("learning a tokenizer from ")
 
 
 def test_chats_need_no_more_than_their_rows(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_source_is_seen_as_often_as_its_epochs_say(folder: Path) -> None:
     of = {name: [n for text, n in counts.items() if text.startswith(name)] for name in ROWS}
     assert of["a"] == [1] * 20
     assert sorted(of["b"]) == [2] * 5 + [3] * 5
-    assert dataset.notes[0] == "data.mix: 45 rows: 44.4% a (0.5 epochs), 55.6% b (2.5 epochs)"
+    assert dataset.info.notes[0] == "data.mix: 45 rows: 44.4% a (0.5 epochs), 55.6% b (2.5 epochs)"
 
 
 def test_a_part_of_a_source_is_another_one_in_the_next_pass(folder: Path) -> None:
@@ -131,7 +131,7 @@ def test_each_source_is_evaluated_by_itself(folder: Path) -> None:
     assert event.eval_loss == pytest.approx(weighted)
     for name, held_out in (("a", 3), ("b", 2)):
         dataset: Any = build_dataset(chosen.data)
-        part = dataset.eval_parts[name]
+        part = dataset.info.eval_parts[name]
         assert {text[0] for text in texts(dataset, part, "eval")} == {name}
         assert len(part) == held_out
     line = (folder / "run" / "metrics.jsonl").read_text().splitlines()[-1]
@@ -189,7 +189,7 @@ def evaluations(chosen: RunConfig) -> list[Evaluated]:
         ("", ", wieght: 1", [], "there is no option of a group 'wieght'; did you mean weight?"),
         ("", ", packing: none", [], "data.mix.b.packing=none: there is no option of a group"),
         ("", "", ["data.files=[c.jsonl]"], "data.mix names the files of each source; use one of"),
-        ("", ", held_out: ['{folder}/a.jsonl']", [], "a.jsonl is in data.mix.a.files too, and "),
+        ("", ", held_out: ['{folder}/a.jsonl']", [], "a.jsonl is also in data.mix.a.files and "),
         ("", ", text_field: body", [], "data.mix.b.files: {folder}/b.jsonl, line 1: has no field"),
     ],
 )
@@ -231,7 +231,7 @@ def test_chats_and_documents_are_each_read_and_masked_as_what_they_are(folder: P
     for name, source in alone.items():
         counted = dataset.summaries()[name].counted_tokens
         assert counted == source.summaries()[""].counted_tokens
-        part = dataset.eval_parts[name]
+        part = dataset.info.eval_parts[name]
         ours, theirs = (
             text_rows.samples(rows, split="eval").targets
             for text_rows, rows in ((dataset, part), (source, range(2)))

@@ -17,12 +17,13 @@ from configured import estimate_config, run_config
 from axonlaunch import config
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
-from axonlaunch.config.data import SampleShape
+from axonlaunch.config.options.data import SampleShape
 from axonlaunch.data import build_dataset, register_dataset
-from axonlaunch.data.dataset import Batch, NoText
+from axonlaunch.data.dataset import Batch, DatasetInfo, NoText
+from axonlaunch.data.loader import order_of
 from axonlaunch.planning import estimate_cache
 from axonlaunch.training import worker
-from axonlaunch.training.sampling import continue_prompt
+from axonlaunch.training.text.sampling import continue_prompt
 
 SMALL = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 SMALL += ["train.global_batch_size=8"]
@@ -240,6 +241,36 @@ def test_custom_takes_a_map_style_dataset_and_holds_its_last_samples_out() -> No
     assert batch.targets.tolist() == [0, 2]
 
 
+class Minimal:
+    """A dataset without ``info``; its ``order`` is an unrelated attribute."""
+
+    kind, num_classes, num_samples, num_eval_samples = "tokens", 256, 12, 4
+    sample_shape, is_text, order = (4,), False, "by name"
+
+    def samples(self, indices: Any, *, split: str) -> Batch:
+        rows = np.asarray(indices)[:, None] + np.arange(5)
+        return Batch.from_numpy(rows[:, :-1], rows[:, 1:])
+
+
+class Described(Minimal):
+    info = DatasetInfo(notes=("data: counts",), eval_parts={"first": range(2)})
+
+
+def test_a_dataset_without_info_has_the_default_info() -> None:
+    register_dataset("minimal")(Minimal)
+    dataset = build_dataset(run_config([*SMALL, "data=minimal"]).data)
+    assert dataset.info == DatasetInfo()
+    assert dataset.samples([3], split="train").inputs.tolist() == [[3, 4, 5, 6]]
+    places = np.arange(12)
+    assert sorted(order_of(dataset, places, seed=1)) == [*places]
+
+
+def test_the_info_of_a_registered_dataset_is_used() -> None:
+    register_dataset("described")(Described)
+    dataset = build_dataset(run_config([*SMALL, "data=described"]).data)
+    assert dataset.info is Described.info
+
+
 @pytest.mark.usefixtures("module")
 def test_custom_takes_pairs_of_tokens() -> None:
     chosen = run_config([*SMALL, "data=custom", "data.target=pairs_of_a_test:Tokens"])
@@ -271,8 +302,8 @@ def test_samples_of_several_shapes_are_an_error_that_names_two() -> None:
         (
             "builtins:object",
             "returned object, which is neither a map-style dataset (__len__ and __getitem__), nor "
-            "a stream (__iter__), nor one of ours: it has no kind, num_samples, num_eval_samples, "
-            "num_classes, sample_shape, samples",
+            "a stream (__iter__), nor an axonlaunch Dataset: it has no kind, num_samples, "
+            "num_eval_samples, num_classes, sample_shape, samples",
         ),
         ("builtins:dict", "its dataset is empty"),
         (

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from package_source import PACKAGE, Source, sources
 
+from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.config.schema import REGISTRIES
 
 MOST_PAIRS = 74
 """Of packages, the first of which imports something of the second."""
+MOST_FILES_WITH_PRECISION_NAMES = 6
 MODULE = re.compile(r"axonlaunch(\.\w+){2,}")
 TARGET = re.compile(r"(axonlaunch|torch)(\.\w+)+:\w+")
 CHANGED_COPIES = {
@@ -103,3 +105,15 @@ def test_no_function_has_a_participle_for_a_name() -> None:
     bare = {name for name in names if "_" not in name}
     participles = {name for name in bare if name.endswith("ed") or name in IRREGULAR}
     assert participles == CHANGED_COPIES
+
+
+def test_names_of_precisions_are_in_few_files() -> None:
+    """Other files ask the records of ``config.precision``."""
+    names, constant = {*NUMBER_FORMATS, *PRECISIONS}, re.compile(r"\bFP32\b")
+    files = {
+        source.path
+        for source in sources()
+        if names & source.texts or any(constant.search(line) for line in source.lines)
+    }
+    assert "config/precision.py" in files
+    assert len(files) <= MOST_FILES_WITH_PRECISION_NAMES, files

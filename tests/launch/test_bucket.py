@@ -72,7 +72,7 @@ def test_a_run_continues_from_a_bucket_in_another_folder(
     for where in (bucket, "runs/second"):
         reported = json.loads(served("checkpoint", "ls", where, "--json").stdout)
         assert [entry["step"] for entry in reported["checkpoints"]] == [4, 6]
-    assert "whole" in served("checkpoint", "check", bucket, "--trust").stdout
+    assert "intact" in served("checkpoint", "check", bucket, "--trust").stdout
     served(*overrides, "name=third", f"checkpoint.resume={bucket}/checkpoints/step_4")
     assert served.losses("third") == served.losses("second")
     ran = served(*overrides, *to_bucket, "name=fourth", "checkpoint.resume=never", status=2)

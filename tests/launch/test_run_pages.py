@@ -15,10 +15,10 @@ from rich.console import Console, ConsoleDimensions
 from run_folders import run_folder
 from served import Server
 
-from axonlaunch.cli.run_screen import screen_of
+from axonlaunch.cli.shared.run_screen import screen_of
 from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.run_record import read_run
-from axonlaunch.system.formatting import size
+from axonlaunch.system.text.formatting import size
 
 MOCK = ["launch.nproc=2", "launch.backend=mock"]
 
@@ -102,7 +102,7 @@ def test_runs_lists_them_with_their_status_and_filters(run: Path, served: Comman
     [row] = json.loads(served("runs", "--json").stdout)["runs"]
     assert (row["status"], row["layout"], row["step"], row["steps"]) == ("done", "fsdp 2", 4, 4)
     assert "demo" in served("runs", "--where", "strategy.data_parallel=fsdp").stdout
-    assert served("runs", "--where", "status=failed").stdout == "runs holds no run of this kind\n"
+    assert served("runs", "--where", "status=failed").stdout == "runs: no run matches --where\n"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> N
     run_folder(served.folder / "runs/demo")
     overrides = ["empty", *(["demo"] if command == "compare" else [])]
     errors = served(command, *overrides, status=2).stderr.splitlines()
-    assert errors[0] == "error: empty: holds neither config.yaml nor metrics.jsonl of a run"
+    assert errors[0] == "error: empty: contains neither config.yaml nor metrics.jsonl of a run"
     if command == "compare":
         assert errors[1].endswith("; did you mean runs/demo?")
 
@@ -189,9 +189,12 @@ def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> N
     [
         (["runs", "nowhere"], "nowhere: there is no such folder"),
         (["runs", __file__], f"{__file__}: is a file, not a folder"),
-        (["runs", ".", "--where", "loss"], "--where loss: write KEY=VALUE, model.name=llama"),
-        (["watch"], "runs holds no run; name the folder of one"),
-        (["compare", "a"], "give two runs, or more"),
+        (
+            ["runs", ".", "--where", "loss"],
+            "--where loss: write KEY=VALUE, for example status=failed",
+        ),
+        (["watch"], "runs: contains no run; give the folder of a run"),
+        (["compare", "a"], "give two or more runs"),
     ],
 )
 def test_a_users_mistake_is_a_line(overrides: list[str], message: str, served: Command) -> None:
@@ -201,8 +204,8 @@ def test_a_users_mistake_is_a_line(overrides: list[str], message: str, served: C
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
-        ("lr=3e-3", "lr=3e-3: no run in runs has such a key; did you mean optimizer.lr?"),
-        ("train.step=1", "no run in runs has such a key; did you mean train.steps?"),
+        ("lr=3e-3", "lr=3e-3: no run in runs has this key; did you mean optimizer.lr?"),
+        ("train.step=1", "no run in runs has this key; did you mean train.steps?"),
         ("status=finished", "there is no status 'finished'; known: running, done, "),
     ],
 )
@@ -216,8 +219,8 @@ def test_a_condition_that_no_run_can_meet_is_refused(
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("pages", "is a folder; give a file in it"),
-        ("nowhere/a.html", "there is no folder nowhere; make it, or write elsewhere"),
+        ("pages", "is a folder; write to a file in it"),
+        ("nowhere/a.html", "there is no folder nowhere; create it, or write elsewhere"),
         ("file/a.html", "file is a file; write elsewhere"),
         ("/proc/a.html", "can't be written"),
     ],

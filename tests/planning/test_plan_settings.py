@@ -10,7 +10,7 @@ from axonlaunch import config
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.planning import plan
 from axonlaunch.planning.search import search
-from axonlaunch.system import forked_call, forkserver
+from axonlaunch.system.processes import forked_call, forkserver
 
 MODEL = ["data=synthetic_tokens", "data.sequence_length=16", "hardware=h100_80gb"]
 Patch = pytest.MonkeyPatch
@@ -19,7 +19,8 @@ Patch = pytest.MonkeyPatch
 def fixed(monkeypatch: Patch, *overrides: str) -> dict[str, Any]:
     handed: list[dict[str, Any]] = []
 
-    def call(context: object, target: str, run: RunConfig, devices: int, keys: Any, n: int) -> None:
+    def call(context: object, target: str, run: Any, *arguments: Any, task: str) -> None:
+        _, keys, _ = arguments
         handed.append(keys)
 
     monkeypatch.setattr(forked_call, "call", call)

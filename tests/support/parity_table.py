@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from axonlaunch.config.schedule_rules import SCHEDULES as RULES
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES as RULES
 
 PAGE = Path(__file__).parents[1] / "parity" / "README.md"
 BATCH = 16

@@ -20,18 +20,18 @@ from torch import nn
 import axonlaunch as ax
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.config.layout import num_ranks
+from axonlaunch.config.consistency.layout import num_ranks
 from axonlaunch.diagnostics.module_trace.difference import (
     TraceComparison,
     TraceTolerance,
     compare_traces,
 )
-from axonlaunch.diagnostics.module_trace.elements import elements_of_steps
+from axonlaunch.diagnostics.module_trace.element_comparison import elements_of_steps
 from axonlaunch.diagnostics.module_trace.files import StepTrace, read_step, traced_steps
-from axonlaunch.engines.tensor import layers
+from axonlaunch.engines.tensor.divided_layers import layers
 from axonlaunch.preflight import module_trace
 from axonlaunch.training import worker
-from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR, TOLERANCES
+from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR
 
 SMALL = [
     *("train.global_batch_size=16", "train.steps=2", "scheduler.warmup_steps=0"),
@@ -40,9 +40,7 @@ SMALL = [
     "train.trace={steps: [0, 1], tensors: full}",
 ]
 SINGLE = ("strategy=single", "launch.nproc=1")
-TOLERANCE = TraceTolerance(
-    base=TOLERANCES, gradient_floor=GRADIENT_FLOOR, parameter_floor=PARAMETER_FLOOR
-)
+TOLERANCE = TraceTolerance(gradient_floor=GRADIENT_FLOOR, parameter_floor=PARAMETER_FLOOR)
 
 
 def configured(model: str, *overrides: str) -> RunConfig:

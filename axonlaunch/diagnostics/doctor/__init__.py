@@ -1,1 +1,1 @@
-"""What a node has, and which backends work on it."""
+"""Diagnosis of this node: hardware, GPU problems, benchmarks, and which backends work."""

@@ -1,7 +1,7 @@
-"""What is wrong with a node's NVIDIA GPUs, said in words, and how fast their links are.
+"""Finds problems of a node's NVIDIA GPUs and measures the speed of their links.
 
-NVML's counters are read without starting CUDA; copies that time the links need it, so that they are
-a process's own. Neither changes a setting.
+NVML's counters are read without initializing CUDA. Measuring the links initializes CUDA, so it runs
+in a separate process. Neither changes a setting.
 
 Source: NVIDIA, "NVML API Reference Guide"; names are those of ``pynvml`` (nvidia-ml-py).
 """
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 COPIED = 64 * 2**20
-"""Bytes of a copy: long enough for a link's bandwidth, short enough for any device."""
+"""Bytes of a copy: large enough to measure bandwidth, small enough for any device."""
 _COPIES = 10
 _SLOW = 0.5
-"""A link with less than this share of the median of its kind is reported."""
+"""Links slower than this fraction of the median of their kind are reported."""
 _TOPOLOGY = {
     "NVML_TOPOLOGY_INTERNAL": "on one board",
     "NVML_TOPOLOGY_SINGLE": "one PCIe switch",
@@ -30,30 +30,30 @@ _TOPOLOGY = {
     "NVML_TOPOLOGY_SYSTEM": "between NUMA nodes",
 }
 _SLOWED = {
-    "nvmlClocksThrottleReasonHwSlowdown": "the hardware holds it back (power supply or heat)",
-    "nvmlClocksThrottleReasonHwThermalSlowdown": "it is too hot; look at fans and airflow",
-    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "the power supply asks it to brake",
-    "nvmlClocksThrottleReasonSwThermalSlowdown": "it is too hot; look at fans and airflow",
+    "nvmlClocksThrottleReasonHwSlowdown": "the hardware limits it (power supply or heat)",
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "it is too hot; check fans and airflow",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "the power supply signals a power brake",
+    "nvmlClocksThrottleReasonSwThermalSlowdown": "it is too hot; check fans and airflow",
 }
 _NO_PEERS = (
-    "GPUs {} and {} can't access each other's memory, so that NCCL goes through the host's: look "
-    "at nvidia-smi topo -p2p r, and at IOMMU and ACS in the BIOS"
+    "GPUs {} and {} can't access each other's memory, so NCCL copies through host memory: check "
+    "nvidia-smi topo -p2p r, and IOMMU and ACS in the BIOS"
 )
 
 
 def nvml_report() -> dict[str, Any]:
-    """Return how GPUs are connected, and a line for each thing that is wrong.
+    """Return how GPUs are connected, and a line for each problem.
 
     Returns:
         ``topology``: [{``between``: [i, j], ``path``, ``nvlink``, ``peer_access``}],
-        ``problems``: lines, and ``unknown``: why nothing could be asked, else empty.
+        ``problems``: lines, and ``unknown``: the reason if NVML is not available, otherwise empty.
     """
     nothing: dict[str, Any] = {"topology": [], "problems": []}
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
-        why = "ECC errors and topology are not read: nvidia-ml-py is missing"
-        return {**nothing, "unknown": why}
+        reason = "ECC errors and topology: install nvidia-ml-py to read them"
+        return {**nothing, "unknown": reason}
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -73,9 +73,9 @@ def nvml_report() -> dict[str, Any]:
 
 
 def _problems(nvml: Any, index: int, handle: Any) -> Iterator[str]:
-    """Yield what is wrong with a GPU; what it does not support it is not asked twice."""
-    ask = _asking(nvml)
-    errors = ask(
+    """Yield a line for each problem of a GPU; queries that it does not support are skipped."""
+    query = _query(nvml)
+    errors = query(
         "nvmlDeviceGetTotalEccErrors",
         handle,
         nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
@@ -83,36 +83,39 @@ def _problems(nvml: Any, index: int, handle: Any) -> Iterator[str]:
     )
     if errors:
         yield (
-            f"GPU {index} had {errors} uncorrected ECC errors since its driver was loaded: take "
-            "the node out, reset the GPU (nvidia-smi -r), and replace it if they return"
+            f"GPU {index} had {errors} uncorrected ECC errors since its driver was loaded: stop "
+            "using the node, reset the GPU (nvidia-smi -r), and replace it if they return"
         )
-    ecc = ask("nvmlDeviceGetEccMode", handle)
+    ecc = query("nvmlDeviceGetEccMode", handle)
     if ecc is not None and not ecc[0]:
-        yield f"GPU {index} has ECC turned off, and computes on with flipped bits: nvidia-smi -e 1"
-    if (mig := ask("nvmlDeviceGetMigMode", handle)) is not None and mig[0]:
         yield (
-            f"GPU {index} is divided (MIG): a rank sees one slice, and NCCL connects no slices of "
-            "a GPU: nvidia-smi -mig 0 for runs of several ranks"
+            f"GPU {index} has ECC turned off, so memory errors go unnoticed: turn it on with "
+            "nvidia-smi -e 1"
         )
-    width = ask("nvmlDeviceGetCurrPcieLinkWidth", handle)
-    most = ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
-    if width and most and width < most:
+    if (mig := query("nvmlDeviceGetMigMode", handle)) is not None and mig[0]:
         yield (
-            f"GPU {index} has {width} of {most} PCIe lanes, which slows loading, offloading and "
-            "saving: reseat it, or look at the slot"
+            f"GPU {index} is divided by MIG: a rank uses one slice, and NCCL can't connect slices "
+            "of a GPU; for runs of several ranks turn it off with nvidia-smi -mig 0"
         )
-    reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
-    said = {text for name, text in _SLOWED.items() if reasons & getattr(nvml, name, 0)}
-    for text in sorted(said):
+    width = query("nvmlDeviceGetCurrPcieLinkWidth", handle)
+    max_width = query("nvmlDeviceGetMaxPcieLinkWidth", handle)
+    if width and max_width and width < max_width:
+        yield (
+            f"GPU {index} uses {width} of {max_width} PCIe lanes, which slows loading, offloading "
+            "and saving: reseat the card, or check its slot"
+        )
+    reasons = query("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+    texts = {text for name, text in _SLOWED.items() if reasons & getattr(nvml, name, 0)}
+    for text in sorted(texts):
         yield f"GPU {index} is slowed down: {text}"
 
 
 def _connection(nvml: Any, one: Any, other: Any) -> dict[str, Any]:
-    ask = _asking(nvml)
-    level = ask("nvmlDeviceGetTopologyCommonAncestor", one, other)
+    query = _query(nvml)
+    level = query("nvmlDeviceGetTopologyCommonAncestor", one, other)
     paths = {getattr(nvml, name, None): text for name, text in _TOPOLOGY.items()}
-    read = ask("nvmlDeviceGetP2PStatus", one, other, nvml.NVML_P2P_CAPS_INDEX_READ)
-    linked = ask("nvmlDeviceGetP2PStatus", one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    read = query("nvmlDeviceGetP2PStatus", one, other, nvml.NVML_P2P_CAPS_INDEX_READ)
+    linked = query("nvmlDeviceGetP2PStatus", one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     return {
         "path": None if level is None else paths.get(level),
         "nvlink": None if linked is None else linked == nvml.NVML_P2P_STATUS_OK,
@@ -120,34 +123,34 @@ def _connection(nvml: Any, one: Any, other: Any) -> dict[str, Any]:
     }
 
 
-def _asking(nvml: Any) -> Callable[..., Any]:
-    """Return what calls a function of NVML; None is its answer where a GPU does not support it."""
+def _query(nvml: Any) -> Callable[..., Any]:
+    """Return a function that calls NVML by name and returns None if the GPU does not support it."""
 
-    def ask(name: str, *arguments: Any) -> Any:
+    def query(name: str, *arguments: Any) -> Any:
         try:
             return getattr(nvml, name)(*arguments)
         except nvml.NVMLError:
             return None
 
-    return ask
+    return query
 
 
 def link_report() -> dict[str, Any]:
-    """Time a copy over each link of the GPUs that this process sees.
+    """Measure the speed of copies over each link of the GPUs that this process sees.
 
     Returns:
-        ``links``: [{``source``, ``target``, ``gb_s``}], of host to GPU, back, and between each two;
-        ``problems``: a line for each link that is slower than others of its kind; ``topology`` as
-        ``nvml_report``'s, as far as CUDA knows it, and ``unreachable``: a line for each pair of
-        GPUs without peer access.
+        ``links``: [{``source``, ``target``, ``gb_s``}] for host to GPU, GPU to host, and each pair
+        of GPUs; ``problems``: a line for each link that is slower than others of its kind;
+        ``topology``: the format of ``nvml_report``, with peer access only; ``unreachable``: a line
+        for each pair of GPUs without peer access.
     """
     devices = [torch.device("cuda", n) for n in range(torch.accelerator.device_count())]
     links = []
     for device in devices:
-        there, here = _buffer(device), _buffer(None)
+        on_device, on_host = _buffer(device), _buffer(None)
         links += [
-            _time_copy("host", str(device), there, here, device),
-            _time_copy(str(device), "host", here, there, device),
+            _time_copy("host", str(device), on_device, on_host, device),
+            _time_copy(str(device), "host", on_host, on_device, device),
         ]
     for one, other in itertools.permutations(devices, 2):
         links.append(_time_copy(str(one), str(other), _buffer(other), _buffer(one), one))
@@ -165,21 +168,21 @@ def link_report() -> dict[str, Any]:
 
 
 def _buffer(device: torch.device | None) -> torch.Tensor:
-    """Return memory of a GPU, or page-locked memory of the host."""
+    """Allocate a buffer on a GPU, or in page-locked host memory."""
     if device is None:
         return torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
     return torch.empty(COPIED, dtype=torch.uint8, device=device)
 
 
 def _time_copy(
-    source: str, target: str, to: torch.Tensor, of: torch.Tensor, device: torch.device
+    source: str, target: str, output: torch.Tensor, input_: torch.Tensor, device: torch.device
 ) -> dict[str, Any]:
     with torch.cuda.device(device):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        to.copy_(of, non_blocking=True)  # connects the two
+        output.copy_(input_, non_blocking=True)  # warm-up: establishes the connection
         began.record()
         for _ in range(_COPIES):
-            to.copy_(of, non_blocking=True)
+            output.copy_(input_, non_blocking=True)
         ended.record()
         ended.synchronize()
         milliseconds = began.elapsed_time(ended)
@@ -191,12 +194,12 @@ def slow_links(links: list[dict[str, Any]]) -> list[str]:
     """Return a line for each link that is much slower than the median of its kind."""
     lines = []
     for kind in ("to the host", "from the host", "between GPUs"):
-        alike = [link for link in links if _kind(link) == kind]
-        median = statistics.median(link["gb_s"] for link in alike) if alike else 0.0
+        same_kind = [link for link in links if _kind(link) == kind]
+        median = statistics.median(link["gb_s"] for link in same_kind) if same_kind else 0.0
         lines += [
-            f"{link['source']} to {link['target']}: {link['gb_s']:g} GB/s, where {median:g} is the "
-            f"median {kind}; is another program using it, or is it connected otherwise?"
-            for link in alike
+            f"{link['source']} to {link['target']}: {link['gb_s']:g} GB/s, but the median {kind} "
+            f"is {median:g} GB/s; check its connection, and whether another program uses it"
+            for link in same_kind
             if link["gb_s"] < _SLOW * median
         ]
     return lines

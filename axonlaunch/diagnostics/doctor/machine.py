@@ -1,6 +1,6 @@
-"""What this node has and what works on it, tried rather than assumed.
+"""Reports this node's versions and hardware, and tests its communication backends.
 
-It runs in a process of its own; it changes nothing.
+Its functions run in forked processes and change no settings.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axonlaunch.comm import World, all_reduce_sum, nccl
-from axonlaunch.comm.rendezvous import local_place
-from axonlaunch.config.hardware import GIB
-from axonlaunch.system import gpus, host
+from axonlaunch.comm import World, all_reduce_sum
+from axonlaunch.comm.connection import nccl
+from axonlaunch.comm.connection.rendezvous import local_place
+from axonlaunch.config.options.hardware import GIB
+from axonlaunch.system import gpus
+from axonlaunch.system.node import host
 
 
 def machine() -> dict[str, Any]:
@@ -45,7 +47,7 @@ def _devices() -> list[dict[str, Any]]:
     try:
         devices = gpus.devices()
     except RuntimeError:
-        return []  # NCCL's status says why
+        return []  # NCCL's status contains the reason
     return [
         {"index": index, "name": device.name, "memory_gib": round(device.memory_bytes / GIB, 1)}
         for index, device in enumerate(devices)
@@ -53,13 +55,13 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _driver() -> str | None:
-    """Return the NVIDIA driver's version, as the kernel module reports it."""
+    """Return the version of the NVIDIA driver from its kernel module."""
     version = Path("/sys/module/nvidia/version")
     return version.read_text().strip() if version.is_file() else None
 
 
 def try_rank(backend: str, rank: int, world_size: int, store: str) -> float:
-    """Be one rank of an all-reduce between processes; return the sum of 1 over the ranks."""
+    """Run one rank of an all-reduce between processes; return the sum of 1 over the ranks."""
     file_store = dist.FileStore(store, world_size)
     with World.join(
         local_place(rank, world_size), backend=backend, timeout_s=30, store=file_store

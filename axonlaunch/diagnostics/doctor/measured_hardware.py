@@ -1,6 +1,7 @@
-"""Figures of this node, measured once for each number of ranks and kept in the user's cache.
+"""Measures the hardware figures of this node's CPU and keeps them in the user's cache.
 
-Other hardware has published figures, in ``configs/hardware``; nothing here measures a GPU.
+They are measured once for each number of ranks. Figures of GPUs are published ones, in
+``configs/hardware``.
 """
 
 from __future__ import annotations
@@ -16,31 +17,33 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.hardware import GIB, HardwareConfig
-from axonlaunch.system import cache, forked_call, host
-from axonlaunch.system.temporary_folders import temporary_folder
+from axonlaunch.config.options.hardware import GIB, HardwareConfig
+from axonlaunch.system.node import host
+from axonlaunch.system.processes import forked_call
+from axonlaunch.system.processes.temporary_folders import temporary_folder
+from axonlaunch.system.storage import cache
 
-_ROUND = 4
-"""Digits of a figure that a measurement bears."""
+_DIGITS = 4
+"""Significant digits of measured figures."""
 
 
 def of_this_node(
     context: ForkServerContext, hardware: HardwareConfig, *, ranks: int
 ) -> HardwareConfig:
-    """Return ``hardware=cpu`` with what was measured of it; what the user gave stays.
+    """Return ``hardware=cpu`` with measured figures; values set by the user are kept.
 
     Args:
-        context: Of the warm fork server.
-        hardware: As composed.
-        ranks: Of the run, all on this node.
+        context: Context of the warm fork server.
+        hardware: Hardware of the configuration.
+        ranks: Number of ranks of the run, all on this node.
     """
-    if (before := known_hardware(hardware, ranks=ranks)) is not None:
-        return before
+    if (cached := known_hardware(hardware, ranks=ranks)) is not None:
+        return cached
     return _completed(hardware, measure_hardware(context, ranks=ranks))
 
 
 def known_hardware(hardware: HardwareConfig, *, ranks: int) -> HardwareConfig | None:
-    """Do as ``of_this_node`` with what was measured before; None where nothing was."""
+    """Return ``hardware=cpu`` with figures from the cache; None if nothing was measured yet."""
     figures = _read_kept(ranks)
     return None if figures is None else _completed(hardware, figures)
 
@@ -54,7 +57,7 @@ def _completed(hardware: HardwareConfig, figures: dict[str, Any]) -> HardwareCon
 
 
 def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
-    """Measure this node with so many ranks at once, and keep what was found."""
+    """Measure this node with ``ranks`` ranks at the same time, and keep the figures."""
     threads = host.threads(ranks=ranks)
     with temporary_folder() as folder:
         store = str(folder / "store")
@@ -68,7 +71,7 @@ def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any
     figures = {name: _rounded(value) for name, value in measured.items()}
     figures |= {
         "memory_gib": _rounded(host.memory_bytes() / ranks / GIB),
-        # Measured as they are reached.
+        # The measured figures already include these losses.
         "matrix_efficiency": 1.0,
         "multiprocessors": 1,
         "devices_per_node": ranks,
@@ -82,7 +85,7 @@ def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any
 def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
-    return float(f"{value:.{_ROUND}g}") if isinstance(value, float) else value
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
 
 
 def _read_kept(ranks: int) -> dict[str, Any] | None:
@@ -98,14 +101,14 @@ def _keep(ranks: int, figures: dict[str, Any]) -> None:
 
 
 def _file(ranks: int) -> Path:
-    """Return where figures are kept: by processor, cores and torch, which they depend on."""
-    about = (_processor(), sorted(os.sched_getaffinity(0)), version("torch"), _source())
-    name = sha256(repr(about).encode()).hexdigest()[:16]
+    """Return the cache file for this processor, its cores, and the versions of torch and code."""
+    key = (_processor(), sorted(os.sched_getaffinity(0)), version("torch"), _source())
+    name = sha256(repr(key).encode()).hexdigest()[:16]
     return cache.cache_folder() / "hardware" / f"cpu_{ranks}_{name}.json"
 
 
 def _processor() -> str:
-    """Return the processor's name, as Linux reports it."""
+    """Return the name of the processor."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -114,5 +117,5 @@ def _processor() -> str:
 
 
 def _source() -> str:
-    """Return a hash of what measures, whose figures change their meaning with it."""
+    """Return a hash of the benchmark's source, because figures depend on it."""
     return sha256((Path(__file__).parent / "microbenchmarks.py").read_bytes()).hexdigest()

@@ -1,7 +1,7 @@
-"""How fast the ranks of this node compute and talk, while all of them do.
+"""Measures how fast this node's ranks compute and communicate, all at the same time.
 
-Figures are those of ``HardwareConfig``. What one rank alone would reach is not measured: ranks
-share cores, caches and the memory's bandwidth.
+The figures are those of ``HardwareConfig``. Ranks are measured together because they share cores,
+caches and memory bandwidth.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from axonlaunch.comm import World
-from axonlaunch.comm.rendezvous import local_place
+from axonlaunch.comm.connection.rendezvous import local_place
 from axonlaunch.comm.torch_internals import all_gather_single
+from axonlaunch.config.precision import PRECISIONS
 
 _BUDGET_S = 0.15
-"""Time of the tries of one figure; three are made in any case."""
+"""Seconds spent on one figure; at least three calls are timed."""
 _BETWEEN_S = 2e-3
-"""Time that ranks compute before an exchange."""
+"""Seconds that ranks compute before each collective."""
 _SIDE = 512
-"""Rows and columns of the products."""
+"""Rows and columns of the multiplied matrices."""
 _HEADS, _KEYS, _HEAD_DIM = 8, 512, 64
 _HALF = 0.5
-"""Share of its rate that ``planning.roofline`` gives attention to so many keys."""
+"""Fraction of the peak that ``planning.throughput.roofline`` assumes for attention to 512 keys."""
 _CHAIN = 20
 _LARGE = 4 * 2**20
-"""Bytes of the exchanges whose time is their bytes'."""
+"""Bytes of the collectives that measure bandwidth."""
 _MOVED = tuple(2**exponent for exponent in range(14, 28, 2))
-"""Bytes that kernels read and write: from first caches to fresh pages."""
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Bytes that kernels read and write: from the first-level cache to newly mapped pages."""
 
 
 def run_microbenchmarks(rank: int, ranks: int, threads: int, store: str) -> dict[str, Any]:
-    """Be one of the ranks; return the figures, the same on each.
+    """Run the benchmark on one rank; return the figures, which are the same on every rank.
 
     Args:
-        rank: Of this process.
-        ranks: All.
-        threads: Of this process.
-        store: File to meet by.
+        rank: Rank of this process.
+        ranks: Number of ranks.
+        threads: Number of threads of this process.
+        store: File of the store for the rendezvous.
     """
     torch.set_num_threads(threads)
     file_store = dist.FileStore(store, ranks)
@@ -54,9 +54,9 @@ def run_microbenchmarks(rank: int, ranks: int, threads: int, store: str) -> dict
 
 def _computing() -> dict[str, Any]:
     figures = {}
-    for name, dtype in _TYPES.items():
-        a = torch.ones(_SIDE, _SIDE, dtype=dtype)
-        figures[f"{name}_tflops"] = 2 * _SIDE**3 / _seconds(partial(torch.matmul, a, a)) / 1e12
+    for precision in PRECISIONS.values():
+        a = torch.ones(_SIDE, _SIDE, dtype=getattr(torch, precision.compute.dtype))
+        figures[precision.peak] = 2 * _SIDE**3 / _seconds(partial(torch.matmul, a, a)) / 1e12
     q = torch.randn(1, _HEADS, _KEYS, _HEAD_DIM)
     attention = _seconds(lambda: scaled_dot_product_attention(q, q, q, is_causal=True))
     reached = 2 * _HEADS * _KEYS**2 * _HEAD_DIM / attention / 1e12
@@ -65,7 +65,7 @@ def _computing() -> dict[str, Any]:
 
 
 def _moving() -> dict[str, Any]:
-    """Time the smallest kernel as training runs it, and what more larger ones take."""
+    """Measure the time of the smallest kernel in training, and the extra time of larger ones."""
     x = torch.ones(8, requires_grad=True)
 
     def chain() -> None:
@@ -93,9 +93,9 @@ def _talking(ranks: int) -> dict[str, Any]:
     latency = _exchange_seconds(lambda: dist.all_reduce(small), tries=60)
     share = (ranks - 1) / ranks
     reduced = _exchange_seconds(lambda: dist.all_reduce(many), tries=16)
-    mine = torch.ones(_LARGE // 4 // ranks)
+    part = torch.ones(_LARGE // 4 // ranks)
     gathered = _exchange_seconds(
-        lambda: all_gather_single(torch.empty(mine.numel() * ranks), mine), tries=16
+        lambda: all_gather_single(torch.empty(part.numel() * ranks), part), tries=16
     )
     return {
         "link_latency_us": latency / (2 * (ranks - 1)) * 1e6,
@@ -105,9 +105,9 @@ def _talking(ranks: int) -> dict[str, Any]:
 
 
 def _exchange_seconds(run: Callable[[], object], *, tries: int) -> float:
-    """Return the mean time of an exchange between ranks that compute before it, as in training.
+    """Return the mean time of a collective after a short computation, as in training.
 
-    The mean, for what a rank waits for one that lost its core for a while is a part of it.
+    The mean includes the time spent waiting for ranks that temporarily lost their core.
     """
     a, times = torch.ones(128, 128), []
     run()
@@ -120,9 +120,9 @@ def _exchange_seconds(run: Callable[[], object], *, tries: int) -> float:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Return the least time of a call that every rank makes at once; the slowest rank's.
+    """Return the minimum time of a call that all ranks make together, on the slowest rank.
 
-    The least, for what other programs take of the node is not for long.
+    The minimum excludes short disturbances by other programs.
     """
     tries = _largest_of_ranks(max(3.0, _BUDGET_S / max(_once(run), 1e-7)))
     return _largest_of_ranks(min(_once(run) for _ in range(min(300, int(tries)))))

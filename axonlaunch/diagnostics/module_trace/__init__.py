@@ -1,1 +1,1 @@
-"""Traces of modules: their files, and where two of them part. Who computes them is ``training``."""
+"""Files of module traces, and their comparison. ``training.module_trace`` records the traces."""

@@ -1,7 +1,7 @@
-"""Where two runs part: their module traces side by side, in order of computation.
+"""Compares the module traces of two runs in order of computation.
 
-It compares whole tensors, which every layout writes alike: by their statistics, without torch, and
-where both runs wrote them by all elements.
+Traces contain full tensors, so that runs of different layouts can be compared: by statistics,
+without importing torch, or element by element if both runs wrote all elements.
 """
 
 from __future__ import annotations
@@ -10,60 +10,61 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from axonlaunch.config.did_you_mean import nearest
-from axonlaunch.diagnostics.module_trace.elements import DifferentElements, ElementsOfStep
-from axonlaunch.diagnostics.module_trace.files import Arithmetic, StepTrace, TracedTensor
+from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionName, lowest_format
+from axonlaunch.config.problems.did_you_mean import nearest
+from axonlaunch.diagnostics.module_trace.element_comparison import DifferentElements, ElementsOfStep
+from axonlaunch.diagnostics.module_trace.files import StepTrace, TracedTensor
 
 _OF_LARGEST = 4.0
-"""By how much more the largest element may be off: it rounds alone, a mean of many does not."""
-_MOST = {"fp32": 1e-2, "bf16": 0.5, "fp16": 0.5}
-"""What rounding is said to make of a tensor at most, however many updates there were."""
-_LEAST_IN_BOTH = 0.5
-"""Of the larger model's parameters: what both must have, by name, to be the same model."""
+"""Factor on the tolerance of the largest element, whose rounding no mean averages out."""
+_MAX_TOLERANCE = {False: 1e-2, True: 0.5}
+"""Largest relative difference attributed to rounding after any number of updates, for fp32 (False)
+and for smaller formats (True)."""
+_MIN_SHARED = 0.5
+"""Minimum fraction of the larger model's parameter names that the other model must contain."""
 _FACTOR = 1e-2
-"""How alike the ratios of root mean square and largest element are where all is a factor."""
+"""Tolerance for deciding that two tensors differ only by a factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceTolerance:
-    """What rounding explains.
+    """Differences that rounding explains.
 
     Attributes:
-        base: Largest relative difference, by the lowest precision in use.
-        gradient_floor: Part of the model's usual gradient that one is judged beside which is far
-            smaller.
-        parameter_floor: Size that a parameter is at least judged beside.
+        gradient_floor: Fraction of the model's mean gradient size; added to the size of a gradient
+            when differences are divided by it.
+        parameter_floor: Value added to the size of a parameter when differences are divided by it.
     """
 
-    base: Mapping[str, float]
     gradient_floor: float
     parameter_floor: float
 
-    def of(self, arithmetics: Sequence[Arithmetic], *, step: int) -> float:
-        """Return the largest relative difference of a step that passes.
+    def of(self, arithmetics: Sequence[PrecisionName], *, step: int) -> float:
+        """Return the largest relative difference that passes in a step.
 
         Args:
-            arithmetics: Of both sides; the coarser one counts.
-            step: Updates before it, each of which rounds: it grows with them.
+            arithmetics: Lowest precisions of both runs; the coarser one counts.
+            step: Number of updates before the step; the tolerance grows with it.
         """
-        coarser = max(arithmetics, key=self.base.__getitem__)
-        # Rounding to bf16 and fp16 is seen in single gradients of small modules, twice the base in
-        # tiny models, and all of it where one side does not round so: units of ReLU flip.
-        times = 1 if coarser == "fp32" else 2 * len(set(arithmetics))
-        return min(times * self.base[coarser] * (1 + step), _MOST[coarser])
+        coarser = lowest_format(NUMBER_FORMATS[name] for name in arithmetics)
+        # Rounding to bf16 and fp16 changes single gradients of small modules: by twice the base in
+        # tiny models, and by more if only one run rounds, because units of ReLU flip.
+        times = 2 * len(set(arithmetics)) if coarser.is_low else 1
+        return min(times * coarser.tolerance * (1 + step), _MAX_TOLERANCE[coarser.is_low])
 
 
 @dataclass(frozen=True)
 class TracedDifference:
-    """A tensor that is not the same in both runs.
+    """A tensor that differs between the runs.
 
     Attributes:
-        step: Of the runs.
-        ours: In the first run.
-        theirs: In the second.
-        relative: How far root mean square, mean or largest element are apart, at most.
-        ratio: The first run's size in the second's, where all that differs is a factor.
-        elements: Which elements, where both runs wrote them.
+        step: Step of the runs.
+        ours: Tensor of the first run.
+        theirs: Tensor of the second run.
+        relative: Largest relative difference of root mean square, mean and largest element.
+        ratio: Size in the first run divided by the size in the second; None if the tensors differ
+            by more than a factor.
+        elements: Elements that differ; None if the runs did not both write them.
     """
 
     step: int
@@ -75,7 +76,7 @@ class TracedDifference:
 
     @property
     def module(self) -> str:
-        """The module that it is of; empty for the batch and the loss."""
+        """Name of the tensor's module; empty for the batch and the loss."""
         kind, name = self.ours.kind, self.ours.name
         if kind in ("batch", "loss"):
             return ""
@@ -84,14 +85,14 @@ class TracedDifference:
 
 @dataclass
 class TraceComparison:
-    """Two runs side by side.
+    """The comparison of two runs.
 
     Attributes:
-        steps: Traced by both, each with the largest relative difference that passes.
-        compared: Tensors, over all steps.
-        by_element: Those of them of which all elements were compared.
-        differences: In order of computation.
-        only: Names of modules and parameters that one run alone traced, for each run.
+        steps: Tolerance of each step that both runs traced.
+        compared: Number of compared tensors, over all steps.
+        by_element: Number of tensors that were compared element by element.
+        differences: Differences in order of computation.
+        only: Names of modules and parameters that only the first or only the second run traced.
     """
 
     steps: dict[int, float] = field(default_factory=dict)
@@ -102,7 +103,7 @@ class TraceComparison:
 
 
 class TracesIncomparableError(Exception):
-    """Two traces have nothing that could be compared; the text says why."""
+    """Two traces can't be compared; the message contains the reason."""
 
 
 def compare_traces(
@@ -112,16 +113,16 @@ def compare_traces(
     tolerance: TraceTolerance,
     elements: Mapping[int, ElementsOfStep] | None = None,
 ) -> TraceComparison:
-    """Compare what two runs traced, step by step.
+    """Compare the traces of two runs, step by step.
 
     Args:
-        ours: The first run's steps.
-        theirs: The second's.
-        tolerance: What passes.
-        elements: Of the steps of which both wrote all.
+        ours: Steps of the first run.
+        theirs: Steps of the second run.
+        tolerance: Differences that pass.
+        elements: Elements of the steps for which both runs wrote them.
 
     Raises:
-        TracesIncomparableError: No step is in both, or they are of different models.
+        TracesIncomparableError: The runs have no common step, or different models.
     """
     steps = [step for step in ours if step in theirs]
     if not steps:
@@ -129,7 +130,7 @@ def compare_traces(
             f"no step is in both: one has {_list_steps(ours)}, the other {_list_steps(theirs)}; "
             "trace the same steps with train.trace.steps"
         )
-    _refuse_other_models(ours[steps[0]], theirs[steps[0]])
+    _check_same_model(ours[steps[0]], theirs[steps[0]])
     comparison = TraceComparison()
     for step in steps:
         one, other = ours[step], theirs[step]
@@ -137,14 +138,14 @@ def compare_traces(
         comparison.steps[step] = passing
         by_key = {(tensor.kind, tensor.name): tensor for tensor in other.tensors}
         floors = _floors(one, tolerance)
-        wandering = _wandering(one, passing) | _wandering(other, passing)
+        ignored = _rounding_only(one, passing) | _rounding_only(other, passing)
         for tensor in one.tensors:
-            beside = by_key.get((tensor.kind, tensor.name))
-            if beside is None or (tensor.kind, tensor.name) in wandering:
+            counterpart = by_key.get((tensor.kind, tensor.name))
+            if counterpart is None or (tensor.kind, tensor.name) in ignored:
                 continue
             comparison.compared += 1
             floor = floors.get(tensor.kind, 0.0)
-            relative, different = _relative(tensor, beside, floor=floor), None
+            relative, different = _relative(tensor, counterpart, floor=floor), None
             if elements is not None and step in elements:
                 different = elements[step].compare(
                     tensor.kind, tensor.name, floor=floor, passing=passing
@@ -153,26 +154,26 @@ def compare_traces(
                 comparison.by_element += 1
                 relative = max(relative, different.relative)
             if not relative <= passing:
-                ratio = _factor(tensor, beside)
+                ratio = _factor(tensor, counterpart)
                 comparison.differences.append(
-                    TracedDifference(step, tensor, beside, relative, ratio, different)
+                    TracedDifference(step, tensor, counterpart, relative, ratio, different)
                 )
-    mine, others = (_names(side[steps[0]]) for side in (ours, theirs))
-    comparison.only = ([*(mine - others)], [*(others - mine)])
+    first, second = (_names(side[steps[0]]) for side in (ours, theirs))
+    comparison.only = ([*(first - second)], [*(second - first)])
     comparison.only[0].sort()
     comparison.only[1].sort()
     return comparison
 
 
 def describe_difference(difference: TracedDifference, names: tuple[str, str]) -> str:
-    """Say what differs, and by which factor if it is one.
+    """Describe a difference and its size.
 
     Args:
-        difference: One tensor's.
-        names: Of the two runs.
+        difference: Difference of one tensor.
+        names: Names of the two runs.
     """
     ours, theirs = difference.ours, difference.theirs
-    what = {
+    tensor_text = {
         "batch": f"the batch ({ours.name})",
         "loss": "the loss",
         "parameter": f"the parameter {ours.name}",
@@ -181,20 +182,20 @@ def describe_difference(difference: TracedDifference, names: tuple[str, str]) ->
         "gradient": f"the gradient of {ours.name}",
     }[ours.kind]
     if ours.rms is None or theirs.rms is None:
-        which = [
+        runs = [
             name for name, tensor in zip(names, (ours, theirs), strict=True) if tensor.rms is None
         ]
-        return f"{what} is not finite in {' and '.join(which)}"
+        return f"{tensor_text} is not finite in {' and '.join(runs)}"
     first = _first_element(difference, names)
     if difference.ratio is None:
-        return f"{what} is off by {difference.relative:.2g} of its size{first}"
+        return f"{tensor_text} is off by {difference.relative:.2g} of its size{first}"
     digits = 2 if abs(difference.ratio - 1) > 0.1 else 3
     times = f"{difference.ratio:.{digits}f} times"
-    return f"{what} is {times} as large in {names[0]} as in {names[1]}{first}"
+    return f"{tensor_text} is {times} as large in {names[0]} as in {names[1]}{first}"
 
 
 def _first_element(difference: TracedDifference, names: tuple[str, str]) -> str:
-    """Say which element is the first that differs, and how many do."""
+    """Describe the first element that differs, and how many differ."""
     elements = difference.elements
     if elements is None or elements.index is None:
         return ""
@@ -212,47 +213,47 @@ def likely_cause(
     *,
     steps: Sequence[int],
 ) -> str:
-    """Say why the first tensor differs that does, where that is known; else nothing.
+    """Return the likely cause of the first difference; empty if it is unknown.
 
     Args:
-        difference: That tensor's.
-        names: Of the two runs.
-        traces: Of its step, of both.
-        steps: That both traced.
+        difference: The first difference.
+        names: Names of the two runs.
+        traces: Traces of its step in both runs.
+        steps: Steps that both runs traced.
     """
     if difference.ours.kind == "batch":
-        return "for they were given other samples (data, seed or global batch size)"
+        return "because the runs read different samples (data, seed or global batch size)"
     if difference.ours.kind == "parameter":
-        before = [step for step in steps if step < difference.step]
+        earlier = [step for step in steps if step < difference.step]
         if not difference.step:
-            return "for they start from other weights"
-        if before and before[-1] == difference.step - 1:
-            return f"for the update of step {before[-1]} was another one"
-        since = f"since step {before[-1]}" if before else "before it"
-        return f"for an update {since} was another one; trace those steps too"
-    return _axis_as_long(difference, names, traces)
+            return "because the runs start from different weights"
+        if earlier and earlier[-1] == difference.step - 1:
+            return f"because the update of step {earlier[-1]} was different"
+        since = f"since step {earlier[-1]}" if earlier else "before this step"
+        return f"because an update {since} was different; trace those steps too"
+    return _summed_axis(difference, names, traces)
 
 
 def last_same(first: TracedDifference, trace: StepTrace) -> str:
-    """Return the module whose output's gradient was the same before the first that is not.
+    """Return the last module whose output gradient was the same before the first difference.
 
-    What is wrong lies between the two: of residual connections several modules may.
+    The cause is between the two modules. With residual connections, that can be several modules.
 
     Args:
-        first: The first difference of its step.
-        trace: Of one of the runs, of that step.
+        first: First difference of its step.
+        trace: Trace of that step in one of the runs.
     """
     if first.ours.kind != "output gradient":
         return ""
     names = [tensor.name for tensor in trace.tensors if tensor.kind == "output gradient"]
-    place = names.index(first.ours.name)
-    return names[place - 1] if place else ""
+    index = names.index(first.ours.name)
+    return names[index - 1] if index else ""
 
 
-def _axis_as_long(
+def _summed_axis(
     difference: TracedDifference, names: tuple[str, str], traces: Sequence[StepTrace]
 ) -> str:
-    """Say which axis of a run is as long as one is larger than the other; empty where none is."""
+    """Describe a wrong sum over a mesh axis if its size equals the ratio of the tensors."""
     if difference.ratio is None:
         return ""
     factors = (difference.ratio, 1 / difference.ratio)
@@ -266,7 +267,7 @@ def _axis_as_long(
 
 
 def _relative(ours: TracedTensor, theirs: TracedTensor, *, floor: float) -> float:
-    """Return how far two tensors are apart: 0 the same, infinite where one is not finite."""
+    """Return the relative difference of two tensors; infinite if only one is finite."""
     values = (ours.rms, ours.mean, ours.absmax, theirs.rms, theirs.mean, theirs.absmax)
     if any(value is None for value in values):
         same = (ours.rms is None) and (theirs.rms is None)
@@ -281,11 +282,11 @@ def _relative(ours: TracedTensor, theirs: TracedTensor, *, floor: float) -> floa
 
 
 def _factor(ours: TracedTensor, theirs: TracedTensor) -> float | None:
-    """Return by what factor a tensor is larger, where nothing else differs."""
+    """Return the factor between two tensors; None if they differ by more than a factor."""
     if not (ours.rms and theirs.rms and ours.absmax and theirs.absmax):
         return None
     ratio, of_largest = ours.rms / theirs.rms, ours.absmax / theirs.absmax
-    # Of what is hardly larger any two tensors that are off by little would be a factor apart.
+    # Be stricter for small factors; otherwise any small difference would count as a factor.
     within = _FACTOR * min(1.0, max(abs(ratio - 1), abs(1 / ratio - 1)))
     mean_as_expected = abs((ours.mean or 0.0) - ratio * (theirs.mean or 0.0)) < within * ours.rms
     is_one = abs(of_largest / ratio - 1) < within and mean_as_expected
@@ -293,32 +294,31 @@ def _factor(ours: TracedTensor, theirs: TracedTensor) -> float | None:
 
 
 def _floors(trace: StepTrace, tolerance: TraceTolerance) -> dict[str, float]:
-    """Return the floor of each kind of tensor."""
     floors = {"parameter": tolerance.parameter_floor}
     for kind in ("output gradient", "gradient"):
-        floors[kind] = tolerance.gradient_floor * _usual(trace, kind)
+        floors[kind] = tolerance.gradient_floor * _mean_size(trace, kind)
     return floors
 
 
-def _wandering(trace: StepTrace, passing: float) -> set[tuple[str, str]]:
-    """Return the parameters, and outputs of modules that have them, that say nothing of a step.
+def _rounding_only(trace: StepTrace, passing: float) -> set[tuple[str, str]]:
+    """Return parameters with gradients of rounding errors only, and outputs of their modules.
 
-    A gradient that is nothing but rounding, as of the bias of keys, which softmax ignores, is made
-    whole updates of by AdamW, in directions of its own in each run.
+    AdamW turns such gradients into full updates in arbitrary directions, so these tensors can't be
+    compared. An example is the bias of attention keys, which softmax cancels.
     """
     if not trace.step:
         return set()
-    least = passing * _usual(trace, "gradient")
+    smallest = passing * _mean_size(trace, "gradient")
     names = [
         tensor.name
         for tensor in trace.tensors
-        if tensor.kind == "gradient" and tensor.rms is not None and tensor.rms < least
+        if tensor.kind == "gradient" and tensor.rms is not None and tensor.rms < smallest
     ]
-    owners = {("output", name.rpartition(".")[0]) for name in names}
-    return {("parameter", name) for name in names} | owners
+    outputs = {("output", name.rpartition(".")[0]) for name in names}
+    return {("parameter", name) for name in names} | outputs
 
 
-def _usual(trace: StepTrace, kind: str) -> float:
+def _mean_size(trace: StepTrace, kind: str) -> float:
     """Return the root mean square of the sizes of all tensors of a kind."""
     sizes = [tensor.rms or 0.0 for tensor in trace.tensors if tensor.kind == kind]
     return math.sqrt(sum(size * size for size in sizes) / max(1, len(sizes)))
@@ -328,39 +328,42 @@ def _names(trace: StepTrace) -> set[str]:
     return {tensor.name for tensor in trace.tensors if tensor.name and tensor.kind != "batch"}
 
 
-def _refuse_other_models(ours: StepTrace, theirs: StepTrace) -> None:
-    """Refuse models whose parameters are not the same.
+def _check_same_model(ours: StepTrace, theirs: StepTrace) -> None:
+    """Check that parameters have the same names and sizes.
 
     Raises:
-        TracesIncomparableError: They are others by name, or of other sizes.
+        TracesIncomparableError: Most names differ, or a size does.
     """
-    mine, others = (
+    first, second = (
         {tensor.name: tensor.size for tensor in trace.tensors if tensor.kind == "parameter"}
         for trace in (ours, theirs)
     )
-    both = [name for name in mine if name in others]
-    if len(both) < _LEAST_IN_BOTH * max(len(mine), len(others)) or not both:
-        near = "; ".join(_near(mine, others))
+    shared = [name for name in first if name in second]
+    if len(shared) < _MIN_SHARED * max(len(first), len(second)) or not shared:
+        similar = "; ".join(_similar_names(first, second))
         raise TracesIncomparableError(
-            f"these are different models: of {len(mine)} parameters in one and {len(others)} in "
-            f"the other {len(both)} have the same name{f' ({near})' if near else ''}"
+            f"these are different models: one has {len(first)} parameters, the other "
+            f"{len(second)}; {len(shared)} names are in both"
+            f"{f' (similar: {similar})' if similar else ''}"
         )
-    for name in both:
-        if mine[name] != others[name]:
+    for name in shared:
+        if first[name] != second[name]:
             raise TracesIncomparableError(
-                f"these are different models: {name} has {mine[name]:,} elements in one and "
-                f"{others[name]:,} in the other"
+                f"these are different models: {name} has {first[name]:,} elements in one and "
+                f"{second[name]:,} in the other"
             )
 
 
-def _near(mine: Mapping[str, int | None], others: Mapping[str, int | None]) -> Iterator[str]:
-    """Yield some names that nearly match."""
-    left = [name for name in others if name not in mine]
-    shown = 0
-    for name in mine:
-        if shown < 3 and name not in others and (like := nearest(name, left)):
-            shown += 1
-            yield f"{name} and {like}"
+def _similar_names(
+    first: Mapping[str, int | None], second: Mapping[str, int | None]
+) -> Iterator[str]:
+    """Yield up to three pairs of similar names that are in only one of the models."""
+    candidates = [name for name in second if name not in first]
+    count = 0
+    for name in first:
+        if count < 3 and name not in second and (similar := nearest(name, candidates)):
+            count += 1
+            yield f"{name} and {similar}"
 
 
 def _list_steps(steps: Mapping[int, StepTrace]) -> str:

@@ -1,6 +1,6 @@
-"""The files of a module trace: one a step, of whole tensors, so that every layout writes the same.
+"""Reads and writes the files of a module trace.
 
-It reads and writes; it computes no statistic and compares nothing.
+Each traced step has a file with statistics of full tensors, which do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from axonlaunch.system.files import open_regular, replace, replace_text
+from axonlaunch.config.precision import PrecisionName
+from axonlaunch.system.storage.files import open_regular, replace, replace_text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TRACE_FOLDER = "module_trace"
-"""In a run's folder."""
+"""Name of the folder in a run's folder."""
 TracedKind = Literal["batch", "parameter", "output", "loss", "output gradient", "gradient"]
-Arithmetic = Literal["fp32", "bf16", "fp16"]
 _FORMAT = 1
 _FILE = re.compile(r"step_(\d{1,9})\.json")
-_LARGEST = 1 << 28
-"""Bytes of a file that is read: a million rows are 100 MB."""
+_MAX_BYTES = 1 << 28
+"""Maximum size of a file that is read; a million rows take 100 MB."""
 
 
 class UnreadableModuleTraceError(Exception):
-    """A file is corrupt, or not a module trace; the text says which and why."""
+    """A file is corrupt or not a module trace; the message contains the file and the reason."""
 
 
 @dataclass(frozen=True)
 class TracedTensor:
-    """What a tensor of a step was, over all its elements.
+    """Statistics of one tensor of a step, over all its elements.
 
     Attributes:
-        kind: What of the module it is.
-        name: The module's or the parameter's in the whole model.
-        rms: Root mean square of the elements; None where one is not finite. The norm is this times
-            the root of the number of elements.
-        mean: Of the elements.
-        absmax: The largest absolute value.
-        size: Number of elements, of parameters and their gradients.
+        kind: Role of the tensor in its module.
+        name: Name of the module or parameter in the full model.
+        rms: Root mean square of the elements; None if an element is not finite. The norm is this
+            value times the square root of the number of elements.
+        mean: Mean of the elements; None as for ``rms``.
+        absmax: Largest absolute value; None as for ``rms``.
+        size: Number of elements; only for parameters and their gradients.
     """
 
     kind: TracedKind
@@ -56,25 +56,25 @@ class TracedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """A step.
+    """The trace of one step.
 
     Attributes:
-        step: Updates that were done before it.
-        arithmetic: The lowest precision in use.
-        layout: In words.
+        step: Number of updates before the step.
+        arithmetic: Lowest precision in use.
+        layout: Description of the layout.
         axes: Sizes of the mesh axes.
-        tensors: In order of computation: batch, parameters, forward, backward.
+        tensors: Tensors in order of computation: batch, parameters, forward, backward.
     """
 
     step: int
-    arithmetic: Arithmetic
+    arithmetic: PrecisionName
     layout: str
     axes: Mapping[str, int] = field(default_factory=dict)
     tensors: Sequence[TracedTensor] = ()
 
 
 def traced_steps(folder: Path) -> dict[int, Path]:
-    """Return the files of a run's folder by step."""
+    """Return the trace files in a run's folder, by step."""
     paths = (
         (_FILE.fullmatch(path.name), path) for path in (folder / TRACE_FOLDER).glob("step_*.json")
     )
@@ -86,16 +86,16 @@ def write_step(
     trace: StepTrace,
     elements: Mapping[tuple[TracedKind, str], Tensor] | None = None,
 ) -> None:
-    """Write a step's files in a run's folder, in place of earlier ones.
+    """Write the files of a step to a run's folder, replacing earlier ones.
 
     Args:
-        folder: The run's.
-        trace: The step's statistics.
-        elements: All elements of its tensors, written as safetensors under ``element_name``; None:
-            they are not, and those of an earlier run are removed.
+        folder: Folder of the run.
+        trace: Statistics of the step.
+        elements: Full tensors of the step, written as safetensors with names of ``element_name``;
+            None removes the file of an earlier run.
 
     Raises:
-        OSError: They can't be written.
+        OSError: A file can't be written.
     """
     target = folder / TRACE_FOLDER
     target.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def write_step(
 
 
 def elements_path(path: Path) -> Path:
-    """Return where the elements of a step are, if they were written, from its file."""
+    """Return the path of a step's elements from the path of its trace; it may not exist."""
     return path.with_suffix(".safetensors")
 
 
@@ -123,16 +123,16 @@ def element_name(kind: TracedKind, name: str) -> str:
 
 
 def read_step(path: Path) -> StepTrace:
-    """Read a step's file.
+    """Read the file of a step.
 
     Raises:
-        UnreadableModuleTraceError: It is corrupt, or of another kind.
+        UnreadableModuleTraceError: The file is corrupt or not a module trace.
     """
     try:
         with open_regular(path) as stream:
-            content = stream.read(_LARGEST + 1)
-        if len(content) > _LARGEST:
-            raise UnreadableModuleTraceError(f"{path}: is larger than {_LARGEST} bytes")
+            content = stream.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise UnreadableModuleTraceError(f"{path}: is larger than {_MAX_BYTES} bytes")
         return _check_content(json.loads(content))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -150,7 +150,7 @@ def _check_content(content: Any) -> StepTrace:
         raise ValueError(f"format {content['format']!r}; this version reads {_FORMAT}")
     tensors = tuple(_tensor(*row) for row in content["tensors"])
     axes = {ascii(axis)[1:-1]: int(size) for axis, size in content["axes"].items()}
-    if content["arithmetic"] not in get_args(Arithmetic):
+    if content["arithmetic"] not in get_args(PrecisionName):
         raise ValueError(f"arithmetic {content['arithmetic']!r}")
     return StepTrace(
         step=int(content["step"]),
@@ -164,6 +164,6 @@ def _check_content(content: Any) -> StepTrace:
 def _tensor(kind: Any, name: Any, *values: Any) -> TracedTensor:
     is_name = isinstance(name, str) and name.isprintable()
     if kind not in get_args(TracedKind) or not is_name or len(values) != 4:
-        raise ValueError(f"a row of {kind!r}, {name!r}")
+        raise ValueError(f"invalid row {kind!r}, {name!r}")
     rms, mean, absmax, size = (None if value is None else float(value) for value in values)
     return TracedTensor(kind, name, rms, mean, absmax, None if size is None else int(size))

@@ -1,39 +1,39 @@
-"""What differs between runs: in what they were given, and in what came of it."""
+"""Compares the settings and results of runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from axonlaunch.config.errors import plain
-from axonlaunch.diagnostics.report.life import cost
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.diagnostics.report.run_record import RunRecord
-from axonlaunch.system.formatting import size
-from axonlaunch.system.units import rate_in
+from axonlaunch.diagnostics.report.run_timeline import cost
+from axonlaunch.system.text.formatting import size
+from axonlaunch.system.text.units import rate_in
 
-_OWN = ("name", "run_dir")
-"""Of every run its own."""
+_UNIQUE = ("name", "run_dir")
+"""Settings that differ between all runs and are not compared."""
 _ABSENT = "(absent)"
 _BYTES = " (bytes)"
 
 
 def changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Return the keys whose values differ, each with the value of every run.
+    """Return the keys with different values, each with the values of all runs.
 
     Args:
-        runs: Two or more.
+        runs: Two or more runs.
     """
     keys = list(dict.fromkeys(key for run in runs for key in run.config))
     rows = [
-        (key, [_value_text(run.config, key) for run in runs]) for key in keys if key not in _OWN
+        (key, [_value_text(run.config, key) for run in runs]) for key in keys if key not in _UNIQUE
     ]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
 def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """Return what came of each run: a name, and the value of every run, None where it has none.
+    """Return rows of a name and the values of all runs, None if a run has no value.
 
-    What no run has is left out.
+    Rows without any value are left out.
     """
     rows: list[tuple[str, list[Any]]] = [
         ("status", [run.status for run in runs]),
@@ -52,19 +52,19 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 
 
 def _rates(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield a row for each unit that runs count: tokens/s, images/s."""
+    """Yield a row for each unit of the runs: tokens/s, images/s, samples/s."""
     for unit in dict.fromkeys(run.unit for run in runs):
         yield f"{unit}/s", [rate_of(run) if run.unit == unit else None for run in runs]
 
 
 def rate_of(run: RunRecord) -> Any:
-    """Return how many tokens, or what else a run counts, it did per second; None: unknown."""
+    """Return the number of tokens (or images, samples) per second of a run; None if unknown."""
     rate = rate_in(run.summary)[1]
     return rate_in(run.steps[-1])[1] if rate is None and run.steps else rate
 
 
 def with_units(rows: Sequence[tuple[str, list[Any]]]) -> list[tuple[str, list[Any]]]:
-    """Return results whose bytes are written as people read them."""
+    """Return results with bytes formatted as text such as ``1.5 GiB``."""
     return [
         (name.removesuffix(_BYTES), [_size(value) for value in values])
         if name.endswith(_BYTES)

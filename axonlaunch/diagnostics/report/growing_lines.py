@@ -1,6 +1,6 @@
-"""The lines of a file that a run adds to: what was read before is not read again.
+"""Reads the JSON lines that are appended to a file, without reading earlier lines again.
 
-A file that was written again, as a run that resumes writes its metrics, is read from its beginning.
+If the file was replaced, as the metrics of a resumed run are, it is read from the beginning.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ import os
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.system.files import open_regular
-from axonlaunch.system.strict_json import parse_json
+from axonlaunch.system.storage.files import open_regular
+from axonlaunch.system.storage.strict_json import parse_json
 
 LARGEST_READ = 1 << 30
-"""Bytes of a file that are read: metrics of 100,000 steps are 30 MB."""
+"""Maximum number of bytes that are read; metrics of 100,000 steps take 30 MB."""
 _TAIL = 256
 
 
 class GrowingLines:
-    """The JSON objects of a file, a line each.
+    """The JSON objects in the lines of a growing file.
 
     Attributes:
-        lines: Those that were read so far.
-        unreadable: How many lines are none.
-        is_cut: Whether the file is larger than what is read of it.
+        lines: Objects read so far.
+        unreadable: Number of lines that are not JSON objects.
+        is_cut: Whether the file is longer than ``LARGEST_READ``, so that its end is not read.
     """
 
     def __init__(self, file: Path) -> None:
-        """Remember the file, of this node or of a remote place; it need not be there yet."""
+        """Remember the file, which may be local or remote (``upath``) and need not exist yet."""
         self._file = file
         self._inode: tuple[int, int] | None = None
         self._offset, self._tail = 0, b""
@@ -36,10 +36,10 @@ class GrowingLines:
         self.unreadable, self.is_cut = 0, False
 
     def read(self) -> None:
-        """Read what is new; half a line at the end is being written, and is left for later.
+        """Read new lines. An incomplete last line is left for the next call.
 
         Raises:
-            OSError: It can't be read. One that is not there has no lines.
+            OSError: The file can't be read. A missing file has no lines.
         """
         try:
             with open_regular(self._file) as stream:
@@ -52,10 +52,10 @@ class GrowingLines:
             self._forget()
             return
         self.is_cut = self._offset + len(content) > LARGEST_READ
-        whole, newline, _ = content.rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        self._tail = (self._tail + whole + newline)[-_TAIL:]
-        for text in whole.split(b"\n") if newline else ():
+        complete, newline, _ = content.rpartition(b"\n")
+        self._offset += len(complete) + len(newline)
+        self._tail = (self._tail + complete + newline)[-_TAIL:]
+        for text in complete.split(b"\n") if newline else ():
             try:
                 line = parse_json(text)
             except (ValueError, RecursionError):
@@ -66,7 +66,7 @@ class GrowingLines:
                 self.unreadable += 1
 
     def _continues(self, stream: io.BufferedReader) -> bool:
-        """Whether the file begins with what was read; leaves the stream behind that."""
+        """Return whether the lines read so far are unchanged; move the stream to their end."""
         if self._inode is None or self._inode != _inode(stream):
             return False
         stream.seek(self._offset - len(self._tail))
@@ -78,7 +78,7 @@ class GrowingLines:
 
 
 def _inode(stream: io.BufferedReader) -> tuple[int, int] | None:
-    """Return which file of this node it is; None of a remote place, where each is read whole."""
+    """Return the identity of a local file; None for a remote file, which is always read in full."""
     try:
         status = os.fstat(stream.fileno())
     except (AttributeError, io.UnsupportedOperation, OSError):

@@ -1,6 +1,6 @@
-"""What a page shows of runs, as one JSON object; how it looks is the page's.
+"""Collects the data that the page of runs shows, as one JSON object.
 
-Curves are thinned out so that a run of 100,000 steps stays below 2 MB and no peak is lost.
+Curves are reduced so that a run of 100,000 steps stays below 2 MB, without losing peaks.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from axonlaunch.config.errors import plain
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.diagnostics.lost_peer import failure_reason, plain_reason
 from axonlaunch.diagnostics.report.comparison import changed_settings, rate_of, results, with_units
 from axonlaunch.diagnostics.report.downsampling import indices_to_keep
-from axonlaunch.diagnostics.report.life import (
+from axonlaunch.diagnostics.report.run_record import RunRecord
+from axonlaunch.diagnostics.report.run_timeline import (
     cost,
     device_seconds,
     goodput,
@@ -22,14 +23,13 @@ from axonlaunch.diagnostics.report.life import (
     spans,
     step_seconds,
 )
-from axonlaunch.diagnostics.report.run_record import RunRecord
 from axonlaunch.diagnostics.report.step_parts import steps_of
-from axonlaunch.system.units import Counted
+from axonlaunch.system.text.units import Counted
 
 _BUCKETS = 800
-"""Of a curve: four points each, more than a screen has pixels."""
+"""Buckets of a curve with up to four points each, which is more than the pixels of a screen."""
 _COLUMNS = 400
-"""Of the map of ranks."""
+"""Maximum number of columns in the map of ranks, and of points in the progress table."""
 _DIGITS = 7
 CURVES = {
     "loss": "loss",
@@ -40,14 +40,14 @@ CURVES = {
     "step_s": "step time (s)",
     "peak_memory_bytes": "memory (bytes)",
 }
-"""Keys of ``metrics.jsonl`` that are drawn, and the headings of their charts."""
+"""Keys of ``metrics.jsonl`` that are drawn, with the titles of their charts."""
 
 
 def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return what a page of these runs shows.
+    """Return the data of a page.
 
     Args:
-        runs: One, or several to lay over each other.
+        runs: One or more runs, drawn in the same charts.
     """
     return {
         "curves": CURVES,
@@ -59,13 +59,13 @@ def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a name for each run, its path where two have the same name."""
+    """Return a label for each run: its name, or its path if several runs have the same name."""
     names = [run.name for run in runs]
     return [run.name if names.count(run.name) == 1 else str(run.path) for run in runs]
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:
-    """Return what a run is, a name and a text each, for its head."""
+    """Return the facts at the top of a run's page, as names and texts."""
     started, summary = run.started, run.summary
     launched: dict[str, Any] = next(iter(reversed(run.of_kind("launched"))), {})
     counted = sum(_counts(run))
@@ -89,7 +89,10 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         (run.unit, _thousands(counted)),
         (f"{run.unit}/s", _thousands(rate_of(run))),
         ("cost", _cost(run)),
-        ("goodput", None if share is None else f"{share:.1%} of the time was in steps that count"),
+        (
+            "goodput",
+            None if share is None else f"{share:.1%} of wall time was spent in training steps",
+        ),
         ("proof", _proof(summary.get("proof"))),
         (
             "versions",
@@ -126,7 +129,7 @@ def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
 
 
 def _series(run: RunRecord) -> dict[str, list[list[float | None]]]:
-    """Return ``{key: [steps, values]}`` of each curve that the run has."""
+    """Return ``{key: [steps, values]}`` for each curve that the run has."""
     series: dict[str, list[list[float | None]]] = {}
     for key in CURVES:
         if any(key in line for line in run.steps):
@@ -144,7 +147,7 @@ def _thinned(lines: Sequence[dict[str, Any]], key: str) -> list[list[float | Non
 
 
 def _progress(run: RunRecord) -> list[list[float]]:
-    """Return steps, and the targets and the seconds that had gone by then, for the other axes."""
+    """Return steps with the total targets and seconds up to each; used by the other x axes."""
     steps, targets, seconds = [0.0], [0.0], [0.0]
     for line, counted in zip(run.steps, _counts(run), strict=True):
         done = max(0, line["step"] - steps[-1])
@@ -153,21 +156,21 @@ def _progress(run: RunRecord) -> list[list[float]]:
         seconds.append(seconds[-1] + (_finite(line.get("step_s")) or 0.0) * done)
     every = max(1, len(steps) // _COLUMNS)
     chosen = sorted({*range(0, len(steps), every), len(steps) - 1})
-    return [[_rounded(of[i]) or 0.0 for i in chosen] for of in (steps, targets, seconds)]
+    return [[_rounded(row[i]) or 0.0 for i in chosen] for row in (steps, targets, seconds)]
 
 
 def _counts(run: RunRecord) -> list[float]:
-    """Return the targets between each logged step and the one before, as many a step as in it."""
-    counts, before = [], 0
+    """Return the targets since the previous logged step, assuming equal counts in all steps."""
+    counts, previous = [], 0
     for line in run.steps:
         count = _finite(line.get(run.unit)) or 0.0
-        counts.append(count * max(0, line["step"] - before))
-        before = line["step"]
+        counts.append(count * max(0, line["step"] - previous))
+        previous = line["step"]
     return counts
 
 
 def _memory(run: RunRecord) -> dict[str, Any] | None:
-    """Return the estimated parts of each distinct rank, and the measured peak."""
+    """Return the estimated memory of each distinct rank, and the measured peak."""
     ranks = run.estimate.get("ranks") if run.estimate else None
     measured = _finite(run.summary.get("measured_peak_bytes"))
     if not isinstance(ranks, list):
@@ -177,16 +180,16 @@ def _memory(run: RunRecord) -> dict[str, Any] | None:
         breakdown = rank.get("breakdown") if isinstance(rank, dict) else None
         if isinstance(breakdown, dict):
             numbers = {str(name): _finite(size) or 0.0 for name, size in breakdown.items()}
-            place = rank.get("coords")
-            coords = place.items() if isinstance(place, dict) else []
-            where = " ".join(f"{axis}={index}" for axis, index in coords if index)
-            name = f"rank {rank.get('rank')}" + (f" ({where})" if where else "")
+            coords = rank.get("coords")
+            items = coords.items() if isinstance(coords, dict) else []
+            position = " ".join(f"{axis}={index}" for axis, index in items if index)
+            name = f"rank {rank.get('rank')}" + (f" ({position})" if position else "")
             rows.append({"name": name, "parts": numbers, "peak": _finite(rank.get("peak_bytes"))})
     return {"measured": measured, "ranks": rows}
 
 
 def _ranks(run: RunRecord) -> dict[str, Any] | None:
-    """Return the share of its time that each rank worked, by step; None if not measured."""
+    """Return the percentage of time that each rank worked, by step; None if not measured."""
     events = run.of_kind("rank_times")
     every = math.ceil(len(events) / _COLUMNS) or 1
     lines = [event for event in reversed(events[::-every]) if _are_shares(event)]

@@ -1,6 +1,6 @@
-"""A run as its folder has it: whole, still running, crashed, or half written.
+"""Reads the folder of a run that has finished, is running, has crashed, or is incomplete.
 
-Whatever is missing or can't be read is left out and named in ``notes``; nothing here raises for it.
+Missing parts are left out. Unreadable files are listed in ``notes`` and raise no error.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from axonlaunch.config import CONFIG
-from axonlaunch.config.plain import flatten, read_yaml
+from axonlaunch.config.values.plain import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
-from axonlaunch.system.files import is_locked, open_regular
-from axonlaunch.system.run_files import (
+from axonlaunch.system.storage.files import is_locked, open_regular
+from axonlaunch.system.storage.run_files import (
     CRASH,
     ESTIMATE,
     EVENTS,
@@ -27,15 +27,15 @@ from axonlaunch.system.run_files import (
     STEP_TIME,
     SUMMARY,
 )
-from axonlaunch.system.strict_json import finite_number, parse_json
-from axonlaunch.system.units import Counted, rate_in
+from axonlaunch.system.storage.strict_json import finite_number, parse_json
+from axonlaunch.system.text.units import Counted, rate_in
 
 RunStatus = Literal["running", "done", "interrupted", "failed", "killed", "unknown", "unreadable"]
 
 FILES = (CONFIG, ORIGINS, METRICS, EVENTS, SUMMARY, CRASH, ESTIMATE, STEP_TIME)
-"""Of a run's folder, all that is read."""
-_LARGEST = 1 << 24
-"""Bytes of a file that does not grow."""
+"""All files of a run's folder that are read."""
+_MAX_BYTES = 1 << 24
+"""Maximum size of files that do not grow."""
 _LAST_STEP = 2**53
 _LAST_TIME = 4e9
 """Seconds since 1970, the year 2096."""
@@ -44,24 +44,25 @@ _STARTED, _ENDED = "started", "ended"
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run.
+    """The content of a run's folder.
 
     Attributes:
-        path: Its folder.
-        name: As its configuration has it, else the folder's.
-        status: How it ended, or that it runs; killed: it neither runs nor said how it ended;
-            unknown: only another node can say which of the two; unreadable: nothing of it can be
-            read.
-        config: Its frozen configuration by dotted key.
-        origins: What set each of its values, by the same keys; {} where that is not known.
-        summary: ``summary.json``; {} where there is none, or it is of an earlier attempt.
-        crash: ``crash.json``; None where no rank failed.
-        estimate: ``estimate.json``: the estimated peak with its parts.
-        step_time: ``step_time.json``: a step's predicted time with its parts, or why there is none.
-        steps: Lines of ``metrics.jsonl`` with a loss, in the order of their steps.
-        evaluations: Lines with ``eval_loss``.
-        events: Lines of ``events.jsonl``, in the order in which they happened.
-        notes: What could not be read, and why.
+        path: Folder of the run.
+        name: Name from the configuration, or else of the folder.
+        status: Whether the run is running or how it ended. killed: it is not running and recorded
+            no end. unknown: it was launched on another node, and either runs or was killed.
+            unreadable: no file can be read.
+        config: Frozen configuration by dotted key.
+        origins: Origin of each value by the same keys; {} if unknown.
+        summary: Content of ``summary.json``; {} if it is missing or from an earlier attempt.
+        crash: Content of ``crash.json``; None if no rank failed.
+        estimate: Content of ``estimate.json``: the estimated peak memory with its parts.
+        step_time: Content of ``step_time.json``: the predicted step time with its parts, or the
+            reason why it could not be predicted.
+        steps: Lines of ``metrics.jsonl`` with a loss, in order of steps.
+        evaluations: Lines of ``metrics.jsonl`` with ``eval_loss``.
+        events: Lines of ``events.jsonl``, in order of time.
+        notes: Files that could not be read, and why.
     """
 
     path: Path
@@ -84,12 +85,12 @@ class RunRecord:
 
     @property
     def started(self) -> dict[str, Any]:
-        """What the latest attempt reported when its ranks were ready; {} where none did."""
+        """Event of the latest attempt whose ranks became ready; {} if no attempt did."""
         return next(iter(reversed(self.of_kind(_STARTED))), {})
 
     @property
     def unit(self) -> Counted:
-        """What the loss had a target for, by which ``metrics.jsonl`` names its numbers."""
+        """Unit of the loss's targets (tokens, images or samples), used in ``metrics.jsonl``."""
         counted = self.started.get("counted")
         if isinstance(counted, str) and counted in get_args(Counted):
             return cast("Counted", counted)
@@ -100,7 +101,7 @@ class NotARunError(Exception):
     """A path is not the folder of a run.
 
     Attributes:
-        notes: The files in it that can't be read, and why.
+        notes: Files in the folder that can't be read, and why.
     """
 
     def __init__(self, message: str, notes: Sequence[str] = ()) -> None:
@@ -112,34 +113,34 @@ def read_run(path: Path) -> RunRecord:
     """Read a run's folder.
 
     Args:
-        path: The folder, of this node or of a remote place (``upath``).
+        path: Local or remote folder (``upath``).
 
     Raises:
-        NotARunError: There is no such folder, or neither a configuration nor metrics in it.
+        NotARunError: The folder is missing or contains neither a configuration nor metrics.
     """
     return RunReader(path).read()
 
 
 class RunReader:
-    """Reads a run's folder again and again; of files that grow, what is new."""
+    """Reads a run's folder repeatedly. Only new lines of growing files are read."""
 
     def __init__(self, path: Path) -> None:
-        """Remember the folder, of this node or of a remote place (``upath``)."""
+        """Remember the local or remote folder (``upath``)."""
         self._path = path
         self._growing = {name: GrowingLines(path / name) for name in (METRICS, EVENTS)}
 
     def read(self) -> RunRecord:
-        """Read it.
+        """Read the folder.
 
         Raises:
-            NotARunError: There is no such folder, or neither a configuration nor metrics in it.
+            NotARunError: The folder is missing or contains neither a configuration nor metrics.
         """
         notes: list[str] = []
         files = _Files(self._path, notes)
         config = files.config()
         lines, events = (files.lines(self._growing[name], name) for name in (METRICS, EVENTS))
         if config is None and not lines:
-            reason = f"{self._path}: holds neither {CONFIG} nor {METRICS} of a run"
+            reason = f"{self._path}: contains neither {CONFIG} nor {METRICS} of a run"
             raise NotARunError(reason, notes)
         return _record(self._path, files, config or {}, lines, events)
 
@@ -160,7 +161,7 @@ def _record(
     crash = files.object(CRASH)
     status = _status(path, config, summary, crash, events)
     if status in ("running", "killed", "unknown"):
-        summary = {}  # an earlier attempt's
+        summary = {}  # it is from an earlier attempt
     return RunRecord(
         path=path,
         name=str(config.get("name", path.name)),
@@ -179,9 +180,10 @@ def _record(
 
 
 def find_runs(folder: Path) -> Iterator[RunRecord]:
-    """Yield the runs in a folder and in the folders below it; a run holds no other run.
+    """Yield the runs in a folder at any depth, except inside of other runs.
 
-    A run without metrics whose configuration can't be read is ``unreadable``; ``notes`` say why.
+    A run without metrics and without a readable configuration has the status ``unreadable``; its
+    ``notes`` contain the reason.
     """
     for parent, names, files in os.walk(folder):
         if CONFIG in files:
@@ -196,7 +198,7 @@ def find_runs(folder: Path) -> Iterator[RunRecord]:
 
 
 def find_launched(folder: Path, *, by: str) -> Path | None:
-    """Return the run in a folder that was last launched by somebody, the newest; None: none was."""
+    """Return the newest run in a folder whose last launch was made by ``by``, or None."""
     runs = {path.parent: path.stat().st_mtime for path in folder.glob(f"*/{EVENTS}")}
     for path in sorted(runs, key=lambda run: runs[run], reverse=True):
         with suppress(NotARunError):
@@ -207,7 +209,7 @@ def find_launched(folder: Path, *, by: str) -> Path | None:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process of this node runs what a run's folder is of: it locks ``logs``."""
+    """Return whether a process of this node runs the run, which it shows by a lock on ``logs``."""
     return is_locked(folder / "logs")
 
 
@@ -218,7 +220,7 @@ def _status(
     crash: dict[str, Any] | None,
     events: list[dict[str, Any]],
 ) -> RunStatus:
-    """Say how a run ended; the latest attempt decides, and an older summary says nothing of it."""
+    """Return the status of the latest attempt, ignoring a summary of an earlier one."""
     if is_running(path):
         return "running"
     kinds = [event["event"] for event in events if event["event"] in (_STARTED, _ENDED, "failed")]
@@ -231,10 +233,10 @@ def _status(
 
 
 def _status_unended(path: Path, config: dict[str, Any], events: list[dict[str, Any]]) -> RunStatus:
-    """Say what became of a run that no process of this node holds and that has said nothing.
+    """Return the status of a run without a recorded end that no process of this node runs.
 
-    A node sees no locks of another's: there a run lasts if it has written within the seconds after
-    which one that makes no progress is ended.
+    Locks of other nodes are not visible. A run of another node counts as running if it wrote a file
+    within ``launch.timeout_s``, after which a run without progress is ended.
     """
     hosts = [event.get("host") for event in events if event["event"] == "launched"]
     if not hosts or hosts[-1] == socket.gethostname():
@@ -243,14 +245,14 @@ def _status_unended(path: Path, config: dict[str, Any], events: list[dict[str, A
     files = [path / name for name in (METRICS, EVENTS)]
     try:
         written = max(file.stat().st_mtime for file in files if file.exists())
-    except (OSError, AttributeError):  # of a remote place that has no times
+    except (OSError, AttributeError):  # remote storage without modification times
         return "unknown"
-    lasts = _is_number(within_s) and time.time() - written < float(str(within_s))
-    return "running" if lasts else "unknown"
+    is_recent = _is_number(within_s) and time.time() - written < float(str(within_s))
+    return "running" if is_recent else "unknown"
 
 
 def _in_order(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one line a step; of a step that was done again after a restart, the later one."""
+    """Return one line per step; for a step repeated after a restart, the last line."""
     return [line for _, line in sorted({line["step"]: line for line in steps}.items())]
 
 
@@ -263,18 +265,18 @@ def _is_step(value: object) -> bool:
 
 
 def _is_time(value: object) -> bool:
-    """Whether a value is a time in seconds since 1970 that a date can be made of."""
+    """Return whether a value is a valid time in seconds since 1970."""
     return _is_number(value) and 0 <= float(str(value)) <= _LAST_TIME
 
 
 def _representable(value: Any) -> Any:
-    """Return a value of the configuration; None for a number that no float holds."""
+    """Return a value of the configuration; None for a number outside the range of a float."""
     return finite_number(value) if _is_number(value) else value
 
 
 @dataclass
 class _Files:
-    """Reads a run's files, and notes what it can't."""
+    """Reads a run's files, and adds a note for each file that can't be read."""
 
     folder: Path
     notes: list[str]
@@ -310,21 +312,23 @@ class _Files:
             self.notes.append(f"{name} can't be read: {error.strerror or error}")
             return []
         if growing.unreadable:
-            self.notes.append(f"{growing.unreadable} of the lines of {name} can't be read")
+            self.notes.append(f"{growing.unreadable} lines of {name} can't be read")
         if growing.is_cut:
-            self.notes.append(f"{name} is larger than {LARGEST_READ} bytes: its beginning is shown")
+            self.notes.append(
+                f"{name} is larger than {LARGEST_READ} bytes; only its beginning is shown"
+            )
         return growing.lines
 
     def _content(self, name: str) -> bytes | None:
         try:
             with open_regular(self.folder / name) as stream:
-                content = stream.read(_LARGEST + 1)
+                content = stream.read(_MAX_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             self.notes.append(f"{name} can't be read: {error.strerror or error}")
             return None
-        if len(content) > _LARGEST:
-            self.notes.append(f"{name} is larger than {_LARGEST} bytes")
+        if len(content) > _MAX_BYTES:
+            self.notes.append(f"{name} is larger than {_MAX_BYTES} bytes")
             return None
         return content

@@ -1,10 +1,9 @@
-"""Serves the page of runs on loopback, and what is new while they train.
+"""Serves the page of runs on loopback, with updates while they train.
 
-Whoever has the address with its random token can read the page, and nothing else: no path is taken
-from a request, nothing is written, and other host names than this node's own loopback are refused,
-so that no page of a browser reaches it by a name that it resolves itself (DNS rebinding).
-Connections are limited in number and time, so that other users of the node can't keep the owner
-out.
+Requests need the random token of the address. They can only read the page: no file path is taken
+from a request, and nothing is written. Requests with host names other than this node's loopback are
+rejected, which prevents DNS rebinding. Connections are limited in number and time, so that other
+users of the node can't block the owner.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ _LOOPBACK = "127.0.0.1"
 _INTERVAL_S = 1.0
 _HEARTBEAT_S = 15.0
 _REQUEST_S = 10.0
-"""Seconds in which a connection has to send a request with the token."""
+"""Seconds in which a connection must send a request with the token."""
 _MAX_UNPROVEN = 64
-"""Connections that have not sent the token; for a further one the oldest of them is closed."""
+"""Maximum number of connections without the token; another one closes the oldest."""
 _MAX_PROVEN = 32
-"""The same for connections that have sent it, such as open pages."""
+"""Maximum number of connections with the token, such as open pages; the oldest is closed."""
 
 
 class RunServer:
     """Serves one page until it is closed.
 
     Attributes:
-        url: Its address, with the token.
+        url: Address with the token.
     """
 
     def __init__(self, data: Callable[[], dict[str, Any]], *, title: str, port: int = 0) -> None:
-        """Listen; ``serve`` answers.
+        """Listen on a port. Call ``serve`` to answer requests.
 
         Args:
-            data: Returns what the page shows now, as ``page_data`` does; called from threads.
-            title: Of the window.
-            port: On loopback; 0: a free one.
+            data: Function that returns the current ``page_data``; called from several threads.
+            title: Title of the window.
+            port: Port on loopback; 0 uses a free port.
 
         Raises:
-            OSError: The port is taken.
+            OSError: The port is in use.
         """
         self._token = secrets.token_urlsafe(24)
         self._over = threading.Event()
@@ -60,18 +59,18 @@ class RunServer:
         self.url = f"http://{_LOOPBACK}:{self._server.server_port}/{self._token}/"
 
     def serve(self) -> None:
-        """Answer until another thread closes it, or Ctrl-C is pressed."""
+        """Answer requests until another thread calls ``close`` or Ctrl-C is pressed."""
         self._server.serve_forever(poll_interval=0.2)
 
     def close(self) -> None:
-        """End every connection, and listen no more."""
+        """End all connections and stop listening."""
         self._over.set()
         self._server.shutdown()
         self._server.server_close()
 
 
 class _Page:
-    """What is served."""
+    """The page and its token."""
 
     def __init__(
         self, data: Callable[[], dict[str, Any]], title: str, token: str, over: threading.Event
@@ -83,7 +82,7 @@ class _Page:
 
 
 class _Server(ThreadingHTTPServer):
-    """Limits connections, so that silent ones can't keep others out."""
+    """Limits connections, so that idle ones can't block others."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -91,7 +90,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, *args: Any) -> None:
         self._counting = threading.Lock()
-        self._unproven: dict[Any, float] = {}  # in the order in which they came
+        self._unproven: dict[Any, float] = {}  # in order of arrival
         self._proven: dict[Any, None] = {}
         super().__init__(*args)
 
@@ -103,7 +102,7 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def proven(self, request: Any) -> None:
-        """Take note that a connection has sent the token."""
+        """Record that a connection has sent the token."""
         with self._counting:
             self._unproven.pop(request, None)
             self._proven[request] = None
@@ -113,32 +112,32 @@ class _Server(ThreadingHTTPServer):
         """End connections that have not sent the token in time; called five times a second."""
         with self._counting:
             since = time.monotonic() - _REQUEST_S
-            for request in [known for known, began in self._unproven.items() if began < since]:
+            for request in [late for late, began in self._unproven.items() if began < since]:
                 _end(request)
                 del self._unproven[request]
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection whose thread is done."""
+        """Close a connection after its thread has finished."""
         with self._counting:
             self._unproven.pop(request, None)
             self._proven.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing of a connection that broke."""
+        """Print nothing about a broken connection."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
-def _end_oldest(connections: dict[Any, Any], most: int) -> None:
-    while len(connections) > most:
+def _end_oldest(connections: dict[Any, Any], limit: int) -> None:
+    while len(connections) > limit:
         oldest = next(iter(connections))
         _end(oldest)
         del connections[oldest]
 
 
 def _end(connection: socket.socket) -> None:
-    """Wake the thread that reads from a connection or writes to it, which then closes it."""
+    """Wake the thread that uses a connection, which then closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -149,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_S
 
     def do_GET(self) -> None:
-        """Answer with the page, or with what is new; with nothing to whoever lacks the token."""
+        """Answer with the page or its updates; requests without the token get status 404."""
         page = self.server.page
         hosts = [f"{name}:{self.server.server_port}" for name in (_LOOPBACK, "localhost")]
         _, token, *rest = [*self.path.split("/"), ""]
@@ -170,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse()
 
     def _follow(self, page: _Page) -> None:
-        """Send what the page shows whenever it is another; a comment now and then keeps it open."""
+        """Send the page's data after each change; comments keep the connection open."""
         self._begin(HTTPStatus.OK, "text/event-stream", None)
         sent, quiet = "", 0.0
         try:
@@ -185,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
                 page.over.wait(_INTERVAL_S)
                 quiet += _INTERVAL_S
         except OSError:
-            return  # the browser has left, or does not read
+            return  # the browser has closed the connection or does not read
         finally:
             self.close_connection = True
 

@@ -9,8 +9,8 @@ from torch import nn
 from axonlaunch.comm import World
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
-from axonlaunch.config.optimizer_states import ParameterFacts
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
@@ -44,10 +44,12 @@ def choose_update(
     """
     layout, device = Layout.of(config, world_size=world.world_size), world.device
     if layout.facts.divides_update:
+        [axis] = layout.mesh_axes(layout.division().shard_axes)
         return ShardedUpdate(
             config.optimizer,
             trained,
             mesh=mesh.device_mesh,
+            axis=axis,
             gradients=None if replicas is None else replicas.rows,
             facts=facts,
             modules=modules,

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -29,9 +28,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axonlaunch.comm import ProcessGroup, World
-from axonlaunch.comm.argument_checks import device_of
+from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.comm.process_group import default_group
-from axonlaunch.config.optimizer import OPTIMIZERS, OptimizerConfig
+from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OptimizerConfig
+from axonlaunch.config.precision import MIXED_PRECISION
 from axonlaunch.engines.data_parallel.fsdp_memory import (
     FSDPMemoryEstimate,
     FSDPMemoryStats,
@@ -280,8 +280,8 @@ class FSDP(nn.Module):
 
 
 def _policy(precision: MixedPrecisionPolicy | bool | None) -> MixedPrecisionPolicy:
-    if isinstance(precision, bool):
-        return sharded_policy("bf16" if precision else "fp32", reduce_dtype=torch.float32)
+    if precision is True:
+        return sharded_policy(MIXED_PRECISION)
     return precision or MixedPrecisionPolicy()
 
 

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from axonlaunch.config.optimizer import OptimizerConfig
-from axonlaunch.config.optimizer_states import ParameterFacts
-from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.config.optimization.optimizer import OptimizerConfig
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts
+from axonlaunch.config.optimization.parameter_groups import states_of, with_options
+from axonlaunch.config.precision import state_format
 from axonlaunch.engines.data_parallel.torch_internals import fsdp_parameters, whole_parameter
 from axonlaunch.engines.optimizer.optimizers import new_state
+from axonlaunch.models.torch_dtypes import torch_dtype
 from axonlaunch.models.torch_internals import local_tensor, storage_key
 
 
@@ -84,7 +86,8 @@ def estimate_fsdp_memory(module: nn.Module, optimizer: OptimizerConfig) -> FSDPM
     """Count the bytes of a sharded module's parameters, gradients and optimizer states."""
     sharded = [local_tensor(p) for p in module.parameters()]
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    dtype = torch.float32 if getattr(optimizer, "state_dtype", None) == "fp32" else None
+    state_number_format = state_format(optimizer)
+    dtype = None if state_number_format is None else torch_dtype(state_number_format)
     return FSDPMemoryEstimate(
         parameter_bytes=sum(part.nbytes for part in sharded),
         gradient_bytes=sum(local_tensor(p).nbytes for p in trained.values()),

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.config.data_parallel import DATA_PARALLEL
+from axonlaunch.config.axes import degrees_of, divisor
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL
+from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
-from axonlaunch.engines.precision.policy import DTYPES
+from axonlaunch.models.torch_dtypes import torch_dtype
 
 
 class Replicas:
@@ -103,7 +105,7 @@ def make_replicas(
         return replicas
     if DATA_PARALLEL.facts(kind).averages == "nothing":
         return None
-    ddp, reduce = strategy.ddp, strategy.reduce_dtype
+    ddp, reduce_dtype = strategy.ddp, torch_dtype(NUMBER_FORMATS[strategy.reduce_dtype])
     scatters_rows = DATA_PARALLEL.facts(kind).divides_update
     trained_dtypes = {
         parameter.dtype for parameter in module.parameters() if parameter.requires_grad
@@ -115,8 +117,8 @@ def make_replicas(
         bucket_size_mb=ddp.bucket_size_mb,
         broadcast_buffers=ddp.broadcast_buffers,
         gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-        reduce_dtype=None if trained_dtypes == {DTYPES[reduce]} else DTYPES[reduce],
+        reduce_dtype=None if trained_dtypes == {reduce_dtype} else reduce_dtype,
         scatters_rows=scatters_rows,
-        waits_in_backward=strategy.context.degree == 1,
+        waits_in_backward=divisor(degrees_of(strategy), "sequences") == 1,
     )
     return AveragedGradients(averaged, group=group, scatters_rows=scatters_rows)

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.config.optimizer import OptimizerConfig
-from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts
-from axonlaunch.config.parameter_groups import sharding_of, states_of
+from axonlaunch.config.optimization.optimizer import OptimizerConfig
+from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts
+from axonlaunch.config.optimization.parameter_groups import sharding_of, states_of
+from axonlaunch.config.precision import state_format
 from axonlaunch.engines.optimizer.clipping import clip_gradients, local_part
 from axonlaunch.engines.optimizer.optimizers import (
     PEAK_LR,
@@ -28,6 +29,7 @@ from axonlaunch.engines.optimizer.optimizers import (
     new_state,
 )
 from axonlaunch.engines.optimizer.streaming import STREAMED, stream_parameters
+from axonlaunch.models.torch_dtypes import torch_dtype
 
 _NUMBERS: dict[str, Callable[[Any], float]] = {"int": int, "float": float}
 """Kinds of states that are Python numbers; checkpoints store them as tensors."""
@@ -61,10 +63,11 @@ class Update:
         """
         self.tensors = dict(tensors)
         self._configs = chosen_options(config, parameters or facts_of(tensors))
-        is_fp32 = getattr(config, "state_dtype", None) == "fp32"
-        # States of fp32 parameters are fp32 anyway.
-        is_lower = is_fp32 and any(t.dtype != torch.float32 for t in tensors.values())
-        self._dtype = torch.float32 if is_lower else None
+        chosen = state_format(config)
+        dtype = None if chosen is None else torch_dtype(chosen)
+        # States of parameters in that format have it anyway.
+        is_other = any(tensor.dtype != dtype for tensor in tensors.values())
+        self._dtype = dtype if is_other else None
         self._updated = {
             name: self._tensor_for_optimizer(name, tensor) for name, tensor in tensors.items()
         }

@@ -8,21 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from axonlaunch.config.precision import Precision
 from axonlaunch.engines.precision.lower_parameters import Forward, lower_blocks
+from axonlaunch.models.torch_dtypes import torch_dtype
 
-Precision = Literal["fp32", "bf16", "fp16"]
-
-DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 _FIRST_SCALE, _GROWTH_INTERVAL = 2.0**16, 2000
 """Constants of ``torch.amp.GradScaler``."""
 
@@ -32,23 +26,21 @@ def lower_replicas(
 ) -> Callable[[Forward], Forward]:
     """Make full parameters compute as sharded ones do, which are gathered in the lower precision.
 
-    For fp16, torch's autocast is used, which keeps the residual sum over blocks in fp32; in many
-    models it exceeds 65,504.
-
     Args:
         model: The model or pipeline stage.
-        precision: Value of ``train.precision``.
+        precision: Precision of the run.
         device: Device of the computation.
         blocks: Blocks of the model, before they are compiled or wrapped for recomputation.
 
     Returns:
         A wrapper for the model's forward; apply it outermost.
     """
-    if precision == "bf16":
-        return lower_blocks(model, torch.bfloat16, blocks=blocks)
-    if precision == "fp16":
+    dtype = torch_dtype(precision.compute)
+    if precision.replica_arithmetic == "copies":
+        return lower_blocks(model, dtype, blocks=blocks)
+    if precision.replica_arithmetic == "autocast":
         # Only the forward, because a backward under autocast would round where the forward did not.
-        return torch.autocast(device.type, dtype=torch.float16)
+        return torch.autocast(device.type, dtype=dtype)
     return _identity
 
 
@@ -79,13 +71,16 @@ def keep_parameters_in(model: nn.Module, dtype: torch.dtype, *, frozen_only: boo
             setattr(module, name, converted[parameter])
 
 
-def sharded_policy(precision: Precision, *, reduce_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Return fully_shard's policy: gather in the lower precision, reduce in ``reduce_dtype``."""
-    if precision == "fp32":
-        return MixedPrecisionPolicy(
-            reduce_dtype=None if reduce_dtype is torch.float32 else reduce_dtype
-        )
-    return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=reduce_dtype)
+def sharded_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Return fully_shard's policy: the dtypes in which it gathers parameters and reduces gradients.
+
+    None means the dtype of the parameters.
+    """
+    reduce_dtype = torch_dtype(precision.reduce)
+    if not precision.gather.is_low:
+        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype if precision.reduce.is_low else None)
+    param_dtype = torch_dtype(precision.gather)
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
 
 class LossScale:

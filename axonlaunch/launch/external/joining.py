@@ -17,11 +17,11 @@ from typing import Any
 import torch.distributed as dist
 
 from axonlaunch import config as configuration
-from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.rendezvous import is_loopback, meet_at
+from axonlaunch.comm.connection.authenticated_store import Channel
+from axonlaunch.comm.connection.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.errors import plain
-from axonlaunch.config.launch import LaunchConfig
+from axonlaunch.config.options.launch import LaunchConfig
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token
@@ -120,9 +120,10 @@ def join_ranks(
             channel,
             member=environment.rank,
             members=environment.world_size,
+            unit="rank",
             about=about,
             timeout_s=JOIN_S,
-            announce=lambda text: print(f"rank {text}", file=sys.stderr),
+            announce=partial(print, file=sys.stderr),
             confirm=partial(run_identity.keep_identity, job, named),
         )
     except TimeoutError as missing:

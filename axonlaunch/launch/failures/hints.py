@@ -9,17 +9,18 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch.config import ConfigError, RunConfig, with_values
-from axonlaunch.config.data import TokensConfig
-from axonlaunch.config.documents import TextRowsConfig
-from axonlaunch.config.hardware import GIB, HardwareConfig
-from axonlaunch.config.layout import nodes
+from axonlaunch.config.consistency.layout import nodes
+from axonlaunch.config.options.data import TokensConfig
+from axonlaunch.config.options.documents import TextRowsConfig
+from axonlaunch.config.options.hardware import GIB, HardwareConfig
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.planning.estimate import cached_estimate, forecast, prepared, suggest_changes
-from axonlaunch.system import limits
-from axonlaunch.system.cache import cache_folder
-from axonlaunch.system.disk import free_bytes, shortage
-from axonlaunch.system.formatting import size
+from axonlaunch.system.node import limits
+from axonlaunch.system.storage.cache import cache_folder
+from axonlaunch.system.storage.disk import free_bytes, shortage
+from axonlaunch.system.text.formatting import size
 
 
 def hint(report: Report, config: RunConfig, context: ForkServerContext | None = None) -> str:
@@ -73,11 +74,12 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
         )
     if report.reason.startswith("killed by SIGBUS"):
         return _bus_error(config)
-    if cause == "types" and config.train.precision == "bf16":
+    precision = PRECISIONS[config.train.precision]
+    if cause == "types" and precision.replica_arithmetic == "copies":
         return (
-            "train.precision=bf16: weights are bf16 in a forward, but the model combines them with "
-            "an fp32 tensor, such as a table that is not a parameter; cast it in the model, "
-            "table.to(x.dtype), or use train.precision=fp32"
+            f"train.precision={precision.name}: weights are {precision.name} in a forward, but "
+            "the model combines them with an fp32 tensor, such as a table that is not a parameter; "
+            "cast it in the model, table.to(x.dtype), or use train.precision=fp32"
         )
     return ""
 

@@ -9,11 +9,11 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
-from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.connection.authenticated_store import Channel
 from axonlaunch.system.authentication import ForgedMessageError
 
 _ANSWER_S = 10.0
@@ -55,6 +55,7 @@ def handshake(
     *,
     member: int,
     members: int,
+    unit: Literal["rank", "node"],
     about: Any,
     timeout_s: float,
     announce: Callable[[str], None],
@@ -67,6 +68,7 @@ def handshake(
             block it.
         member: Number of this member.
         members: Number of members.
+        unit: Word for a member in the text of ``announce``, for example "rank".
         about: Description of this member for member 0.
         timeout_s: Seconds that member 0 waits for the others.
         announce: Receives a line for the user.
@@ -94,7 +96,9 @@ def handshake(
         if time.monotonic() > deadline:
             raise TimeoutError(", ".join(map(str, missing)))
         if time.monotonic() > announce_at and missing:
-            announce(f"waiting for {len(missing)} of {members}: {', '.join(map(str, missing))}")
+            plural = "s" if len(missing) > 1 else ""
+            absent = f"{unit}{plural} {', '.join(map(str, missing))}"
+            announce(f"waiting for {len(missing)} of {members} {unit}s to join: {absent}")
             announce_at = deadline
         confirm()
         time.sleep(0.05)

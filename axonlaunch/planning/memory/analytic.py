@@ -17,18 +17,19 @@ from functools import partial
 from typing import Any, Self
 
 from axonlaunch.config import RunConfig, with_values
-from axonlaunch.config.layout import Layout, estimated_on, num_ranks, of_ranks
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.consistency.layout import Layout, estimated_on, num_ranks, of_ranks
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import StrategyConfig
-from axonlaunch.models import fake_tensor_cache
-from axonlaunch.models.figures import model_figures
-from axonlaunch.models.parameter_facts import TrainingShares
+from axonlaunch.models.facts.figures import model_figures
+from axonlaunch.models.facts.parameter_facts import TrainingShares
+from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.planning.memory import analytic_states, cuda_process
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import trace_rank
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
-from axonlaunch.system import forked_map
+from axonlaunch.system.processes import forked_map
 
 _FP32_BYTES = 4
 _TRANSIENT: tuple[Category, ...] = ("activations", "temporary")
@@ -187,7 +188,7 @@ def peak_bytes(
         by_stream: Whether to return the memory that an allocator reserves. Memory of the streams
             that gather and reduce cannot be reused by other streams, so the peaks add up.
     """
-    compute_ratio = 1.0 if config.train.precision == "fp32" else 0.5
+    compute_ratio = PRECISIONS[config.train.precision].compute.nbytes / _FP32_BYTES
     layer_bytes = work.first.step_layer.parameter_bytes
     stage_fraction = 1.0 if layers else 1 / layout.pipeline
     ends = stage_fraction * work.first.step_ends.parameter_bytes
@@ -200,7 +201,7 @@ def peak_bytes(
         divided_ratio = (
             1.0 if mode == "full" else 1 - _TENSOR_DIVIDED + _TENSOR_DIVIDED / layout.tensor
         )
-    samples = layout.micro_batch_size / layout.context
+    samples = layout.micro_batch_size / layout.divisor("sequences")
     kept_per_layer = divided_ratio * saved.layer
     if mode == "selective" and layout.tensor > 1:
         # Gathered and reduced tensors are kept; a layer's forward has two of each.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from axonlaunch.comm.gradient_bucket import BUCKET_BYTES
+from axonlaunch.comm.averaging.gradient_bucket import BUCKET_BYTES
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.precision import Precision
 from axonlaunch.engines.data_parallel.gradient_synchronizer import TRAVELLING
-from axonlaunch.models.parameter_facts import TrainingShares
+from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.planning.tracing.storage_trace import Category
 
-_FP32_BYTES = 4
 _WORKING_LAYERS = 2
 """Number of layers that FSDP has gathered at the same time."""
 
@@ -219,8 +219,8 @@ def _cast_bytes(config: RunConfig, total: float, ends: tuple[float, float]) -> t
 
 def _compute_ratio(config: RunConfig) -> float:
     """Return the relative size of a cast parameter, for example 0.5 for fp32 cast to bf16."""
-    is_cast = config.train.precision != "fp32" and config.train.parameter_bytes == _FP32_BYTES
-    return 0.5 if is_cast else 1.0
+    precision = Precision.of(config)
+    return min(1.0, precision.compute.nbytes / precision.parameters.nbytes)
 
 
 def _accumulates(layout: Layout) -> bool:
@@ -230,7 +230,7 @@ def _accumulates(layout: Layout) -> bool:
 
 def _has_buckets(config: RunConfig, layout: Layout) -> bool:
     """Return whether torch's DDP averages the gradients, so that its buckets hold all of them."""
-    is_plain = layout.tensor == layout.pipeline == 1 and config.strategy.reduce_dtype == "fp32"
+    is_plain = layout.tensor == layout.pipeline == 1 and not Precision.of(config).reduce.is_low
     return is_plain and layout.gradient_ranks > 1 and config.strategy.ddp.sync == "overlapped"
 
 

@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.axes import LIKE_DATA
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.measured_constants import (
     CUBLAS_THREADS,
@@ -26,14 +27,16 @@ from axonlaunch.planning.measured_constants import (
 from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
 from axonlaunch.planning.memory.extend_trace import FEWEST, extended
-from axonlaunch.planning.tracing import cuda_attention, extrapolate_depth, fake_world
+from axonlaunch.planning.tracing import fake_world
+from axonlaunch.planning.tracing.devices import cuda_attention
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.engine_categories import follow_gradients
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
-from axonlaunch.system.allocator_settings import AllocatorSettings
-from axonlaunch.system.formatting import MIB
+from axonlaunch.system.node.allocator_settings import AllocatorSettings
+from axonlaunch.system.text.formatting import MIB
 
 
 @dataclass(frozen=True)
@@ -137,16 +140,14 @@ def communicator_sizes(layout: Layout) -> list[int]:
     - The world: torch creates its communicator when the device is known, in a pipeline with the
       first reduction.
     - Each axis of the mesh with more than one rank. A single such axis is the world.
-    - The context axis, which is also part of a data axis.
+    - Each axis that is merged into a data axis, which includes its ranks as well.
 
     Not included are communicators between neighbouring pipeline stages, which only carry messages,
     because NCCL's memory for them is not known.
     """
-    axes = dict(layout.axes)
-    axes["dp_replicate" if layout.replicates_context else "dp_shard"] *= axes.pop("cp")
-    axis_sizes = [size for size in axes.values() if size > 1]
+    axis_sizes = [size for size in layout.mesh_sizes().values() if size > 1]
     sizes = [*axis_sizes] if len(axis_sizes) < 2 else [math.prod(axis_sizes), *axis_sizes]
-    return [*sizes, *([layout.context] if layout.context > 1 else [])]
+    return [*sizes, *(layout.axes[name] for name in LIKE_DATA if layout.axes[name] > 1)]
 
 
 def record(

@@ -7,19 +7,21 @@ and micro-batch sizes are powers of two. Memory and speed are not considered.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.data_parallel import DATA_PARALLEL
-from axonlaunch.config.errors import divisors
-from axonlaunch.config.layout import Layout, of_ranks
-from axonlaunch.config.plain import with_values
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.axes import AXES, INNER, LIKE_DATA, OUTER
+from axonlaunch.config.consistency.layout import Layout, of_ranks
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL
+from axonlaunch.config.problems.errors import divisors
+from axonlaunch.config.values.plain import with_values
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.figures import ModelFigures, model_figures
+from axonlaunch.models.facts.figures import ModelFigures, model_figures
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
 
@@ -81,22 +83,21 @@ def candidates(
     spec, model = spec_for(config), on_meta(config, seed=config.seed)
     num_blocks = figures.num_blocks or len(spec.blocks(model))
     can_divide = bool(config.strategy.tensor.plan or spec.plan(model))
-    for tensor, pipeline, context in _degrees(
-        config,
-        figures,
-        tensors=_power_of_two_divisors(in_node) if can_divide else [1],
-        pipelines=[n for n in divisors(devices) if n <= min(max(1, num_blocks), _MAX_STAGES)],
-        contexts=[1] if spec.undivided_sequences() else _power_of_two_divisors(in_node),
-        devices=devices,
-        fixed=fixed,
-    ):
-        ranks = devices // (tensor * pipeline * context)
+    usual = {axis.name: [1] for axis in AXES}
+    usual["pp"] = [n for n in divisors(devices) if n <= min(max(1, num_blocks), _MAX_STAGES)]
+    if can_divide:
+        usual["tp"] = _power_of_two_divisors(in_node)
+    if not spec.undivided_sequences():
+        usual["cp"] = _power_of_two_divisors(in_node)
+    for degrees in _degrees(config, figures, usual=usual, devices=devices, fixed=fixed):
+        tensor, pipeline = degrees["tp"], degrees["pp"]
+        ranks = devices // math.prod(degrees.values())
         if batch % ranks:
             continue
         for schedule, data_parallel, size, divides_sequences, recompute in itertools.product(
             options(keys.SCHEDULE, _SCHEDULES) if pipeline > 1 else ("1f1b",),
             _data_parallel_settings(
-                ranks * context,
+                ranks * math.prod(degrees[name] for name in LIKE_DATA),
                 in_node=max(1, in_node // tensor),
                 offloads=offloads,
                 fixed=fixed,
@@ -115,8 +116,7 @@ def candidates(
                 **data_parallel,
                 keys.TENSOR: tensor,
                 keys.SEQUENCES: divides_sequences,
-                keys.CONTEXT: context,
-                keys.PIPELINE: pipeline,
+                **{axis.key: degrees[axis.name] for axis in reversed((*OUTER, *INNER))},
                 keys.SCHEDULE: schedule,
                 keys.MICRO_BATCH: size,
                 keys.RECOMPUTE: recompute,
@@ -137,29 +137,28 @@ def _degrees(
     config: RunConfig,
     figures: ModelFigures,
     *,
-    tensors: Sequence[int],
-    pipelines: Sequence[int],
-    contexts: Sequence[int],
+    usual: Mapping[str, Iterable[int]],
     devices: int,
     fixed: Mapping[str, Any],
-) -> Iterator[tuple[int, int, int]]:
+) -> Iterator[dict[str, int]]:
+    """Yield degrees by the name of the axis."""
     heads = figures.num_attention_heads  # 0 without attention: nothing to divide
     key_value_heads = figures.num_key_value_heads
     batch, length = config.train.global_batch_size, getattr(config.data, "sequence_length", 1)
-    for tensor, pipeline, context in itertools.product(
-        _options(fixed, keys.TENSOR, tensors),
-        _options(fixed, keys.PIPELINE, pipelines),
-        _options(fixed, keys.CONTEXT, contexts),
-    ):
-        if devices % (tensor * pipeline * context) or heads % tensor or key_value_heads % tensor:
+    options = [_options(fixed, axis.key, usual[axis.name]) for axis in AXES]
+    for combination in itertools.product(*options):
+        degrees = {axis.name: degree for axis, degree in zip(AXES, combination, strict=True)}
+        tensor, context = degrees["tp"], degrees["cp"]
+        ranks = math.prod(degrees.values())
+        if devices % ranks or heads % tensor or key_value_heads % tensor:
             continue
         if context > 1:
             if length % (2 * context * tensor) or config.train.compile:
                 continue
-            is_usual = length >= _LONG_SEQUENCE or devices // (tensor * pipeline) > batch
-            if not is_usual and keys.CONTEXT not in fixed:
+            is_usual = length >= _LONG_SEQUENCE or devices // (ranks // context) > batch
+            if not is_usual and "strategy.context.degree" not in fixed:
                 continue  # merging results costs time, and there are enough samples for all ranks
-        yield tensor, pipeline, context
+        yield degrees
 
 
 def _data_parallel_settings(

@@ -1,9 +1,11 @@
 """Configuration keys of a layout that a search sets, unless the user has set them.
 
-This module imports nothing, so that the parent process, which has no torch, can use it.
+This module does not import torch, so that the parent process can use it.
 """
 
 from __future__ import annotations
+
+from axonlaunch.config.axes import INNER, OUTER
 
 KIND = "strategy.data_parallel"
 SHARDING = "strategy.fsdp.sharding"
@@ -11,8 +13,6 @@ REPLICATE = "strategy.fsdp.replicate"
 OFFLOAD = "strategy.fsdp.cpu_offload"
 TENSOR = "strategy.tensor.degree"
 SEQUENCES = "strategy.tensor.sequence_parallel"
-CONTEXT = "strategy.context.degree"
-PIPELINE = "strategy.pipeline.degree"
 SCHEDULE = "strategy.pipeline.schedule"
 MICRO_BATCH = "train.micro_batch_size"
 RECOMPUTE = "train.activation_checkpointing"
@@ -24,8 +24,7 @@ SEARCHED = (
     OFFLOAD,
     TENSOR,
     SEQUENCES,
-    CONTEXT,
-    PIPELINE,
+    *(axis.key for axis in reversed((*OUTER, *INNER)) if axis.key != TENSOR),
     SCHEDULE,
     MICRO_BATCH,
     RECOMPUTE,

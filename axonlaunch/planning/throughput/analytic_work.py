@@ -15,7 +15,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.precision import Precision
 from axonlaunch.planning.throughput.operations import (
     Amount,
     AttentionOp,
@@ -30,8 +31,6 @@ from axonlaunch.planning.throughput.operations import (
 )
 from axonlaunch.planning.throughput.step_work import SAMPLES, Share, StageWork, StepWork
 
-FP32 = 4
-HALF = 2
 _RING_TRAFFIC = 160
 """Memory traffic of the fp32 merges of ring attention per rank, in multiples of the activations.
 
@@ -60,8 +59,9 @@ class _Scaled:
         self._config = config
         self._layout = layout
         self._length = reference.sample_length
-        self._samples = layout.micro_batch_size / layout.context
-        self._compute_bytes = FP32 if config.train.precision == "fp32" else HALF
+        self._samples = layout.micro_batch_size / layout.divisor("sequences")
+        self._precision = Precision.of(config)
+        self._compute_bytes = self._precision.compute.nbytes
         self._activation_bytes = (
             self._samples * self._length * reference.hidden_size * self._compute_bytes
         )
@@ -170,7 +170,10 @@ class _Scaled:
 
     @property
     def _data_axes(self) -> tuple[str, ...]:
-        names = ("dp_replicate", "dp_shard", "cp")
+        return self._nontrivial(self._layout.division().sum_axes)
+
+    def _nontrivial(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the axes with more than one rank."""
         return tuple(name for name in names if self._layout.axes[name] > 1)
 
     def _layer_communication(self, layer: Share) -> Work:
@@ -186,7 +189,7 @@ class _Scaled:
                     key = CollectiveOp(phase, kind, ("tp",))  # type: ignore[arg-type]
                     _add(work, key, Amount(2, 2 * self._activation_bytes))
         if layout.facts.shards_parameters:
-            axes = tuple(name for name in ("dp_shard", "cp") if layout.axes[name] > 1)
+            axes = self._nontrivial(layout.division().shard_axes)
             parameters = layer.parameter_bytes / layout.tensor
             gradients = layer.gradient_bytes / layout.tensor
             gathered = parameters * self._compute_bytes / self._config.train.parameter_bytes
@@ -194,8 +197,9 @@ class _Scaled:
                 _add(work, CollectiveOp("forward", "all_gather", axes), Amount(1, gathered))
                 if self._config.strategy.fsdp.sharding != "shard_grad_op":
                     _add(work, CollectiveOp("backward", "all_gather", axes), Amount(1, gathered))
-                reduce_bytes = FP32 if self._config.strategy.reduce_dtype == "fp32" else HALF
-                reduced = gradients * reduce_bytes / self._config.train.parameter_bytes
+                reduced = (
+                    gradients * self._precision.reduce.nbytes / self._config.train.parameter_bytes
+                )
                 _add(work, CollectiveOp("backward", "reduce_scatter", axes), Amount(1, reduced))
         if layout.context > 1:
             _add(

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.options.hardware import HardwareConfig
+from axonlaunch.config.precision import FP32
+from axonlaunch.models.torch_dtypes import FORMAT_OF_DTYPE
 from axonlaunch.planning.measured_constants import (
     HALF_DEPTH,
     HALF_LENGTH,
@@ -34,12 +36,6 @@ from axonlaunch.planning.throughput.operations import (
 _TILE = (128, 256)
 """Rows and columns of the largest cuBLAS tile for one multiprocessor (NVIDIA's guide)."""
 
-_RATES = {
-    torch.float32: "fp32_tflops",
-    torch.float16: "fp16_tflops",
-    torch.bfloat16: "bf16_tflops",
-}
-
 
 class Roofline:
     """Times of the operations of a device."""
@@ -53,7 +49,7 @@ class Roofline:
         """
         self._hardware = hardware
         self._fp32_products = hardware.peak_figure(
-            precision="fp32", matmul_precision=matmul_precision
+            precision=FP32.name, matmul_precision=matmul_precision
         )
 
     def figure(self, name: str) -> Any:
@@ -76,7 +72,7 @@ class Roofline:
 
     def rate(self, dtype: torch.dtype) -> float:
         """Return the peak rate for a type in FLOP/s, regardless of TF32 settings."""
-        return float(self.figure(_RATES.get(dtype, "fp32_tflops"))) * 1e12
+        return float(self.figure(FORMAT_OF_DTYPE.get(dtype, FP32).peak)) * 1e12
 
     def _product_rate(self, dtype: torch.dtype) -> float:
         """Return the peak rate of cuBLAS products in FLOP/s, with TF32 if it is allowed."""

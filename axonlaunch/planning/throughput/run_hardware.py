@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import nodes, num_ranks
+from axonlaunch.config.consistency.layout import nodes, num_ranks
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.diagnostics.doctor import measured_hardware
 
 
@@ -18,9 +18,9 @@ def hardware_of_run(config: RunConfig) -> tuple[HardwareConfig | None, str]:
     """
     hardware, ranks = config.hardware, num_ranks(config)
     if config.launch.backend == "mock":
-        return None, "ranks of launch.backend=mock take turns, so their steps are not predicted"
+        return None, "ranks of launch.backend=mock take turns, so their steps are slower"
     if hardware is None:
-        return None, "the run sets no hardware; add hardware=h100_80gb, for example"
+        return None, "set hardware=..., for example hardware=h100_80gb"
     if not hardware.is_cpu:
         return hardware, ""
     measured = (

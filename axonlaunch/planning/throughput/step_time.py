@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import Layout
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.axes import DATA_AXES
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.options.hardware import HardwareConfig
+from axonlaunch.config.precision import Precision
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import Timeline, timeline
-from axonlaunch.models.parameter_facts import TrainingShares
+from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.planning.measured_constants import FUSED
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (
@@ -35,7 +37,6 @@ from axonlaunch.planning.throughput.step_work import Share, StageWork, StepWork
 
 _FORWARD: tuple[Phase, ...] = ("forward",)
 _BACKWARD: tuple[Phase, ...] = ("backward", "recomputation")
-_DATA_AXES = frozenset({"dp_replicate", "dp_shard", "cp"})
 
 
 class Parts(dict[str, float]):
@@ -119,7 +120,7 @@ class StepTime:
         if offload == "full":
             message = "the speed of updates on the host's cores can't be estimated; use params"
             raise ConfigError([ConfigIssue("strategy.fsdp.cpu_offload", message, offload)])
-        shards = layout.tensor * layout.pipeline * layout.dp_shard * layout.context
+        shards = layout.parameter_divisor * layout.parameter_shards
         state_bytes = self._config.train.parameter_bytes * work.parameters / shards
         rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
         shares = TrainingShares.of(self._config)
@@ -296,7 +297,7 @@ class StepTime:
         return (
             shards_parameters
             and bool(key.axes)
-            and _DATA_AXES.issuperset(key.axes)
+            and set(DATA_AXES).issuperset(key.axes)
             and not is_scalar_reduction
         )
 
@@ -331,11 +332,12 @@ class StepTime:
         strategy = self._config.strategy
         if self._layout.gradient_ranks == 1:
             return []
-        is_torch_ddp = strategy.ddp.sync == "overlapped" and strategy.reduce_dtype == "fp32"
+        reduces_low = Precision.of(self._config).reduce.is_low
+        is_torch_ddp = strategy.ddp.sync == "overlapped" and not reduces_low
         if is_torch_ddp and self._layout.tensor == 1 and not self._layout.facts.divides_update:
             num_bytes = stage.step_ends.gradient_bytes + layers * stage.step_layer.gradient_bytes
             count = 1 + max(0.0, num_bytes - 2**20) / (strategy.ddp.bucket_size_mb * 2**20)
-            key = CollectiveOp("backward", "all_reduce", ("dp_replicate", "cp"))
+            key = CollectiveOp("backward", "all_reduce", self._layout.division().sum_axes)
             return [(key, Amount(count, num_bytes))]
         shares = [(stage.step_ends, 1), (stage.step_layer, layers)]
         if self._layout.micro_batches == 1:
@@ -352,7 +354,10 @@ class StepTime:
         kind = "reduce_scatter" if self._layout.facts.divides_update else "all_reduce"
         is_reduction = self._layout.pipeline == 1 and (key.phase, key.kind) == ("backward", kind)
         return (
-            keeps_gradients and is_reduction and bool(key.axes) and _DATA_AXES.issuperset(key.axes)
+            keeps_gradients
+            and is_reduction
+            and bool(key.axes)
+            and set(DATA_AXES).issuperset(key.axes)
         )
 
 
@@ -363,6 +368,6 @@ def _during(share: Share, phases: Iterable[Phase]) -> Work:
 
 def _axis(axes: tuple[str, ...]) -> str:
     """Return the name of a mesh axis for reports, which combine all data axes."""
-    if not axes or _DATA_AXES.issuperset(axes):
+    if not axes or set(DATA_AXES).issuperset(axes):
         return "dp"
     return axes[0] if len(axes) == 1 else "world"

@@ -21,11 +21,12 @@ from axonlaunch.data.samples import Samples, default_collate
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Divide, Source, build_engine
 from axonlaunch.engines.pipeline.split import Part, block_names
-from axonlaunch.models import fake_tensor_cache
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.initialization import materialize
-from axonlaunch.planning.tracing import cuda_attention, cuda_norm, fake_world, stage_boundaries
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.models.fake import fake_tensor_cache
+from axonlaunch.models.tensors.initialization import materialize
+from axonlaunch.planning.tracing import fake_world, stage_boundaries
+from axonlaunch.planning.tracing.devices import cuda_attention, cuda_norm
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
 
@@ -69,7 +70,7 @@ class FakeRank:
         )
         config = reduced.config
         if config.train.compile:
-            from axonlaunch.planning.tracing import fake_inductor
+            from axonlaunch.planning.tracing.devices import fake_inductor
 
             fake_inductor.install_fake_inductor(for_gpu=for_gpu)
             # Autotuning needs values, and all kernels allocate the same.
@@ -150,8 +151,8 @@ class FakeRank:
         model = self._reduced.build(1 if self._reduced.repeats else None)
         divide(model)
         shape = [layout.micro_batch_size, *self._reduced.sample.shape]
-        if layout.context > 1:
-            shape[1] //= layout.context
+        if layout.divides_sequences:
+            shape[1] //= layout.divisor("sequences")
         all_stages: list[Part] = list(stages)
         with self._mode:
             materialize(model, device="cpu")

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.precision import Precision
 from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.diagnostics.module_trace.files import (
-    Arithmetic,
     StepTrace,
     TracedTensor,
     write_step,
 )
 from axonlaunch.engines.base import Engine
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.output_shapes import output_shapes
+from axonlaunch.models.fake.output_shapes import output_shapes
 from axonlaunch.training.module_trace.hooks import (
     ModuleHooks,
     Statistics,
@@ -33,7 +33,6 @@ from axonlaunch.training.module_trace.whole_tensors import WholeTensors
 
 _LAST = 2**40
 """Position of a module that no rank has called."""
-_LOWEST_FIRST: tuple[Arithmetic, ...] = ("bf16", "fp16")
 _STAGE = 2**20
 """Distance between the positions of two stages; larger than the number of modules in a stage."""
 
@@ -187,7 +186,7 @@ class RunTracer:
         position_of = dict(zip(self._modules, positions.tolist(), strict=True))
         trace = StepTrace(
             step=self._engine.step,
-            arithmetic=_arithmetic(self._config),
+            arithmetic=Precision.of(self._config).lowest.name,
             layout=str(self._layout),
             axes={axis: size for axis, size in self._layout.axes.items() if size > 1},
             tensors=[*self._in_order(totals, sorted(self._modules, key=position_of.__getitem__))],
@@ -249,10 +248,3 @@ def _owners(modules: Iterable[str], parameters: Iterable[str]) -> dict[str, set[
             if name in owned:
                 owned[name].add(parameter)
     return owned
-
-
-def _arithmetic(config: RunConfig) -> Arithmetic:
-    """Return the lowest precision that the run uses."""
-    train = config.train
-    dtypes = {train.precision, train.param_dtype, config.strategy.reduce_dtype}
-    return next((dtype for dtype in _LOWEST_FIRST if dtype in dtypes), "fp32")

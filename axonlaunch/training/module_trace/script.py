@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from axonlaunch.config.precision import lowest_format
 from axonlaunch.diagnostics.module_trace.files import (
-    Arithmetic,
     StepTrace,
     TracedTensor,
     write_step,
 )
+from axonlaunch.models.torch_dtypes import FORMAT_OF_DTYPE
 from axonlaunch.training.module_trace.hooks import (
     ModuleHooks,
     Statistics,
@@ -29,7 +30,6 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Name components that ``torch.compile`` and other wrappers add."""
 _WHOLE = "module."
 """Prefix that ``DataParallel`` adds to every name."""
-_ARITHMETIC: dict[torch.dtype, Arithmetic] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class ModelTrace:
@@ -162,10 +162,10 @@ class ModelTrace:
                 factor = 1 / loss_scale if kind.endswith("gradient") else 1.0
                 size = sizes[name] if kind in ("parameter", "gradient") else None
                 tensors.append(total.to_traced(key, factor=factor, size=size))
-        low = self._hooks.dtypes & _ARITHMETIC.keys()
+        known = self._hooks.dtypes & FORMAT_OF_DTYPE.keys()
         trace = StepTrace(
             step=self._number,
-            arithmetic=_ARITHMETIC[low.pop()] if low else "fp32",
+            arithmetic=lowest_format(FORMAT_OF_DTYPE[dtype] for dtype in known).name,
             layout="a loop of its own",
             tensors=tensors,
         )

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from axonlaunch.cli import doctor as command
-from axonlaunch.diagnostics.doctor import doctor, gpus
+from axonlaunch.cli.configuration import doctor as command
+from axonlaunch.diagnostics.doctor import diagnose, gpus
 
 
 class NVMLError(Exception):
@@ -67,10 +67,10 @@ def test_healthy_gpus_have_a_topology_and_no_problem(monkeypatch: pytest.MonkeyP
     [
         ({"nvmlDeviceGetTotalEccErrors": lambda gpu, *_: 3 * gpu}, "GPU 1 had 3 uncorrected ECC"),
         ({"nvmlDeviceGetEccMode": lambda gpu: (gpu, 1)}, "GPU 0 has ECC turned off"),
-        ({"nvmlDeviceGetMigMode": lambda gpu: (gpu, 1)}, "GPU 1 is divided (MIG)"),
+        ({"nvmlDeviceGetMigMode": lambda gpu: (gpu, 1)}, "GPU 1 is divided by MIG"),
         (
             {"nvmlDeviceGetCurrPcieLinkWidth": lambda gpu: 8 if gpu else 16},
-            "GPU 1 has 8 of 16 PCIe lanes",
+            "GPU 1 uses 8 of 16 PCIe lanes",
         ),
         (
             {"nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 0x60 * gpu},
@@ -93,7 +93,7 @@ def test_without_nvml_and_with_a_driver_that_fails_it_is_said_why_nothing_is_kno
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "nvidia-ml-py is missing" in gpus.nvml_report()["unknown"]
+    assert "install nvidia-ml-py" in gpus.nvml_report()["unknown"]
 
     def fail() -> None:
         raise NVMLError("Driver Not Loaded")
@@ -141,14 +141,14 @@ def test_where_nvml_does_not_say_who_reaches_whom_cuda_does(
 ) -> None:
     cuda = [{"between": [0, 1], "path": None, "nvlink": None, "peer_access": False}]
 
-    def call(context: Any, target: str) -> Any:
-        del context
+    def call(context: Any, target: str, *, task: str) -> Any:
+        del context, task
         if target.endswith("link_report"):
             return {"links": [], "problems": [], "topology": cuda, "unreachable": ["0 and 1"]}
         return {"topology": known, "problems": [], "unknown": ""}
 
-    monkeypatch.setattr(doctor.forked_call, "call", call)
-    gpu_report = doctor._gpus(cast("Any", None))
+    monkeypatch.setattr(diagnose.forked_call, "call", call)
+    gpu_report = diagnose._gpus(cast("Any", None))
     assert gpu_report["topology"] == (known or cuda)
     assert gpu_report["problems"] == ([] if known else ["0 and 1"])
 
@@ -157,20 +157,20 @@ def test_a_link_that_is_much_slower_than_the_others_is_named() -> None:
     rates = {("cuda:0", "cuda:1"): 200.0, ("cuda:1", "cuda:0"): 200.0, ("cuda:0", "cuda:2"): 20.0}
     links = [{"source": s, "target": t, "gb_s": rate} for (s, t), rate in rates.items()]
     [line] = gpus.slow_links(links)
-    assert line.startswith("cuda:0 to cuda:2: 20 GB/s, where 200 is the median between GPUs")
+    assert line.startswith("cuda:0 to cuda:2: 20 GB/s, but the median between GPUs is 200 GB/s")
 
 
 def test_copies_that_fail_are_a_problem_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(context: Any, target: str) -> Any:
-        del context
+    def call(context: Any, target: str, *, task: str) -> Any:
+        del context, task
         if target.endswith("link_report"):
             raise RuntimeError("CUDA error: unspecified launch failure\nmore")
         return {"topology": [], "problems": ["GPU 0 is hot"], "unknown": ""}
 
-    monkeypatch.setattr(doctor.forked_call, "call", call)
-    assert doctor._gpus(cast("Any", None))["problems"] == [
+    monkeypatch.setattr(diagnose.forked_call, "call", call)
+    assert diagnose._gpus(cast("Any", None))["problems"] == [
         "GPU 0 is hot",
-        "copies over the links failed: CUDA error: unspecified launch failure",
+        "copying between GPUs failed: CUDA error: unspecified launch failure",
     ]
 
 

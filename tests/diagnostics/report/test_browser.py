@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from run_folders import run_folder, write_lines
 
-from axonlaunch.diagnostics.report.newest import NewestData
+from axonlaunch.diagnostics.report.live_page_data import LivePageData
 from axonlaunch.diagnostics.report.page import page_of
 from axonlaunch.diagnostics.report.page_data import page_data
 from axonlaunch.diagnostics.report.run_record import read_run
@@ -270,7 +270,7 @@ def test_two_runs_lie_over_each_other_beside_what_differs(browser: Any, tmp_path
 
 def test_the_page_of_a_run_that_trains_shows_what_is_new(browser: Any, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "demo", steps=3, status=None)
-    server = RunServer(NewestData([folder]), title="demo")
+    server = RunServer(LivePageData([folder]), title="demo")
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:

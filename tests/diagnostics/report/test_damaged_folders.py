@@ -15,8 +15,9 @@ import yaml
 from rich.console import Console, ConsoleDimensions
 from run_folders import run_folder, write_lines
 
-from axonlaunch.cli import compare, runs, watch
-from axonlaunch.cli.run_screen import screen_of
+from axonlaunch.cli.reports import compare, runs
+from axonlaunch.cli.shared.run_screen import screen_of
+from axonlaunch.cli.training import watch
 from axonlaunch.config import ConfigError
 from axonlaunch.diagnostics.report.comparison import results, with_units
 from axonlaunch.diagnostics.report.page_data import page_data
@@ -231,5 +232,5 @@ def test_an_unreadable_run_is_a_row_that_says_so_and_hides_no_other(
 def test_watch_refuses_a_folder_whose_runs_can_all_not_be_read(tmp_path: Path) -> None:
     (tmp_path / "runs/bad").mkdir(parents=True)
     (tmp_path / "runs/bad/config.yaml").touch()
-    with pytest.raises(ConfigError, match="holds no run that can be read, of 1"):
+    with pytest.raises(ConfigError, match="contains no readable run"):
         watch._newest(tmp_path / "runs")

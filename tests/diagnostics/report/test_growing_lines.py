@@ -9,7 +9,7 @@ import pytest
 from run_folders import run_folder, write_lines
 
 from axonlaunch.diagnostics.report.growing_lines import GrowingLines
-from axonlaunch.diagnostics.report.newest import NewestData
+from axonlaunch.diagnostics.report.live_page_data import LivePageData
 
 
 @pytest.fixture
@@ -66,13 +66,15 @@ def test_a_file_that_is_gone_has_no_lines_until_it_is_there_again(file: Path) ->
 def test_data_that_took_long_to_make_is_not_made_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from axonlaunch.diagnostics.report import newest
+    from axonlaunch.diagnostics.report import live_page_data
 
     now = [0.0]
-    monkeypatch.setattr(newest.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(newest.time, "thread_time", iter(range(100)).__next__)  # a second each
+    monkeypatch.setattr(live_page_data.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        live_page_data.time, "thread_time", iter(range(100)).__next__
+    )  # a second each
     folder = run_folder(tmp_path / "demo", steps=3)
-    data = NewestData([folder])
+    data = LivePageData([folder])
 
     def shown() -> float:
         return float(data()["runs"][0]["series"]["loss"][0][-1])

@@ -13,9 +13,11 @@ import fsspec
 import pytest
 from run_folders import run_folder, write_lines
 
-from axonlaunch.cli.run_folders import read_runs
+from axonlaunch.cli.shared.run_folders import read_runs
 from axonlaunch.diagnostics.report.comparison import changed_settings, results
-from axonlaunch.diagnostics.report.life import (
+from axonlaunch.diagnostics.report.page_data import page_data
+from axonlaunch.diagnostics.report.run_record import NotARunError, find_runs, is_running, read_run
+from axonlaunch.diagnostics.report.run_timeline import (
     cost,
     device_seconds,
     goodput,
@@ -23,8 +25,6 @@ from axonlaunch.diagnostics.report.life import (
     spans,
     step_seconds,
 )
-from axonlaunch.diagnostics.report.page_data import page_data
-from axonlaunch.diagnostics.report.run_record import NotARunError, find_runs, is_running, read_run
 
 
 def test_a_finished_run_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_file_that_is_a_link_or_a_fifo_is_not_followed_nor_waited_for(tmp_path
 
 
 def test_a_folder_without_a_run_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(NotARunError, match=r"holds neither config\.yaml nor metrics\.jsonl"):
+    with pytest.raises(NotARunError, match=r"contains neither config\.yaml nor metrics\.jsonl"):
         read_run(tmp_path)
 
 

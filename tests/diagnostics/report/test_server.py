@@ -15,7 +15,7 @@ import pytest
 from run_folders import run_folder
 
 from axonlaunch.diagnostics.report import server as server_module
-from axonlaunch.diagnostics.report.newest import NewestData
+from axonlaunch.diagnostics.report.live_page_data import LivePageData
 from axonlaunch.diagnostics.report.server import RunServer
 
 
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[RunServer]:
-    server = RunServer(NewestData([folder]), title="demo")
+    server = RunServer(LivePageData([folder]), title="demo")
     thread = threading.Thread(target=server.serve)
     thread.start()
     yield server
@@ -82,7 +82,7 @@ def test_what_a_run_logs_is_sent_to_who_follows_it(server: RunServer, folder: Pa
 
 
 def test_tokens_are_long_and_of_each_server_its_own(folder: Path) -> None:
-    servers = [RunServer(NewestData([folder]), title="demo") for _ in range(2)]
+    servers = [RunServer(LivePageData([folder]), title="demo") for _ in range(2)]
     tokens = {urlsplit(server.url).path.strip("/") for server in servers}
     for server in servers:
         server._server.server_close()
@@ -140,7 +140,7 @@ def test_open_pages_are_not_closed_for_silent_connections(server: RunServer, fol
 
 
 def test_a_page_stays_as_it_was_when_its_run_can_not_be_read_any_more(folder: Path) -> None:
-    newest = NewestData([folder])
+    newest = LivePageData([folder])
     before = newest()
     newest._resting_until = 0.0
     for name in ("config.yaml", "metrics.jsonl"):

@@ -1,7 +1,7 @@
-"""The page of runs: one file of HTML that fetches nothing, whatever the runs hold.
+"""Builds the page of runs: one HTML file that loads nothing from elsewhere.
 
-What runs say stands in it as JSON, which its script shows as text. The page's policy lets a browser
-run the two scripts that stand in it, by their hashes, and load nothing.
+The data of runs is embedded as JSON, which the page's script shows as text only. The content
+security policy allows the two embedded scripts by their hashes, and no other resources.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from string import Template
 from typing import Any
 
 _UPLOT = "uplot"
-_SCRIPTS = ("elements.js", "page.js")
+_SCRIPTS = ("html_and_formatting.js", "page.js")
 
 
 def page_of(data: Mapping[str, Any], *, title: str, is_live: bool = False) -> str:
-    """Return the page.
+    """Return the page as HTML.
 
     Args:
-        data: As ``page_data`` returns it.
-        title: Of the window.
-        is_live: It is served, and asks its server for what is new.
+        data: Result of ``page_data``.
+        title: Title of the window.
+        is_live: Whether the page is served and gets updates from its server.
     """
     here = files(__name__)
     uplot = (here / _UPLOT / "uPlot.iife.min.js").read_text(encoding="utf-8")
@@ -48,9 +48,9 @@ def page_of(data: Mapping[str, Any], *, title: str, is_live: bool = False) -> st
 
 
 def as_script_data(data: Mapping[str, Any]) -> str:
-    r"""Return JSON that can stand in a script element: no text in it ends or opens one.
+    r"""Return JSON that is safe in a script element, because it can't open or close elements.
 
-    ``</script>`` becomes ``\u003c/script>``, which JSON reads as what it was.
+    ``</script>`` becomes ``\u003c/script\u003e``, which JSON parsers read as the original text.
     """
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

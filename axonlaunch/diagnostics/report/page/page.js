@@ -1,5 +1,5 @@
-// Lays the data of the page out; what is drawn as a chart uPlot draws. Every text of a run is put in
-// as text, never as markup: a run's name may hold anything.
+// Builds the page from its data, with charts by uPlot. Texts of runs are inserted as text and never as
+// markup, because a run's name may contain anything.
 (() => {
   let data = JSON.parse(document.getElementById("data").textContent);
   const page = document.getElementById("page");
@@ -8,7 +8,7 @@
   const ACTIONS = { F: "#2f7ed8", B: "#e8710a", I: "#8a6d00", W: "#2a9d55" };
   const view = { axis: "step", log: false, smooth: 0.9, raw: true, open: new Set() };
   let charts = [];
-  let range = null; // of the horizontal axis, where one has zoomed in: the same in every chart
+  let range = null; // zoomed range of the horizontal axis in all charts; null shows everything
 
   function section(title, ...children) {
     const made = element("section", {}, element("h2", {}, title), ...children);
@@ -16,8 +16,8 @@
     return made;
   }
 
-  // The values of the horizontal axis for steps: the steps themselves, or the targets or seconds that
-  // had gone by, which lie on a line between the points that the page holds.
+  // Returns the horizontal position of steps: the steps, or the total targets or seconds up to them,
+  // interpolated linearly between the points in the page's data.
   function along(run, steps) {
     if (view.axis === "step") return steps;
     const [known, targets, seconds] = run.progress;
@@ -31,7 +31,7 @@
     });
   }
 
-  // An exponential moving average by steps, corrected for its beginning, as TensorBoard's is.
+  // Exponential moving average over steps with bias correction, as in TensorBoard.
   function smoothed(steps, values) {
     let mean = 0;
     let weight = 0;
@@ -128,7 +128,7 @@
     charts = [];
     const shown = Object.entries(data.curves).filter(([key]) => data.runs.some((run) => run.series[key]));
     const boxes = shown.map(([key]) => element("div", { class: "chart", "data-curve": key }));
-    holder.append(...boxes); // all of them first: how wide one is depends on the others
+    holder.append(...boxes); // append all first, because the width of each depends on the others
     charts = shown.map(([key, title], index) => chart(boxes[index], key, title));
     const wholes = charts.map((one) => one.whole);
     const all = [Math.min(...wholes.map((one) => one[0])), Math.max(...wholes.map((one) => one[1]))];
@@ -162,7 +162,7 @@
     redraw();
   }
 
-  // Stays open while the page of a run that trains is drawn again.
+  // A folded section that stays open when a live page is redrawn.
   function folded(name, title, content) {
     const made = element("details", {}, element("summary", {}, title), content);
     made.open = view.open.has(name);
@@ -223,11 +223,11 @@
         element("div", { class: "bar" }, element("span", { style: { width: `${100 * measured / most}%`, background: colour("--faint") } })));
     }
     section(titled(run, "Step time"), ...(names.length ? [key(names)] : []), ...drawn,
-      reason ? element("p", { class: "faint" }, `not predicted: ${reason}`) : "",
+      reason ? element("p", { class: "faint" }, `No prediction: ${reason}`) : "",
       ...pipelines.flatMap((one) => pipeline(one, text)));
   }
 
-  // A row a rank, a bar an action of the pipeline: 2F0 is stage 2, forward, micro-batch 0.
+  // One row per rank, one bar per action of the pipeline: 2F0 is stage 2, forward, micro-batch 0.
   function pipeline({ name, actions }, text) {
     const span = Math.max(...actions.map((action) => action[2]), 1e-9);
     const rows = [...new Set(actions.map((action) => action[0]))].sort((a, b) => a - b);
@@ -245,14 +245,14 @@
     ];
   }
 
-  // uPlot's axes, cursor and legend; the cells are its own `draw` hook's.
+  // A map of ranks: uPlot draws axes, cursor and legend; a hook draws the cells.
   function ranks(run) {
     if (!run.ranks) return;
     const { steps, worked, hosts } = run.ranks;
     const number = worked[0].length;
     const made = section(titled(run, "Ranks"), element("p", { class: "faint" },
-      "Share of its time that each rank computed or waited for data, in the steps before each point. " +
-      "A row that stays darker than the others is a rank that they wait for."));
+      "Fraction of time that each rank computed or waited for data, in the steps before each point. " +
+      "A row that stays darker than the others is a rank that the others wait for."));
     const box = element("div", { class: "chart", "data-curve": "ranks" });
     made.append(box);
     const mean = worked.map((column) => column.reduce((sum, share) => sum + share, 0) / number);
@@ -300,7 +300,7 @@
     })));
     const kinds = [...new Set(run.life.map((span) => span.kind))];
     const rows = run.life.map((span) => [clock(span.start - first), span.kind, span.text]);
-    section(titled(run, "Life"),
+    section(titled(run, "Timeline"),
       element("div", { class: "key" }, ...kinds.map((kind) => element("span", {}, element("i", { style: { background: KINDS[kind] } }), kind))),
       bar, folded(`events of ${run.label}`, `${rows.length} events`, table(["after", "", ""], rows)));
   }
@@ -339,9 +339,9 @@
     if (several) {
       const names = data.runs.map((run) => run.label);
       section("Results", table(["", ...names], data.results.map(([name, values]) => [name, ...values.map((value) => (typeof value === "number" ? short(value) : value ?? "--"))])));
-      section("What differs in the configurations", data.configurations.length
+      section("Different settings", data.configurations.length
         ? table(["key", ...names], data.configurations.map(([key, values]) => [key, ...values]))
-        : element("p", {}, "nothing"));
+        : element("p", {}, "none"));
     }
     curves();
     for (const show of [memory, steps, ranks, life, notes, configuration]) data.runs.forEach(show);
@@ -355,7 +355,7 @@
   });
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", render);
   if (data.live) {
-    // A browser asks again by itself when the connection ends: a laptop that was closed catches up.
+    // Browsers reconnect automatically, so a page catches up after its computer was suspended.
     const source = new EventSource("events");
     source.addEventListener("message", (event) => { data = JSON.parse(event.data); render(); });
   }

@@ -1,0 +1,42 @@
+"""Formats the ``--help`` text of a command with the names of its arguments only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand
+
+
+class Command(TyperCommand):
+    """A command whose arguments are shown as ``RUN...`` and not as ``{RUN...}... <list[str]>``."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the parts of the usage line after the command's name."""
+        del ctx
+        arguments = [
+            name if parameter.required else f"[{name}]" for parameter, name in self._arguments()
+        ]
+        return ["[OPTIONS]", *arguments]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the tables of arguments and options."""
+        records = {
+            parameter: record
+            for parameter in self.get_params(ctx)
+            if (record := parameter.get_help_record(ctx)) is not None
+        }
+        names = dict(self._arguments())
+        arguments = [(names[p], text) for p, (_, text) in records.items() if p in names]
+        options = [record for p, record in records.items() if p not in names]
+        for title, rows in (("Arguments", arguments), ("Options", options)):
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    def _arguments(self) -> list[tuple[Any, str]]:
+        """Return each positional argument and its name in the help text."""
+        return [
+            (parameter, str(parameter.metavar or parameter.name).upper())
+            for parameter in self.params
+            if parameter.param_type_name == "argument"
+        ]

@@ -1,0 +1,111 @@
+"""Table of the kinds of parallelism with a degree: tensor, pipeline and context parallelism.
+
+Code that treats these axes alike loops over ``AXES``. The two data axes have no entry, because
+their sizes follow from the number of remaining ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from axonlaunch.config.schema import StrategyConfig
+
+Divided = Literal["layers", "blocks", "sequences"]
+
+DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
+"""Names of the data axes: replicas of the parameters, and ranks that shard each replica."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One mesh axis with a degree in ``strategy``.
+
+    Attributes:
+        name: Name of the mesh axis.
+        word: Section of ``strategy`` with the degree, and the word for the axis in messages.
+        depth: Position in the mesh, outermost first; the data axes are at 0.
+        divides: What is divided among the ranks of the axis.
+        ranks: Description of these ranks for messages.
+        same_parameters: Whether these ranks hold the same parameters. Data parallelism then treats
+            them like data-parallel ranks: it sums their gradients and can shard over them.
+        draws_alike: Whether these ranks draw the same random numbers, for example for dropout.
+    """
+
+    name: str
+    word: str
+    depth: int
+    divides: Divided
+    ranks: str
+    same_parameters: bool
+    draws_alike: bool
+
+    @property
+    def key(self) -> str:
+        """Configuration key of the degree."""
+        return f"strategy.{self.word}.degree"
+
+    def degree(self, strategy: StrategyConfig) -> int:
+        """Return the number of ranks along the axis."""
+        degree: int = getattr(strategy, self.word).degree
+        return degree
+
+
+AXES = (
+    Axis(
+        name="tp",
+        word="tensor",
+        depth=2,
+        divides="layers",
+        ranks="ranks that share a layer",
+        same_parameters=False,
+        draws_alike=True,
+    ),
+    Axis(
+        name="pp",
+        word="pipeline",
+        depth=-1,
+        divides="blocks",
+        ranks="ranks that share the blocks",
+        same_parameters=False,
+        draws_alike=False,
+    ),
+    Axis(
+        name="cp",
+        word="context",
+        depth=1,
+        divides="sequences",
+        ranks="ranks that share a sequence",
+        same_parameters=True,
+        draws_alike=False,
+    ),
+)
+"""All axes with a degree, in the order of the keys."""
+
+OUTER = tuple(sorted((axis for axis in AXES if axis.depth < 0), key=lambda axis: axis.depth))
+"""Axes outside of the data axes, outermost first."""
+INNER = tuple(sorted((axis for axis in AXES if axis.depth > 0), key=lambda axis: axis.depth))
+"""Axes inside of the data axes, outermost first."""
+PRINTED = (*INNER, *OUTER)
+"""All axes in the order in which layouts are printed, after data parallelism."""
+LIKE_DATA = tuple(axis.name for axis in INNER if axis.same_parameters)
+"""Names of the axes that the mesh of a run merges into a data axis."""
+DATA_AXES = (DP_REPLICATE, DP_SHARD, *LIKE_DATA)
+"""Names of the axes with ranks that hold the same parameters or shards of them."""
+
+
+def degrees_of(strategy: StrategyConfig) -> dict[str, int]:
+    """Return the degree of each axis by its name, outermost first."""
+    return {axis.name: axis.degree(strategy) for axis in (*OUTER, *INNER)}
+
+
+def divisor(degrees: Mapping[str, int], divided: Divided) -> int:
+    """Return the number of ranks that something is divided among.
+
+    Args:
+        degrees: Degree of each axis by its name.
+        divided: For example ``sequences``.
+    """
+    return math.prod(degrees[axis.name] for axis in AXES if axis.divides == divided)
