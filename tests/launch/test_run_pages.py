@@ -189,7 +189,10 @@ def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> N
     [
         (["runs", "nowhere"], "nowhere: there is no such folder"),
         (["runs", __file__], f"{__file__}: is a file, not a folder"),
-        (["runs", ".", "--where", "loss"], "--where loss: write KEY=VALUE, for example status=failed"),
+        (
+            ["runs", ".", "--where", "loss"],
+            "--where loss: write KEY=VALUE, for example status=failed",
+        ),
         (["watch"], "runs: contains no run; give the folder of a run"),
         (["compare", "a"], "give two or more runs"),
     ],
