@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from axonlaunch.config.did_you_mean import unknown
-from axonlaunch.config.errors import failure_text
-from axonlaunch.system.targets import load_target
+from axonlaunch.config.problems.did_you_mean import unknown
+from axonlaunch.config.problems.errors import failure_text
+from axonlaunch.system.processes.targets import load_target
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from axonlaunch.config.data import DATASETS
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.data import DATASETS
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.registry import register_dataset
 
 if TYPE_CHECKING:

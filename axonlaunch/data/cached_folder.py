@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.system.files import create_file, open_regular, read_text
+from axonlaunch.system.storage.files import create_file, open_regular, read_text
 
 SUMS = "sums.json"
 _LARGEST = 1 << 20

@@ -69,9 +69,8 @@ class ChatEncoder:
             except ValueError as error:
                 bad.append((position, str(error)))
         tokens, counted, used = [np.empty(0, np.uint32)], [np.empty(0, np.uint8)], []
-        for position, chat, written in zip(
-            positions, chats, self._template.write(chats), strict=True
-        ):
+        rendered = self._template.write(chats)
+        for position, chat, written in zip(positions, chats, rendered, strict=True):
             if isinstance(written, BadRow):
                 bad.append((position, written.reason))
                 continue

@@ -118,7 +118,7 @@ def _parse_list(name: str, content: Any) -> list[Message]:
         raise ValueError(f"{name} is {_kind(content)}, not a list of messages")
     if not content:
         raise ValueError(f"{name} is empty")
-    return [_message(message, f"{name}[{place}]") for place, message in enumerate(content)]
+    return [_message(message, f"{name}[{number}]") for number, message in enumerate(content)]
 
 
 def _message(message: Any, where: str) -> Message:

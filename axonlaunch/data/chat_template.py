@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.chat_rows import Chat, Message
 from axonlaunch.data.rows import BadRow
 from axonlaunch.data.tables import LARGEST_ROW
 from axonlaunch.data.tokenizer import PretrainedTokenizer, Tokenizer
 
 _SPOKEN = ("reasoning_content", "tool_calls", "function_call")
-"""Keys of a message, besides its content, with text that the assistant writes."""
+"""Keys of a message, other than its content, with text that the assistant writes."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BLAMED = "the chat template, or the tokenizer,"
 _Result = TypeVar("_Result")
@@ -50,14 +50,14 @@ class ChatTemplate:
             ConfigError: There is no template, or this tokenizer can't locate the assistant's
                 tokens.
         """
-        where = "tokenizer.path"
+        key = "tokenizer.path"
         if not isinstance(tokenizer, PretrainedTokenizer):
             message = (
                 "null selects bytes, which have no chat template; use a folder that has "
                 "one, or tokenizer=train"
             )
-            raise ConfigError([ConfigIssue(where, message)])
-        self._loaded_tokenizer, loaded = tokenizer, tokenizer.transformers
+            raise ConfigError([ConfigIssue(key, message)])
+        self._pretrained, loaded = tokenizer, tokenizer.transformers
         self.fingerprint = tokenizer.template_fingerprint
         try:
             loaded.get_chat_template()
@@ -66,13 +66,13 @@ class ChatTemplate:
                 "the tokenizer has no chat template; use the one of the model's instruct version, "
                 "or put a chat_template.jinja into the folder"
             )
-            raise ConfigError([ConfigIssue(where, message)]) from None
+            raise ConfigError([ConfigIssue(key, message)]) from None
         if marks_assistant and not loaded.is_fast:
             message = (
                 "the tokenizer has no tokenizer.json, which is needed to find the assistant's "
                 "tokens; use a tokenizer with this file, or data.train_on=all"
             )
-            raise ConfigError([ConfigIssue(where, message)])
+            raise ConfigError([ConfigIssue(key, message)])
         self._marks_assistant = marks_assistant
 
     def write(self, chats: Sequence[Chat]) -> list[Written | BadRow]:
@@ -103,9 +103,7 @@ class ChatTemplate:
     def _call_isolated(
         self, function: Callable[..., _Result], *args: Any, characters: int
     ) -> _Result:
-        return self._loaded_tokenizer.call_isolated(
-            function, *args, characters=characters, what=_BLAMED
-        )
+        return self._pretrained.call_isolated(function, *args, characters=characters, what=_BLAMED)
 
 
 def _write(
@@ -311,7 +309,7 @@ def _longest_overlap(added: str, rest: str) -> int:
 
 
 def _is_written(message: Message, text: str) -> bool:
-    """Return whether a message is in the text, as it is or as JSON."""
+    """Return whether a message is in the text, either literally or as JSON."""
     line = _last_line(message)
     return line in text or json.dumps(line)[1:-1] in text
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from axonlaunch.config.data import CustomDataConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.plugins import import_callable
+from axonlaunch.config.code.plugins import import_callable
+from axonlaunch.config.options.data import CustomDataConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.user_datasets import adapt_dataset
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import IGNORE_INDEX, Kind
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.data import IGNORE_INDEX, Kind
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.samples import CollatedSamples, Samples
 from axonlaunch.data.shuffle import Indices
 
@@ -35,7 +35,7 @@ class Batch:
     Attributes:
         inputs: Tokens [B, T] int64, or images [B, C, H, W] fp32.
         targets: [B, T] or [B] int64, ``IGNORE_INDEX`` where no target counts; or fp32 of any
-            shape, for a custom loss.
+            shape if a custom loss is used.
         positions: Position of each token in its document, [B, T] int64, for rows that hold several
             documents; a token attends only to tokens of its document. None: a row is one sequence.
         surplus: Number of rows at the end that no loss may count. They give every rank the same
@@ -191,7 +191,7 @@ class DatasetInfo:
         file_sums: Computes checksums of the training files, by which a resumed run notices changed
             data. The argument is the number of shards to include, where shards are tokenised one
             after another; None: those tokenised so far.
-        tokenizer: Tokenizer of the text; None: there is none.
+        tokenizer: Tokenizer of the text; None for other data.
         tokenising_ahead: Returns a context in which a separate process tokenises the remaining
             shards; None: no data is tokenised during a run.
     """
@@ -241,7 +241,7 @@ class Dataset(Protocol):
 
     @property
     def info(self) -> DatasetInfo:
-        """Optional facts. A user's dataset may omit this member, for the defaults."""
+        """Optional facts. A user's dataset may omit this member."""
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> AnyBatch:
         """Return the samples with these indices, in this order."""

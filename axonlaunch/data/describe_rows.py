@@ -1,6 +1,6 @@
 """Describes the training rows of a dataset, for a checkpoint and for the run that resumes from it.
 
-Datasets of the user's own are not described.
+User-defined datasets are not described.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from axonlaunch.config.data import DATASETS, CustomDataConfig
+from axonlaunch.config.options.data import DATASETS, CustomDataConfig
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.dataset import Dataset, FileSums
 from axonlaunch.data.origin import Origin, printable
 
 _NOT_OF_ROWS = ("files", "path", "cache_dir", "on_bad_row", "eval_path")
-"""Options of data that name files, which are described by their content, or change no row."""
+"""Options that name files, which are described by their content, or that change no row."""
 _LISTED = 10_000
-"""Files that are described one by one; more are described in groups."""
+"""Maximum number of files that are described individually; more are described in groups."""
 
 
 def describe_rows(
     config: RunConfig, dataset: Dataset, *, like: Origin | None = None
 ) -> Origin | None:
-    """Describe the source of a run's training rows; None for a custom dataset.
+    """Describe the source of a run's training rows; None for a user-defined dataset.
 
     Args:
-        config: The run's.
-        dataset: What ``config.data`` describes.
-        like: An earlier description, whose shards are described, of data whose shards are tokenised
-            one by one; None: those that are tokenised by now are.
+        config: Configuration of the run.
+        dataset: Dataset of ``config.options.data``.
+        like: An earlier description. If shards are tokenised one after another, the shards in it
+            are described; None: those tokenised so far.
     """
     if not DATASETS.is_included(config.data.name) or isinstance(config.data, CustomDataConfig):
         return None
@@ -52,7 +52,7 @@ def describe_rows(
 
 
 def _options(data: Any) -> dict[str, Any]:
-    """Return the options that decide which rows there are, as JSON has them."""
+    """Return the options that decide the rows, as JSON values."""
     options = {
         field.name: getattr(data, field.name)
         for field in dataclasses.fields(data)
@@ -65,12 +65,12 @@ def _options(data: Any) -> dict[str, Any]:
             name: {key: value for key, value in source.items() if key not in _NOT_OF_ROWS}
             for name, source in options["mix"].items()
         }
-    plain: dict[str, Any] = json.loads(json.dumps(options))
-    return plain
+    json_options: dict[str, Any] = json.loads(json.dumps(options))
+    return json_options
 
 
 def _in_groups(files: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield entries for at most ``_LISTED`` files, or groups of files that follow each other."""
+    """Yield entries for at most ``_LISTED`` files, or for groups of consecutive files."""
     together = -(-len(files) // _LISTED)
     if together <= 1:
         yield from files

@@ -1,6 +1,6 @@
-"""Real handwritten digits: the 1797 images that ship with scikit-learn.
+"""Handwritten digits: the 1797 images that come with scikit-learn.
 
-It needs the optional extra ``digits`` and downloads nothing.
+Needs the optional extra ``digits``; downloads nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import DigitsConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.options.data import DigitsConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import Batch, Kind, NoText, Split
 from axonlaunch.data.shuffle import permute
 
 
 class Digits(NoText):
-    """Grey images of one digit each, 0 black to 1 white, enlarged to the size that is asked."""
+    """Grey images of one digit each, 0 black to 1 white, enlarged to the configured size."""
 
     kind: Kind = "images"
     num_classes = 10
@@ -26,7 +26,7 @@ class Digits(NoText):
         """Load all images.
 
         Raises:
-            ConfigError: scikit-learn is not installed, or no image is left on one side.
+            ConfigError: scikit-learn is not installed, or one split has no images.
         """
         try:
             from sklearn.datasets import load_digits
@@ -35,11 +35,11 @@ class Digits(NoText):
             raise ConfigError([ConfigIssue("data.name", message, config.name)]) from reason
         images, classes = load_digits(return_X_y=True)
         images = _enlarged(images.reshape(-1, 8, 8).astype(np.float32) / 16, config.image_size)
-        # The file is sorted by writer: shuffle it, the same way always, before holding out.
+        # The file is sorted by writer: shuffle it, always the same way, before splitting it.
         order = permute(np.arange(len(images)), size=len(images), key=(0,))
         held_out = round(len(images) * config.eval_fraction)
         if not 0 < held_out < len(images):
-            message = f"leaves nothing of {len(images)} images on one side; use 0.2"
+            message = f"leaves one split of {len(images)} images empty; use 0.2"
             raise ConfigError([ConfigIssue("data.eval_fraction", message, config.eval_fraction)])
         self.sample_shape = (1, config.image_size, config.image_size)
         self._images = images[order].reshape(-1, *self.sample_shape)
@@ -48,14 +48,14 @@ class Digits(NoText):
         self.num_samples = len(images) - held_out
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
-        """Return the images of these indices, in their order."""
+        """Return the images with these indices, in this order."""
         chosen = np.asarray(indices, dtype=np.int64)
         chosen = chosen + (self.num_samples if split == "eval" else 0)
         return Batch.from_numpy(self._images[chosen], self._classes[chosen])
 
 
 def _enlarged(images: npt.NDArray[np.float32], size: int) -> npt.NDArray[np.float32]:
-    """Interpolate square images linearly along both dims, pixel centres aligned."""
+    """Interpolate square images linearly in both dimensions, with pixel centres aligned."""
     old = images.shape[-1]
     if size == old:
         return images

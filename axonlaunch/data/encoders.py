@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axonlaunch.config.documents import ChatConfig, DocumentsConfig, TextRowsConfig
+from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig, TextRowsConfig
 from axonlaunch.data.chat import ChatEncoder
 from axonlaunch.data.documents import DocumentEncoder
 from axonlaunch.data.encoding import Encoder

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.documents import ChatConfig, DocumentsConfig, TextRowsConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig, TextRowsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data import cached_folder, token_cache
 from axonlaunch.data.chat_rows import chat_columns, read_chat
 from axonlaunch.data.documents import text_columns
@@ -26,7 +26,7 @@ from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
 from axonlaunch.data.sources import SourceFile, find_sources
 from axonlaunch.data.tokenizer import Tokenizer, load_tokenizer
-from axonlaunch.system.isolated import Isolated
+from axonlaunch.system.processes.isolated import Isolated
 
 _FORMAT = 2
 _LONGEST_S = 30 * 86400.0
@@ -74,8 +74,8 @@ def load_or_learn(
     except UnreadableFileError as error:
         raise ConfigError([ConfigIssue("data.files", str(error))]) from None
     except OSError as error:
-        where = error.filename or complete.parent
-        message = f"{where} can't be used: {error.strerror or error}; choose another folder"
+        folder = error.filename or complete.parent
+        message = f"{folder} can't be used: {error.strerror or error}; choose another folder"
         raise ConfigError([ConfigIssue("data.cache_dir", message, data.cache_dir)]) from None
     return load_tokenizer(TokenizerConfig(path=str(complete)))
 
@@ -86,7 +86,7 @@ def _complete(complete: Path, write: Callable[[Path], None]) -> None:
     A folder that was changed after it was written is written again.
 
     Raises:
-        OSError: Its path is a link, or it can't be written.
+        OSError: The path is a link, or the folder can't be written.
     """
     partial = complete.with_name(f"{complete.name}.partial")
     while not _is_unchanged(complete):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.dataset import AnyBatch, Dataset
 from axonlaunch.data.samples import Samples
@@ -253,7 +253,7 @@ def rank_loader(
 
     Args:
         config: The run.
-        dataset: Dataset of ``config.data``.
+        dataset: Dataset of ``config.options.data``.
         layout: Layout of the run.
         rank: The global rank.
         pin_memory: Whether to return batches in page-locked memory, for an accelerator.

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.documents import SourceShare, TextRowsConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.options.documents import SourceShare, TextRowsConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoding import OnProgress
@@ -215,7 +215,7 @@ def _source(
     """Return the rows of a source.
 
     Raises:
-        ConfigError: As for ``TextRows``, with keys of the source.
+        ConfigError: The source is invalid; keys are those of the source.
     """
     try:
         return TextRows(config, tokenizer, report=report, verifies=verifies)

@@ -1,8 +1,8 @@
-"""Describes what a run's training rows are made of: files, tokenizer, chat template and options.
+"""Describes the origin of a run's training rows: files, tokenizer, chat template and options.
 
-A checkpoint holds this description, because its position counts rows. A file is described by a
-checksum of the tokens, or bytes, that are trained on; its path and times may change.
-``describe_rows`` makes the description.
+A checkpoint includes this description, because its position counts rows. A file is described by a
+checksum of its training tokens or bytes; its path and times may change. ``describe_rows`` creates
+the description.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.errors import ConfigIssue
+from axonlaunch.config.problems.errors import ConfigIssue
 
 _SHOWN = 60
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What rows are made of.
+    """Origin of training rows.
 
     Attributes:
         files: (name, checksum) of the training files, in order.
-        options: Options of data that decide which rows there are.
+        options: Options of the data that decide the rows.
         tokenizer: Fingerprint of the tokenizer; empty for data that is not tokenised.
-        template: Fingerprint of the chat template; empty for data that has none.
-        shards: Number of shards that ``files`` covers, where the others are not yet tokenised;
-            None: all.
+        template: Fingerprint of the chat template; empty for data without one.
+        shards: Number of shards that ``files`` covers if the others are not yet tokenised; None:
+            all.
     """
 
     files: tuple[tuple[str, str], ...]
@@ -39,16 +39,16 @@ class Origin:
     shards: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the form in which a manifest holds it."""
+        """Return the form that is stored in a manifest."""
         return {**dataclasses.asdict(self), "files": [list(entry) for entry in self.files]}
 
     @classmethod
     def from_dict(cls, content: Any) -> Origin:
-        """Read what ``to_dict`` returned.
+        """Read the result of ``to_dict``.
 
         Raises:
-            TypeError: It has another form.
-            KeyError: Part of it is missing.
+            TypeError: A value has the wrong type.
+            KeyError: A value is missing.
         """
         files = tuple((name, digest) for name, digest in content["files"])
         texts = [content["tokenizer"], content["template"], *(t for entry in files for t in entry)]
@@ -61,19 +61,19 @@ class Origin:
 
 
 def find_differences(saved: Origin, now: Origin | None) -> Iterator[tuple[str, str]]:
-    """Yield ``(key, message)`` for what differs from the description in a checkpoint.
+    """Yield ``(key, message)`` for each difference from the description in a checkpoint.
 
     Args:
         saved: The description in the checkpoint.
-        now: That of the data; None: it is a dataset of the user's own.
+        now: The description of the current data; None: it is a user-defined dataset.
     """
     if now is None:
         yield "data.name", f"was {_short(saved.options.get('name'))}"
         return
     for name in sorted({*saved.options, *now.options}):
-        before, after = saved.options.get(name), now.options.get(name)
-        if before != after:
-            yield f"data.{name}", f"was {_short(before)}"
+        old, new = saved.options.get(name), now.options.get(name)
+        if old != new:
+            yield f"data.{name}", f"was {_short(old)}"
     if saved.tokenizer != now.tokenizer:
         yield "tokenizer.path", "is not the tokenizer that its rows were made with"
     if saved.template != now.template:
@@ -88,15 +88,15 @@ def _digests(origin: Origin) -> list[str]:
 
 
 def _changed_files(saved: Sequence[tuple[str, str]], now: Sequence[tuple[str, str]]) -> str:
-    """Name the files that differ: those that changed, are missing or are new, or else the order."""
-    before, after = dict(saved), dict(now)
+    """Name the changed, missing and new files; without such files, report the changed order."""
+    old, new = dict(saved), dict(now)
     parts = [
-        _name_first([n for n in after if n in before and after[n] != before[n]], "changed"),
-        _name_first([name for name in before if name not in after], "missing"),
-        _name_first([name for name in after if name not in before], "new"),
+        _name_first([name for name in new if name in old and new[name] != old[name]], "changed"),
+        _name_first([name for name in old if name not in new], "missing"),
+        _name_first([name for name in new if name not in old], "new"),
     ]
-    if said := "; ".join(part for part in parts if part):
-        return said
+    if changes := "; ".join(part for part in parts if part):
+        return changes
     return "the same files in another order"
 
 
@@ -113,26 +113,26 @@ def _short(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text without what would move a terminal's cursor."""
+    """Return a text with control characters escaped."""
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def changed_data_issues(
-    saved: Origin, now: Origin | None, *, where: Path, data: Any
+    saved: Origin, now: Origin | None, *, checkpoint: Path, data: Any
 ) -> list[ConfigIssue]:
     """Return the differences from a checkpoint's rows as problems of a configuration.
 
     Args:
         saved: The description in the checkpoint.
-        now: That of the data.
-        where: The checkpoint.
-        data: The configuration of the data.
+        now: The description of the current data.
+        checkpoint: Path of the checkpoint.
+        data: Configuration of the data.
     """
     issues = []
     for key, message in find_differences(saved, now):
         value = getattr(data, key.removeprefix("data."), ...) if key.startswith("data.") else ...
         text = (
-            f"{message} (in {where}, whose position counts other rows); use the same, or "
+            f"{message} (in {checkpoint}, whose position counts other rows); use the same, or "
             "checkpoint.changed_data=restart to go on from the first row of this data"
         )
         issues.append(ConfigIssue(key, text, value))

@@ -70,7 +70,7 @@ def concat(starts: Indices, places: Indices, *, length: int) -> RowTable:
 
 
 def one_each(starts: Indices, places: Indices, *, length: int) -> RowTable:
-    """Put each document in a row of its own; none may be longer than a row."""
+    """Put each document in a separate row; no document may be longer than a row."""
     return RowTable(starts, places, np.arange(len(starts) + 1), length)
 
 

@@ -1,6 +1,6 @@
-"""The source of Python's own standard library: real text that every machine has.
+"""The source code of Python's standard library: real text that every machine has.
 
-It reads the running interpreter's files and refuses one that came without them.
+It reads the files of the running interpreter; an interpreter without source files is an error.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import PythonSourceConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.options.data import PythonSourceConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import FileSums
 from axonlaunch.data.text import ByteWindows
 
 Bytes = npt.NDArray[np.uint8]
 
-# Not of the library, not on every machine, or tests and demos that repeat themselves.
+# Not part of the library, not on every machine, or repetitive tests and demos.
 _SKIPPED = frozenset(
     {
         "__pycache__",
@@ -42,10 +42,10 @@ class PythonSource(ByteWindows):
     """Windows of the standard library's source; whole files are held out."""
 
     def __init__(self, config: PythonSourceConfig) -> None:
-        """Read the library, once a process.
+        """Read the library, once per process.
 
         Raises:
-            ConfigError: This Python has no source, or too little for one sample.
+            ConfigError: This Python has no source files, or too little text for one sample.
         """
         root = Path(sysconfig.get_path("stdlib"))
         train, held_out = _read(root, config.eval_fraction)
@@ -53,7 +53,7 @@ class PythonSource(ByteWindows):
 
     def file_sums(self, shards: int | None = None) -> FileSums:
         """Return one checksum of all training files, under one name."""
-        del shards  # there are none
+        del shards  # no shards
         source = self._rows["train"]
         version = sysconfig.get_python_version()
         name = f"the standard library of Python {version}"
@@ -68,24 +68,24 @@ def _read(root: Path, eval_fraction: float) -> tuple[Bytes, Bytes]:
         try:
             content = (root / name).read_bytes()
         except OSError:
-            continue  # an unreadable file of the library is not this run's problem
+            continue  # unreadable files of the library are left out
         (held_out if _share(name) < eval_fraction else train).append(content)
     if not train and not held_out:
         message = (
             f"this Python has no source files under {root} (it may be frozen or zipped); "
-            "use data=text with files of your own"
+            "use data=text with your files"
         )
         raise ConfigError([ConfigIssue("data.name", message, "python_source")])
     if not train or not held_out:
         message = (
-            f"all {len(train) + len(held_out)} files fall on one side; use a share nearer 0.05"
+            f"all {len(train) + len(held_out)} files are in one split; use a value closer to 0.05"
         )
         raise ConfigError([ConfigIssue("data.eval_fraction", message, eval_fraction)])
     return _join_files(train), _join_files(held_out)
 
 
 def _source_files(root: Path) -> list[str]:
-    """List the library's source files, as paths in it, in an order of their names alone."""
+    """List the library's source files as relative paths, ordered by name."""
     sources: list[str] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED]
@@ -96,7 +96,7 @@ def _source_files(root: Path) -> list[str]:
 
 
 def _share(name: str) -> float:
-    """Place a file in [0, 1) by its name, so that it is on the same side on every machine."""
+    """Map a file name to [0, 1), so that a file is in the same split on every machine."""
     return int.from_bytes(blake2b(name.encode(), digest_size=6).digest()) / 2**48
 
 

@@ -98,9 +98,7 @@ class RowReader:
                         yield number, row
         except MemoryError:
             where = f" after {self.what} {number}" if number else ""
-            message = (
-                f"{self._source.name} can't be read{where}: it needs more memory than there is"
-            )
+            message = f"{self._source.name} can't be read{where}: not enough memory"
             raise UnreadableFileError(message) from None
         except Exception as error:
             if isinstance(error, UnreadableFileError) or not _is_due_to_file(error):
@@ -243,8 +241,8 @@ class RowReader:
 
 def _is_due_to_file(error: Exception) -> bool:
     """Return whether an error is due to the file's content, including pyarrow's errors."""
-    known = (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, csv.Error, RecursionError)
-    return isinstance(error, known) or type(error).__module__ == "pyarrow.lib"
+    classes = (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, csv.Error, RecursionError)
+    return isinstance(error, classes) or type(error).__module__ == "pyarrow.lib"
 
 
 def _refuse_long(content: bytes | str, what: str) -> None:

@@ -49,8 +49,8 @@ class CollatedSamples:
     def forward_arguments(self, forward: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of a forward.
 
-        For a dict these are the entries that the forward has parameters for, for a tuple or list
-        its first element, otherwise the whole batch.
+        A dict passes the entries that the forward has parameters for. A tuple or list passes its
+        first element, any other batch itself.
         """
         if isinstance(self.whole, Mapping):
             return [], {name: self.whole[name] for name in taken_names(forward, self.whole)}

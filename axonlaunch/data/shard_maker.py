@@ -1,7 +1,7 @@
-"""Makes a shard: reads, encodes and writes rows, and records its progress.
+"""Builds shards: reads, encodes and writes rows, and records the progress.
 
-However it ends, the next process continues behind the last chunk that is on record. What is read
-stays open for the next shard, so that a stream that can only be read in order is read once.
+If the process ends early, the next one continues after the last recorded chunk. A file stays open
+for the next shard, so a file that can only be read sequentially is read once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from axonlaunch.data import cached_folder
 from axonlaunch.data.encoding import Encoded, Encoder, OnProgress, Tokenising
 from axonlaunch.data.rows import BadRow, Columns, Row, RowReader, UnreadableFileError
 from axonlaunch.data.sources import SourceFile
-from axonlaunch.system.files import appending_descriptor, replace_text
-from axonlaunch.system.isolated import IsolatedCallError
+from axonlaunch.system.processes.isolated import IsolatedCallError
+from axonlaunch.system.storage.files import appending_descriptor, replace_text
 
 SHARD_SIZE = 16 << 20
-"""Characters of text with which a shard is full: at a few MB a second the first one is made while
-a model is built, and its rows are still many to be shuffled among themselves."""
+"""Characters of text per shard. At a few MB per second the first shard is built while a model is
+built, and it has enough rows to shuffle.
+"""
 META = "shard.json"
 TOKENS_FILE, LENGTHS_FILE, ROWS_FILE, COUNTED_FILE = (
     "tokens.bin",
@@ -40,27 +41,28 @@ _PROGRESS = "progress.json"
 _CHUNK_ROWS, _CHUNK_CHARACTERS = 1024, 1 << 20
 _TUPLES = ("documents", "listed", "source_sums")
 _LISTED = 5
-"""Bad rows that are remembered by name; the others are counted."""
+"""Number of bad rows that are named; the others are only counted."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a shard is.
+    """Progress of a shard.
 
     Attributes:
-        file: The file that is read, by its place among the files of the shard's group.
-        row: The last row of it that was taken.
-        offset: Bytes of it, decompressed, up to the end of that row; 0 where rows are not lines.
-        characters: Of the rows that were taken.
-        documents: How many there are, of each file.
-        tokens: How many there are.
-        counted: Of these, those that are a target.
-        empty: Rows of which no token is a target, and which are left out.
-        bad: Rows that are none.
-        listed: The first of them: ``"FILE, line N: reason"``.
-        is_last: Whether it was read to the end of the group's last file.
-        sums: CRC-32 of what is written of each file, by its name.
-        source_sums: CRC-32 of the tokens of each file that was read, as ``documents`` counts them.
+        file: Index of the current file in the shard's group of files.
+        row: Number of the last row taken from this file.
+        offset: Decompressed bytes of the file up to the end of that row; 0 for formats without
+            lines.
+        characters: Number of characters in the rows taken.
+        documents: Number of documents from each file.
+        tokens: Number of tokens.
+        counted: Number of tokens that are targets.
+        empty: Number of rows left out because no token is a target.
+        bad: Number of invalid rows.
+        listed: First invalid rows: ``"FILE, line N: reason"``.
+        is_last: Whether the last file of the group was read to its end.
+        sums: CRC-32 of the content written to each file of the shard, by name.
+        source_sums: CRC-32 of the tokens from each file, in the order of ``documents``.
     """
 
     file: int = 0
@@ -79,54 +81,54 @@ class Progress:
 
     @classmethod
     def behind(cls, other: Progress) -> Progress:
-        """Return the beginning of a shard that starts where another one ends."""
-        none = (0,) * (other.file + 1)
+        """Return the initial progress of the shard that follows another one."""
+        zeros = (0,) * (other.file + 1)
         start = cls(file=other.file, row=other.row, offset=other.offset)
-        return replace(start, documents=none, source_sums=none)
+        return replace(start, documents=zeros, source_sums=zeros)
 
     @classmethod
     def read(cls, file: Path) -> Progress:
-        """Read what is on record.
+        """Read the recorded progress.
 
         Raises:
-            FileNotFoundError: Nothing is.
-            ValueError: It is no record of this form; or ``TypeError`` or ``KeyError``.
+            FileNotFoundError: There is no record.
+            ValueError: The record is invalid; or ``TypeError`` or ``KeyError``.
         """
         content = json.loads(file.read_text())
         lists = {key: tuple(content[key]) for key in _TUPLES}
         return cls(**{**content, **lists})
 
     def at_next_file(self) -> Progress:
-        """Return the same at the beginning of the group's next file."""
+        """Return a copy at the beginning of the group's next file."""
         documents, sums = (*self.documents, 0), (*self.source_sums, 0)
         start = replace(self, file=self.file + 1, row=0, offset=0)
         return replace(start, documents=documents, source_sums=sums)
 
     def write(self, file: Path) -> None:
-        """Put it on record."""
+        """Record the progress in a file."""
         replace_text(file, json.dumps(asdict(self)))
 
 
 class BadRowsError(ValueError):
-    """A row is none, and none is to be skipped."""
+    """There are invalid rows, and they are not skipped."""
 
     def __init__(self, progress: Progress) -> None:
-        """Name the first one."""
+        """Name the first invalid row."""
         more = f" (and {progress.bad - 1} more so far)" if progress.bad > 1 else ""
         super().__init__(f"{progress.listed[0]}{more}")
 
 
 class EncodingError(ValueError):
-    """A tokenizer, or its chat template, took too long or too much memory for some rows."""
+    """A tokenizer or chat template exceeded its limits of time or memory."""
 
 
 def token_dtype(encoder: Encoder) -> str:
-    """Return the type that a token is written in."""
+    """Return the data type of stored tokens."""
     return "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
 
 
 def file_sizes(progress: Progress, encoder: Encoder) -> dict[str, int]:
-    """Return the bytes that each file of a shard has, by its name, as far as it is."""
+    """Return the size in bytes of each file of a shard at some progress, by name."""
     documents = sum(progress.documents)
     return {
         TOKENS_FILE: np.dtype(token_dtype(encoder)).itemsize * progress.tokens,
@@ -137,7 +139,7 @@ def file_sizes(progress: Progress, encoder: Encoder) -> dict[str, int]:
 
 
 def is_written(partial: Path, progress: Progress, encoder: Encoder) -> bool:
-    """Return whether the files of an unfinished shard hold what its progress says.
+    """Return whether the files of an unfinished shard match its recorded progress.
 
     Raises:
         OSError: One is a link or can't be read.
@@ -153,10 +155,10 @@ def written_sums(partial: Path) -> Mapping[str, int]:
 
 
 class ShardMaker:
-    """Makes shards one after another."""
+    """Builds shards one after another."""
 
     def __init__(self, encoder: Encoder, *, skip_bad: bool) -> None:
-        """Choose what makes documents of rows, and whether rows that are none are left out."""
+        """Store the encoder of rows, and whether to leave out invalid rows."""
         self._encoder = encoder
         self._skip_bad = skip_bad
         self._open: _OpenFile | None = None
@@ -164,22 +166,22 @@ class ShardMaker:
     def make(
         self, partial: Path, files: tuple[SourceFile, ...], start: Progress, report: OnProgress
     ) -> None:
-        """Make what is missing of a shard: from its start on, until it is full or the files end.
+        """Build the missing part of a shard, until it is full or the files end.
 
         Args:
-            partial: Its folder, which nobody else writes.
-            files: Of its group.
-            start: Where it begins.
-            report: Is called after each chunk.
+            partial: The shard's folder, which no other process writes.
+            files: Files of its group.
+            start: Start of the shard.
+            report: Called after each chunk.
 
         Raises:
-            BadRowsError: A row is none, and rows are not skipped.
-            UnreadableFileError: A file can't be read, or holds no rows and rows are not skipped.
+            BadRowsError: A row is invalid, and such rows are not skipped.
+            UnreadableFileError: A file can't be read, or has no rows and bad rows are not skipped.
             OSError: The folder can't be written.
         """
         try:
             progress = Progress.read(partial / _PROGRESS)
-            # After a power cut the record may be on disk and what it speaks of not.
+            # After a power failure the record may be on disk, but not the data.
             progress = progress if is_written(partial, progress, self._encoder) else start
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             progress = start
@@ -187,7 +189,7 @@ class ShardMaker:
         with ExitStack() as stack:
             written = _Files(partial, self._encoder, progress, stack)
             pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="tokenising"))
-            stack.push(self._cancel)  # before the pool waits for what it does: Ctrl-C ends it
+            stack.push(self._cancel)  # runs before the pool waits, so that Ctrl-C ends its call
             while True:
                 progress = self._add_file(written, pool, files, progress, report)
                 is_full = progress.characters >= SHARD_SIZE
@@ -207,39 +209,39 @@ class ShardMaker:
         progress: Progress,
         report: OnProgress,
     ) -> Progress:
-        """Add the rows of a file that are not there yet, until the shard is full."""
+        """Add the remaining rows of a file until the shard is full."""
         source = files[progress.file]
-        before, total = sum(f.size for f in files[: progress.file]), sum(f.size for f in files)
-        # What fails is not continued from: its end would look like that of the file.
+        done_bytes, total = sum(f.size for f in files[: progress.file]), sum(f.size for f in files)
+        # A reader that failed is not reused: its end would look like the end of the file.
         opened, self._open = self._open, None
         if opened is None or not opened.can_continue(source, progress):
             opened = _OpenFile(source, progress, self._encoder.columns)
         encoding: Future[_Encoding] | None = None
         pending: _Chunk | None = None
-        # A chunk is encoded, outside of Python's lock, while the next one is read.
+        # A chunk is encoded, without holding Python's lock, while the next one is read.
         for chunk in itertools.chain(opened.chunks(progress), [None]):
-            after = None if chunk is None else pool.submit(_encode_chunk, chunk, self._encoder)
+            submitted = None if chunk is None else pool.submit(_encode_chunk, chunk, self._encoder)
             if encoding is not None:
                 done, encoded, bad = _result_of(encoding, pending, source.name, opened.reader.what)
                 where = f"{source.name}, {opened.reader.what}"
                 progress = written.add(progress, done, encoded, bad, where)
                 self._refuse_bad(progress)
-                fraction = (before + done.fraction * source.size) / max(1, total)
+                fraction = (done_bytes + done.fraction * source.size) / max(1, total)
                 report(Tokenising(source.name, fraction, progress.tokens))
-            encoding, pending = after, chunk
+            encoding, pending = submitted, chunk
         self._open = opened
         return progress
 
     def _cancel(self, error: type[BaseException] | None, *_: object) -> None:
-        """End what is encoded where its result is not waited for any more."""
+        """End an encoding call after an error, because its result is no longer needed."""
         if error is not None:
             self._encoder.cancel()
 
     def _without_rows(self, progress: Progress, source: SourceFile) -> Progress:
-        """Return the same with a file counted among what is left out.
+        """Return the progress with a file without rows counted as a bad row.
 
         Raises:
-            UnreadableFileError: Nothing is to be left out.
+            UnreadableFileError: Bad rows are not skipped.
         """
         reason = f"{source.name} holds no rows"
         if not self._skip_bad:
@@ -256,10 +258,10 @@ class _Chunk:
     """Rows that are encoded together.
 
     Attributes:
-        rows: Each with its number.
-        characters: Of them.
-        offset: Of the reader, behind the last one.
-        fraction: Of the file, up to there.
+        rows: Rows with their numbers.
+        characters: Number of characters in the rows.
+        offset: Offset of the reader after the last row.
+        fraction: Fraction of the file up to there.
     """
 
     rows: list[tuple[int, Row | str | BadRow]]
@@ -272,7 +274,7 @@ _Encoding = tuple[_Chunk, Encoded, list[tuple[int, str]]]
 
 
 class _OpenFile:
-    """A file, read up to some row."""
+    """A file that was read up to some row."""
 
     def __init__(self, source: SourceFile, progress: Progress, columns: Columns) -> None:
         self._source = source
@@ -282,11 +284,11 @@ class _OpenFile:
         self._rows = iter(self.reader)
 
     def can_continue(self, source: SourceFile, progress: Progress) -> bool:
-        """Say whether what comes behind a progress is still to be read."""
+        """Return whether the rows after a progress are still unread."""
         return source == self._source and self._row <= progress.row
 
     def chunks(self, progress: Progress) -> Iterator[_Chunk]:
-        """Yield what comes behind a progress, up to the row with which the shard is full."""
+        """Yield the chunks after a progress, up to the row that fills the shard."""
         self.reader.skip = progress.row
         read = progress.characters
         while read < SHARD_SIZE:
@@ -316,7 +318,7 @@ def _characters(value: Any) -> int:
 def _result_of(
     encoding: Future[_Encoding], chunk: _Chunk | None, file: str, what: str
 ) -> _Encoding:
-    """Return what was encoded.
+    """Return the encoded chunk.
 
     Raises:
         EncodingError: The tokenizer took too long, or too much memory.
@@ -330,22 +332,22 @@ def _result_of(
 
 
 def _encode_chunk(chunk: _Chunk, encoder: Encoder) -> _Encoding:
-    """Return a chunk, its documents with their rows' numbers, and what is wrong by number."""
+    """Return a chunk, its documents with their rows' numbers, and (number, reason) of bad rows."""
     good = [(number, row) for number, row in chunk.rows if not isinstance(row, BadRow)]
     bad = [(number, row.reason) for number, row in chunk.rows if isinstance(row, BadRow)]
     encoded = encoder.encode([row for _, row in good])
     numbers = np.array([number for number, _ in good], dtype=np.int64)
-    bad += [(good[place][0], reason) for place, reason in encoded.bad]
+    bad += [(good[index][0], reason) for index, reason in encoded.bad]
     return chunk, replace(encoded, rows=numbers[encoded.rows]), sorted(bad)
 
 
 class _Files:
-    """The files of a shard that is made."""
+    """Open files of an unfinished shard."""
 
     def __init__(
         self, partial: Path, encoder: Encoder, progress: Progress, stack: ExitStack
     ) -> None:
-        """Open them where the progress that is on record ends."""
+        """Open the files and truncate them to the recorded progress."""
         self._progress_file = partial / _PROGRESS
         self._dtype = np.dtype(token_dtype(encoder))
         self._streams = {}
@@ -363,7 +365,7 @@ class _Files:
         bad: list[tuple[int, str]],
         where: str,
     ) -> Progress:
-        """Write a chunk and put on record that it is written."""
+        """Write a chunk and record the progress."""
         written = {
             TOKENS_FILE: encoded.tokens.astype(self._dtype).tobytes(),
             LENGTHS_FILE: encoded.lengths.astype(np.uint32).tobytes(),
@@ -377,24 +379,24 @@ class _Files:
             self._streams[name].write(content)
             self._streams[name].flush()
         sums = {n: zlib.crc32(part, progress.sums.get(n, 0)) for n, part in written.items()}
-        *before, here = progress.documents
-        *sums_before, sum_here = progress.source_sums
+        *previous, current = progress.documents
+        *previous_sums, current_sum = progress.source_sums
         for content in written.values():
-            sum_here = zlib.crc32(content, sum_here)
+            current_sum = zlib.crc32(content, current_sum)
         listed = [f"{where} {number}: {reason}" for number, reason in bad]
         progress = replace(
             progress,
             row=chunk.rows[-1][0],
             offset=chunk.offset,
             characters=progress.characters + chunk.characters,
-            documents=(*before, here + len(encoded.lengths)),
+            documents=(*previous, current + len(encoded.lengths)),
             tokens=progress.tokens + len(encoded.tokens),
             counted=progress.counted + counted,
             empty=progress.empty + encoded.empty,
             bad=progress.bad + len(bad),
             listed=(*progress.listed, *listed)[:_LISTED],
             sums=sums,
-            source_sums=(*sums_before, sum_here),
+            source_sums=(*previous_sums, current_sum),
         )
         progress.write(self._progress_file)
         return progress

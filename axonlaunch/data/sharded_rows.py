@@ -1,8 +1,8 @@
-"""Rows of files that are tokenised while a run trains on those before them.
+"""Rows of files that are tokenised while a run trains on earlier ones.
 
-The order is such that the first sample needs the first shard alone: the shards of a pass one after
-another, in the first pass as the files lie, the rows of each shuffled among themselves. It follows
-from the seed and the global sample index, as any order does.
+The first sample needs only the first shard: the shards of a pass follow one another, in the order
+of the files in the first pass, and rows are shuffled within each shard. As for any dataset, the
+order follows from the seed and the global sample index.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.documents import TextRowsConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import TextRowsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data import token_cache
 from axonlaunch.data.dataset import Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.document_parts import DocumentPart, TextSummary
@@ -34,22 +34,22 @@ from axonlaunch.data.sources import find_sources
 from axonlaunch.data.text_rows import TextRows, corpus, explain_failures, refuse_overlap
 from axonlaunch.data.token_cache import Shard
 from axonlaunch.data.tokenizer import Tokenizer
-from axonlaunch.system.files import read_text, replace_text
-from axonlaunch.system.formatting import size
+from axonlaunch.system.storage.files import read_text, replace_text
+from axonlaunch.system.text.formatting import size
 
 _SHARDS_KEY, _ROWS_KEY = 3, 4
-"""Distinguish the order of shards, and of the rows in them, from other orders."""
+"""Distinguish the orders of shards, and of the rows in them, from other orders."""
 _LARGEST_NOTE = 1 << 10
 _OPEN = 4
-"""Shards whose rows are at hand; others are mapped again when they are needed."""
+"""Number of shards with rows kept in memory; other shards are mapped again when needed."""
 
 
 class ShardedRows:
-    """Rows of shards, of which each is tokenised when it is needed, if nobody has done it before.
+    """Rows of shards. A shard that is not yet cached is tokenised when it is needed.
 
     Attributes:
-        tokenizer: What makes the tokens.
-        folder: Where the tokens are kept.
+        tokenizer: Tokenizer of the text.
+        folder: Folder of the cached tokens.
         num_bytes: Bytes of all files.
     """
 
@@ -58,11 +58,11 @@ class ShardedRows:
     num_samples = 0
 
     def __init__(self, config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> None:
-        """Tokenise the first shard, and what is held out; verify each shard when it is opened.
+        """Tokenise the first shard and held-out files; verify each shard when it is opened.
 
         Raises:
-            ConfigError: A file of these can't be read, a row is none, or nothing is left to train
-                on.
+            ConfigError: One of these files can't be read, a row is invalid, or there are no
+                training rows.
         """
         self._config, self._report = config, report
         self.tokenizer = tokenizer
@@ -72,10 +72,12 @@ class ShardedRows:
         sources = find_sources(config.files)
         refuse_overlap(config, sources)
         self._corpus = corpus(config, sources, tokenizer, report)
-        # It is at hand for good: what is held out is of it, which another thread evaluates.
+        # It stays open: another thread evaluates its held-out samples.
         self._first = self._rows_of_shard(0, held_out=config.held_out)
         if not self._first.num_samples:
-            message = "the first shard has no row to train on; data.shuffle=all takes all files"
+            message = (
+                "the first shard has no training rows; data.shuffle=all uses all files at once"
+            )
             raise ConfigError([ConfigIssue("data.files", message, config.files)])
         self._first_rows = [0, self._first.num_samples]
         self._open: OrderedDict[int, TextRows] = OrderedDict()
@@ -83,7 +85,9 @@ class ShardedRows:
         self.num_bytes = sum(source.size for source in sources)
         total = size(self.num_bytes)
         later = f"data.shuffle=shards: {total} in {len(sources)} file{'s' * (len(sources) > 1)}; "
-        later += "below is the first shard, the others are tokenised while it trains"
+        later += (
+            "the figures below are for the first shard, the others are tokenised during training"
+        )
         self._notes = (later, *self._first.info.notes)
 
     @property
@@ -100,21 +104,21 @@ class ShardedRows:
         )
 
     def order(self, positions: Indices, *, seed: int) -> Indices:
-        """Return which row stands at each global sample index.
+        """Return the row for each global sample index.
 
-        Of shards with 3, 2 and 4 rows the indices 0 to 2 are the rows of the first one, 3 and 4
-        those of the second, 9 to 17 those of the second pass, whose shards are shuffled.
+        For shards with 3, 2 and 4 rows, indices 0 to 2 are the rows of the first shard, 3 and 4
+        those of the second, and 9 to 17 those of the second pass, in which the shards are shuffled.
         """
         return np.array([self._row_at(int(position), seed) for position in positions])
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
-        """Return the rows of these indices, in their order."""
+        """Return the rows with these indices, in this order."""
         if split == "eval" or not len(indices):
             return self._first.samples(indices, split=split)
         import torch
 
-        places = [self._place(int(index)) for index in indices]
-        batches = [self._rows(shard).samples([row], split=split) for shard, row in places]
+        locations = [self._locate(int(index)) for index in indices]
+        batches = [self._rows(shard).samples([row], split=split) for shard, row in locations]
         positions = [part.positions for part in batches if part.positions is not None]
         return Batch(
             torch.cat([part.inputs for part in batches]),
@@ -123,57 +127,55 @@ class ShardedRows:
         )
 
     def sources(self, row: int) -> Iterator[tuple[str, DocumentPart]]:
-        """Yield the file and the row that each piece of a row to train on is of, and the piece."""
-        shard, own = self._place(row)
-        yield from self._rows(shard).sources(own)
+        """Yield (file and row; document part) for each document in a packed training row."""
+        shard, shard_row = self._locate(row)
+        yield from self._rows(shard).sources(shard_row)
 
     def file_sums(self, shards: int | None = None) -> FileSums:
-        """Return (name, checksum of tokens) of the files of the first shards, and their number.
+        """Return (name, checksum of tokens) of the files of the first shards.
 
         Args:
-            shards: How many; tokenised if they are not yet. None: those that are known by now.
-
-        Returns:
-            The checksums, and how many shards they cover; None: all.
+            shards: Number of shards, which are tokenised if necessary; None: those tokenised so
+                far.
         """
-        known = self._corpus.num_known if shards is None else shards
+        num_shards = self._corpus.num_known if shards is None else shards
         first: list[Shard] = []
         with explain_failures(self._config):
-            while len(first) < known and (shard := self._corpus.shard(len(first))) is not None:
+            while len(first) < num_shards and (shard := self._corpus.shard(len(first))) is not None:
                 first.append(shard)
         is_all = self._corpus.is_known and len(first) == self._corpus.num_known
         return FileSums(token_cache.sums_by_file(first), None if is_all else len(first))
 
     def summaries(self) -> dict[str, TextSummary]:
-        """Count what there is of all shards, which are tokenised for it."""
+        """Count documents and tokens of all shards, tokenising the remaining ones."""
         with explain_failures(self._config):
             shards = range(len([*self._corpus]))
         summaries = [self._rows(shard).summaries()[""] for shard in shards]
         return {"": TextSummary.together(summaries)}
 
     def shard_rows(self) -> list[tuple[int, int]]:
-        """Return the rows that orders count in each shard, and those that its documents fill.
+        """Return (number of rows in the order, number of rows that documents fill) for each shard.
 
-        All shards are tokenised for it.
+        Tokenises all shards.
         """
-        while self._know(self._first_rows[-1]):
+        while self._count_up_to(self._first_rows[-1]):
             pass
         counted = np.diff(self._first_rows).tolist()
         return [(count, self._rows(shard).num_samples) for shard, count in enumerate(counted)]
 
     def encode(self, text: str) -> list[int]:
-        """Turn text that is to be continued into tokens."""
+        """Convert a prompt to tokens."""
         return self.tokenizer.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text."""
+        """Convert tokens to text."""
         return self.tokenizer.decode(tokens)
 
     @contextmanager
     def tokenising_ahead(self, tokenizer: TokenizerConfig) -> Iterator[subprocess.Popen[bytes]]:
-        """Let a process of its own tokenise what is left, in turn; it ends with this one.
+        """Run a separate process that tokenises the remaining shards in order; end it on exit.
 
-        Whatever it fails with, who needs that shard fails with too.
+        If it fails, the process that needs the shard fails too and reports the reason.
         """
         command = [sys.executable, "-P", "-m", "axonlaunch.data.tokenise_ahead"]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
@@ -198,10 +200,10 @@ class ShardedRows:
         return rows
 
     def _rows_of_shard(self, number: int, *, held_out: int | float | list[str]) -> TextRows:
-        """Return the rows of a shard, tokenised if it is not yet, and again if it has changed.
+        """Return the rows of a shard, tokenised if it is missing or has changed.
 
         Raises:
-            ConfigError: It can't be.
+            ConfigError: It can't be tokenised.
         """
         with explain_failures(self._config):
             if self._corpus.shard(number) is not None:
@@ -211,8 +213,8 @@ class ShardedRows:
         config = replace(self._config, held_out=held_out)
         return TextRows(config, self.tokenizer, report=self._report, shards=[shard])
 
-    def _know(self, row: int) -> bool:
-        """Count shards until one has a row; return whether there is such a row in a pass."""
+    def _count_up_to(self, row: int) -> bool:
+        """Count the rows of shards up to one with this row; return whether a pass has it."""
         while self._first_rows[-1] <= row:
             number = len(self._first_rows) - 1
             with explain_failures(self._config):
@@ -223,9 +225,9 @@ class ShardedRows:
         return True
 
     def _count(self, number: int, shard: Shard) -> int:
-        """Return how many rows a shard has, from the note beside its tokens if there is one.
+        """Return the number of rows in a shard, from a file next to its tokens if it exists.
 
-        So a run that resumes opens the shard it has come to, and none of those before it.
+        A resumed run therefore opens the shard at its position, and no earlier shards.
         """
         config = self._config
         filling = [config.sequence_length, config.packing, config.too_long]
@@ -238,35 +240,34 @@ class ShardedRows:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             pass
         rows = self._rows(number).num_samples
-        with contextlib.suppress(OSError):  # a cache may be one that can only be read
+        with contextlib.suppress(OSError):  # the cache may be read-only
             text = json.dumps({"rows": rows, "crc32": _sum_of_note(digest, rows)})
             replace_text(note, text)
         return rows
 
-    def _place(self, row: int) -> tuple[int, int]:
-        """Return the shard of a row, and its place there."""
-        self._know(row)
+    def _locate(self, row: int) -> tuple[int, int]:
+        """Return (shard, row within the shard)."""
+        self._count_up_to(row)
         shard = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         return shard, row - self._first_rows[shard]
 
     def _row_at(self, position: int, seed: int) -> int:
-        if self._know(position):
-            shard, place = self._place(position)
-            return self._shuffled_place(shard, place, 0, seed)
-        epoch, place = divmod(position, self._first_rows[-1])
+        if self._count_up_to(position):
+            return self._shuffled_row(*self._locate(position), 0, seed)
+        epoch, in_epoch = divmod(position, self._first_rows[-1])
         sizes = np.diff(self._first_rows)
         shards = permute(np.arange(len(sizes)), size=len(sizes), key=(seed, _SHARDS_KEY, epoch))
         ends = np.cumsum(sizes[shards])
-        number = int(np.searchsorted(ends, place, side="right"))
+        number = int(np.searchsorted(ends, in_epoch, side="right"))
         shard = int(shards[number])
-        return self._shuffled_place(shard, place - int(ends[number] - sizes[shard]), epoch, seed)
+        return self._shuffled_row(shard, in_epoch - int(ends[number] - sizes[shard]), epoch, seed)
 
-    def _shuffled_place(self, shard: int, place: int, epoch: int, seed: int) -> int:
+    def _shuffled_row(self, shard: int, index: int, epoch: int, seed: int) -> int:
         first, end = self._first_rows[shard : shard + 2]
         key = (seed, _ROWS_KEY, epoch, shard)
-        return first + int(permute(np.array([place]), size=end - first, key=key)[0])
+        return first + int(permute(np.array([index]), size=end - first, key=key)[0])
 
 
 def _sum_of_note(digest: str, rows: object) -> int:
-    """Return the CRC-32 of a note beside a shard: how many rows it has in one packing."""
+    """Return the CRC-32 of a file with the number of rows of a shard in one packing."""
     return zlib.crc32(f"{digest} {rows}".encode())

@@ -1,6 +1,6 @@
-"""The order of samples: a shuffle that can be asked for any position, and is never written down.
+"""Shuffled order of samples, computed for any position without storing a permutation.
 
-It depends on the seed and the global sample index alone, so neither the number of ranks nor a
+It depends only on the seed and the global sample index, so neither the number of ranks nor a
 restart changes it.
 """
 
@@ -14,19 +14,19 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
-# Four are enough for a large domain (Luby and Rackoff, 1988); small ones need more.
+# Four rounds are enough for a large domain (Luby and Rackoff, 1988); small ones need more.
 _ROUNDS = 8
 
 
 def dataset_indices(positions: Indices, *, num_samples: int, seed: int, split: int = 0) -> Indices:
-    """Return which sample of the dataset stands at each global sample index.
+    """Return the dataset's index of the sample at each global sample index.
 
     Args:
-        positions: Global sample indices: 0 is the run's first sample, ``num_samples`` the first
-            of the second epoch, which is shuffled again.
+        positions: Global sample indices: 0 is the first sample of the run, ``num_samples`` the
+            first of the second epoch, which is shuffled again.
         num_samples: Size of the dataset.
-        seed: The run's seed.
-        split: Distinguishes the orders of several sets of samples under one seed.
+        seed: Seed of the run.
+        split: Distinguishes the orders of several sets of samples with one seed.
     """
     epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), num_samples)
     indices = np.empty_like(places)
@@ -37,13 +37,13 @@ def dataset_indices(positions: Indices, *, num_samples: int, seed: int, split: i
 
 
 def permute(places: Indices, *, size: int, key: tuple[int, ...]) -> Indices:
-    """Return where a keyed permutation of ``range(size)`` sends each place.
+    """Apply a keyed permutation of ``range(size)`` to each index.
 
-    A place is written as a pair of digits in two bases near the root of the size, and each digit
-    in turn is shifted by a random function of the other: a generalized Feistel network. A place
-    that leaves the range, which the product of the bases exceeds a little, is sent on along its
-    cycle until it is back inside. Both after Black and Rogaway, Ciphers with Arbitrary Finite
-    Domains (2002).
+    An index is split into two digits, with bases near the square root of the size, and each digit
+    in turn is shifted by a random function of the other: a generalized Feistel network. The product
+    of the bases exceeds the size a little. An index that leaves the range is mapped again, along
+    its cycle, until it is in the range. Both methods are from Black and Rogaway, Ciphers with
+    Arbitrary Finite Domains (2002).
     """
     base = isqrt(size - 1) + 1
     bases = (np.uint64(base), np.uint64(-(-size // base)))
@@ -57,7 +57,7 @@ def permute(places: Indices, *, size: int, key: tuple[int, ...]) -> Indices:
 
 
 def mix(words: _Words) -> _Words:
-    """Scramble 64-bit words: SplitMix64's finalizer (Steele, Lea and Flood, 2014)."""
+    """Scramble 64-bit words by SplitMix64's finalizer (Steele, Lea and Flood, 2014)."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

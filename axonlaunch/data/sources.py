@@ -1,6 +1,6 @@
-"""Which files hold the rows of a dataset, here or in a place that fsspec reaches.
+"""Finds the files with the rows of a dataset, locally or in storage that fsspec supports.
 
-It finds them and opens none; how rows are read is ``rows``'s.
+No file is opened here; ``rows`` reads them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from glob import glob
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.url import is_url
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.config.values.url import is_url
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-"""Of a folder that ``save_to_disk`` of datasets wrote: of one dataset, and of several splits."""
+"""Files that ``save_to_disk`` of datasets writes: for one dataset, and for several splits."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,11 @@ class SourceFile:
     """A file of rows.
 
     Attributes:
-        name: Path or URL, as it is shown.
+        name: Path or URL, as shown to users.
         format: One of ``FORMATS``.
         compression: One of ``COMPRESSIONS``, or empty.
-        size: Bytes.
-        stamp: What changes when the file does: when it was written, or what the place calls its
-            version.
+        size: Size in bytes.
+        stamp: A value that changes with the file: modification time, or version in remote storage.
     """
 
     name: str
@@ -41,7 +40,7 @@ class SourceFile:
     stamp: str
 
     def open(self) -> BinaryIO:
-        """Open the file to read its bytes as they are.
+        """Open the file for reading, without decompression.
 
         Raises:
             OSError: It can't be opened.
@@ -52,14 +51,14 @@ class SourceFile:
 
 
 def find_sources(patterns: Sequence[str], *, key: str = "data.files") -> list[SourceFile]:
-    """Expand paths, globs and URLs, each file once, in the order of the patterns, then of names.
+    """Expand paths, globs and URLs; each file once, ordered by pattern, then by name.
 
     Args:
-        patterns: As the user wrote them.
-        key: Where they were written.
+        patterns: Patterns as written by the user.
+        key: Configuration key of the patterns.
 
     Raises:
-        ConfigError: One matches nothing, or a file is of no known format; all such, at once.
+        ConfigError: A pattern matches nothing, or a file has an unknown format; lists all problems.
     """
     problems: list[ConfigIssue] = []
     sources: dict[str, SourceFile] = {}
@@ -83,21 +82,21 @@ def _local(pattern: str) -> Iterator[str]:
     """Yield the files of a path or a glob.
 
     Raises:
-        ValueError: There are none.
+        ValueError: No file matches.
     """
     path = Path(pattern).expanduser()
-    # A path that exists is meant as it stands, even with a bracket in its name.
+    # An existing path is used literally, even with a bracket in its name.
     names = [str(path)] if path.exists() else sorted(glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
     files = [file for name in map(Path, names) for file in _files_of(name)]
     if not files and path.is_dir():
         raise ValueError(_no_files(path, pattern))
     if not files:
-        raise ValueError(f"no file is there or matches, seen from {Path.cwd()}")
+        raise ValueError(f"no file matches, seen from {Path.cwd()}")
     yield from (str(file.absolute()) for file in files)
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Return a file itself, or those of a folder of datasets, [] of another folder."""
+    """Return a file, or the files of a dataset folder; empty for other folders."""
     if path.is_file():
         return [path]
     try:
@@ -110,26 +109,26 @@ def _files_of(path: Path) -> list[Path]:
 def _no_files(path: Path, pattern: str) -> str:
     if (path / _SPLITS).is_file():
         splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
-        return f"it holds several splits; write {pattern.rstrip('/')}/{splits[0]}"
-    return f"it is a folder; write {pattern.rstrip('/')}/**/*.jsonl for what is in it"
+        return f"it has several splits; write {pattern.rstrip('/')}/{splits[0]}"
+    return f"it is a folder; write {pattern.rstrip('/')}/**/*.jsonl for the files in it"
 
 
 def _remote(pattern: str) -> list[str]:
-    """Return the URLs of the files that a URL, or a glob, names.
+    """Return the URLs of the files that a URL or a glob matches.
 
     Raises:
-        ValueError: There are none.
-        OSError: They can't be asked for.
-        ImportError: What reaches the place is not installed.
+        ValueError: No file matches.
+        OSError: The storage can't be reached.
+        ImportError: The package for this storage is not installed.
     """
     filesystem = _filesystem(pattern)
     try:
         names = sorted(filesystem.glob(pattern)) if "*" in pattern else [pattern]
         names = [name for name in names if filesystem.isfile(name)]
-    except Exception as error:  # a place of others fails in its own ways
+    except Exception as error:  # storage backends raise various errors
         raise OSError(f"can't be reached: {type(error).__name__}: {error}") from error
     if not names:
-        raise ValueError("no file is there or matches")
+        raise ValueError("no file matches")
     return [name if is_url(name) else filesystem.unstrip_protocol(name) for name in names]
 
 
@@ -142,12 +141,12 @@ def _filesystem(url: str) -> Any:
 def _unknown_format(name: str) -> str | None:
     if _suffixes(name)[0] in FORMATS:
         return None
-    known = ", ".join(FORMATS)
-    return f"{name} is of no known format; known: {known}, also compressed"
+    formats = ", ".join(FORMATS)
+    return f"{name} has an unknown format; known: {formats}, also compressed"
 
 
 def _suffixes(name: str) -> tuple[str, str]:
-    """Return a file's format and compression by its name."""
+    """Return a file's format and compression, from its name."""
     path = Path(name.lower())
     if path.suffix in COMPRESSIONS:
         return Path(path.stem).suffix, path.suffix

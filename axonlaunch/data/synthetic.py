@@ -1,6 +1,6 @@
-"""Made-up samples, computed from their index: for tests and benchmarks, yet learnable.
+"""Synthetic samples, computed from their index, for tests and benchmarks; a model can learn them.
 
-It reads nothing, and any number of samples costs no memory.
+No file is read, and memory use does not depend on the number of samples.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import SyntheticImagesConfig, SyntheticTokensConfig
+from axonlaunch.config.options.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.data.dataset import Batch, DatasetInfo, Kind, NoText, Split
 from axonlaunch.data.shuffle import mix
 
@@ -36,7 +36,7 @@ class SyntheticTokens(NoText):
         return DatasetInfo(is_packed=self._is_packed)
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
-        """Return the sequences of these indices, in their order."""
+        """Return the sequences with these indices, in this order."""
         words = _words(indices, split)
         start = (words >> np.uint64(8)) % np.uint64(self.vocab_size)
         stride = words % np.uint64(_MAX_STRIDE) + np.uint64(1)
@@ -51,7 +51,7 @@ class SyntheticTokens(NoText):
 
 
 class SyntheticImages(NoText):
-    """A fixed pattern a class, under noise as strong as the pattern."""
+    """A fixed pattern for each class, with noise of the same strength."""
 
     kind: Kind = "images"
 
@@ -65,7 +65,7 @@ class SyntheticImages(NoText):
         self._patterns = _spread(mix(grid)).reshape(config.num_classes, pixels)
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
-        """Return the images of these indices, in their order."""
+        """Return the images with these indices, in this order."""
         words = _words(indices, split)
         classes = (words % np.uint64(self.num_classes)).astype(np.int64)
         pixels = np.arange(self._patterns.shape[1], dtype=np.uint64)
@@ -75,11 +75,11 @@ class SyntheticImages(NoText):
 
 
 def _words(indices: Sequence[int] | npt.NDArray[np.int64], split: Split) -> npt.NDArray[np.uint64]:
-    """Return 64 random bits for each sample, others for training than for evaluation."""
+    """Return 64 random bits for each sample; training and held-out samples differ."""
     numbers = np.asarray(indices, dtype=np.uint64) * np.uint64(2) + np.uint64(split == "eval")
     return mix(numbers)
 
 
 def _spread(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
-    """Map 64-bit words evenly onto [-1, 1)."""
+    """Map 64-bit words uniformly to [-1, 1)."""
     return (words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 LARGEST_ROW = 1 << 28
-"""Bytes of a row: a tokenizer needs some hundred times as much memory as a text has bytes."""
+"""Maximum bytes of a row; a tokenizer needs some hundred times as much memory as text."""
 _BATCH_BYTES = 1 << 27
 _BATCH_ROWS, _BATCH_ROWS_SHARED, _BATCH_ROWS_DELTA = 1024, 1 << 14, 16
 _BLOCK = 1 << 20
 _MANY_VALUES = 1 << 26
 _RATIO = 500
-"""Decompressed bytes for each compressed one above which a large column is refused."""
+"""Maximum ratio of decompressed to compressed bytes of a large column."""
 _OBJECT_BYTES = 64
 """Size of a Python object without its content."""
 
 
 class TooLargeRowError(ValueError):
-    """A row is larger than any that is read."""
+    """A row is larger than the limit."""
 
 
 class ParquetRows:
@@ -33,7 +33,7 @@ class ParquetRows:
     """
 
     def __init__(self, raw: BinaryIO, *, columns: Callable[[list[str]], list[str]]) -> None:
-        """Read the description of the file's columns.
+        """Read the metadata of the file's columns.
 
         Args:
             raw: The file.
@@ -58,8 +58,8 @@ class ParquetRows:
             for column in self._columns(group)
             if column.physical_type == "BYTE_ARRAY" and column.has_dictionary_page
         }
-        # How many values a row of a list has is not known, so each is kept once in memory. That
-        # makes batches slow to begin, so these are large, and other columns are read rather so.
+        # The number of values in a list row is unknown, so each value is kept once in memory.
+        # Starting a batch is then slow, so batches are large; other files are read as plain values.
         self._shares_values = bool(repeated & lists)
         if self._shares_values:
             raw.seek(0)
@@ -70,10 +70,10 @@ class ParquetRows:
         """Yield (number of the first row, batch).
 
         Args:
-            skip: Row groups that end at this row or before it are skipped.
+            skip: Row groups that end at or before this row are skipped.
 
         Raises:
-            ValueError: A group of rows claims more than its bytes can hold.
+            ValueError: A row group claims more content than its bytes can have.
         """
         first = 1
         for group in range(self._about.num_row_groups):
@@ -89,9 +89,9 @@ class ParquetRows:
                 first += batch.num_rows
 
     def _rows_at_once(self, group: int) -> int:
-        """Return how many rows of a group to read at once.
+        """Return the number of rows of a group to read at once.
 
-        Values of ``DELTA_BYTE_ARRAY`` may each repeat what the one before says.
+        Values encoded as ``DELTA_BYTE_ARRAY`` may each repeat the previous value.
         """
         columns = [*self._columns(group)]
         if self._shares_values:
@@ -107,7 +107,7 @@ class ParquetRows:
         return max(1, int(rows))
 
     def _columns(self, group: int) -> Iterator[Any]:
-        """Yield what the file says of the columns to read in a group of rows."""
+        """Yield the metadata of the columns to read in a row group."""
         about = self._about.row_group(group)
         columns = (about.column(number) for number in range(about.num_columns))
         return (column for column in columns if self._is_read(column.path_in_schema))
@@ -117,7 +117,7 @@ class ParquetRows:
 
 
 def bounded_rows(first: int, batch: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, row) of an Arrow batch; a few MB are Python objects at once.
+    """Yield (number, row) of an Arrow batch, converting only a few MB to Python objects at once.
 
     Args:
         first: Number of the first row.
@@ -141,29 +141,29 @@ def _with_values(batch: Any) -> Any:
     """Replace indices of dictionaries by their values, because the indices convert slowly."""
     import pyarrow as arrow
 
-    plain = arrow.schema([field.with_type(_plain_type(field.type)) for field in batch.schema])
+    plain = arrow.schema([field.with_type(_value_type(field.type)) for field in batch.schema])
     if plain == batch.schema:
         return batch
     # A cast converts all values of a list, also those that a slice leaves out.
     return batch.take(arrow.array(range(batch.num_rows))).cast(plain)
 
 
-def _plain_type(kind: Any) -> Any:
+def _value_type(kind: Any) -> Any:
     import pyarrow as arrow
 
     if arrow.types.is_dictionary(kind):
         return kind.value_type
     if arrow.types.is_struct(kind):
-        return arrow.struct([field.with_type(_plain_type(field.type)) for field in kind])
+        return arrow.struct([field.with_type(_value_type(field.type)) for field in kind])
     if arrow.types.is_list(kind):
-        return arrow.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
+        return arrow.list_(kind.value_field.with_type(_value_type(kind.value_type)))
     if arrow.types.is_large_list(kind):
-        return arrow.large_list(kind.value_field.with_type(_plain_type(kind.value_type)))
+        return arrow.large_list(kind.value_field.with_type(_value_type(kind.value_type)))
     return kind
 
 
 def _python_bytes(array: Any) -> int:
-    """Return about how many bytes a column takes as Python objects; nothing is converted."""
+    """Return the approximate bytes of a column as Python objects, without converting it."""
     import pyarrow as arrow
     import pyarrow.compute
 
@@ -187,7 +187,7 @@ def _python_bytes(array: Any) -> int:
 
 
 def _repeated_bytes(array: Any) -> int:
-    """Return the bytes of a dictionary array's values, each as often as it is repeated."""
+    """Return the bytes of a dictionary array's values, counting every repetition."""
     import pyarrow.compute
 
     values, count = array.dictionary, len(array)
@@ -208,19 +208,19 @@ def _lengths(array: Any) -> Any:
 def _has_lengths(kind: Any) -> bool:
     import pyarrow as arrow
 
-    known = (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_binary)
-    return any(is_kind(kind) for is_kind in (*known, arrow.types.is_large_binary))
+    checks = (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_binary)
+    return any(is_kind(kind) for is_kind in (*checks, arrow.types.is_large_binary))
 
 
 def _is_list(kind: Any) -> bool:
     import pyarrow as arrow
 
-    known = (arrow.types.is_list, arrow.types.is_large_list, arrow.types.is_fixed_size_list)
-    return any(is_kind(kind) for is_kind in known)
+    checks = (arrow.types.is_list, arrow.types.is_large_list, arrow.types.is_fixed_size_list)
+    return any(is_kind(kind) for is_kind in checks)
 
 
 def _dictionary_bytes(raw: Any, column: Any) -> int:
-    """Return the decompressed size of a column's dictionary, as its page says; 0 without one.
+    """Return the decompressed size of a column's dictionary, from its page header; 0 without one.
 
     A page begins with three fields in Thrift's compact protocol: type, size and compressed size.
     Source: parquet.thrift, ``PageHeader``.
@@ -244,10 +244,10 @@ def _dictionary_bytes(raw: Any, column: Any) -> int:
 
 
 def _refuse_bomb(column: Any, *, number: int) -> None:
-    """Refuse a column of a group of rows that claims more than its bytes can hold.
+    """Refuse a column of a row group that claims more content than its bytes can have.
 
     Raises:
-        ValueError: It does.
+        ValueError: It claims too much.
     """
     stored, whole = column.total_compressed_size, column.total_uncompressed_size
     if whole > LARGEST_ROW and whole > _RATIO * stored:

@@ -1,6 +1,6 @@
-"""Text as bytes, and the dataset of a user's own files.
+"""Text as bytes, and the dataset of a user's text files.
 
-It takes files one after another; what is not text is refused, and a pattern that names none.
+Files are joined in order. A file that is not text, and a pattern without files, are errors.
 """
 
 from __future__ import annotations
@@ -14,30 +14,20 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import NUM_BYTES, TextConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.options.data import NUM_BYTES, TextConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data import text_files
 from axonlaunch.data.dataset import DatasetInfo, FileSums
+from axonlaunch.data.tokenizer import ByteTokenizer
 from axonlaunch.data.windows import TokenWindows
-from axonlaunch.system import host
-from axonlaunch.system.formatting import size
+from axonlaunch.system.node import host
+from axonlaunch.system.text.formatting import size
 
-
-def encode(text: str) -> list[int]:
-    """Turn text into bytes, UTF-8."""
-    return list(text.encode(errors="surrogateescape"))
-
-
-def decode(tokens: Sequence[int]) -> str:
-    """Turn bytes into text; what is no UTF-8 becomes the replacement character.
-
-    A model of a larger vocabulary may give a token that is no byte; it is left out.
-    """
-    return bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
+_BYTES = ByteTokenizer()
 
 
 class ByteWindows(TokenWindows):
-    """Windows of text, a token a byte."""
+    """Windows of text with one token per byte."""
 
     is_text = True
 
@@ -61,22 +51,22 @@ class ByteWindows(TokenWindows):
 
     @cached_property
     def _unigram_entropy(self) -> float:
-        """Nats a byte that a model costs which knows how often each byte occurs, and no more.
+        """Loss of a model that only knows the frequency of each byte, in nats per byte.
 
-        It is the cross entropy of the held-out bytes under the training bytes' frequencies, each
-        counted once more than seen; a trained model must come out below.
+        It is the cross entropy of the held-out bytes under the frequencies of the training bytes,
+        with one added to each count. A trained model must have a lower loss.
         """
-        seen = _histogram(self._rows["train"]) + 1
-        asked = _histogram(self._rows["eval"])
-        return float(-(asked / asked.sum() * np.log(seen / seen.sum())).sum())
+        train = _histogram(self._rows["train"]) + 1
+        held_out = _histogram(self._rows["eval"])
+        return float(-(held_out / held_out.sum() * np.log(train / train.sum())).sum())
 
     def encode(self, text: str) -> list[int]:
-        """Turn text into bytes, UTF-8."""
-        return encode(text)
+        """Convert text to bytes, UTF-8."""
+        return _BYTES.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn bytes into text; what is no UTF-8 becomes the replacement character."""
-        return decode(tokens)
+        """Convert bytes to text, with the replacement character for invalid UTF-8."""
+        return _BYTES.decode(tokens)
 
 
 class Text(ByteWindows):
@@ -86,15 +76,15 @@ class Text(ByteWindows):
         """Read the files.
 
         Raises:
-            ConfigError: A pattern names no file, a file can't be read or is not text, or there is
-                too little.
+            ConfigError: A pattern matches no file, a file can't be read or is not text, or there is
+                too little text.
         """
         files = _files(config.files)
         _refuse([(path, text_files.refused_name(path)) for path in files], config.files)
-        first = _read(files, config.files, at_most=text_files.LOOKED_AT)
-        looked_at = zip(files, map(text_files.refused_content, first), strict=True)
-        _refuse(looked_at, config.files)
-        needed = 2 * sum(path.stat().st_size for path in files)  # once more when they are joined
+        first = _read(files, config.files, at_most=text_files.CHECKED_BYTES)
+        checked = zip(files, map(text_files.refused_content, first), strict=True)
+        _refuse(checked, config.files)
+        needed = 2 * sum(path.stat().st_size for path in files)  # joining them makes a copy
         if needed > (available := host.free_memory_bytes()):
             message = (
                 f"these files take {size(needed)} of memory, and {size(available)} is available; "
@@ -112,7 +102,7 @@ class Text(ByteWindows):
 
     def file_sums(self, shards: int | None = None) -> FileSums:
         """Return (name, checksum) of the files."""
-        del shards  # there are none
+        del shards  # no shards
         sums, start = [], 0
         for name, length in self._files:
             crc32 = zlib.crc32(self._content[start : start + length].data)
@@ -122,10 +112,10 @@ class Text(ByteWindows):
 
 
 def _read(files: Sequence[Path], patterns: list[str], *, at_most: int = -1) -> list[bytes]:
-    """Read files from their beginning.
+    """Read the beginnings of files, or all of each file.
 
     Raises:
-        ConfigError: One can't be read.
+        ConfigError: A file can't be read.
     """
     contents = []
     for path in files:
@@ -133,37 +123,37 @@ def _read(files: Sequence[Path], patterns: list[str], *, at_most: int = -1) -> l
             with path.open("rb") as stream:
                 contents.append(stream.read(at_most))
         except (OSError, MemoryError) as reason:
-            why = getattr(reason, "strerror", None) or "it needs more memory than there is"
+            why = getattr(reason, "strerror", None) or "not enough memory"
             message = f"{path} can't be read: {why}"
             raise ConfigError([ConfigIssue("data.files", message, patterns)]) from reason
     return contents
 
 
-def _refuse(judged: Iterable[tuple[Path, str | None]], patterns: list[str]) -> None:
-    """Raise for files that are not text.
+def _refuse(checked: Iterable[tuple[Path, str | None]], patterns: list[str]) -> None:
+    """Raise an error for files that are not text.
 
     Raises:
-        ConfigError: It says which, why, and what to do.
+        ConfigError: It names the files, the reason, and what to do.
     """
-    refused = [(path, reason) for path, reason in judged if reason is not None]
+    refused = [(path, reason) for path, reason in checked if reason is not None]
     if refused:
         raise ConfigError(text_files.text_file_issues(refused, patterns=patterns))
 
 
 def _files(patterns: list[str]) -> list[Path]:
-    """Expand paths and globs, each file once, in the order of the patterns and then of names."""
+    """Expand paths and globs; each file once, ordered by pattern, then by name."""
     matched: dict[Path, None] = {}
     problems = []
     for pattern in patterns:
         path = Path(pattern).expanduser()
-        # A path that exists is meant as it stands, even with a bracket in its name.
+        # An existing path is used literally, even with a bracket in its name.
         names = [str(path)] if path.is_file() else sorted(glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
         files = [name for name in map(Path, names) if name.is_file()]
         if not files:
             message = (
-                f"it is a folder; write {pattern.rstrip('/')}/**/*.txt for what is in it"
+                f"it is a folder; write {pattern.rstrip('/')}/**/*.txt for the files in it"
                 if path.is_dir()
-                else f"no file is there or matches, seen from {Path.cwd()}"
+                else f"no file matches, seen from {Path.cwd()}"
             )
             problems.append(ConfigIssue("data.files", message, pattern))
         matched.update(dict.fromkeys(files))
@@ -174,6 +164,6 @@ def _files(patterns: list[str]) -> list[Path]:
 
 def _histogram(row: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     counts = np.zeros(NUM_BYTES, dtype=np.int64)
-    for start in range(0, len(row), 2**20):  # bincount works on an int64 copy: keep it small
+    for start in range(0, len(row), 2**20):  # bincount makes an int64 copy: keep it small
         counts += np.bincount(row[start : start + 2**20], minlength=NUM_BYTES)
     return counts

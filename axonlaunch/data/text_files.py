@@ -1,6 +1,7 @@
-"""Whether a file is text that a model is to learn as it stands, and what to do where it is not.
+"""Checks whether a file is text to train on unchanged, and suggests what to do if not.
 
-It goes by the name where that says what is inside, else by the first bytes; it converts nothing.
+The name decides if its suffix identifies the content; otherwise the first bytes do. Nothing is
+converted.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from axonlaunch.config.errors import ConfigIssue
+from axonlaunch.config.problems.errors import ConfigIssue
 
 _RECORDS = (
-    "holds records, whose markup would be learned with their text; write the text alone to a .txt "
+    "holds records, whose markup would be learned with their text; write only the text to a .txt "
     "file"
 )
 _COMPRESSED = "is compressed, which is not text; decompress it, as in"
@@ -28,32 +29,34 @@ _REFUSED_NAMES = {
     ".zip": f"{_COMPRESSED} unzip FILE",
     **dict.fromkeys((".bin", ".npy", ".npz"), f"is not text; {_TOKENS}"),
 }
-"""Endings that say what is inside, to what is wrong with it and what to do.
+"""Suffixes of files that are not plain text, with the reason and what to do.
 
-Markdown, HTML and sources are not among them: such a file is one document, and its markup is part
-of what somebody wrote. In CSV and JSON the markup was added by whoever stored the text. Who wants a
-model to learn that too can name a copy .txt.
+Markdown, HTML and source code are not included: such a file is one document, and the markup is part
+of the author's text. In CSV and JSON, the markup was added to store the text. To train on it
+anyway, users can name a copy .txt.
 """
-LOOKED_AT = 2**20
-"""Bytes of a file's beginning, by which its content is judged: corpora are large."""
+CHECKED_BYTES = 2**20
+"""Number of bytes at the beginning of a file that are checked, because corpora are large."""
 _STRAY = 0.01
-"""Share of bytes that may not be UTF-8: a stray one does no harm. French in Latin-1 has 3%."""
+"""Fraction of bytes that may be invalid UTF-8, because stray ones do no harm. French in Latin-1
+has 3%.
+"""
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-"""What Python's ``surrogateescape`` makes of a byte that is not part of UTF-8."""
+"""Characters by which Python's ``surrogateescape`` replaces bytes that are not UTF-8."""
 
 
 def refused_name(path: Path) -> str | None:
-    """Return why a file of this name is not text; None where only its content can say."""
+    """Return why a file with this name is not text; None if only its content can tell."""
     return _REFUSED_NAMES.get(path.suffix.lower())
 
 
 def refused_content(content: bytes) -> str | None:
-    """Return why a file's content is not text; None where it is."""
-    first = content[:LOOKED_AT]
+    """Return why a file's content is not text; None if it is text."""
+    first = content[:CHECKED_BYTES]
     if b"\0" in first:
         return f"is not text, it has NUL bytes; {_TOKENS}; UTF-16 needs iconv -f UTF-16 -t UTF-8"
-    wrong = len(_NOT_UTF8.findall(first.decode(errors="surrogateescape")))
-    if wrong > _STRAY * len(first):
+    invalid = len(_NOT_UTF8.findall(first.decode(errors="surrogateescape")))
+    if invalid > _STRAY * len(first):
         return (
             f"is not text in UTF-8, more than {_STRAY:.0%} of its bytes can't be decoded; convert "
             "it, as in iconv -f LATIN1 -t UTF-8"
@@ -67,7 +70,7 @@ def text_file_issues(
     """Return a problem for each reason; it names the first file and counts the others.
 
     Args:
-        refused: Files, and why they are not text.
+        refused: Files, with the reason why they are not text.
         patterns: The value of ``data.files``.
     """
     files: dict[str, list[Path]] = {}

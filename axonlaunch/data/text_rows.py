@@ -1,21 +1,20 @@
-"""Datasets of documents in files: rows of tokens, filled as ``data.packing`` says.
+"""Datasets of documents in files, packed into rows of tokens as ``data.packing`` says.
 
-Documents are tokenised once, into shards that are mapped from then on; which documents are held
-out, and which fill which row, follows from the files and the configuration alone.
+Documents are tokenised once, into shards that are then memory-mapped. The held-out documents and
+the content of each row follow only from the files and the configuration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.documents import ChatConfig, TextRowsConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import ChatConfig, TextRowsConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data import packing, token_cache
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, DatasetInfo, FileSums, Kind, Split
 from axonlaunch.data.document_parts import DocumentPart, TextSummary
@@ -26,57 +25,18 @@ from axonlaunch.data.shard_maker import BadRowsError, EncodingError
 from axonlaunch.data.shuffle import permute
 from axonlaunch.data.sources import SourceFile, find_sources
 from axonlaunch.data.token_cache import Corpus, Shard
-from axonlaunch.data.tokenizer import Tokenizer, load_tokenizer
+from axonlaunch.data.tokenizer import Tokenizer
 
 _HELD_OUT_KEY = (1,)
-"""Which documents are held out must not depend on a run's seed."""
-
-
-@dataclass(frozen=True)
-class Untokenised:
-    """What is known of a dataset of text before a file of it is read.
-
-    Attributes:
-        num_classes: Tokens of the vocabulary.
-        sample_shape: Of a row.
-        info: Whether rows hold several documents.
-    """
-
-    num_classes: int
-    sample_shape: tuple[int, ...]
-    info: DatasetInfo
-    kind: Kind = "tokens"
-
-
-def find_untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Untokenised:
-    """Look at all that is cheap to look at.
-
-    Raises:
-        ConfigError: A pattern matches no file, a file is of no known format, or the tokenizer has
-            can't be read, or has no chat template for chats.
-    """
-    if tokenizer.name == "train":
-        vocab_size = tokenizer.vocab_size
-    else:
-        loaded = load_tokenizer(tokenizer)
-        for source in config.sources().values() or [config]:
-            make_encoder(source, loaded)
-        vocab_size = loaded.vocab_size
-    for name, source in (config.sources() or {"": config}).items():
-        key = f"data.mix.{name}" if name else "data"
-        find_sources(source.files, key=f"{key}.files")
-        if isinstance(source.held_out, list):
-            find_sources(source.held_out, key=f"{key}.held_out")
-    info = DatasetInfo(is_packed=config.packing != "none")
-    return Untokenised(vocab_size, (config.sequence_length,), info)
+"""Fixed, because the held-out documents must not depend on a run's seed."""
 
 
 class TextRows:
-    """Rows of documents' tokens, of which each but the first is a target once.
+    """Rows of tokens from documents. Each token of a document except the first is a target once.
 
     Attributes:
-        tokenizer: What made the tokens.
-        folder: Where the tokens are kept.
+        tokenizer: Tokenizer of the text.
+        folder: Folder of the cached tokens.
     """
 
     kind: Kind = "tokens"
@@ -91,18 +51,18 @@ class TextRows:
         shards: Sequence[Shard] | None = None,
         verifies: bool = False,
     ) -> None:
-        """Tokenise what is not tokenised yet, and fill rows.
+        """Tokenise files that are not cached, and pack rows.
 
         Args:
             config: The group ``data``.
-            tokenizer: Makes tokens of text.
-            report: Is called now and then while that happens.
-            shards: Of ``data.files`` these alone, which may have no row; None: all.
+            tokenizer: Tokenizer of the text.
+            report: Called from time to time while text is tokenised.
+            shards: Shards of ``data.files`` to use, which may have no rows; None: all.
             verifies: Whether to compare all tokens with their checksums now; otherwise they are
                 compared when they are mapped.
 
         Raises:
-            ConfigError: A file can't be read, a row is none, or nothing is left to train on.
+            ConfigError: A file can't be read, a row is invalid, or there are no training rows.
         """
         self.tokenizer = tokenizer
         self.num_classes = tokenizer.vocab_size
@@ -132,7 +92,7 @@ class TextRows:
             is_held_out = documents >= self._first_document[self._train_shards]
         else:
             is_held_out = np.zeros(len(lengths), dtype=bool)
-            is_held_out[_chosen(config, len(lengths))] = True
+            is_held_out[_choose_held_out(config, len(lengths))] = True
         self._num_held_out = int(is_held_out.sum())
         self._too_long = self._uncounted = 0
         self._tables = {
@@ -140,7 +100,7 @@ class TextRows:
             "eval": self._table(documents[is_held_out]),
         }
         if is_all and not len(self._tables["train"]):
-            message = "; ".join(["no document is left to train on", *self._left_out()])
+            message = "; ".join(["there are no training documents", *self._left_out()])
             raise ConfigError([ConfigIssue("data.files", message, config.files)])
         self._notes = self._describe()
 
@@ -156,40 +116,40 @@ class TextRows:
 
     @property
     def num_samples(self) -> int:
-        """Training rows."""
+        """Number of training rows."""
         return len(self._tables["train"])
 
     @property
     def num_eval_samples(self) -> int:
-        """Held-out rows."""
+        """Number of held-out rows."""
         return len(self._tables["eval"])
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
-        """Return the rows of these indices, in their order."""
+        """Return the rows with these indices, in this order."""
         shape = (len(indices), *self.sample_shape)
         inputs = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-        # What is left over of a row is a document of its own, of which nothing counts.
+        # The rest of a row forms a separate document without targets.
         positions = np.zeros(shape, dtype=np.int64)
         for row, index in enumerate(indices):
-            at = 0
+            start = 0
             for piece in self.pieces(int(index), split=split):
-                tokens, places = piece.tokens, len(piece.tokens) - 1
-                end = at + places
-                inputs[row, at:end] = tokens[:-1]
-                targets[row, at:end] = np.where(piece.counted[1:], tokens[1:], IGNORE_INDEX)
-                positions[row, at:end] = np.arange(places)
-                at = end
-            positions[row, at:] = np.arange(shape[1] - at)
+                tokens, length = piece.tokens, len(piece.tokens) - 1
+                end = start + length
+                inputs[row, start:end] = tokens[:-1]
+                targets[row, start:end] = np.where(piece.counted[1:], tokens[1:], IGNORE_INDEX)
+                positions[row, start:end] = np.arange(length)
+                start = end
+            positions[row, start:] = np.arange(shape[1] - start)
         return Batch.from_numpy(inputs, targets, positions if self._is_packed else None)
 
     def pieces(self, row: int, *, split: Split) -> Iterator[DocumentPart]:
-        """Yield the documents, or parts of them, that fill a row."""
+        """Yield the documents, or parts of them, in a row."""
         for start, places in zip(*self._tables[split].pieces(row), strict=True):
             yield DocumentPart(int(start), *self._tokens(int(start), int(places) + 1))
 
     def sources(self, row: int) -> Iterator[tuple[str, DocumentPart]]:
-        """Yield the file and the row that each piece of a row to train on is of, and the piece."""
+        """Yield (file and row; document part) for each document in a packed training row."""
         for piece in self.pieces(row, split="train"):
             document = int(np.searchsorted(self._starts, piece.start, side="right")) - 1
             end = int(self._starts[document] + self._places[document]) + 1
@@ -201,7 +161,7 @@ class TextRows:
         return FileSums(token_cache.sums_by_file(self._shards[: self._train_shards]))
 
     def summaries(self) -> dict[str, TextSummary]:
-        """Count what there is."""
+        """Count documents and tokens."""
         summary = TextSummary(
             documents=len(self._places),
             tokens=sum(shard.progress.tokens for shard in self._shards),
@@ -218,17 +178,17 @@ class TextRows:
         return {"": summary}
 
     def encode(self, text: str) -> list[int]:
-        """Turn text that is to be continued into tokens."""
+        """Convert a prompt to tokens."""
         return self.tokenizer.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text."""
+        """Convert tokens to text."""
         return self.tokenizer.decode(tokens)
 
     def _tokens(
         self, start: int, count: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return tokens of one document, and which of them count."""
+        """Return tokens of one document, and whether each counts as a target."""
         number = int(np.searchsorted(self._first_token, start, side="right")) - 1
         shard, first = self._shards[number], start - int(self._first_token[number])
         tokens = shard.tokens()[first : first + count].astype(np.int64)
@@ -238,14 +198,14 @@ class TextRows:
         return tokens, counted[first : first + count] != 0
 
     def _counts(self, start: int, places: int) -> bool:
-        """Say whether a token of a document that was truncated still counts."""
+        """Return whether a truncated document still has a token that counts."""
         return bool(self._tokens(start, places + 1)[1][1:].any())
 
     def _table(self, documents: npt.NDArray[np.int64]) -> packing.RowTable:
-        """Fill rows with documents.
+        """Pack documents into rows.
 
         Raises:
-            ConfigError: One is too long, and that is an error.
+            ConfigError: A document is too long, and ``data.too_long`` is ``error``.
         """
         (length,) = self.sample_shape
         starts, places = self._starts[documents], self._places[documents]
@@ -282,7 +242,7 @@ class TextRows:
         return self._shards[number].place(document - int(self._first_document[number]))
 
     def _describe(self) -> tuple[str, ...]:
-        """Describe the size of the dataset, how full its rows are, and what was left out."""
+        """Return notes on the size of the data, the filling of rows, and omitted documents."""
         config = self._config
         unit = "chat" if isinstance(config, ChatConfig) else "document"
         held_out = f"{self._num_held_out:,} {unit}{'' if self._num_held_out == 1 else 's'}"
@@ -296,16 +256,16 @@ class TextRows:
         )
 
     def _left_out(self) -> list[str]:
-        """Say what is not trained on, and why."""
+        """Return notes on documents and rows that are left out."""
         notes, config = [], self._config
         if self._too_long:
             done = {"truncate": "truncated", "drop": "left out"}[config.too_long]
             notes.append(f"data.too_long={config.too_long}: documents {done}: {self._too_long:,}")
         if self._uncounted:
-            why = "as no token of what is left of them counts"
-            notes.append(f"data: of them left out, {why}: {self._uncounted:,}")
+            why = "because no token in the remaining part counts"
+            notes.append(f"data: of these left out, {why}: {self._uncounted:,}")
         if empty := sum(shard.progress.empty for shard in self._shards):
-            notes.append(f"data: rows left out, as they have no token to predict: {empty:,}")
+            notes.append(f"data: rows left out, because they have no token to predict: {empty:,}")
         if bad := sum(shard.progress.bad for shard in self._shards):
             first = next(shard.progress.listed[0] for shard in self._shards if shard.progress.bad)
             notes.append(f"data.on_bad_row=skip: rows left out: {bad:,}, the first: {first}")
@@ -313,33 +273,33 @@ class TextRows:
 
 
 def refuse_overlap(config: TextRowsConfig, sources: Sequence[SourceFile]) -> None:
-    """Refuse to evaluate on a file that is trained on.
+    """Refuse held-out files that are also training files.
 
     Raises:
-        ConfigError: One is.
+        ConfigError: There is such a file.
     """
     trained = {source.name for source in sources}
     held_out = config.held_out if isinstance(config.held_out, list) else []
     for source in find_sources(held_out, key="data.held_out"):
         if source.name in trained:
-            message = f"{source.name} is in data.files too, and would be trained on; "
-            message += "take it out there"
+            message = f"{source.name} is also in data.files and would be trained on; "
+            message += "remove it there"
             raise ConfigError([ConfigIssue("data.held_out", message, config.held_out)])
 
 
 def corpus(
     config: TextRowsConfig, sources: Sequence[SourceFile], tokenizer: Tokenizer, report: OnProgress
 ) -> Corpus:
-    """Return the shards of files, made when they are asked for.
+    """Return the shards of files, which are built when requested.
 
     Args:
-        config: How rows become documents, and where the cache is.
+        config: Configuration of the encoder and of the cache.
         sources: The files, in order.
-        tokenizer: Of the run; its identity is part of the cache's key.
-        report: Is called now and then while text is tokenised.
+        tokenizer: Tokenizer of the run; its fingerprint is part of the cache's key.
+        report: Called from time to time while text is tokenised.
 
     Raises:
-        ConfigError: The tokenizer can't make documents of their rows.
+        ConfigError: The tokenizer can't encode such rows.
     """
     return Corpus(
         sources,
@@ -358,52 +318,52 @@ def _shards(
     *,
     verifies: bool,
 ) -> Iterator[Shard]:
-    """Return the shards of files, after tokenising what is missing."""
-    made = corpus(config, sources, tokenizer, report)
-    count = len([*made])
+    """Return the shards of files, after tokenising files that are not cached."""
+    built = corpus(config, sources, tokenizer, report)
+    count = len([*built])
     if verifies:
-        made.verify(range(count))
-    return iter(made)
+        built.verify(range(count))
+    return iter(built)
 
 
 @contextmanager
 def explain_failures(config: TextRowsConfig) -> Iterator[None]:
-    """Say of which key it is that a shard can't be made, and what to write instead.
+    """Convert errors while a shard is built to errors that name a key and what to write instead.
 
     Raises:
-        ConfigError: It can't be.
+        ConfigError: A shard can't be built.
     """
     try:
         yield
     except BadRowsError as error:
-        message = f"{error}; mend it, or data.on_bad_row=skip leaves such rows out"
+        message = f"{error}; correct the row, or write data.on_bad_row=skip to leave such rows out"
         raise ConfigError([ConfigIssue("data.files", message)]) from None
     except EncodingError as error:
         raise ConfigError([ConfigIssue("tokenizer.path", str(error))]) from None
     except UnreadableFileError as error:
         raise ConfigError([ConfigIssue("data.files", str(error))]) from None
     except MemoryError:
-        message = "their rows need more memory than there is; split the largest, or use more memory"
+        message = "not enough memory for their rows; split the largest file, or use more memory"
         raise ConfigError([ConfigIssue("data.files", message, config.files)]) from None
     except OSError as error:
-        where = error.filename or token_cache.folder_of(config.cache_dir)
-        message = f"{where} can't be used: {error.strerror or error}; choose another folder"
+        folder = error.filename or token_cache.folder_of(config.cache_dir)
+        message = f"{folder} can't be used: {error.strerror or error}; choose another folder"
         raise ConfigError([ConfigIssue("data.cache_dir", message, config.cache_dir)]) from None
 
 
-def _chosen(config: TextRowsConfig, documents: int) -> npt.NDArray[np.int64]:
-    """Return which documents are held out, the same for every seed.
+def _choose_held_out(config: TextRowsConfig, documents: int) -> npt.NDArray[np.int64]:
+    """Return the indices of the held-out documents, the same for every seed.
 
     Raises:
-        ConfigError: That would be all of them.
+        ConfigError: All documents would be held out.
     """
     held_out = config.held_out
     assert not isinstance(held_out, list)
-    # Of few documents a small share is one, for none could be evaluated.
+    # A small fraction of few documents is rounded up to one, so that evaluation is possible.
     least = 1 if held_out and documents > 1 else 0
     count = held_out if isinstance(held_out, int) else max(least, round(documents * held_out))
     if documents and count >= documents:
-        message = f"there are {documents} documents, and none would be left to train on; use fewer"
+        message = f"there are only {documents} documents, so none would be left to train on"
         raise ConfigError([ConfigIssue("data.held_out", message, held_out)])
     if not documents:
         return np.empty(0, dtype=np.int64)

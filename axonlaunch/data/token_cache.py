@@ -1,10 +1,9 @@
-"""Tokens of files, made once and memory-mapped from then on.
+"""Cache of tokenised files, memory-mapped.
 
-A corpus is a sequence of shards of some 16 MB of text; a large file has several, small ones share
-them. The name of a shard is a hash of the files, where it begins, the tokenizer and the options. It
-is complete or not there: until then it is a folder ``NAME.partial``, which the next process
-continues, and which is locked by the one that writes. A shard that is not what was written is made
-again.
+A corpus is a sequence of shards of about 16 MB of text. A large file has several shards, small
+files share one. The name of a shard is a hash of the files, its start position, the tokenizer and
+the options. An unfinished shard is a folder ``NAME.partial``, locked by the process that writes it;
+the next process continues it. A shard that changed after it was written is built again.
 """
 
 from __future__ import annotations
@@ -39,29 +38,30 @@ from axonlaunch.data.shard_maker import (
     token_dtype,
 )
 from axonlaunch.data.sources import SourceFile
-from axonlaunch.system.cache import cache_folder
-from axonlaunch.system.files import open_regular
+from axonlaunch.system.storage.cache import cache_folder
+from axonlaunch.system.storage.files import open_regular
 
 _FORMAT = 4
-"""Of what is in a shard; another one is never read, for its name has this in it."""
-_READ_AT_ONCE = (META, LENGTHS_FILE, ROWS_FILE)
-"""Files of a shard whose checksums are verified when it is opened; those of tokens, which are
-large, when they are mapped, and before a run starts."""
+"""Version of the content of shards; part of their names, so other versions are never read."""
+_VERIFIED_WHEN_OPENED = (META, LENGTHS_FILE, ROWS_FILE)
+"""Files verified when a shard is opened. Tokens, which are large, are verified when they are
+mapped, and before a run starts.
+"""
 _OPEN_SHARDS = 4096
-"""Files that stay mapped: of 64 GB of text, or of 32 GB with masks."""
+"""Number of files that stay mapped: 64 GB of text, or 32 GB with masks."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The tokens of some files, or of a part of one.
+    """Tokens of some files, or of a part of one.
 
     Attributes:
-        folder: Where they are.
+        folder: Folder of the shard.
         files: Names of the files.
-        progress: At the end.
-        dtype: Of a token.
-        masks: Whether some tokens don't count.
-        made: When its folder was: a shard that is made again is mapped again.
+        progress: Progress at the end.
+        dtype: Data type of tokens.
+        masks: Whether some tokens do not count as targets.
+        created: Creation time of the folder; a shard that was built again is mapped again.
     """
 
     folder: Path
@@ -69,29 +69,29 @@ class Shard:
     progress: Progress
     dtype: str
     masks: bool
-    made: int
+    created: int
 
     @property
     def num_documents(self) -> int:
-        """How many there are."""
+        """Number of documents."""
         return sum(self.progress.documents)
 
     def lengths(self) -> npt.NDArray[np.uint32]:
-        """Read the tokens of each document, [documents]."""
+        """Read the number of tokens of each document, [documents]."""
         return np.fromfile(self.folder / LENGTHS_FILE, dtype=np.uint32)
 
     def tokens(self) -> npt.NDArray[Any]:
         """Return all tokens, memory-mapped."""
-        return _map_file(self.folder / TOKENS_FILE, self.dtype, self.made)
+        return _map_file(self.folder / TOKENS_FILE, self.dtype, self.created)
 
     def counted_tokens(self) -> npt.NDArray[Any] | None:
-        """Return for each token whether it counts; None: all do."""
+        """Return whether each token counts as a target; None: all do."""
         if not self.masks:
             return None
-        return _map_file(self.folder / COUNTED_FILE, "uint8", self.made)
+        return _map_file(self.folder / COUNTED_FILE, "uint8", self.created)
 
     def source_sums(self) -> list[tuple[str, str]]:
-        """Return (name, checksum of tokens) of each file that has documents here."""
+        """Return (name, checksum of tokens) of each file with documents in this shard."""
         parts = zip(self.progress.documents, self.progress.source_sums, strict=True)
         of_files = enumerate(parts)
         return [(self.files[n], f"{count}-{crc32:08x}") for n, (count, crc32) in of_files if count]
@@ -105,9 +105,9 @@ class Shard:
 
 
 class Corpus:
-    """The shards of files, in order; one that is not there yet is made when it is asked for.
+    """Shards of files, in order, built when they are requested and not yet cached.
 
-    Where a shard begins is known when the one before it is complete.
+    The start of a shard is known once the previous shard is complete.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class Corpus:
         skip_bad: bool,
         report: OnProgress,
     ) -> None:
-        """Choose files; none is read.
+        """Store the files, without reading them.
 
         Args:
             sources: The files.
-            encoder: Makes documents of their rows.
-            folder: Where shards are kept.
-            skip_bad: Whether rows that are none are left out.
-            report: Is called now and then.
+            encoder: Encodes their rows as documents.
+            folder: Folder of the shards.
+            skip_bad: Whether invalid rows are left out.
+            report: Called from time to time.
         """
         self._groups = [*_groups(sources)]
         self._sizes = [sum(source.size for source in group) for group in self._groups]
@@ -135,16 +135,16 @@ class Corpus:
         self._report = report
         self._shards: list[Shard] = []
         self._begins: list[tuple[int, Progress]] = []
-        """The group of each shard, and where the shard begins in it."""
+        """Group of each shard, and the start of the shard in it."""
         self._tokens = 0
         self._group, self._start = 0, Progress()
-        """Where the next shard begins."""
+        """Start of the next shard."""
 
     def __iter__(self) -> Iterator[Shard]:
         """Yield all shards.
 
         Raises:
-            BadRowsError: A row is none.
+            BadRowsError: A row is invalid.
             UnreadableFileError: A file can't be read to its end.
             OSError: The folder can't be written.
         """
@@ -154,14 +154,14 @@ class Corpus:
             yield shard
 
     def shard(self, number: int) -> Shard | None:
-        """Return a shard by its place, made now if it is not in the cache; None behind the last.
+        """Return a shard by its index, built now if it is not cached; None after the last one.
 
         Raises:
-            BadRowsError: Rows of it can't be read, and the configuration does not skip those.
+            BadRowsError: The shard has invalid rows, and the configuration does not skip them.
         """
         while len(self._shards) <= number and self._group < len(self._groups):
             begins = self._group, self._start
-            shard = self._find_or_make(*begins)
+            shard = self._find_or_build(*begins)
             if shard.progress.bad and not self._skip_bad:
                 raise shard_maker.BadRowsError(shard.progress)
             self._shards.append(shard)
@@ -175,7 +175,7 @@ class Corpus:
 
     @property
     def num_known(self) -> int:
-        """Number of shards, from the first one on, that are tokenised as far as is known."""
+        """Number of shards, from the first one on, that are known to be tokenised."""
         return len(self._shards)
 
     @property
@@ -184,10 +184,10 @@ class Corpus:
         return self._group == len(self._groups)
 
     def verify(self, numbers: Sequence[int]) -> None:
-        """Compare all files of shards with their checksums; make changed shards again.
+        """Compare all files of shards with their checksums; build changed shards again.
 
         Args:
-            numbers: Of shards that ``shard`` has returned.
+            numbers: Indices of shards that ``shard`` has returned.
 
         Raises:
             OSError: A file is a link or can't be read, or the folder can't be written.
@@ -195,17 +195,17 @@ class Corpus:
         files = [self._groups[group][0].name for group, _ in self._begins]
         with ThreadPoolExecutor(thread_name_prefix="verifying") as pool:
             folders = [self._shards[number].folder for number in numbers]
-            for place, change in enumerate(pool.map(cached_folder.find_change, folders)):
-                number = numbers[place]
-                fraction = place / len(folders)
+            for index, change in enumerate(pool.map(cached_folder.find_change, folders)):
+                number = numbers[index]
+                fraction = index / len(folders)
                 self._report(Tokenising(files[number], fraction, verifies=True))
                 if change is not None:
-                    cached_folder.discard(folders[place])
-                    _say_changed(folders[place], change)
-                    self._shards[number] = self._find_or_make(*self._begins[number])
+                    cached_folder.discard(folders[index])
+                    _say_changed(folders[index], change)
+                    self._shards[number] = self._find_or_build(*self._begins[number])
 
-    def _find_or_make(self, group: int, start: Progress) -> Shard:
-        """Return the shard of a group of files that begins behind a progress."""
+    def _find_or_build(self, group: int, start: Progress) -> Shard:
+        """Return the shard of a group of files that starts at a progress."""
         files = self._groups[group]
         named = [[file.name, file.size, file.stamp] for file in files]
         begins = [start.file, start.row, start.offset, shard_maker.SHARD_SIZE]
@@ -226,21 +226,21 @@ class Corpus:
                     if change is not None and (complete / cached_folder.SUMS).exists():
                         _say_changed(complete, change)
                     cached_folder.remove(complete)
-                self._maker.make(partial, files, start, self._report_in_all)
+                self._maker.make(partial, files, start, self._report_total)
                 sums = shard_maker.written_sums(partial)
                 cached_folder.publish(partial, complete, sums=sums)
 
-    def _report_in_all(self, state: Tokenising) -> None:
-        """Report how far a group is, as how far all files are."""
+    def _report_total(self, state: Tokenising) -> None:
+        """Report the progress in a group as the progress in all files."""
         group = min(self._group, len(self._groups) - 1)
-        before, size = sum(self._sizes[:group]), self._sizes[group]
-        fraction = (before + state.fraction * size) / max(1, sum(self._sizes))
+        previous, size = sum(self._sizes[:group]), self._sizes[group]
+        fraction = (previous + state.fraction * size) / max(1, sum(self._sizes))
         self._report(replace(state, fraction=fraction, tokens=self._tokens + state.tokens))
 
     def _open_shard(
         self, folder: Path, files: tuple[SourceFile, ...]
     ) -> tuple[Shard | None, str | None]:
-        """Return a complete shard, or what has changed of it; (None, None) where it is missing.
+        """Return (shard, None) or (None, description of a change); (None, None) if it is missing.
 
         Raises:
             OSError: The folder, or a file in it, is a link.
@@ -248,16 +248,16 @@ class Corpus:
         cached_folder.refuse_link(folder)
         if not folder.is_dir():
             return None, None
-        if (change := cached_folder.find_change(folder, names=_READ_AT_ONCE)) is not None:
+        if (change := cached_folder.find_change(folder, names=_VERIFIED_WHEN_OPENED)) is not None:
             return None, change
         try:
             progress = Progress.read(folder / META)
         except (FileNotFoundError, ValueError, TypeError, KeyError):
-            return None, f"{META} can't be understood"
+            return None, f"{META} is invalid"
         names = tuple(source.name for source in files)
-        made = folder.stat().st_ctime_ns
+        created = folder.stat().st_ctime_ns
         dtype, masks = token_dtype(self._encoder), self._encoder.masks
-        return Shard(folder, names, progress, dtype, masks, made), None
+        return Shard(folder, names, progress, dtype, masks, created), None
 
 
 def sums_by_file(shards: Iterable[Shard]) -> list[tuple[str, str]]:
@@ -273,17 +273,17 @@ def _sum_of_parts(sums: Sequence[str]) -> str:
 
 
 def _say_changed(folder: Path, change: str) -> None:
-    """Tell the user; this may be a rank, a process that checks a configuration, or a command."""
-    sys.stderr.write(f"data: {folder}: {change}; these tokens are made again\n")
+    """Report a change to the user, from a rank, a check of a configuration, or a command."""
+    sys.stderr.write(f"data: {folder}: {change}; its tokens are built again\n")
 
 
 def folder_of(cache_dir: str | None) -> Path:
-    """Return the folder that tokens are kept in; None: one of the user's cache."""
+    """Return the folder of the token cache; for None a folder in the user's cache."""
     return cache_folder() / "tokens" if cache_dir is None else Path(cache_dir).expanduser()
 
 
 def _groups(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:
-    """Yield the files that share shards, in order: as many folders as files would be too many."""
+    """Yield groups of files that share shards, in order, to avoid one folder per file."""
     group: list[SourceFile] = []
     size = 0
     for source in sources:
@@ -297,18 +297,18 @@ def _groups(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:
 
 
 @functools.lru_cache(maxsize=_OPEN_SHARDS)
-def _map_file(file: Path, dtype: str, made: int) -> npt.NDArray[Any]:
-    """Map a file of a shard, compared with its checksum when it is mapped first.
+def _map_file(file: Path, dtype: str, created: int) -> npt.NDArray[Any]:
+    """Map a file of a shard, after comparing its checksum when it is mapped first.
 
     Raises:
-        OSError: It is not what was written.
+        OSError: The file has changed.
     """
-    del made  # distinguishes shards that had this path one after another
+    del created  # distinguishes successive shards with this path
     if not cached_folder.has_sum(file):
         cached_folder.discard(file.parent)
-        message = "is not what was written; start the run again, which makes these tokens again"
+        message = "has changed since it was written; start the run again to rebuild its tokens"
         raise OSError(errno.EIO, message, str(file))
     with open_regular(file) as stream:
-        if not os.fstat(stream.fileno()).st_size:  # nothing can be mapped of an empty file
+        if not os.fstat(stream.fileno()).st_size:  # an empty file can't be mapped
             return np.empty(0, dtype=dtype)
         return np.memmap(stream, dtype=dtype, mode="r")

@@ -1,6 +1,6 @@
-"""The process that tokenises a corpus shard after shard while a run trains on the first of them.
+"""Separate process that tokenises a corpus, shard by shard, while a run trains on the first shards.
 
-It reads what is to be done from its standard input, and ends with the process that wrote it there.
+It reads its task from standard input, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from axonlaunch.data.sources import find_sources
 from axonlaunch.data.text_rows import corpus
 
 _NICE = 10
-"""Training goes first where there is not a core for each."""
+"""Training has priority if there are fewer cores than processes."""
 
 
 def main() -> None:
-    """Tokenise all shards; whoever needs one that can't be reports why."""
+    """Tokenise all shards; errors are reported by the process that needs the shard."""
     config, tokenizer = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(_NICE)
     with contextlib.suppress(ValueError, OSError):
-        made_by = load_or_learn(tokenizer, config, report=_say_nothing)
-        for _ in corpus(config, find_sources(config.files), made_by, _say_nothing):
-            pass  # each is complete when it is given
+        loaded = load_or_learn(tokenizer, config, report=_say_nothing)
+        for _ in corpus(config, find_sources(config.files), loaded, _say_nothing):
+            pass  # a shard is complete when it is yielded
 
 
 def _say_nothing(state: Tokenising) -> None:

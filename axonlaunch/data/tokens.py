@@ -1,6 +1,6 @@
-"""Token numbers from a flat binary file, memory-mapped: no more is read than is used.
+"""Dataset of token ids in a flat binary file, memory-mapped.
 
-It knows no tokenizer and checks the file's size, not its meaning.
+It uses no tokenizer, and checks the size of the file, not its content.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import TokensConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.options.data import TokensConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import DatasetInfo, FileSums
 from axonlaunch.data.file_sum import sum_of_file
 from axonlaunch.data.windows import TokenWindows
 
-_SCANNED_AT_ONCE = 2**22
+_SCANNED_PER_STEP = 2**22
 
 
 class TokenFile(TokenWindows):
-    """Windows of a token file; the last tokens, or a file of their own, are held out."""
+    """Windows of a token file; its last tokens, or a separate file, are held out."""
 
     def __init__(self, config: TokensConfig) -> None:
         """Map the files.
 
         Raises:
-            ConfigError: A file is missing, of a wrong size, or too short for a sample.
+            ConfigError: A file is missing, has an invalid size, or is too short for a sample.
         """
         tokens = _map_file("data.path", config.path, config.dtype)
         self._path = config.path
@@ -48,7 +48,7 @@ class TokenFile(TokenWindows):
 
     def file_sums(self, shards: int | None = None) -> FileSums:
         """Return (name, checksum) of the training file."""
-        del shards  # there are none
+        del shards  # no shards
         return FileSums([(self._path, sum_of_file(Path(self._path).expanduser()))])
 
 
@@ -69,5 +69,5 @@ def _map_file(key: str, path: str, dtype: str) -> npt.NDArray[Any]:
 
 
 def _largest(tokens: npt.NDArray[Any]) -> int:
-    pieces = range(0, len(tokens), _SCANNED_AT_ONCE)
-    return max((int(tokens[i : i + _SCANNED_AT_ONCE].max()) for i in pieces), default=0)
+    pieces = range(0, len(tokens), _SCANNED_PER_STEP)
+    return max((int(tokens[i : i + _SCANNED_PER_STEP].max()) for i in pieces), default=0)

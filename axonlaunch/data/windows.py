@@ -1,6 +1,6 @@
-"""Token datasets: samples that are windows of one long row of tokens.
+"""Token datasets with samples that are windows of one long row of tokens.
 
-It holds what byte and token files share; it reads no file.
+Shared by byte and token files; reads no file.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import Batch, Kind, NoText, Split
 
 Tokens = npt.NDArray[Any]
 
 
 class TokenWindows(NoText):
-    """Windows side by side; each target is the token after its input.
+    """Adjacent windows; each target is the token after its input.
 
-    A window starts where the one before ends, so each token is a target at most once an epoch.
+    A window starts at the end of the previous one, so each token is a target at most once per
+    epoch.
     """
 
     kind: Kind = "tokens"
@@ -28,7 +29,7 @@ class TokenWindows(NoText):
     def __init__(
         self, train: Tokens, held_out: Tokens, *, sequence_length: int, num_classes: int
     ) -> None:
-        """Take over two rows of tokens.
+        """Store two rows of tokens.
 
         Raises:
             ConfigError: One of them is shorter than a sample.
@@ -47,24 +48,24 @@ class TokenWindows(NoText):
 
     @property
     def num_samples(self) -> int:
-        """Training samples."""
+        """Number of training samples."""
         return self._count("train")
 
     @property
     def num_eval_samples(self) -> int:
-        """Held-out samples."""
+        """Number of held-out samples."""
         return self._count("eval")
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary."""
+        """Number of tokens in the vocabulary."""
         return self.num_classes
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
-        """Return the windows of these indices, in their order."""
+        """Return the windows with these indices, in this order."""
         (length,) = self.sample_shape
         starts = np.asarray(indices, dtype=np.int64)[:, None] * length
-        # One gather for inputs and targets; int64 because embeddings and losses take that.
+        # One gather for inputs and targets; int64, as embeddings and losses require.
         windows = self._rows[split][starts + np.arange(length + 1)].astype(np.int64)
         return Batch.from_numpy(windows[:, :-1].copy(), windows[:, 1:].copy())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from axonlaunch.checkpoint import Checkpoint
-from axonlaunch.checkpoint.reader import any_rank
+from axonlaunch.checkpoint.loading.reader import any_rank
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.data.dataset import Dataset
@@ -20,7 +20,7 @@ def place_rows(
     Args:
         loader: Loader of this rank.
         config: Configuration of the run.
-        dataset: Dataset described by ``config.data``.
+        dataset: Dataset described by ``config.options.data``.
         resumed: Checkpoint that was loaded; None if the run starts from step 0.
         world: The ranks that train.
 
@@ -45,7 +45,7 @@ def place_rows(
         message = f"the main rank found that the data is not that of {resumed.path}"
         issues = [ConfigIssue("checkpoint.changed_data", message, "error")]
         if world.is_main:
-            issues = changed_data_issues(saved, current, where=resumed.path, data=config.data)
+            issues = changed_data_issues(saved, current, checkpoint=resumed.path, data=config.data)
         raise ConfigError(issues)
     loader.first_row_at = resumed.samples
     return (

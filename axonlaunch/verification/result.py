@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.config.precision import Precision
 
 # Differences of gradients far smaller than the model's are relative to this fraction of its RMS.

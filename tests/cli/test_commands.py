@@ -9,8 +9,8 @@ import pytest
 from command import Served
 from served import Server
 
-from axonlaunch.cli.doctor import _figures
-from axonlaunch.cli.ls import ALIASES, LISTS
+from axonlaunch.cli.configuration.doctor import _figures
+from axonlaunch.cli.configuration.ls import ALIASES, LISTS
 
 COMMANDS = [
     "train",

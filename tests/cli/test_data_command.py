@@ -87,7 +87,7 @@ def test_what_is_prepared_is_tokenised_once_and_reported(command: Served) -> Non
             ["data=python_source"],
             "data.name=python_source: this dataset has no tokenizer; use data=documents or ",
         ),
-        (OVERRIDES, "tokenizer.path: null stands for bytes, which have no chat template; use a "),
+        (OVERRIDES, "tokenizer.path: null selects bytes, which have no chat template; use a "),
         (
             [*OVERRIDES, "model.path=nowhere"],
             "tokenizer.path=nowhere: there is no such folder, seen from ",

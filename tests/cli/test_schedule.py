@@ -19,10 +19,10 @@ from covers import every
 from rich.console import Console
 from served import Server
 
-from axonlaunch.cli import plotting
 from axonlaunch.cli.app import run_command
-from axonlaunch.config.errors import ConfigError
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.cli.shared import plotting
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import timeline
 from axonlaunch.engines.pipeline.timeline_plot import draw_timeline

@@ -90,7 +90,7 @@ def test_a_run_does_not_resume_with_another_tokenizer(trained: str, command: Ser
         ),
         (
             [*MODEL, "data=documents", "data.files=[none.jsonl]"],
-            "data.files=none.jsonl: no file is there or matches, seen from ",
+            "data.files=none.jsonl: no file matches, seen from ",
         ),
     ],
 )

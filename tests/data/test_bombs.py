@@ -15,7 +15,7 @@ import pytest
 
 from axonlaunch.cli import app
 from axonlaunch.config import ConfigError
-from axonlaunch.config.data import TextConfig
+from axonlaunch.config.options.data import TextConfig
 from axonlaunch.data import json_array, rows, tables
 from axonlaunch.data.rows import BadRow, RowReader, UnreadableFileError
 from axonlaunch.data.sources import find_sources
@@ -225,7 +225,7 @@ def test_no_memory_while_rows_are_read_is_an_error_of_the_file(
         raise MemoryError
 
     monkeypatch.setattr(rows.json, "loads", fail)
-    with pytest.raises(UnreadableFileError, match="it needs more memory than there is"):
+    with pytest.raises(UnreadableFileError, match="not enough memory"):
         read(tmp_path / "a.jsonl")
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset, cached_folder, shard_maker
 
 FILES = ["tokens.bin", "lengths.bin", "rows.bin", "shard.json", "sums.json"]
@@ -67,7 +67,7 @@ def test_a_changed_file_of_the_cache_is_made_again_and_reported(
     assert inputs(documents(shuffle=shuffle)) == expected
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert f"data: {folder}: " in (said := capfd.readouterr().err)
-    assert "these tokens are made again" in said
+    assert "its tokens are built again" in said
 
 
 def test_zeroed_tokens_are_made_again(documents: Callable[..., Any], tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_rank_that_maps_changed_tokens_fails_and_the_next_run_makes_them_again
     change_a_byte(shard_folder(tmp_path) / "tokens.bin")
     os.utime(shard_folder(tmp_path))
     cached_shards_of_an_earlier_process()
-    with pytest.raises(OSError, match="is not what was written; start the run again"):
+    with pytest.raises(OSError, match="has changed since it was written; start the run again"):
         inputs(documents(verifies=False))
     assert inputs(documents(verifies=False)) == expected
 

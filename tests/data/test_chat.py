@@ -12,8 +12,8 @@ import corpus
 import pytest
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import ChatConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import ChatConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.dataset import IGNORE_INDEX
 from axonlaunch.data.text_rows import TextRows
@@ -199,7 +199,7 @@ BAD = [
     (
         {"messages": CHAT},
         "INSTRUCT",
-        "the chat template refuses it: Only user and assistant roles are supported!",
+        "the chat template rejects it: Only user and assistant roles are supported!",
     ),
     ({"messages": CHAT}, "SILENT", "the chat template leaves out message 1, of role system"),
     (
@@ -219,12 +219,12 @@ BAD = [
         "the chat template leaves out message 2, of role system",
     ),
     ({"messages": CHAT, "system": "Be brief."}, "CHATML", "has a system field and begins with a"),
-    ({"messages": CHAT[1:]}, "CHANGING", "the chat template writes message 2 in another way when"),
+    ({"messages": CHAT[1:]}, "CHANGING", "the chat template writes message 2 differently when"),
     ({"messages": CHAT[2:]}, "CHATML", "begins with the assistant, and the chat template has no"),
     (
         {"messages": [{**SINGLE[0], "content": [{"type": "image_url"}]}]},
         "CHATML",
-        "messages[0] has a part of type image_url; models of text take text alone",
+        "messages[0] has a part of type image_url; text models accept only text",
     ),
     (
         {"messages": [SINGLE[0], {**SINGLE[1], "weight": 0}]},
@@ -259,7 +259,7 @@ def test_a_chat_template_reaches_nothing_outside_of_the_messages(
     folder = corpus.save_tokenizer(tmp_path / "hostile", chat_template=template)
     file = corpus.write_jsonl(tmp_path / "chats.jsonl", [{"messages": SINGLE}] * 2)
     chosen = ChatConfig(files=[str(file)], cache_dir=str(tmp_path), train_on="all")
-    with pytest.raises(ConfigError, match=r"line 1: the chat template refuses it: "):
+    with pytest.raises(ConfigError, match=r"line 1: the chat template rejects it: "):
         build_dataset(chosen, TokenizerConfig(path=str(folder)))
 
 
@@ -274,21 +274,21 @@ def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(ch
     assert dataset.num_samples == 1
     assert dataset.info.notes[1:] == (
         "data.too_long=truncate: documents truncated: 1",
-        "data: of them left out, as no token of what is left of them counts: 1",
+        "data: of these left out, because no token in the remaining part counts: 1",
     )
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
-        (None, "null stands for bytes, which have no chat template; use a folder that has one"),
-        ("", "the tokenizer has no chat template; use that of the model's instruct version, or "),
+        (None, "null selects bytes, which have no chat template; use a folder that has one"),
+        ("", "the tokenizer has no chat template; use that of the model's instruct version or "),
     ],
 )
 def test_a_tokenizer_without_a_chat_template_is_refused_before_a_file_is_read(
     tokenizer: str | None, message: str, folders: Callable[[str | None], str]
 ) -> None:
-    from axonlaunch.data.text_rows import find_untokenised
+    from axonlaunch.data.untokenised import find_untokenised
 
     path = None if tokenizer is None else folders(None)
     with pytest.raises(ConfigError) as raised:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from axonlaunch.config.data import (
+from axonlaunch.config.options.data import (
     DigitsConfig,
     PythonSourceConfig,
     SyntheticImagesConfig,
@@ -15,8 +15,8 @@ from axonlaunch.config.data import (
     TextConfig,
     TokensConfig,
 )
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.config.errors import ConfigError
+from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.data import DATASETS, build_dataset
 
 
@@ -81,7 +81,7 @@ def test_a_python_without_source_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert error_of(PythonSourceConfig()) == (
         f"data.name=python_source: this Python has no source files under {tmp_path} (it may be "
-        "frozen or zipped); use data=text with files of your own"
+        "frozen or zipped); use data=text with your files"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_share_that_leaves_one_side_empty_is_reported(tmp_path, monkeypatch):
     (tmp_path / "one.py").write_text("x = 1\n" * 100)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert error_of(PythonSourceConfig(eval_fraction=0.07)) == (
-        "data.eval_fraction=0.07: all 1 files fall on one side; use a share nearer 0.05"
+        "data.eval_fraction=0.07: all 1 files are in one split; use a value closer to 0.05"
     )
 
 
@@ -149,9 +149,9 @@ def test_the_unigram_entropy_is_what_the_best_constant_guess_costs(tmp_path):
 
 def test_patterns_that_name_no_file_are_reported_all_at_once(corpus):
     assert error_of(TextConfig(files=["no.txt", "a.txt", "*.rst", "deep"])) == (
-        f"data.files=no.txt: no file is there or matches, seen from {corpus}\n"
-        f"data.files=*.rst: no file is there or matches, seen from {corpus}\n"
-        "data.files=deep: it is a folder; write deep/**/*.txt for what is in it"
+        f"data.files=no.txt: no file matches, seen from {corpus}\n"
+        f"data.files=*.rst: no file matches, seen from {corpus}\n"
+        "data.files=deep: it is a folder; write deep/**/*.txt for the files in it"
     )
 
 
@@ -380,7 +380,7 @@ def test_each_dataset_says_what_a_model_must_fit(token_file, tmp_path):
 def test_making_a_dataset_imports_no_torch():
     script = (
         "import sys; from axonlaunch.data import DATASETS, build_dataset;"
-        "from axonlaunch.config.data import PythonSourceConfig as P;"
+        "from axonlaunch.config.options.data import PythonSourceConfig as P;"
         "build_dataset(P()).info.unigram_entropy(); DATASETS.summaries();"
         "assert 'torch' not in sys.modules"
     )

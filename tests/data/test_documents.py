@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset, shard_maker, token_cache
 from axonlaunch.data.dataset import IGNORE_INDEX
 from axonlaunch.data.encoding import Tokenising
@@ -157,7 +157,7 @@ def test_what_is_held_out_is_trained_on_nowhere_and_depends_on_the_data_alone(
     assert pieces(documents(rows, held_out=[str(other)], **every), "eval") == [list(b"held out")]
     with pytest.raises(ConfigError, match=r"a\.jsonl is in data\.files too"):
         documents(rows, held_out=[str(tmp_path / "a.jsonl")], **every)
-    with pytest.raises(ConfigError, match="there are 50 documents, and none would be left"):
+    with pytest.raises(ConfigError, match="there are only 50 documents, so none would be left"):
         documents(rows, held_out=50, **every)
 
 
@@ -339,7 +339,7 @@ def test_files_without_a_row_are_refused(documents: Documents, tmp_path: Path) -
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"empty\.jsonl holds no rows"):
         documents(files=[str(tmp_path / "empty.jsonl")])
-    with pytest.raises(ConfigError, match=r"no document is left to train on"):
+    with pytest.raises(ConfigError, match=r"there are no training documents"):
         documents([{"text": ""}], held_out=0)
     with pytest.raises(ConfigError, match=r"train on; data.too_long=drop: documents left out: 1"):
         documents([{"text": "word " * 999}], held_out=0, too_long="drop", packing="none")

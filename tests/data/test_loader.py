@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from axonlaunch.config.data import SyntheticImagesConfig, SyntheticTokensConfig
+from axonlaunch.config.options.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, NoText
 from axonlaunch.data.loader import Loader, StreamLoader

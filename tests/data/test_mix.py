@@ -189,7 +189,7 @@ def evaluations(chosen: RunConfig) -> list[Evaluated]:
         ("", ", wieght: 1", [], "there is no option of a group 'wieght'; did you mean weight?"),
         ("", ", packing: none", [], "data.mix.b.packing=none: there is no option of a group"),
         ("", "", ["data.files=[c.jsonl]"], "data.mix names the files of each source; use one of"),
-        ("", ", held_out: ['{folder}/a.jsonl']", [], "a.jsonl is in data.mix.a.files too, and "),
+        ("", ", held_out: ['{folder}/a.jsonl']", [], "a.jsonl is also in data.mix.a.files and "),
         ("", ", text_field: body", [], "data.mix.b.files: {folder}/b.jsonl, line 1: has no field"),
     ],
 )

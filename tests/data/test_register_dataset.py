@@ -17,13 +17,13 @@ from configured import estimate_config, run_config
 from axonlaunch import config
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
-from axonlaunch.config.data import SampleShape
+from axonlaunch.config.options.data import SampleShape
 from axonlaunch.data import build_dataset, register_dataset
 from axonlaunch.data.dataset import Batch, DatasetInfo, NoText
 from axonlaunch.data.loader import order_of
 from axonlaunch.planning import estimate_cache
 from axonlaunch.training import worker
-from axonlaunch.training.sampling import continue_prompt
+from axonlaunch.training.text.sampling import continue_prompt
 
 SMALL = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 SMALL += ["train.global_batch_size=8"]

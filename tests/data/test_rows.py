@@ -116,7 +116,7 @@ def test_a_folder_of_datasets_is_read(tmp_path: Path) -> None:
     sources = find_sources([str(tmp_path / "one")])
     assert len(sources) == 2
     assert [row for source in sources for _, row in RowReader(source)] == ROWS
-    with pytest.raises(ConfigError, match=r"it holds several splits; write .*/splits/train"):
+    with pytest.raises(ConfigError, match=r"it has several splits; write .*/splits/train"):
         find_sources([str(tmp_path / "splits")])
 
 
@@ -143,12 +143,12 @@ def test_what_a_pattern_does_not_find_is_reported_for_all_patterns_at_once(
     with pytest.raises(ConfigError) as raised:
         find_sources(["none*.jsonl", "folder", "a.docx", "memory://none.jsonl"])
     none, folder, docx, url = map(str, raised.value.problems)
-    assert none.startswith("data.files=none*.jsonl: no file is there or matches, seen from ")
+    assert none.startswith("data.files=none*.jsonl: no file matches, seen from ")
     assert folder == (
-        "data.files=folder: it is a folder; write folder/**/*.jsonl for what is in it"
+        "data.files=folder: it is a folder; write folder/**/*.jsonl for the files in it"
     )
-    assert "a.docx is of no known format; known: .jsonl, " in docx
-    assert url == "data.files=memory://none.jsonl: no file is there or matches"
+    assert "a.docx has an unknown format; known: .jsonl, " in docx
+    assert url == "data.files=memory://none.jsonl: no file matches"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.xz", "a.jsonl.zst"])

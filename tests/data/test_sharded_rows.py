@@ -14,8 +14,8 @@ import torch
 from configured import run_config
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset, shard_maker
 from axonlaunch.data.loader import Loader, order_of
 from axonlaunch.data.sharded_rows import ShardedRows

@@ -9,9 +9,9 @@ from pathlib import Path
 import corpus
 import pytest
 
-from axonlaunch.checkpoint.weights import TRAINED_ON, exported_tokenizer
+from axonlaunch.checkpoint.exchange.weights import TRAINED_ON, exported_tokenizer
 from axonlaunch.config import ConfigError
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data.tokenizer import (
     FOLDER,
     PretrainedTokenizer,
@@ -129,7 +129,7 @@ def test_what_is_no_tokenizer_is_refused_with_its_path(folder: Path, tmp_path: P
         "has no tokenizer.json or other file of a tokenizer; give a folder that has, or null"
     )
     (tmp_path / "vocab.txt").write_text("")
-    assert "is a file; give the folder it is in" in refusal(tmp_path / "vocab.txt")
+    assert "is a file; give its folder" in refusal(tmp_path / "vocab.txt")
     assert "there is no such folder, seen from " in refusal("nobody/nothing-here")
     content = (folder / "tokenizer.json").read_text()
     (tmp_path / "empty" / "tokenizer.json").write_text(content[: len(content) // 2])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm import World
-from axonlaunch.config.optimizer import (
+from axonlaunch.config.optimization.optimizer import (
     AdamWConfig,
     ConstantConfig,
     CosineConfig,

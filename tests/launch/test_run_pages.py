@@ -15,10 +15,10 @@ from rich.console import Console, ConsoleDimensions
 from run_folders import run_folder
 from served import Server
 
-from axonlaunch.cli.run_screen import screen_of
+from axonlaunch.cli.shared.run_screen import screen_of
 from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.run_record import read_run
-from axonlaunch.system.formatting import size
+from axonlaunch.system.text.formatting import size
 
 MOCK = ["launch.nproc=2", "launch.backend=mock"]
 

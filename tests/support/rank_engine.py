@@ -5,7 +5,7 @@ from __future__ import annotations
 from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine

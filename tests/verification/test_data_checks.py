@@ -18,21 +18,21 @@ from corpus import functions, write_jsonl
 
 from axonlaunch import data
 from axonlaunch.config import RunConfig
-from axonlaunch.config.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.config.optimizer import ConstantConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.optimization.optimizer import ConstantConfig
+from axonlaunch.config.options.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
+from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import packing, shard_maker
 from axonlaunch.data.dataset import Batch
 from axonlaunch.data.loader import Loader, order_of, whole_loader
 from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.shuffle import Indices
 from axonlaunch.data.user_datasets import IndexedSamples, PairsDataset
-from axonlaunch.models import initialization
-from axonlaunch.verification import comparison_inputs, data_checks
-from axonlaunch.verification.comparison_plan import ComparisonPlan
-from axonlaunch.verification.reference import NoReferenceError, PlainRun
-from axonlaunch.verification.schedule_check import schedule_problems
+from axonlaunch.models.tensors import initialization
+from axonlaunch.verification.comparison.schedule_check import schedule_problems
+from axonlaunch.verification.references import comparison_inputs, data_checks
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
+from axonlaunch.verification.references.reference import NoReferenceError, PlainRun
 
 Patch = pytest.MonkeyPatch
 
@@ -214,14 +214,14 @@ def test_rows_of_a_shard_in_the_same_order_in_later_passes_are_noticed(
 ) -> None:
     reading = of_shards(tmp_path, "none")
     assert data_checks.order_problem(reading, seed=0) == ""
-    right = ShardedRows._shuffled_place
+    right = ShardedRows._shuffled_row
 
     def same_in_later_passes(
         rows: ShardedRows, shard: int, place: int, epoch: int, seed: int
     ) -> int:
         return right(rows, shard, place, min(epoch, 1), seed)
 
-    monkeypatch.setattr(ShardedRows, "_shuffled_place", same_in_later_passes)
+    monkeypatch.setattr(ShardedRows, "_shuffled_row", same_in_later_passes)
     problem = data_checks.order_problem(reading, seed=0)
     assert problem == "the data: every epoch reads the samples of a shard in the same order"
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from axonlaunch.comm.gradient_bucket import BUCKET_BYTES
+from axonlaunch.comm.averaging.gradient_bucket import BUCKET_BYTES
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import Precision
 from axonlaunch.engines.data_parallel.gradient_synchronizer import TRAVELLING
-from axonlaunch.models.parameter_facts import TrainingShares
+from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.planning.tracing.storage_trace import Category
 
 _WORKING_LAYERS = 2

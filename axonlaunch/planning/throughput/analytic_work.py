@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import Precision
 from axonlaunch.planning.throughput.operations import (
     Amount,

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import DATA_AXES
-from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.config.precision import Precision
-from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import Timeline, timeline
-from axonlaunch.models.parameter_facts import TrainingShares
+from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.planning.measured_constants import FUSED
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import Precision
 from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.diagnostics.module_trace.files import (
@@ -21,7 +21,7 @@ from axonlaunch.diagnostics.module_trace.files import (
 )
 from axonlaunch.engines.base import Engine
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.output_shapes import output_shapes
+from axonlaunch.models.fake.output_shapes import output_shapes
 from axonlaunch.training.module_trace.hooks import (
     ModuleHooks,
     Statistics,

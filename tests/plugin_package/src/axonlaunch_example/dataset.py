@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import axonlaunch as ax
-from axonlaunch.config.data import SampleShape
+from axonlaunch.config.options.data import SampleShape
 from axonlaunch.data.dataset import Batch, NoText, Split
 
 
