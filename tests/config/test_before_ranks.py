@@ -77,7 +77,7 @@ def test_parameters_of_two_types_can_not_be_gathered_together() -> None:
     ax.register_model("scaled")(lambda: Scaled(dtype=torch.bfloat16))
     run_config(["model=scaled", *TOKENS, "strategy=ddp"])
     assert refusals("model=scaled", *TOKENS, "strategy=fsdp") == [
-        "strategy.data_parallel=fsdp: scale is float32 and embed.weight is bfloat16, and they are "
+        "strategy.data_parallel=fsdp: scale is float32 and embed.weight is bfloat16, but they are "
         "gathered together; give them one type, or use ddp"
     ]
 
