@@ -151,7 +151,7 @@ def test_verify_compares_float_targets_with_one_process() -> None:
 
 
 def test_float_targets_without_a_loss_of_ones_own_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.loss=null: .*targets that are floats"):
+    with pytest.raises(ConfigError, match=r"train\.loss=null: .*returns float targets"):
         run_config([*CHOSEN, "strategy=single", "launch.nproc=1"])
 
 
