@@ -89,9 +89,6 @@ if TYPE_CHECKING:
         is_main_process as is_main_process,
     )
     from axonlaunch.comm import (
-        nccl as nccl,
-    )
-    from axonlaunch.comm import (
         rank as rank,
     )
     from axonlaunch.comm import (
@@ -118,15 +115,16 @@ if TYPE_CHECKING:
     from axonlaunch.comm import (
         world_size as world_size,
     )
+    from axonlaunch.comm.connection import nccl as nccl
     from axonlaunch.config import (
         ConfigError as ConfigError,
     )
     from axonlaunch.config import (
         RunConfig as RunConfig,
     )
-    from axonlaunch.config.optimizer_states import OptimizerState as OptimizerState
-    from axonlaunch.data.registry import register_dataset as register_dataset
-    from axonlaunch.data.sampler import DistributedSampler as DistributedSampler
+    from axonlaunch.config.optimization.optimizer_states import OptimizerState as OptimizerState
+    from axonlaunch.data.datasets.registry import register_dataset as register_dataset
+    from axonlaunch.data.datasets.sampler import DistributedSampler as DistributedSampler
     from axonlaunch.engines.data_parallel.ddp import (
         DDP as DDP,
     )
@@ -170,19 +168,19 @@ if TYPE_CHECKING:
     )
     from axonlaunch.engines.pipeline.schedule import PipelineSchedule as PipelineSchedule
     from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats as PipelineMemoryStats
-    from axonlaunch.engines.tensor.layers import (
+    from axonlaunch.engines.tensor.divided_layers.layers import (
         ColumnParallelLinear as ColumnParallelLinear,
     )
-    from axonlaunch.engines.tensor.layers import (
+    from axonlaunch.engines.tensor.divided_layers.layers import (
         RowParallelLinear as RowParallelLinear,
     )
-    from axonlaunch.engines.tensor.layers import (
+    from axonlaunch.engines.tensor.divided_layers.layers import (
         TensorParallelAttention as TensorParallelAttention,
     )
-    from axonlaunch.engines.tensor.layers import (
+    from axonlaunch.engines.tensor.divided_layers.layers import (
         VocabParallelEmbedding as VocabParallelEmbedding,
     )
-    from axonlaunch.engines.tensor.loss import (
+    from axonlaunch.engines.tensor.outputs.loss import (
         vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum,
     )
     from axonlaunch.launch.registry import register_launcher as register_launcher
@@ -192,7 +190,7 @@ if TYPE_CHECKING:
     from axonlaunch.models import (
         register_model as register_model,
     )
-    from axonlaunch.models.own_loss import register_loss as register_loss
+    from axonlaunch.models.specs.own_loss import register_loss as register_loss
     from axonlaunch.training.loggers.base import Logger as Logger
     from axonlaunch.training.loggers.registry import register_logger as register_logger
     from axonlaunch.training.module_trace.script import trace as trace
@@ -241,9 +239,9 @@ _NAMES_BY_MODULE = {
         "RankFailedError",
     ),
     "axonlaunch.config": ("ConfigError", "RunConfig"),
-    "axonlaunch.config.optimizer_states": ("OptimizerState",),
-    "axonlaunch.data.registry": ("register_dataset",),
-    "axonlaunch.data.sampler": ("DistributedSampler",),
+    "axonlaunch.config.optimization.optimizer_states": ("OptimizerState",),
+    "axonlaunch.data.datasets.registry": ("register_dataset",),
+    "axonlaunch.data.datasets.sampler": ("DistributedSampler",),
     "axonlaunch.engines.data_parallel.ddp": ("DDP", "DistributedDataParallel"),
     "axonlaunch.engines.data_parallel.fsdp": (
         "CPUOffload",
@@ -262,16 +260,16 @@ _NAMES_BY_MODULE = {
     "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),
     "axonlaunch.engines.pipeline.schedule": ("PipelineSchedule",),
     "axonlaunch.engines.pipeline.timeline": ("PipelineMemoryStats",),
-    "axonlaunch.engines.tensor.layers": (
+    "axonlaunch.engines.tensor.divided_layers.layers": (
         "ColumnParallelLinear",
         "RowParallelLinear",
         "TensorParallelAttention",
         "VocabParallelEmbedding",
     ),
-    "axonlaunch.engines.tensor.loss": ("vocab_parallel_cross_entropy_sum",),
+    "axonlaunch.engines.tensor.outputs.loss": ("vocab_parallel_cross_entropy_sum",),
     "axonlaunch.launch.registry": ("register_launcher",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
-    "axonlaunch.models.own_loss": ("register_loss",),
+    "axonlaunch.models.specs.own_loss": ("register_loss",),
     "axonlaunch.training.loggers.base": ("Logger",),
     "axonlaunch.training.loggers.registry": ("register_logger",),
     "axonlaunch.training.module_trace.script": ("trace",),

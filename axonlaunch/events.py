@@ -60,7 +60,7 @@ class StepLogged:
     """A logged step, with the fields of a line of ``metrics.jsonl``.
 
     If targets are images or other samples, files and loggers use ``images`` or ``samples`` instead
-    of ``tokens`` in these names (``system.units``).
+    of ``tokens`` in these names (``system.text.units``).
 
     Attributes:
         step: Number of optimizer steps done.
@@ -81,8 +81,8 @@ class StepLogged:
             in other precisions.
         loss_scale: Factor of the next step's loss in fp16; None in other precisions.
         mfu: Fraction of the devices' dense peak FLOP/s that the model uses, counted by
-            ``models.flops`` for all positions including padding. None on a CPU, or if the peak is
-            unknown.
+            ``models.facts.flops`` for all positions including padding. None on a CPU, or if
+            the peak is unknown.
         reserved_bytes: Peak memory that this rank's allocator has reserved on its device.
         active_bytes: Peak memory of blocks that are in use or that streams still wait for.
         alloc_retries: Number of times that the allocator emptied its cache to find memory.

@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 
-from axonlaunch.system import streams
+from axonlaunch.system.text import streams
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     streams.open_missing()
     atexit.register(leave)  # registered first, so it is called last, after threads are joined
     try:
-        from axonlaunch.cli.early_server import early_server
+        from axonlaunch.cli.shared.early_server import early_server
 
         with early_server(sys.argv[1:]):
             from axonlaunch.cli.app import run_command

@@ -10,32 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from axonlaunch.cli import (
-    checkpoint,
-    compare,
-    config,
-    data,
-    diff,
-    doctor,
-    estimate,
-    inspect,
-    ls,
-    plan,
-    profile,
-    report,
-    runs,
-    sample,
-    schedule,
-    train,
-    verify,
-    watch,
-)
-from axonlaunch.cli import (
-    help as help_pages,
-)
+from axonlaunch.cli import checkpoint
 from axonlaunch.cli.command_help import Command
-from axonlaunch.cli.options import print_problems
-from axonlaunch.system import streams
+from axonlaunch.cli.configuration import config, data, doctor, inspect, ls
+from axonlaunch.cli.configuration import help as help_pages
+from axonlaunch.cli.planning import estimate, plan, schedule, verify
+from axonlaunch.cli.reports import compare, diff, report, runs
+from axonlaunch.cli.shared.options import print_problems
+from axonlaunch.cli.training import profile, sample, train, watch
+from axonlaunch.system.text import streams
 
 if TYPE_CHECKING:
     from axonlaunch.config import ConfigIssue
@@ -145,10 +128,10 @@ def _show_tracebacks(error: Exception, problems: Sequence[ConfigIssue]) -> None:
 def _system_error_message(error: Exception) -> str:
     """Return the cause and remedy of an error of this node; empty for any other error."""
     from axonlaunch.launch.failures.report import cause_of, plain_error
-    from axonlaunch.system.disk import shortage
-    from axonlaunch.system.forked_call import CallsFailedError
-    from axonlaunch.system.forked_process import ProcessDiedError
-    from axonlaunch.system.forkserver import ForkServerError
+    from axonlaunch.system.processes.forked_call import CallsFailedError
+    from axonlaunch.system.processes.forked_process import ProcessDiedError
+    from axonlaunch.system.processes.forkserver import ForkServerError
+    from axonlaunch.system.storage.disk import shortage
 
     errors = error.errors.values() if isinstance(error, CallsFailedError) else [error]
     for failure in errors:
@@ -174,7 +157,7 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
     """Return the user errors in an exception; None for a bug in this package."""
     from axonlaunch.checkpoint import CorruptCheckpointError
     from axonlaunch.config import ConfigError, ConfigIssue
-    from axonlaunch.system.isolated import IsolatedCallError
+    from axonlaunch.system.processes.isolated import IsolatedCallError
 
     if isinstance(error, ConfigError):
         return error.problems

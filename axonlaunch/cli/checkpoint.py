@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.command_help import Command
-from axonlaunch.cli.options import Json, Trust, print_json, refuse, show_help
-from axonlaunch.config.errors import one_of
-from axonlaunch.config.precision import NUMBER_FORMATS
+from axonlaunch.cli.shared.options import Json, Trust, print_json, refuse, show_help
 from axonlaunch.launch.output.spinner import spinner
-from axonlaunch.system.files import why_no_folder
-from axonlaunch.system.terminal import console_on
+from axonlaunch.system.storage.files import why_no_folder
+from axonlaunch.system.text.terminal import console_on
 
 if TYPE_CHECKING:
     from axonlaunch.checkpoint import Checkpoint
-    from axonlaunch.checkpoint.diff import TensorDifference
+    from axonlaunch.checkpoint.loading.diff import TensorDifference
     from axonlaunch.config import RunConfig
 
 HELP = "Inspect, verify, export and import checkpoints."
@@ -42,7 +40,7 @@ _NOT_FOR_TRANSFORMERS = (
 
 
 def _storage_path(text: str) -> Path:
-    from axonlaunch.checkpoint.storage import storage_path
+    from axonlaunch.checkpoint.format.storage import storage_path
 
     return storage_path(text)
 
@@ -68,8 +66,10 @@ checkpoint_app.callback()(show_help)
 )
 def ls(run_dir: RunDir, as_json: Json = False) -> None:
     """List a run's checkpoints."""
-    from axonlaunch.checkpoint import corrupt_checkpoints, fallback, step_folders
-    from axonlaunch.checkpoint.storage import reaching
+    from axonlaunch.checkpoint import corrupt_checkpoints
+    from axonlaunch.checkpoint.format import step_folders
+    from axonlaunch.checkpoint.format.storage import reaching
+    from axonlaunch.checkpoint.loading import fallback
 
     _require_folder(run_dir)
     with reaching(run_dir):
@@ -85,7 +85,7 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from axonlaunch.system.formatting import ago, size
+    from axonlaunch.system.text.formatting import ago, size
 
     console = console_on()
     if not rows and not corrupt and not aside:
@@ -115,8 +115,9 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
 )
 def check_files(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
     """Verify all checksums, and that no parameter is missing."""
-    from axonlaunch.checkpoint import corrupt_checkpoints, diff
-    from axonlaunch.checkpoint.storage import reaching
+    from axonlaunch.checkpoint import corrupt_checkpoints
+    from axonlaunch.checkpoint.format.storage import reaching
+    from axonlaunch.checkpoint.loading import diff
 
     _require_folder(run_dir)
     with spinner("reading"), reaching(run_dir):
@@ -160,8 +161,8 @@ def diff(
     Raises:
         typer.Exit: Always; status 1 if tensors differ, as for ``diff``, otherwise 0.
     """
-    from axonlaunch.checkpoint import diff
-    from axonlaunch.checkpoint.storage import reaching
+    from axonlaunch.checkpoint.format.storage import reaching
+    from axonlaunch.checkpoint.loading import diff
 
     with spinner("comparing"), reaching(first), reaching(second):
         differences = diff.compare_checkpoints(_checkpoint(first), _checkpoint(second))
@@ -239,6 +240,9 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export weights as safetensors files."""
+    from axonlaunch.config.precision import NUMBER_FORMATS
+    from axonlaunch.config.problems.errors import one_of
+
     if form != "safetensors":
         refuse(f"--format={form}: is not supported; use safetensors")
     if dtype is not None and dtype not in NUMBER_FORMATS:
@@ -248,7 +252,7 @@ def export(
     with spinner("writing"):
         import torch
 
-        from axonlaunch.checkpoint import weights
+        from axonlaunch.checkpoint.exchange import weights
 
         chosen = getattr(torch, NUMBER_FORMATS[dtype].dtype) if dtype else None
         size = int(file_gb * GB)
@@ -281,7 +285,7 @@ def import_(
 
     _require_folder(folder)
     with spinner("reading"):
-        from axonlaunch.checkpoint import weights
+        from axonlaunch.checkpoint.exchange import weights
 
         written = weights.import_weights(folder, run_dir, configuration.load(["strategy=single"]))
     if as_json:
@@ -296,7 +300,8 @@ def _to_json_dict(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _all(path: Path) -> list[Checkpoint]:
     """Return the checkpoint at a path, or all checkpoints of the run at a path."""
-    from axonlaunch.checkpoint import list_checkpoints, step_folders
+    from axonlaunch.checkpoint import list_checkpoints
+    from axonlaunch.checkpoint.format import step_folders
 
     checkpoint = step_folders.read_checkpoint(step_folders.follow_link(path))
     return [checkpoint] if checkpoint else list_checkpoints(path)
@@ -304,7 +309,7 @@ def _all(path: Path) -> list[Checkpoint]:
 
 def _checkpoint(path: Path) -> Checkpoint:
     from axonlaunch.checkpoint import corrupt_checkpoints, find_checkpoint
-    from axonlaunch.checkpoint.storage import reaching
+    from axonlaunch.checkpoint.format.storage import reaching
 
     _require_folder(path)
     with reaching(path):
@@ -326,7 +331,7 @@ def _config(checkpoint: Checkpoint, trusted: bool) -> RunConfig:
 
 
 def _require_folder(path: Path) -> None:
-    from axonlaunch.checkpoint.storage import reaching
+    from axonlaunch.checkpoint.format.storage import reaching
     from axonlaunch.config import meant_below_runs
 
     with reaching(path):

@@ -3,7 +3,8 @@
 This package builds on ``torch.distributed`` without hiding it. It starts no processes.
 """
 
-from axonlaunch.comm import nccl
+from axonlaunch.comm.averaging.gradient_bucket import GradientBucket
+from axonlaunch.comm.averaging.gradients import sync_gradient, sync_gradients
 from axonlaunch.comm.backend import Backend, MockBackend, NcclBackend, ReduceOp
 from axonlaunch.comm.collectives import (
     all_gather,
@@ -26,6 +27,8 @@ from axonlaunch.comm.collectives import (
     send,
     world_size,
 )
+from axonlaunch.comm.connection import nccl
+from axonlaunch.comm.connection.nccl import NcclUniqueId
 from axonlaunch.comm.errors import (
     CommError,
     DeadlockError,
@@ -34,9 +37,6 @@ from axonlaunch.comm.errors import (
     PeerFailedError,
     RankFailedError,
 )
-from axonlaunch.comm.gradient_bucket import GradientBucket
-from axonlaunch.comm.gradients import sync_gradient, sync_gradients
-from axonlaunch.comm.nccl import NcclUniqueId
 from axonlaunch.comm.process_group import ProcessGroup
 from axonlaunch.comm.world import World
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from axonlaunch.comm.argument_checks import (
+from axonlaunch.comm.backend import Backend, ReduceOp
+from axonlaunch.comm.checks.argument_checks import (
     REDUCED_AS,
     device_of,
     divisibility_error,
@@ -24,10 +25,9 @@ from axonlaunch.comm.argument_checks import (
     reduce_op_error,
     tensor_error,
 )
-from axonlaunch.comm.backend import Backend, ReduceOp
+from axonlaunch.comm.checks.json_exchange import all_gather_json
+from axonlaunch.comm.checks.mismatch_check import check_collective, check_p2p
 from axonlaunch.comm.errors import format_tensor
-from axonlaunch.comm.json_exchange import all_gather_json
-from axonlaunch.comm.mismatch_check import check_collective, check_p2p
 from axonlaunch.comm.process_group import ProcessGroup, default_group
 from axonlaunch.comm.torch_internals import all_gather_single, reduce_scatter_single
 

@@ -16,14 +16,19 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from axonlaunch.comm import nccl
 from axonlaunch.comm.backend import Backend
+from axonlaunch.comm.checks.mismatch_check import check_collective
+from axonlaunch.comm.connection import nccl
+from axonlaunch.comm.connection.gloo import authenticated_groups
+from axonlaunch.comm.connection.rendezvous import (
+    RankEnvironment,
+    find_place,
+    gloo_towards,
+    open_store,
+)
 from axonlaunch.comm.errors import NcclError
-from axonlaunch.comm.gloo import authenticated_groups
 from axonlaunch.comm.mesh import Mesh
-from axonlaunch.comm.mismatch_check import check_collective
 from axonlaunch.comm.process_group import ProcessGroup, compute_on, default_group
-from axonlaunch.comm.rendezvous import RankEnvironment, find_place, gloo_towards, open_store
 from axonlaunch.comm.torch_internals import name_groups_by_members
 from axonlaunch.system import gpus
 

@@ -13,16 +13,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.compose import OVERRIDE_ORIGIN, Composed, Composer
-from axonlaunch.config.environment_values import resolve_variables, to_interpolations
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.plain import LARGEST_YAML, flatten, read_yaml, to_tree, to_yaml, with_values
-from axonlaunch.config.plugins import import_plugins
-from axonlaunch.config.rules import find_rule_violations
+from axonlaunch.config.code.plugins import import_plugins
+from axonlaunch.config.code.trust import foreign_code
+from axonlaunch.config.composition.compose import OVERRIDE_ORIGIN, Composed, Composer
+from axonlaunch.config.consistency.rules import find_rule_violations
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.config.schema import REGISTRIES, RunConfig
-from axonlaunch.config.trust import foreign_code
-from axonlaunch.config.validate import validate
-from axonlaunch.system.files import read_text
+from axonlaunch.config.validation.validate import validate
+from axonlaunch.config.values.environment_values import resolve_variables, to_interpolations
+from axonlaunch.config.values.plain import (
+    LARGEST_YAML,
+    flatten,
+    read_yaml,
+    to_tree,
+    to_yaml,
+    with_values,
+)
+from axonlaunch.system.storage.files import read_text
 
 __all__ = [
     "CONFIG",
@@ -123,7 +130,7 @@ def _compose_with_plugins(
 def _resolve_alternatives(composed: Composed) -> Composed:
     """Let a key replace its alternative if the user did not set that one.
 
-    ``train.epochs`` replaces the ``train.steps`` of config.yaml, ``data.mix`` replaces
+    ``train.epochs`` replaces the ``train.steps`` of config.yaml, ``data.texts.mix`` replaces
     ``data.files``.
     """
     tree = dict(composed.tree)

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from axonlaunch.config.did_you_mean import unknown
-from axonlaunch.config.errors import failure_text
-from axonlaunch.system.targets import load_target
+from axonlaunch.config.problems.did_you_mean import unknown
+from axonlaunch.config.problems.errors import failure_text
+from axonlaunch.system.processes.targets import load_target
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -296,7 +296,7 @@ class Registry(Generic[_T, F]):
         """
         offered = " and ".join(f"{_package(p)} (entry point {name} = {p.value})" for p in points)
         if len(points) > 1:
-            raise EntryPointError(f"it is offered by {offered}; uninstall all but one")
+            raise EntryPointError(f"it is offered by {offered}; keep only one of them installed")
         try:
             # Text that a module prints during import must not mix with the output of the command.
             with contextlib.redirect_stdout(sys.stderr):

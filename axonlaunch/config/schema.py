@@ -8,15 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from axonlaunch.config.adapter import LoraConfig
-from axonlaunch.config.data import DATASETS, PythonSourceConfig
-from axonlaunch.config.data_parallel import DATA_PARALLEL
-from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.launch import LAUNCHERS, LaunchConfig
-from axonlaunch.config.loggers import LOGGERS
-from axonlaunch.config.losses import LOSSES
-from axonlaunch.config.model import MODELS, GPTConfig, HuggingFaceConfig
-from axonlaunch.config.optimizer import (
+from axonlaunch.config.optimization.optimizer import (
     OPTIMIZERS,
     SCHEDULERS,
     AdamWConfig,
@@ -24,10 +16,18 @@ from axonlaunch.config.optimizer import (
     OptimizerConfig,
     SchedulerConfig,
 )
+from axonlaunch.config.options.adapter import LoraConfig
+from axonlaunch.config.options.data import DATASETS, PythonSourceConfig
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL
+from axonlaunch.config.options.hardware import HardwareConfig
+from axonlaunch.config.options.launch import LAUNCHERS, LaunchConfig
+from axonlaunch.config.options.loggers import LOGGERS
+from axonlaunch.config.options.losses import LOSSES
+from axonlaunch.config.options.model import MODELS, GPTConfig, HuggingFaceConfig
+from axonlaunch.config.options.recording import ProfileConfig, TraceConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionName, StoredFormatName
-from axonlaunch.config.recording import ProfileConfig, TraceConfig
 from axonlaunch.config.registry import Registry
-from axonlaunch.config.tokenizer import TokenizerConfig
 
 
 class Named(Protocol):

@@ -27,7 +27,7 @@ from axonlaunch.comm.backend import Backend
 from axonlaunch.diagnostics.block_times import BlockTimes
 from axonlaunch.diagnostics.wait_detection import waits
 from axonlaunch.events import RankTimes, Straggler
-from axonlaunch.system.process_state import WatchedThread, queued_s
+from axonlaunch.system.processes.process_state import WatchedThread, queued_s
 
 _INTERVAL_S = 0.04
 _ENOUGH_S = 0.5

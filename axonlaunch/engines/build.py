@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from axonlaunch.comm import World
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
-from axonlaunch.config.model import OWN_MODEL_CONFIGS, HuggingFaceConfig
-from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS, Precision
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, HuggingFaceConfig
+from axonlaunch.config.precision import NUMBER_FORMATS, PRECISIONS
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.context.context import ContextAxis, length_multiple
@@ -59,13 +60,13 @@ from axonlaunch.engines.precision.policy import (
     sharded_policy,
 )
 from axonlaunch.engines.tensor.async_collectives import overlap_exchanges
-from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
-from axonlaunch.engines.tensor.losses import losses_of
+from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
+from axonlaunch.engines.tensor.outputs.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
-from axonlaunch.models.flops import ModelFlops
-from axonlaunch.models.parameter_facts import parameter_facts
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.facts.flops import ModelFlops
+from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.models.torch_dtypes import torch_dtype
 
 Divide = Callable[[nn.Module], None]
@@ -358,7 +359,7 @@ def _shard(plan: _Plan, model: nn.Module) -> None:
         after=after,
         sharding=fsdp.sharding,
         cpu_offload=fsdp.cpu_offload,
-        mixed_precision=sharded_policy(Precision.of(config)),
+        mixed_precision=sharded_policy(precision_of(config)),
         # torch's schedules with several stages per rank gather a stage before its first micro-batch
         # and reshard it after its last, and require gathered parameters in between. With one stage
         # per rank, parameters would otherwise be gathered again for each micro-batch.

@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axonlaunch.comm import ProcessGroup, World
-from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.backend import Backend
+from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.comm.process_group import disjoint_group
-from axonlaunch.config.data_parallel import DATA_PARALLEL
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 
 
 def run_mesh(world: World, layout: Layout, *, cpu_offload: str) -> Mesh:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config import ConfigError
-from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.engines.data_parallel.ddp import DDP
-from axonlaunch.models.spec import ModelOutputs, not_a_tensor
+from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
 
 if TYPE_CHECKING:  # importing it imports torch's compiler
     from axonlaunch.engines.pipeline.pipeline import Pipeline

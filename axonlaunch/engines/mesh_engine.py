@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup, World
-from axonlaunch.comm.gradient_bucket import broadcast_tensors
+from axonlaunch.comm.averaging.gradient_bucket import broadcast_tensors
 from axonlaunch.comm.mesh import Mesh
-from axonlaunch.config.layout import Layout
-from axonlaunch.data.dataset import AnyBatch, Batch
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch
 from axonlaunch.engines.base import StepResult
 from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP
@@ -28,9 +28,9 @@ from axonlaunch.engines.optimizer.clipping import gradient_norm
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision.policy import LossScale, scale_counters
-from axonlaunch.engines.tensor.losses import Losses
-from axonlaunch.models.flops import ModelFlops
-from axonlaunch.models.module_state import evaluating, model_state, persistent_buffers
+from axonlaunch.engines.tensor.outputs.losses import Losses
+from axonlaunch.models.facts.flops import ModelFlops
+from axonlaunch.models.modules.module_state import evaluating, model_state, persistent_buffers
 
 
 @dataclass(frozen=True, kw_only=True)

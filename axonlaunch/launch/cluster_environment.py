@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from axonlaunch.config import Composed, ConfigError, ConfigIssue
-from axonlaunch.config.errors import divisor_of
+from axonlaunch.config.problems.errors import divisor_of
 from axonlaunch.launch.environment_variables import (
     ADDRESS,
     OPEN_MPI,

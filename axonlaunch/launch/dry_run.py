@@ -14,7 +14,7 @@ from multiprocessing.context import ForkServerContext
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.errors import gathering
+from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import LaunchOptions, check_function, launcher, launcher_of
@@ -23,8 +23,8 @@ from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, prepared
 from axonlaunch.planning.records import Forecast
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
+from axonlaunch.verification.proofs.runner import foresee_proof
 from axonlaunch.verification.result import Proof
-from axonlaunch.verification.runner import foresee_proof
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from multiprocessing.context import ForkServerContext
 from typing import Any, TypeAlias, cast
 
 from axonlaunch.config import Composed, RunConfig
-from axonlaunch.config.launch import LAUNCHERS, Launcher
-from axonlaunch.config.layout import nodes
+from axonlaunch.config.consistency.layout import nodes
+from axonlaunch.config.options.launch import LAUNCHERS, Launcher
 from axonlaunch.launch.environment_variables import UNKNOWN_LAUNCH, LaunchIdentity
-from axonlaunch.system import forked_call
-from axonlaunch.system.targets import load_target
+from axonlaunch.system.processes import forked_call
+from axonlaunch.system.processes.targets import load_target
 from axonlaunch.verification.result import Proof
 
 

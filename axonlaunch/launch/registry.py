@@ -1,6 +1,6 @@
 """Registers launchers from plug-ins and from packages with entry points.
 
-The table of launchers is in ``config.launch``. A launcher is imported when it is first used.
+The table of launchers is in ``config.options.launch``. A launcher is imported on first use.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from axonlaunch.config.launch import LAUNCHERS, LaunchConfig, Launcher
+from axonlaunch.config.options.launch import LAUNCHERS, LaunchConfig, Launcher
 
 Launchable = TypeVar("Launchable", bound=Callable[..., Any])
 
@@ -46,7 +46,7 @@ def register_launcher(
         raise ValueError(
             f"register_launcher({name!r}, config={config.__name__}): it does not derive from "
             "LaunchConfig; write class "
-            f"{config.__name__}(axonlaunch.config.launch.LaunchConfig)"
+            f"{config.__name__}(axonlaunch.config.options.launch.LaunchConfig)"
         )
 
     def register(cls: Launchable) -> Launchable:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import storage
-from axonlaunch.checkpoint.resume_source import resume_of, resume_of_restart
-from axonlaunch.checkpoint.run_lock import lock_checkpoints
+from axonlaunch.checkpoint.format import storage
+from axonlaunch.checkpoint.loading.resume_source import resume_of, resume_of_restart
+from axonlaunch.checkpoint.loading.run_lock import lock_checkpoints
 from axonlaunch.config import (
     CONFIG,
     Composed,
@@ -30,20 +30,20 @@ from axonlaunch.config import (
     with_values,
 )
 from axonlaunch.config.axes import PRINTED
-from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.config.origins import origins_of
-from axonlaunch.config.plain import LARGEST_YAML
-from axonlaunch.config.resumed_settings import (
+from axonlaunch.config.composition.origins import origins_of
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.consistency.resumed_settings import (
     frozen_settings,
     other_threads,
     settings_unlike_resumed,
 )
-from axonlaunch.config.url import is_url
+from axonlaunch.config.values.plain import LARGEST_YAML
+from axonlaunch.config.values.url import is_url
 from axonlaunch.diagnostics.report.run_record import NotARunError, find_launched, read_run
 from axonlaunch.launch.environment_variables import LaunchIdentity
-from axonlaunch.system import host
-from axonlaunch.system.disk import free_bytes, shortage
-from axonlaunch.system.files import (
+from axonlaunch.system.node import host
+from axonlaunch.system.storage.disk import free_bytes, shortage
+from axonlaunch.system.storage.files import (
     NotRegularError,
     folder_lock,
     is_there,
@@ -51,7 +51,7 @@ from axonlaunch.system.files import (
     read_text,
     replace_text,
 )
-from axonlaunch.system.run_files import (
+from axonlaunch.system.storage.run_files import (
     CRASH,
     EVENTS,
     METRICS,
@@ -60,7 +60,7 @@ from axonlaunch.system.run_files import (
     TOKENIZER,
     append_event,
 )
-from axonlaunch.system.version_control import commit_of
+from axonlaunch.system.storage.version_control import commit_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a write to a full disk, or over the user's quota."""

@@ -17,16 +17,16 @@ from typing import Any, Self
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.url import is_url
+from axonlaunch.config.values.url import is_url
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import LaunchOptions, check_function, launcher, launcher_of
 from axonlaunch.launch.output import sweep
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.planning import auto_strategy
-from axonlaunch.system import forked_call
+from axonlaunch.system.processes import forked_call
+from axonlaunch.verification.proofs.runner import is_to_be_proved, prove_layout
 from axonlaunch.verification.result import Proof
-from axonlaunch.verification.runner import is_to_be_proved, prove_layout
 
 INTERRUPTED = 130
 """The exit status of a command that Ctrl-C ended."""

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.model import MODELS, HuggingFaceConfig
-from axonlaunch.models.initialization import Staging, fill, initialize, materialize
-from axonlaunch.models.lora import adapter_initializers, add_adapters, start_magnitudes
-from axonlaunch.models.spec import ModelSpec
-from axonlaunch.models.trained import choose_trained
+from axonlaunch.config.options.model import MODELS, HuggingFaceConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.models.adapters.lora import adapter_initializers, add_adapters, start_magnitudes
+from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.trained import choose_trained
+from axonlaunch.models.tensors.initialization import Staging, fill, initialize, materialize
 
 
 def spec_for(config: Any) -> ModelSpec:
@@ -151,7 +151,7 @@ def initial_weights(config: Any) -> tuple[str, str] | None:
     if (path := getattr(config, "weights", None)) is not None:
         return "model.weights", path
     if isinstance(config, HuggingFaceConfig) and config.init == "pretrained":
-        from axonlaunch.models.hf import files
+        from axonlaunch.models.hf.reading import files
 
         return "model.path", str(files.folder(config))
     return None

@@ -15,10 +15,10 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.errors import one_of
-from axonlaunch.config.layout import is_on_cpu, nodes, num_ranks, resolved
+from axonlaunch.config.consistency.layout import is_on_cpu, nodes, num_ranks, resolved
+from axonlaunch.config.problems.errors import one_of
 from axonlaunch.planning.plan import fixed_keys, search_composed
-from axonlaunch.system import forked_call
+from axonlaunch.system.processes import forked_call
 
 Compose = Callable[[Sequence[str]], Composed]
 

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.records import Estimate, StepPrediction
 from axonlaunch.planning.throughput.run_hardware import hardware_of_run
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
-from axonlaunch.system import forked_call, forkserver
-from axonlaunch.system.forked_process import reason_of
-from axonlaunch.system.run_files import ESTIMATE, STEP_TIME
+from axonlaunch.system.processes import forked_call, forkserver
+from axonlaunch.system.processes.forked_process import reason_of
+from axonlaunch.system.storage.run_files import ESTIMATE, STEP_TIME
 
 PATIENCE_S = 60.0
 """Maximum time in seconds to wait for predictions after the end of the run."""

@@ -15,14 +15,15 @@ from pathlib import Path
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout, estimated_on, resolved
-from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.code.plugins import import_plugins
+from axonlaunch.config.consistency.layout import Layout, estimated_on, resolved
+from axonlaunch.config.options.hardware import GIB
 from axonlaunch.planning import auto_strategy, estimate_cache
 from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched, StepPrediction
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
-from axonlaunch.system import allocator_settings, forked_call, forkserver, host
+from axonlaunch.system.node import allocator_settings, host
+from axonlaunch.system.processes import forked_call, forkserver
 
 STATES_ONLY = (
     "analytic: only parameters, gradients, optimizer states and gathered parameters are counted; "

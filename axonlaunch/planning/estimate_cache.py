@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
-from axonlaunch.config.data_parallel import DATA_PARALLEL
-from axonlaunch.config.layout import estimated_on, num_ranks
+from axonlaunch.config.consistency.layout import estimated_on, num_ranks
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
-from axonlaunch.system import allocator_settings, cache
-from axonlaunch.system.cache import keep
+from axonlaunch.system.node import allocator_settings
+from axonlaunch.system.storage import cache
+from axonlaunch.system.storage.cache import keep
 
 _MAX_ESTIMATES = 1000
 """Maximum number of cached estimates, of some kilobytes each.

@@ -13,7 +13,7 @@ Speed: compared with 336 published runs (``scripts/bench throughput``), the medi
 times is 11.6%. ``axonlaunch plan`` uses them only to rank layouts.
 """
 
-from axonlaunch.system.formatting import MIB
+from axonlaunch.system.text.formatting import MIB
 
 CUBLAS_THREADS = 2
 """Threads that run matrix products, with one workspace each: the forward and the autograd thread.

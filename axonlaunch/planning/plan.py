@@ -13,15 +13,15 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.errors import one_of
-from axonlaunch.config.layout import nodes
-from axonlaunch.config.plugins import import_plugins
-from axonlaunch.config.rules import find_rule_violations
+from axonlaunch.config.code.plugins import import_plugins
+from axonlaunch.config.consistency.layout import nodes
+from axonlaunch.config.consistency.rules import find_rule_violations
+from axonlaunch.config.problems.errors import one_of
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.search.keys import SEARCHED
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
-from axonlaunch.system import forked_call, forkserver
+from axonlaunch.system.processes import forked_call, forkserver
 
 
 def plan_run(

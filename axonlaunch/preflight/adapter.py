@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
-from axonlaunch.checkpoint import adapters
+from axonlaunch.checkpoint.exchange import adapters
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.models.lora import adapter_problems
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.adapters.lora import adapter_problems
+from axonlaunch.models.specs.spec import ModelSpec
 
 
 def with_adapter_settings(config: RunConfig) -> RunConfig:

@@ -11,26 +11,28 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from axonlaunch.checkpoint import fallback, reader, step_folders, weights
-from axonlaunch.checkpoint.base_weights import find_base_problems
-from axonlaunch.checkpoint.manifest import Checkpoint
-from axonlaunch.checkpoint.resume_source import checkpoint_root, resume_of
-from axonlaunch.checkpoint.storage import reaching, storage_path
+from axonlaunch.checkpoint.exchange import weights
+from axonlaunch.checkpoint.exchange.base_weights import find_base_problems
+from axonlaunch.checkpoint.format import step_folders
+from axonlaunch.checkpoint.format.manifest import Checkpoint
+from axonlaunch.checkpoint.format.storage import reaching, storage_path
+from axonlaunch.checkpoint.loading import fallback, reader
+from axonlaunch.checkpoint.loading.resume_source import checkpoint_root, resume_of
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.data import DATASETS
-from axonlaunch.config.optimizer import OPTIMIZERS
-from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.config.optimization.optimizer import OPTIMIZERS
+from axonlaunch.config.optimization.parameter_groups import states_of, with_options
+from axonlaunch.config.options.data import DATASETS
 from axonlaunch.config.precision import FP32, NUMBER_FORMATS, StoredFormatName, state_format
-from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.describe_rows import describe_rows
-from axonlaunch.data.learned_tokenizer import load_or_learn
-from axonlaunch.data.origin import Origin, changed_data_issues, find_differences
-from axonlaunch.data.tokenizer import FOLDER, load_kept
+from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.datasets.describe_rows import describe_rows
+from axonlaunch.data.datasets.origin import Origin, changed_data_issues, find_differences
+from axonlaunch.data.texts.learned_tokenizer import load_or_learn
+from axonlaunch.data.tokenizers.tokenizer import FOLDER, load_kept
+from axonlaunch.models.adapters.lora import not_saved
 from axonlaunch.models.build import initial_weights, spec_for
-from axonlaunch.models.lora import not_saved
-from axonlaunch.models.parameter_facts import parameter_facts
+from axonlaunch.models.facts.parameter_facts import parameter_facts
 from axonlaunch.models.torch_dtypes import torch_dtype
-from axonlaunch.system.files import why_no_folder
+from axonlaunch.system.storage.files import why_no_folder
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,20 +17,20 @@ from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.axes import PRINTED
-from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout, num_ranks, resolved, with_backend
-from axonlaunch.config.loggers import CustomLoggerConfig
-from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
-from axonlaunch.config.plugins import import_callable, import_plugins
-from axonlaunch.config.rules import find_rule_violations
-from axonlaunch.config.url import is_url
-from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.encoding import OnProgress, Tokenising
-from axonlaunch.data.untokenised import Untokenised
+from axonlaunch.config.code.plugins import import_callable, import_plugins
+from axonlaunch.config.consistency.layout import Layout, num_ranks, resolved, with_backend
+from axonlaunch.config.consistency.rules import find_rule_violations
+from axonlaunch.config.options.hardware import GIB
+from axonlaunch.config.options.loggers import CustomLoggerConfig
+from axonlaunch.config.options.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
+from axonlaunch.config.values.url import is_url
+from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.shards.encoding import OnProgress, Tokenising
+from axonlaunch.data.texts.untokenised import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.parameter_facts import TrainingShares
-from axonlaunch.models.spec import ModelSpec
-from axonlaunch.models.trained import frozen_problems
+from axonlaunch.models.facts.parameter_facts import TrainingShares
+from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.specs.trained import frozen_problems
 from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings
 from axonlaunch.preflight.checkpoint import (
     changed_data_problems,
@@ -58,8 +58,8 @@ from axonlaunch.preflight.parallelism import (
     statistics_problems,
 )
 from axonlaunch.preflight.paths import with_absolute_paths
-from axonlaunch.system.disk import free_bytes
-from axonlaunch.system.formatting import size
+from axonlaunch.system.storage.disk import free_bytes
+from axonlaunch.system.text.formatting import size
 
 
 def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
@@ -192,7 +192,7 @@ def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
     """Download the model from the Hugging Face Hub to its cache, once for all ranks."""
     if not isinstance(config.model, HuggingFaceConfig):
         return []
-    from axonlaunch.models.hf import files
+    from axonlaunch.models.hf.reading import files
 
     try:
         files.fetch(config.model, weights=here and config.model.init == "pretrained")

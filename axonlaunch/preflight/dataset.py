@@ -12,14 +12,14 @@ from typing import Any
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES, degrees_of, divisor
-from axonlaunch.config.data import DATASETS, ShapeOnlyTokensConfig
-from axonlaunch.config.documents import TextRowsConfig
-from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.encoding import OnProgress
-from axonlaunch.data.untokenised import find_untokenised
-from axonlaunch.data.user_datasets import StreamedSamples
+from axonlaunch.config.options.data import DATASETS, ShapeOnlyTokensConfig
+from axonlaunch.config.options.documents import TextRowsConfig
+from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.datasets.user_datasets import StreamedSamples
+from axonlaunch.data.shards.encoding import OnProgress
+from axonlaunch.data.texts.untokenised import find_untokenised
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.specs.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
 """Key of synthetic data that puts several documents into a row, and the value that disables it."""
@@ -91,7 +91,7 @@ def with_steps(config: RunConfig, dataset: Dataset, *, first_row_at: int = 0) ->
 
     Args:
         config: Configuration of the run.
-        dataset: Dataset described by ``config.data``.
+        dataset: Dataset described by ``config.options.data``.
         first_row_at: Number of samples of other data that the run read before this data.
     """
     train = config.train

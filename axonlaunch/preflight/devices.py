@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.system import gpus, host, limits
+from axonlaunch.system import gpus
+from axonlaunch.system.node import host, limits
 
 
 def accelerators(config: RunConfig | None = None) -> int:

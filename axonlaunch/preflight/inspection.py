@@ -13,13 +13,13 @@ from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.axes import AXES
-from axonlaunch.config.errors import one_of
-from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.problems.errors import one_of
 from axonlaunch.engines.pipeline.split import ends_of
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.tensor.plan_checks import plan_issues
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.preflight.checks import build_on_meta, fetch_model
 from axonlaunch.preflight.parallelism import AXIS_PROBLEMS, sharding_problems
 
@@ -91,7 +91,7 @@ def inspect(config: RunConfig) -> Inspection:
     first, last = ends_of(spec)
     plan, notes = spec.plan(model), []
     if isinstance(config.model, HuggingFaceConfig):
-        from axonlaunch.models.hf.structure import structure
+        from axonlaunch.models.hf.analysis.structure import structure
 
         structure_of_model = structure(config.model)
         kinds, plan = list(structure_of_model.kinds), plan or dict(structure_of_model.tensor_plan)

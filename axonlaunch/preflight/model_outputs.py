@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from axonlaunch.config import ConfigIssue
-from axonlaunch.data.dataset import Dataset, sample_inputs
-from axonlaunch.engines.tensor.after_head import LogitsUsedError
-from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
-from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
-from axonlaunch.models.initialization import materialize
-from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelOutputs, ModelSpec, not_a_tensor
+from axonlaunch.data.datasets.dataset import Dataset, sample_inputs
+from axonlaunch.engines.tensor.outputs.after_head import LogitsUsedError
+from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
+from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.spec import ModelOutputs, ModelSpec, not_a_tensor
+from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import UNTRACEABLE
 
 _SAMPLES = 2

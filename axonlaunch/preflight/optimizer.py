@@ -13,11 +13,10 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.did_you_mean import unknown
-from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.config.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
-from axonlaunch.config.optimizer_states import ParameterFacts
-from axonlaunch.config.parameter_groups import (
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts
+from axonlaunch.config.optimization.parameter_groups import (
     LR_SCALE,
     group_problems,
     sharding_of,
@@ -25,9 +24,10 @@ from axonlaunch.config.parameter_groups import (
     with_options,
 )
 from axonlaunch.config.precision import NUMBER_FORMATS, state_format
+from axonlaunch.config.problems.did_you_mean import unknown
 from axonlaunch.engines.optimizer.probe import probe
-from axonlaunch.models.parameter_facts import parameter_facts
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.facts.parameter_facts import parameter_facts
+from axonlaunch.models.specs.spec import ModelSpec
 
 
 def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> list[ConfigIssue]:

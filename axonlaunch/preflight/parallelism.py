@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
-from axonlaunch.config.errors import one_of
-from axonlaunch.config.layout import data_parallel_facts, stages_per_rank
-from axonlaunch.config.model import OWN_MODEL_CONFIGS
-from axonlaunch.config.precision import Precision
+from axonlaunch.config.consistency.layout import data_parallel_facts, stages_per_rank
+from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.options.model import OWN_MODEL_CONFIGS
+from axonlaunch.config.problems.errors import one_of
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.pipeline.split import (
     block_names,
@@ -28,8 +28,8 @@ from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.precision.lower_parameters import has_statistics
 from axonlaunch.engines.tensor.plan_checks import plan_issues, style_modules
 from axonlaunch.engines.tensor.trial import disagreement
-from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.spec import ModelSpec
 
 
 def context_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -93,7 +93,7 @@ def sharding_problems(
 
 def statistics_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     """Yield a problem for BatchNorm with weights of another type than its statistics."""
-    precision, strategy = Precision.of(config), config.strategy
+    precision, strategy = precision_of(config), config.strategy
     stored = precision.parameters
     gathers = data_parallel_facts(strategy).shards_parameters and precision.gather.is_low
     if not gathers and not stored.is_low:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from axonlaunch.config import RunConfig, with_values
-from axonlaunch.config.data import DATASETS
-from axonlaunch.config.environment_values import EnvironmentText
-from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.data.tokenizer import tokenizer_of
+from axonlaunch.config.options.data import DATASETS
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.values.environment_values import EnvironmentText
+from axonlaunch.data.tokenizers.tokenizer import tokenizer_of
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

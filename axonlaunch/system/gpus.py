@@ -9,7 +9,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from axonlaunch.system.forked_map import map_forked
+from axonlaunch.system.processes.forked_map import map_forked
 
 
 @dataclass(frozen=True)

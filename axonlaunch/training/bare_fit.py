@@ -7,15 +7,15 @@ from pathlib import Path
 
 from axonlaunch.checkpoint import Checkpoint
 from axonlaunch.comm import World
-from axonlaunch.config.recording import ProfileConfig
+from axonlaunch.config.options.recording import ProfileConfig
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.events import Evaluated, Event, Monitor, StepLogged
-from axonlaunch.training.device_use import DeviceUse
-from axonlaunch.training.nonfinite import NotFiniteError
-from axonlaunch.training.peak_memory import DevicePeak
-from axonlaunch.training.profiling import StepProfiler
+from axonlaunch.training.ending.nonfinite import NotFiniteError
+from axonlaunch.training.measuring.device_use import DeviceUse
+from axonlaunch.training.measuring.peak_memory import DevicePeak
+from axonlaunch.training.measuring.profiling import StepProfiler
 from axonlaunch.training.trainer import fit
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from axonlaunch.checkpoint import Checkpoint
-from axonlaunch.checkpoint.reader import any_rank
+from axonlaunch.checkpoint.loading.reader import any_rank
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.data.dataset import Dataset
-from axonlaunch.data.describe_rows import describe_rows
-from axonlaunch.data.loader import Loader
-from axonlaunch.data.origin import Origin, changed_data_issues, find_differences
+from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.datasets.describe_rows import describe_rows
+from axonlaunch.data.datasets.loader import Loader
+from axonlaunch.data.datasets.origin import Origin, changed_data_issues, find_differences
 
 
 def place_rows(
@@ -20,7 +20,7 @@ def place_rows(
     Args:
         loader: Loader of this rank.
         config: Configuration of the run.
-        dataset: Dataset described by ``config.data``.
+        dataset: Dataset described by ``config.options.data``.
         resumed: Checkpoint that was loaded; None if the run starts from step 0.
         world: The ranks that train.
 

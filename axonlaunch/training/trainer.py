@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from axonlaunch.checkpoint import Checkpoint
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.dataset import AnyBatch
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.dataset import AnyBatch
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.diagnostics.stragglers import Stragglers
 from axonlaunch.engines.base import Engine, StepResult
 from axonlaunch.events import (
@@ -30,18 +30,18 @@ from axonlaunch.events import (
     StepLogged,
     perplexity_of,
 )
-from axonlaunch.training.device_use import DeviceUse
-from axonlaunch.training.early_stop import EvaluationHistory
-from axonlaunch.training.garbage import GarbageCollection
-from axonlaunch.training.module_trace.run import RunTracer
-from axonlaunch.training.nonfinite import (
+from axonlaunch.training.ending.early_stop import EvaluationHistory
+from axonlaunch.training.ending.nonfinite import (
     raise_if_nonfinite,
     raise_if_nonfinite_parameters,
     raise_if_scale_is_exhausted,
 )
-from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
-from axonlaunch.training.profiling import StepProfiler
-from axonlaunch.training.stop_vote import StopVote
+from axonlaunch.training.ending.stop_vote import StopVote
+from axonlaunch.training.garbage import GarbageCollection
+from axonlaunch.training.measuring.device_use import DeviceUse
+from axonlaunch.training.measuring.peak_memory import PeakWatch, peak_memory_bytes
+from axonlaunch.training.measuring.profiling import StepProfiler
+from axonlaunch.training.module_trace.run import RunTracer
 
 
 @dataclass

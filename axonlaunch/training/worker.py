@@ -14,22 +14,23 @@ from typing import Any
 import torch
 
 from axonlaunch import checkpoint, data
-from axonlaunch.checkpoint import Checkpoint, Retention, storage
-from axonlaunch.checkpoint.base_weights import record_base
-from axonlaunch.checkpoint.fallback import Resumed, load_newest, put_later_aside
-from axonlaunch.checkpoint.reader import find_for_all
-from axonlaunch.checkpoint.resume_source import is_of
-from axonlaunch.checkpoint.saver import Saver
-from axonlaunch.checkpoint.weights import load_initial_weights
+from axonlaunch.checkpoint import Checkpoint, Retention
+from axonlaunch.checkpoint.exchange.base_weights import record_base
+from axonlaunch.checkpoint.exchange.weights import load_initial_weights
+from axonlaunch.checkpoint.format import storage
+from axonlaunch.checkpoint.loading.fallback import Resumed, load_newest, put_later_aside
+from axonlaunch.checkpoint.loading.reader import find_for_all
+from axonlaunch.checkpoint.loading.resume_source import is_of
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.dataset import Dataset, sample_inputs
-from axonlaunch.data.describe_rows import describe_rows
-from axonlaunch.data.loader import Loader, rank_loader
-from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
+from axonlaunch.data.datasets.dataset import Dataset, sample_inputs
+from axonlaunch.data.datasets.describe_rows import describe_rows
+from axonlaunch.data.datasets.loader import Loader, rank_loader
+from axonlaunch.data.tokenizers.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import (
@@ -42,13 +43,13 @@ from axonlaunch.events import (
 )
 from axonlaunch.models.build import spec_for
 from axonlaunch.system import gpus
-from axonlaunch.system.units import Counted
+from axonlaunch.system.text.units import Counted
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
-from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
+from axonlaunch.training.measuring.device_use import DeviceUse, hardware_of, peak_flops
+from axonlaunch.training.measuring.peak_memory import DevicePeak, PeakWatch
+from axonlaunch.training.measuring.profiling import StepProfiler
 from axonlaunch.training.module_trace.run import RunTracer
-from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
-from axonlaunch.training.profiling import StepProfiler
 from axonlaunch.training.resumed_rows import place_rows
 from axonlaunch.training.trainer import fit
 

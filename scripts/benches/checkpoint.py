@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from axonlaunch.checkpoint import Retention, latest, load_checkpoint
-from axonlaunch.checkpoint.saver import Completed, Saver
+from axonlaunch.checkpoint.saving.saver import Completed, Saver
 from axonlaunch.comm import World
-from axonlaunch.comm.rendezvous import local_place
-from axonlaunch.system import forked_call
+from axonlaunch.comm.connection.rendezvous import local_place
+from axonlaunch.system.processes import forked_call
 
 TENSORS, ROWS, COLUMNS = 25, 2000, 2000  # 100 million parameters, two states of each
 MB = 1e6

@@ -85,7 +85,7 @@ def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
     """
     from configured import run_config
 
-    from axonlaunch.config.errors import plain
+    from axonlaunch.config.problems.errors import plain
 
     overrides = [
         *SETTINGS,
@@ -99,8 +99,8 @@ def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
 def prove(kind: str, layout: str) -> Row:
     """Train a class in a layout and in one process, and compare; or export it and load it again."""
     from axonlaunch.config import ConfigError
-    from axonlaunch.verification.compare import on_mock
-    from axonlaunch.verification.comparison_plan import ComparisonPlan
+    from axonlaunch.verification.comparison.compare import on_mock
+    from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
     try:
         chosen = chosen_of(kind, layout)
@@ -130,8 +130,8 @@ def explanation(kind: str, result: ParityResult) -> str:
     other sums gradients alone in another order; layouts that divide layers round in their forward
     too, so they may differ by some times as much.
     """
-    from axonlaunch.verification.compare import on_mock
-    from axonlaunch.verification.comparison_plan import ComparisonPlan
+    from axonlaunch.verification.comparison.compare import on_mock
+    from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
     rounding = on_mock(chosen_of(kind, "", *ONE_BY_ONE), ComparisonPlan(steps=STEPS))
     sizes = ("max_loss_difference", "max_gradient_difference", "max_parameter_difference")
@@ -216,7 +216,7 @@ def main() -> None:
     chosen = parser.parse_args()
     kinds = hf_tiny.model_types()
     # What every process needs, before the forks and once for all.
-    importlib.import_module("axonlaunch.verification.compare")
+    importlib.import_module("axonlaunch.verification.comparison.compare")
     chosen_of("gpt2", "fsdp 2")
     wanted = chosen.only or kinds
     if chosen.again:

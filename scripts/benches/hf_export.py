@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from axonlaunch import checkpoint, data
-from axonlaunch.checkpoint import weights
-from axonlaunch.checkpoint.saver import Saver
-from axonlaunch.checkpoint.step_folders import Retention
+from axonlaunch.checkpoint.exchange import weights
+from axonlaunch.checkpoint.format.step_folders import Retention
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig, to_yaml, with_values
-from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import build_model
-from axonlaunch.models.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import whole
 
 _TOLERANCE = 1e-6
 

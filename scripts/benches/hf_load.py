@@ -94,7 +94,7 @@ def save(folder: Path, *, layers: int, file_mb: int, **sizes: int) -> int:
 
 def load(folder: Path, layout: list[str], *, ranks: int = RANKS) -> list[Loaded]:
     """Start an engine from a folder on real ranks."""
-    from axonlaunch.system import forked_call
+    from axonlaunch.system.processes import forked_call
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
@@ -110,10 +110,10 @@ def on_rank(folder: str, layout: list[str], rank: int, ranks: int, meet: str) ->
     from torch.distributed.tensor import DTensor
 
     from axonlaunch import data
-    from axonlaunch.checkpoint.weights import load_initial_weights
+    from axonlaunch.checkpoint.exchange.weights import load_initial_weights
     from axonlaunch.comm import World
-    from axonlaunch.comm.rendezvous import local_place
-    from axonlaunch.data.dataset import sample_inputs
+    from axonlaunch.comm.connection.rendezvous import local_place
+    from axonlaunch.data.datasets.dataset import sample_inputs
     from axonlaunch.engines.build import build_engine
 
     torch.set_num_threads(1)

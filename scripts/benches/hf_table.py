@@ -11,7 +11,7 @@ from typing import Any
 
 import hf_tiny
 
-from axonlaunch.verification import proved_layouts
+from axonlaunch.verification.proofs import proved_layouts
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def shipped() -> Iterator[Row]:
 
 
 def _families(rows: Iterable[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
-    from axonlaunch.models.hf import library
+    from axonlaunch.models.hf.reading import library
 
     types, by_type = library.causal_types(), defaultdict(list)
     for row in rows:

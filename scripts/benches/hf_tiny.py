@@ -131,7 +131,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 def model_types() -> list[str]:
     """Return a ``model_type`` of each causal-LM class: of those of text alone, the first."""
-    from axonlaunch.models.hf import library
+    from axonlaunch.models.hf.reading import library
 
     kinds: dict[str, list[str]] = {}
     for kind, cls in library.causal_types().items():
@@ -141,14 +141,14 @@ def model_types() -> list[str]:
 
 def is_composite(kind: str) -> bool:
     """Whether a ``model_type`` is of a model of images or sound too, which holds one of text."""
-    from axonlaunch.models.hf import library
+    from axonlaunch.models.hf.reading import library
 
     return "text_config" in library.config_types()[kind].sub_configs
 
 
 def tiny(kind: str) -> dict[str, Any]:
     """Return a configuration of a family that makes a model of some thousand parameters."""
-    from axonlaunch.models.hf import library
+    from axonlaunch.models.hf.reading import library
 
     cls = library.config_types()[kind]
     figures = _figures(cls)
@@ -161,7 +161,8 @@ def tiny(kind: str) -> dict[str, Any]:
 
 def _figures(cls: Any) -> dict[str, Any]:
     """Return the tiny figures that a class of configurations has."""
-    from axonlaunch.models.hf import architecture, library
+    from axonlaunch.models.hf import architecture
+    from axonlaunch.models.hf.reading import library
 
     known = architecture.known_keys(cls) | library.keys_read_by_code(cls)
     settable = {key for key in known if not isinstance(_found(cls, key), property)}

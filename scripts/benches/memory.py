@@ -22,18 +22,18 @@ from typing import Any
 import published
 
 from axonlaunch.config import load
-from axonlaunch.config.layout import resolved
+from axonlaunch.config.consistency.layout import resolved
 from axonlaunch.engines.data_parallel import fsdp
-from axonlaunch.engines.tensor import losses
-from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.engines.tensor.outputs import losses
+from axonlaunch.models.specs.loss import cross_entropy_sum
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory import estimate as memory_estimate
-from axonlaunch.planning.tracing import cuda_norm
+from axonlaunch.planning.tracing.devices import cuda_norm
 from axonlaunch.planning.tracing.engine_categories import host_categories
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
-from axonlaunch.system import forked_map
-from axonlaunch.system.allocator_settings import AllocatorSettings
+from axonlaunch.system.node.allocator_settings import AllocatorSettings
+from axonlaunch.system.processes import forked_map
 
 GIB = 1024**3
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "truth" / "measurements.jsonl"

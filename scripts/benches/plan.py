@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import load, with_values
-from axonlaunch.config.errors import plain
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.planning.search.candidates import candidates
 
 COMMAND = str(Path(sys.executable).with_name("axonlaunch"))

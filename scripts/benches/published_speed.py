@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch import config as configs
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.options.hardware import HardwareConfig
 
 GPT2_VOCABULARY = 50257
 """Megatron's default, for its rows that don't give their vocabulary."""

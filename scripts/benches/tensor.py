@@ -25,10 +25,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from axonlaunch.comm import World, barrier
-from axonlaunch.config.model import LlamaConfig
+from axonlaunch.config.options.model import LlamaConfig
 from axonlaunch.engines.tensor.parallelize import parallelize
-from axonlaunch.models.attention import RotaryTable
-from axonlaunch.models.llama import SPEC, LlamaBlock
+from axonlaunch.models.architectures.llama import SPEC, LlamaBlock
+from axonlaunch.models.modules.attention import RotaryTable
 
 BATCH, LENGTH, RANKS = 2, 128, 2
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from axonlaunch.config.model import GPTConfig
+from axonlaunch.config.options.model import GPTConfig
 from axonlaunch.models.build import build_model
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from axonlaunch.config.model import GPTConfig
+from axonlaunch.config.options.model import GPTConfig
 from axonlaunch.diagnostics.stragglers import _Samples
 from axonlaunch.events import Event, RankTimes, StepLogged
 from axonlaunch.models.build import build_model

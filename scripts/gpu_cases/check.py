@@ -29,11 +29,11 @@ import torch.distributed as dist
 
 from axonlaunch import config as configuration
 from axonlaunch.comm import World
-from axonlaunch.comm.rendezvous import RankEnvironment
+from axonlaunch.comm.connection.rendezvous import RankEnvironment
 from axonlaunch.preflight.checks import resolve
-from axonlaunch.verification.compare import on_mock
-from axonlaunch.verification.comparison_config import harder_config
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.comparison.compare import on_mock
+from axonlaunch.verification.comparison.comparison_config import harder_config
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 STEPS = 20
 SMALL = [

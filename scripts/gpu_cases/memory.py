@@ -27,10 +27,10 @@ from axonlaunch import config as configuration
 from axonlaunch import data
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import PRECISIONS
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.models.torch_dtypes import torch_dtype
@@ -40,7 +40,7 @@ from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
 from axonlaunch.system import gpus
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
-from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
+from axonlaunch.training.measuring.peak_memory import DevicePeak, PeakWatch
 
 MIB = 2**20
 SNAPSHOTS = Path("gpu-memory")

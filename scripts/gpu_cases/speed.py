@@ -44,19 +44,19 @@ from axonlaunch import config as configuration
 from axonlaunch import data
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
-from axonlaunch.data.dataset import Batch, sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.data.datasets.dataset import Batch, sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.diagnostics.step_breakdown import STEP, breakdown
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import construct
-from axonlaunch.models.flops import ModelFlops
-from axonlaunch.models.initialization import materialize
+from axonlaunch.models.facts.flops import ModelFlops
+from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
 from axonlaunch.training.arithmetic import attention_kernels, configure_arithmetic
-from axonlaunch.training.device_use import hardware_of, peak_flops
+from axonlaunch.training.measuring.device_use import hardware_of, peak_flops
 
 STEPS, ROUNDS = 8, 3
 STEPS_OF_8B = 3  # each of a second and more

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 try:
-    from axonlaunch.system import allocator_settings
+    from axonlaunch.system.node import allocator_settings
 
     allocator_settings.grow_segments()  # as in a rank, before torch is there
     import torch

@@ -12,15 +12,10 @@ from torch import Tensor
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from axonlaunch.checkpoint import (
-    Checkpoint,
-    CorruptCheckpointError,
-    index,
-    load_checkpoint,
-    reader,
-    step_folders,
-)
-from axonlaunch.checkpoint.dcp_writer import Writer
+from axonlaunch.checkpoint import Checkpoint, CorruptCheckpointError, load_checkpoint
+from axonlaunch.checkpoint.format import index, step_folders
+from axonlaunch.checkpoint.loading import reader
+from axonlaunch.checkpoint.saving.dcp_writer import Writer
 from axonlaunch.comm import World
 
 

@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from axonlaunch.checkpoint import direct_io
-from axonlaunch.checkpoint.direct_io import DirectFile
+from axonlaunch.checkpoint.saving import direct_io
+from axonlaunch.checkpoint.saving.direct_io import DirectFile
 
 SMALL = 3 * 4096
 

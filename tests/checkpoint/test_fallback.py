@@ -13,17 +13,12 @@ import pytest
 import torch
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import (
-    CorruptCheckpointError,
-    Retention,
-    fallback,
-    reader,
-    step_folders,
-    storage,
-)
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint import CorruptCheckpointError, Retention
+from axonlaunch.checkpoint.format import step_folders, storage
+from axonlaunch.checkpoint.loading import fallback, reader
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import RankFailedError, World
-from axonlaunch.system import files
+from axonlaunch.system.storage import files
 
 RANKS = 3
 

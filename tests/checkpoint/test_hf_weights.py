@@ -17,17 +17,18 @@ from rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, safetensors, weights
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.exchange import safetensors, weights
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
-from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.build import build_model
-from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.models.hf import exported
-from axonlaunch.models.hf.conversion import Computed, conversion
-from axonlaunch.models.hf.structure import structure
-from axonlaunch.models.module_state import model_state
+from axonlaunch.models.hf.analysis.structure import structure
+from axonlaunch.models.hf.reading.conversion import Computed, conversion
+from axonlaunch.models.modules.module_state import model_state
+from axonlaunch.models.tensors.dtensor_regions import whole
 
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=4"]
 
@@ -68,7 +69,7 @@ def test_every_layout_loads_a_save_pretrained_folder(kind: str, tmp_path: Path) 
 
 
 def test_rank_reads_only_its_shard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from axonlaunch.models.pieces import Piece
+    from axonlaunch.models.tensors.pieces import Piece
 
     numbers = []
     read = Piece.read
@@ -146,7 +147,7 @@ def test_conversion_that_needs_full_tensors_is_computed(tmp_path: Path) -> None:
             value = values[0] if isinstance(values, list) else values
             return {target_patterns[0]: value + value}
 
-    from axonlaunch.models.hf import library
+    from axonlaunch.models.hf.reading import library
 
     converter = WeightConverter("lm_head.weight", "lm_head.weight", [Doubled()])
     model = structure(chosen_model("qwen3")).model
@@ -167,7 +168,7 @@ def test_conversion_that_needs_full_tensors_is_computed(tmp_path: Path) -> None:
 
 
 def chosen_model(kind: str) -> Any:
-    from axonlaunch.config.model import HuggingFaceConfig
+    from axonlaunch.config.options.model import HuggingFaceConfig
 
     return HuggingFaceConfig(config=FAMILIES[kind], init="random")
 
@@ -223,7 +224,7 @@ def test_refused_import_names_model_hf(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_exported_hf_model_is_imported_and_sampled(tmp_path: Path) -> None:
-    from axonlaunch.training.sampling import continue_prompt
+    from axonlaunch.training.text.sampling import continue_prompt
 
     save("qwen3", tmp_path / "model")
     text = ["data=python_source", "data.sequence_length=16"]

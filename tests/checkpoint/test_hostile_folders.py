@@ -15,9 +15,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from axonlaunch import checkpoint, config
-from axonlaunch.checkpoint import Checkpoint, CorruptCheckpointError, reader, step_folders
-from axonlaunch.checkpoint.dcp_writer import Writer
-from axonlaunch.checkpoint.safetensors import Reader
+from axonlaunch.checkpoint import Checkpoint, CorruptCheckpointError
+from axonlaunch.checkpoint.exchange.safetensors import Reader
+from axonlaunch.checkpoint.format import step_folders
+from axonlaunch.checkpoint.loading import reader
+from axonlaunch.checkpoint.saving.dcp_writer import Writer
 from axonlaunch.config import ConfigError
 
 STATE = {
@@ -102,7 +104,7 @@ class Malicious:
 
 def resum(folder: Path) -> None:
     """Make a manifest true again, as who made the folder can."""
-    from axonlaunch.checkpoint import manifest
+    from axonlaunch.checkpoint.format import manifest
 
     def change(about: dict[str, Any]) -> None:
         for name in about[FILES]:
@@ -342,7 +344,7 @@ def test_save_does_not_write_through_an_existing_link(tmp_path: Path) -> None:
 def test_save_does_not_write_through_a_link_made_after_the_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from axonlaunch.checkpoint import dcp_writer
+    from axonlaunch.checkpoint.saving import dcp_writer
 
     victim = tmp_path / "victim"
     victim.mkdir()

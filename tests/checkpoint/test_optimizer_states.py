@@ -9,10 +9,10 @@ from rank_engine import rank_engine
 
 from axonlaunch import checkpoint, config
 from axonlaunch.checkpoint import Retention
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import resolved
+from axonlaunch.config.consistency.layout import resolved
 from axonlaunch.models.build import on_meta
 from axonlaunch.preflight.checkpoint import checkpoint_problems
 

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from axonlaunch import checkpoint, data
-from axonlaunch.checkpoint import Retention, index
-from axonlaunch.checkpoint.saver import Saver
-from axonlaunch.checkpoint.torch_archive import archive_header
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.format import index
+from axonlaunch.checkpoint.format.torch_archive import archive_header
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
-from axonlaunch.config.layout import Layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 
 CONFIG = [

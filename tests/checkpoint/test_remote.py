@@ -11,8 +11,10 @@ import torch
 from torch.distributed.checkpoint import _fsspec_filesystem
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, diff, step_folders, storage
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.format import step_folders, storage
+from axonlaunch.checkpoint.loading import diff
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.comm.errors import RankFailedError
 from axonlaunch.config import ConfigError
@@ -137,7 +139,7 @@ def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
 
 def test_torch_keeps_its_fsspec_storage_where_we_import_it() -> None:
     """If this fails: look for what reads and writes by URL now, and change
-    checkpoint/dcp_reader.py."""
+    checkpoint/loading/dcp_reader.py."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.filesystem import FileSystemBase
 

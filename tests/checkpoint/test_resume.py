@@ -12,7 +12,7 @@ from covers import every
 from torch import Tensor
 
 from axonlaunch import checkpoint, engines
-from axonlaunch.checkpoint import reader
+from axonlaunch.checkpoint.loading import reader
 from axonlaunch.comm import World
 from axonlaunch.config import with_values
 from axonlaunch.engines.precision.policy import LossScale

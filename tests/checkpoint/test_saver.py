@@ -11,8 +11,8 @@ import pytest
 import saver_checks
 import torch.distributed as dist
 
-from axonlaunch.checkpoint.save_progress import SharedProgress
-from axonlaunch.system import forked_call
+from axonlaunch.checkpoint.saving.save_progress import SharedProgress
+from axonlaunch.system.processes import forked_call
 
 
 def on_ranks(folder: Path, check: str) -> list[Any]:

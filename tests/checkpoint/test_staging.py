@@ -12,13 +12,14 @@ from configured import estimate_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from axonlaunch.checkpoint import Retention, saver, staging
-from axonlaunch.checkpoint.dcp_writer import Writer
-from axonlaunch.checkpoint.saver import Saver
-from axonlaunch.checkpoint.staging import HostCopies
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.saving import saver, staging
+from axonlaunch.checkpoint.saving.dcp_writer import Writer
+from axonlaunch.checkpoint.saving.saver import Saver
+from axonlaunch.checkpoint.saving.staging import HostCopies
 from axonlaunch.comm import World
 from axonlaunch.engines.optimizer import streaming
-from axonlaunch.models.dtensor_regions import dtensor_of
+from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.search.workload import host_memory
 

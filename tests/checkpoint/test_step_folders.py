@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Checkpoint, CorruptCheckpointError, Retention, step_folders
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint import Checkpoint, CorruptCheckpointError, Retention
+from axonlaunch.checkpoint.format import step_folders
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import RankFailedError, World
 
 STATE = {

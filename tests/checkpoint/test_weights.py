@@ -16,16 +16,18 @@ from safetensors.torch import load_file
 from torch import nn
 
 from axonlaunch import checkpoint, config, data
-from axonlaunch.checkpoint import Checkpoint, Retention, step_folders, weights
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint import Checkpoint, Retention
+from axonlaunch.checkpoint.exchange import weights
+from axonlaunch.checkpoint.format import step_folders
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
-from axonlaunch.config.layout import Layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import build_model
-from axonlaunch.models.module_state import model_state
+from axonlaunch.models.modules.module_state import model_state
 
 DATA = ["data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=16"]
 SMALL = ["model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4"]

@@ -14,8 +14,8 @@ import pytest
 from command import TINY, Command
 from rich.console import Console
 
-from axonlaunch.cli.estimate import estimate_to_json, print_estimate
-from axonlaunch.cli.plotting import save
+from axonlaunch.cli.planning.estimate import estimate_to_json, print_estimate
+from axonlaunch.cli.shared.plotting import save
 from axonlaunch.planning.records import (
     Estimate,
     Forecast,
@@ -28,7 +28,7 @@ from axonlaunch.planning.records import (
 )
 from axonlaunch.planning.reports.memory_plot import draw_memory
 from axonlaunch.planning.reports.memory_table import bars
-from axonlaunch.system.formatting import figures, size
+from axonlaunch.system.text.formatting import figures, size
 
 GIB = 1024**3
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")

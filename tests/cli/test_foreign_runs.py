@@ -13,8 +13,9 @@ from command import Served
 from served import Server
 
 from axonlaunch import config
-from axonlaunch.checkpoint import Retention, step_folders
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.format import step_folders
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import to_tree, to_yaml
 
@@ -218,7 +219,7 @@ def test_a_configuration_that_is_no_file_is_refused(kind: str, foreign: Served) 
 
 
 def test_the_layout_that_a_manifest_reports_can_not_write_to_the_terminal(foreign: Served) -> None:
-    from axonlaunch.checkpoint import manifest
+    from axonlaunch.checkpoint.format import manifest
 
     folder = foreign.folder / "foreign/checkpoints/step_1"
     about = json.loads((folder / "manifest.json").read_text())

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from served import Server
 
 from axonlaunch import config
-from axonlaunch.checkpoint.weights import describe_folder
+from axonlaunch.checkpoint.exchange.weights import describe_folder
 from axonlaunch.config import ConfigError
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from served import Server
 
 from axonlaunch import config
-from axonlaunch.cli.plan import print_plan
+from axonlaunch.cli.planning.plan import print_plan
 from axonlaunch.config import ConfigError
 from axonlaunch.planning.plan import experiment
 from axonlaunch.planning.records import FitVerdict, HostMemory, Plan, Planned, Workload

@@ -8,10 +8,10 @@ from contextlib import nullcontext
 
 import pytest
 
-from axonlaunch.cli.early_server import early_server, preloads
-from axonlaunch.system import forkserver
+from axonlaunch.cli.shared.early_server import early_server, preloads
+from axonlaunch.system.processes import forkserver
 
-MODULE = "axonlaunch.models.hf.preload"
+MODULE = "axonlaunch.models.hf.reading.preload"
 COMPILER = "axonlaunch.planning.tracing.preload"
 
 

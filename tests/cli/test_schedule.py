@@ -19,10 +19,10 @@ from covers import every
 from rich.console import Console
 from served import Server
 
-from axonlaunch.cli import plotting
 from axonlaunch.cli.app import run_command
-from axonlaunch.config.errors import ConfigError
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.cli.shared import plotting
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import timeline
 from axonlaunch.engines.pipeline.timeline_plot import draw_timeline
@@ -156,7 +156,10 @@ def test_without_a_pipeline_there_is_no_schedule(schedule: Schedule) -> None:
     ("overrides", "message"),
     [
         (["--plot", "bubble.pdf"], "--plot=bubble.pdf: must end in .png or .svg"),
-        (["--plot", "nowhere/a.png"], "--plot=nowhere/a.png: there is no folder nowhere; create it"),
+        (
+            ["--plot", "nowhere/a.png"],
+            "--plot=nowhere/a.png: there is no folder nowhere; create it",
+        ),
         (["--plot", "."], "--plot=.: is a folder; write to a file in it"),
         (["launch.nproc=3"], "strategy.pipeline.degree=2: 3 ranks are not divisible by it"),
         (["train.micro_batch_size=32"], "train.micro_batch_size=32: schedule=1f1b on 2 ranks"),

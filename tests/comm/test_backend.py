@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 import axonlaunch as ax
 from axonlaunch import comm
-from axonlaunch.comm import Backend, RankFailedError, ReduceOp, nccl
-from axonlaunch.comm.mismatch_check import LINE_BYTES, pack, unpack
+from axonlaunch.comm import Backend, RankFailedError, ReduceOp
+from axonlaunch.comm.checks.mismatch_check import LINE_BYTES, pack, unpack
+from axonlaunch.comm.connection import nccl
 from axonlaunch.system import gpus
 
 

@@ -1,6 +1,6 @@
 """A stranger at a gloo port takes no rank's place unnoticed, and finds the port closed afterwards.
 
-``axonlaunch/comm/gloo.py`` stands in for the name ``ProcessGroupGloo`` in
+``axonlaunch/comm/connection/gloo.py`` stands in for the name ``ProcessGroupGloo`` in
 ``torch.distributed.distributed_c10d`` while a world lives. Where the last tests here fail after an
 update of torch, look at how ``_new_process_group_helper`` makes its groups now.
 """
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from axonlaunch.comm import World, gloo
+from axonlaunch.comm import World
+from axonlaunch.comm.connection import gloo
 from axonlaunch.comm.errors import UnreachableRankError
 from axonlaunch.system.authentication import derive_key
 
@@ -29,7 +30,7 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from axonlaunch.system.authentication import Credentials
 from axonlaunch.comm import World, gloo, all_reduce_sum
-from axonlaunch.comm.authenticated_store import AuthenticatedStore
+from axonlaunch.comm.connection.authenticated_store import AuthenticatedStore
 
 HELD = []
 RANK = int(os.environ["RANK"])
@@ -205,7 +206,7 @@ with World.init(timeout_s=600, store=dist.FileStore("store", 2)):
 
 
 def test_gloo_still_copies_what_estimates_count(run_ranks: Run) -> None:
-    # If it does not: planning/tracing/gloo_buffers.py counts what is no more.
+    # If it does not: planning/tracing/devices/gloo_buffers.py counts what is no more.
     for status, printed in run_ranks(WORLD + COPIES):
         assert status == 0, printed
         one, several, scattered = map(float, printed.split())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import axonlaunch as ax
-from axonlaunch.comm import gradient_bucket
+from axonlaunch.comm.averaging import gradient_bucket
 
 
 def test_tensors_lie_one_after_another_and_come_back_in_their_shapes() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import axonlaunch
 from axonlaunch.comm import World
-from axonlaunch.comm.json_exchange import all_gather_json
+from axonlaunch.comm.checks.json_exchange import all_gather_json
 
 
 def test_every_rank_gets_the_value_of_each() -> None:

@@ -14,7 +14,7 @@ from parity_table import MODELS
 
 from axonlaunch import comm
 from axonlaunch.comm import Backend, RankFailedError, World
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.engines.device_mesh import merged_group, run_mesh
 
 MODEL = [*MODELS["llama"], "train.global_batch_size=8"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import axonlaunch as ax
-from axonlaunch.comm import nccl
+from axonlaunch.comm.connection import nccl
 
 
 def test_long_names_are_the_classes_of_the_short_ones() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from axonlaunch.comm import World
-from axonlaunch.comm.row_bucket import RowBucket, rows_of
+from axonlaunch.comm.averaging.row_bucket import RowBucket, rows_of
 
 SHAPES = [torch.Size(shape) for shape in ((5, 2), (3,), (), (1, 4), (8, 3), (0, 2))]
 

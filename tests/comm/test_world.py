@@ -14,7 +14,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from axonlaunch import comm
 from axonlaunch.comm import Backend, World, world
-from axonlaunch.comm.rendezvous import RankEnvironment, find_place, is_loopback, local_place
+from axonlaunch.comm.connection.rendezvous import (
+    RankEnvironment,
+    find_place,
+    is_loopback,
+    local_place,
+)
 from axonlaunch.comm.world import choose_backend
 from axonlaunch.system import gpus
 

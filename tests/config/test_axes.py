@@ -6,7 +6,7 @@ import pytest
 
 from axonlaunch import config
 from axonlaunch.config.axes import AXES, DATA_AXES, INNER, LIKE_DATA, OUTER, PRINTED, Axis
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 
 TENSOR, PIPELINE, CONTEXT = (
     f"strategy.{word}.degree=2" for word in ("tensor", "pipeline", "context")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import axonlaunch as ax
 from axonlaunch import config
 from axonlaunch.config import ConfigError
-from axonlaunch.models.initialization import Normal
+from axonlaunch.models.tensors.initialization import Normal
 
 TOKENS = ["data=synthetic_tokens", "data.sequence_length=8", "launch.nproc=2"]
 

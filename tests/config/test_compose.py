@@ -7,8 +7,8 @@ import pytest
 
 from axonlaunch import config
 from axonlaunch.config import Composer, ConfigError
-from axonlaunch.config.compose import packaged_configs
-from axonlaunch.config.hydra_files import HydraFiles
+from axonlaunch.config.composition.compose import packaged_configs
+from axonlaunch.config.composition.hydra_files import HydraFiles
 from axonlaunch.config.schema import GROUPS
 
 NEEDS = {

@@ -11,12 +11,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from axonlaunch import config
-from axonlaunch.config.adapter import LoraConfig
-from axonlaunch.config.compose import packaged_configs
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.composition.compose import packaged_configs
+from axonlaunch.config.options.adapter import LoraConfig
+from axonlaunch.config.options.hardware import HardwareConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.schema import GROUPS, StrategyConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
-from axonlaunch.config.validate import validate
+from axonlaunch.config.validation.validate import validate
 
 SCHEMAS = {
     "adapter": LoraConfig,

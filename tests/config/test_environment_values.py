@@ -11,9 +11,9 @@ import pytest
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError, to_interpolations, to_tree, to_yaml
-from axonlaunch.config.environment_values import EnvironmentText
-from axonlaunch.config.loggers import CustomLoggerConfig
-from axonlaunch.config.origins import origins_of
+from axonlaunch.config.composition.origins import origins_of
+from axonlaunch.config.options.loggers import CustomLoggerConfig
+from axonlaunch.config.values.environment_values import EnvironmentText
 from axonlaunch.preflight.paths import with_absolute_paths
 
 SECRET = "hunter2,\"x}'"

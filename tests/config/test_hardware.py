@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from axonlaunch import config as configs
-from axonlaunch.config.compose import packaged_configs
+from axonlaunch.config.composition.compose import packaged_configs
 from axonlaunch.planning import measured_constants
 
 FILES = sorted((packaged_configs() / "hardware").glob("*.yaml"))

@@ -10,10 +10,10 @@ import torch
 
 from axonlaunch import config
 from axonlaunch.config import RunConfig
-from axonlaunch.config.key_reference import Key, reference
-from axonlaunch.config.optimizer import OPTIMIZERS, OWN_OPTIMIZERS
-from axonlaunch.config.optimizer_states import ParameterFacts
+from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OWN_OPTIMIZERS
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.config.schema import REGISTRIES
+from axonlaunch.config.validation.key_reference import Key, reference
 from axonlaunch.engines.optimizer.step import Update
 
 VARIANTS = [

@@ -3,8 +3,8 @@
 import pytest
 
 from axonlaunch import config
-from axonlaunch.config import rules
-from axonlaunch.config.layout import Layout, model_ranks, resolved
+from axonlaunch.config.consistency import rules
+from axonlaunch.config.consistency.layout import Layout, model_ranks, resolved
 
 TENSOR, PIPELINE = "strategy.tensor.degree=2", "strategy.pipeline.degree=2"
 CONTEXT = "strategy.context.degree=2"

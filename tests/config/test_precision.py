@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.optimizer import AdamWConfig
+from axonlaunch.config.optimization.optimizer import AdamWConfig
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.config.precision import (
     MIXED_PRECISION,
     NUMBER_FORMATS,

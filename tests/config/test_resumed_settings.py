@@ -8,7 +8,7 @@ import pytest
 
 from axonlaunch import config
 from axonlaunch.config import flatten, to_tree
-from axonlaunch.config.resumed_settings import settings_unlike_resumed
+from axonlaunch.config.consistency.resumed_settings import settings_unlike_resumed
 
 MODEL = ["model=gpt", "strategy=single"]
 GROUPS = "optimizer.groups={'*.bias':{lr:0.5}}"

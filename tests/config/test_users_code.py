@@ -184,6 +184,6 @@ def test_what_a_plugin_registers_is_among_what_may_have_been_meant(code: Path) -
 
 
 def test_a_loss_that_nobody_registered_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("axonlaunch.config.losses.LOSSES._entries", {})
+    monkeypatch.setattr("axonlaunch.config.options.losses.LOSSES._entries", {})
     with pytest.raises(ConfigError, match="no loss is registered; register yours"):
         config.load(["train.loss=mine"])

@@ -12,11 +12,11 @@ import corpus
 import pytest
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import ChatConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.config.options.documents import ChatConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
-from axonlaunch.data.dataset import IGNORE_INDEX
-from axonlaunch.data.text_rows import TextRows
+from axonlaunch.data.datasets.dataset import IGNORE_INDEX
+from axonlaunch.data.texts.text_rows import TextRows
 
 pytest.importorskip("transformers")
 
@@ -292,7 +292,7 @@ def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(ch
 def test_a_tokenizer_without_a_chat_template_is_refused_before_a_file_is_read(
     tokenizer: str | None, message: str, folders: Callable[[str | None], str]
 ) -> None:
-    from axonlaunch.data.untokenised import find_untokenised
+    from axonlaunch.data.texts.untokenised import find_untokenised
 
     path = None if tokenizer is None else folders(None)
     with pytest.raises(ConfigError) as raised:

@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
-from axonlaunch.data import build_dataset, shard_maker, token_cache
-from axonlaunch.data.dataset import IGNORE_INDEX
-from axonlaunch.data.encoding import Tokenising
-from axonlaunch.data.text_rows import TextRows
+from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.data import build_dataset
+from axonlaunch.data.datasets.dataset import IGNORE_INDEX
+from axonlaunch.data.shards import shard_maker, token_cache
+from axonlaunch.data.shards.encoding import Tokenising
+from axonlaunch.data.texts.text_rows import TextRows
 
 ROWS = [{"text": row["text"]} for row in corpus.functions()]
 

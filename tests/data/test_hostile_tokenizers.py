@@ -15,10 +15,11 @@ import corpus
 import pytest
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import ChatConfig, DocumentsConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
-from axonlaunch.data import build_dataset, tokenizer
-from axonlaunch.data.chat_template import ChatTemplate
+from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.data import build_dataset
+from axonlaunch.data.texts.chat_template import ChatTemplate
+from axonlaunch.data.tokenizers import tokenizer
 
 pytest.importorskip("transformers")
 

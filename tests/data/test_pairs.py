@@ -13,12 +13,12 @@ from configured import estimate_config, run_config
 from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.planning.memory import estimate as memory_estimate
-from axonlaunch.verification.compare import on_mock
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.comparison.compare import on_mock
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 MODULE = """
 import torch
@@ -88,7 +88,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    from axonlaunch.config.losses import LOSSES
+    from axonlaunch.config.options.losses import LOSSES
 
     sys.modules.pop("pairs_of_a_test", None)
     for name in [name for name in LOSSES.names() if name.endswith("_of_a_test")]:
@@ -151,7 +151,7 @@ def test_verify_compares_float_targets_with_one_process() -> None:
 
 
 def test_float_targets_without_a_loss_of_ones_own_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.loss=null: .*returns float targets"):
+    with pytest.raises(ConfigError, match=r"train\.loss=null: .*float targets"):
         run_config([*CHOSEN, "strategy=single", "launch.nproc=1"])
 
 

@@ -14,12 +14,13 @@ import torch
 from configured import run_config
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
-from axonlaunch.data import build_dataset, shard_maker
-from axonlaunch.data.loader import Loader, order_of
-from axonlaunch.data.sharded_rows import ShardedRows
-from axonlaunch.data.token_cache import Shard
+from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.data import build_dataset
+from axonlaunch.data.datasets.loader import Loader, order_of
+from axonlaunch.data.shards import shard_maker
+from axonlaunch.data.shards.token_cache import Shard
+from axonlaunch.data.texts.sharded_rows import ShardedRows
 
 SHARDS, DOCUMENTS = 4, 12
 

@@ -17,14 +17,14 @@ from torch.nn.functional import cross_entropy
 from axonlaunch import data, models
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.events import Monitor, StepLogged
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.training import worker
-from axonlaunch.verification.compare import on_mock
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.comparison.compare import on_mock
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 MODULE = '''
 import torch
@@ -142,7 +142,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    from axonlaunch.config.losses import LOSSES
+    from axonlaunch.config.options.losses import LOSSES
 
     sys.modules.pop("own_of_a_test", None)
     for name in [name for name in LOSSES.names() if name.endswith("_of_a_test")]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import axonlaunch as ax
 from axonlaunch.comm import World
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.preflight import checks
 

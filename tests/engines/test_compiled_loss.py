@@ -11,12 +11,12 @@ from rank_engine import rank_engine
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, with_values
-from axonlaunch.config.data import IGNORE_INDEX
+from axonlaunch.config.options.data import IGNORE_INDEX
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.engines.tensor.losses import Losses, losses_of
-from axonlaunch.models.gpt import SPEC
-from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.engines.tensor.outputs.losses import Losses, losses_of
+from axonlaunch.models.architectures.gpt import SPEC
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.spec import ModelSpec
 
 
 def chosen(spec: ModelSpec = SPEC, **options: Any) -> Losses:

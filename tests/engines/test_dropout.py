@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import axonlaunch as ax
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
-from axonlaunch.data.dataset import Batch
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.models.build import build_model
-from axonlaunch.models.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import whole
 
 BLOCKS, STEPS = 2, 2
 

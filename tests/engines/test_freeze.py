@@ -13,14 +13,14 @@ from rank_engine import rank_engine
 
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import Retention
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.engines.tensor.local_parameters import TensorAxis
+from axonlaunch.engines.tensor.divided_layers.local_parameters import TensorAxis
 from axonlaunch.models.build import build_model, on_meta
-from axonlaunch.models.parameter_facts import TrainingShares
-from axonlaunch.verification import compare
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.models.facts.parameter_facts import TrainingShares
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 SMALL = [
     *("model=gpt", "model.hidden_size=16", "model.num_hidden_layers=4"),

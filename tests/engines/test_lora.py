@@ -14,13 +14,13 @@ from torch import nn
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
-from axonlaunch.config.adapter import is_of_adapter
+from axonlaunch.config.options.adapter import is_of_adapter
+from axonlaunch.models.adapters.lora import LoraLayer
 from axonlaunch.models.build import build_model, construct
-from axonlaunch.models.lora import LoraLayer
-from axonlaunch.models.parameter_facts import TrainingShares
-from axonlaunch.models.registry import register_model
-from axonlaunch.verification import compare
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.models.facts.parameter_facts import TrainingShares
+from axonlaunch.models.specs.registry import register_model
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 DATA = [
     *("data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=8"),

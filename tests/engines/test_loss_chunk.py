@@ -16,12 +16,12 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.data import build_dataset
 from axonlaunch.models.build import build_model
-from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.preflight.model_outputs import head_problems
-from axonlaunch.verification import compare
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 CHUNK = "train.loss_chunk=5"  # divides neither a sample's 16 tokens nor a micro-batch's
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=8"]

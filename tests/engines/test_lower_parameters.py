@@ -18,7 +18,7 @@ from axonlaunch.comm import World
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.precision.lower_parameters import lower_blocks
 from axonlaunch.models.build import build_model, spec_for
-from axonlaunch.models.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import whole
 
 TOKENS = torch.arange(12).view(2, 6)
 

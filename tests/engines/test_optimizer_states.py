@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from axonlaunch import config as configuration
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import resolved
-from axonlaunch.config.optimizer import AdamWConfig, OptimizerConfig, SGDConfig
-from axonlaunch.config.parameter_groups import states_of
+from axonlaunch.config.consistency.layout import resolved
+from axonlaunch.config.optimization.optimizer import AdamWConfig, OptimizerConfig, SGDConfig
+from axonlaunch.config.optimization.parameter_groups import states_of
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer.offload import StreamedUpdate
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.models.build import build_model as build_model
-from axonlaunch.models.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import whole
 
 CPU = torch.device("cpu")
 CONFIGS = {

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from axonlaunch.comm import World
-from axonlaunch.config.optimizer import (
+from axonlaunch.config.optimization.optimizer import (
     AdafactorConfig,
     AdamConfig,
     AdamWConfig,
@@ -30,11 +30,11 @@ from axonlaunch.config.optimizer import (
     OptimizerConfig,
     SGDConfig,
 )
-from axonlaunch.config.optimizer_states import ParameterFacts
-from axonlaunch.config.parameter_groups import states_of, with_options
-from axonlaunch.engines.optimizer import muon
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts
+from axonlaunch.config.optimization.parameter_groups import states_of, with_options
+from axonlaunch.engines.optimizer.algorithms import muon
 from axonlaunch.engines.optimizer.step import Update
-from axonlaunch.models.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import whole
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "adamw": AdamWConfig(weight_decay=0.3),

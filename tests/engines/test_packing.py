@@ -12,8 +12,8 @@ from covers import every, pairs
 from parity import assert_trains_as_one_process, verified
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.documents import ChatConfig
-from axonlaunch.verification.layout_proof import preview
+from axonlaunch.config.options.documents import ChatConfig
+from axonlaunch.verification.proofs.layout_proof import preview
 
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "data.document_length=5"]
 MODELS = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from axonlaunch.checkpoint import Retention
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.engines.optimizer.clipping import local_part

@@ -13,10 +13,10 @@ from torch import Tensor
 from axonlaunch import config as configuration
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
-from axonlaunch.config.layout import resolved
-from axonlaunch.config.optimizer import AdamWConfig, MuonConfig, SGDConfig
-from axonlaunch.config.optimizer_states import ParameterFacts
-from axonlaunch.config.parameter_groups import state_bytes, with_options
+from axonlaunch.config.consistency.layout import resolved
+from axonlaunch.config.optimization.optimizer import AdamWConfig, MuonConfig, SGDConfig
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts
+from axonlaunch.config.optimization.parameter_groups import state_bytes, with_options
 from axonlaunch.models.build import build_model as build_model
 
 MATRIX = ParameterFacts(name="layers.0.mlp.weight", shape=(4, 3), is_hidden_matrix=True)

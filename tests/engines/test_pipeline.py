@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from axonlaunch import comm
 from axonlaunch.comm import Backend, RankFailedError, World
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.pipeline import Pipeline
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 

@@ -18,7 +18,7 @@ from torch.distributed import pipelining
 
 import axonlaunch
 from axonlaunch.comm import World
-from axonlaunch.config.schedule_rules import SCHEDULES, ScheduleRule
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES, ScheduleRule
 from axonlaunch.engines.pipeline.schedule import (
     TORCH_CLASSES,
     Action,

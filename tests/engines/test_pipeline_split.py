@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from axonlaunch.config.layout import Layout
-from axonlaunch.config.model import GPTConfig, LlamaConfig, MLPConfig, ViTConfig
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.options.model import GPTConfig, LlamaConfig, MLPConfig, ViTConfig
 from axonlaunch.engines.pipeline import split
 from axonlaunch.engines.pipeline.split import (
     balance,
@@ -25,8 +25,8 @@ from axonlaunch.engines.pipeline.split import (
     stage_counts,
 )
 from axonlaunch.models.build import build_model, construct, on_meta, spec_for
-from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.preflight.parallelism import pipeline_problems
 
 GPT = GPTConfig(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, vocab_size=32)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from axonlaunch.comm import World
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.schedule import Action, PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, timeline
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import axonlaunch as ax
-from axonlaunch.config.optimizer import SGDConfig
+from axonlaunch.config.optimization.optimizer import SGDConfig
 from axonlaunch.engines.optimizer.streaming import stream_parameters
 
 OFFLOADS = list(ax.CPUOffload)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import axonlaunch as ax
 from axonlaunch import data
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.models.build import build_model
-from axonlaunch.models.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import whole
 
 TOKENS = ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"]
 LAYOUTS = {

@@ -9,8 +9,8 @@ from quantized_optimizer import Adam8bit
 from torch import nn
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.optimizer import CustomOptimizerConfig
-from axonlaunch.config.parameter_groups import states_of
+from axonlaunch.config.optimization.optimizer import CustomOptimizerConfig
+from axonlaunch.config.optimization.parameter_groups import states_of
 from axonlaunch.engines.optimizer.step import Update
 
 CONFIG = CustomOptimizerConfig(target="quantized_optimizer:Adam8bit", lr=0.01)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from axonlaunch.comm import World, row_bucket
-from axonlaunch.config.layout import Layout
+from axonlaunch.comm import World
+from axonlaunch.comm.averaging import row_bucket
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel import zero1
-from axonlaunch.models.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import whole
 
 RANKS = 2
 RUN = [

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonlaunch as ax
-from axonlaunch.engines.tensor import fused_region
-from axonlaunch.models.attention import Attention, RotaryTable
+from axonlaunch.engines.tensor.divided_layers import fused_region
+from axonlaunch.models.modules.attention import Attention, RotaryTable
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
 

@@ -37,7 +37,7 @@ import axonlaunch as ax
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.tensor.parallelize import parallelize
 from axonlaunch.models.build import build_model, construct, initialize_weights, spec_for
-from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.specs.loss import cross_entropy_sum
 
 
 @pytest.mark.deferred(keep=1)

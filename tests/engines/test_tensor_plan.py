@@ -31,11 +31,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonlaunch as ax
-from axonlaunch.config.model import MLPConfig
+from axonlaunch.config.options.model import MLPConfig
 from axonlaunch.engines.tensor.parallelize import parallelize
 from axonlaunch.engines.tensor.plan_checks import plan_issues
 from axonlaunch.models.build import build_model, construct, spec_for
-from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.specs.loss import cross_entropy_sum
 
 
 @pytest.mark.deferred(keep=3)

@@ -15,7 +15,7 @@ from tensor_cases import (
 )
 from torch import nn
 
-from axonlaunch.config.model import MLPConfig
+from axonlaunch.config.options.model import MLPConfig
 from axonlaunch.engines.tensor.plan_checks import plan_issues
 from axonlaunch.models.build import construct, spec_for
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm import World
-from axonlaunch.config.optimizer import (
+from axonlaunch.config.optimization.optimizer import (
     AdamWConfig,
     ConstantConfig,
     CosineConfig,
@@ -219,7 +219,7 @@ def test_asking_for_states_before_the_first_step_changes_nothing() -> None:
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     from axonlaunch.config import RunConfig
-    from axonlaunch.data.dataset import Batch
+    from axonlaunch.data.datasets.dataset import Batch
     from axonlaunch.engines.build import build_engine
 
     overrides = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]

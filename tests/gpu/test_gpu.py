@@ -13,14 +13,14 @@ from configured import run_config
 from rank_engine import rank_engine
 from torch.nn.attention import SDPBackend
 
-from axonlaunch.checkpoint.staging import HostCopies
+from axonlaunch.checkpoint.saving.staging import HostCopies
 from axonlaunch.comm import World
 from axonlaunch.diagnostics.block_times import BlockTimes
 from axonlaunch.diagnostics.doctor.gpus import link_report
 from axonlaunch.models.build import spec_for
 from axonlaunch.training.arithmetic import attention_kernels
-from axonlaunch.training.device_use import DeviceUse
-from axonlaunch.training.stop_vote import StopVote
+from axonlaunch.training.ending.stop_vote import StopVote
+from axonlaunch.training.measuring.device_use import DeviceUse
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU here", allow_module_level=True)

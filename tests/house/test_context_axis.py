@@ -12,13 +12,13 @@ from package_source import sources
 
 NAMED_IN = {
     "config/axes.py",  # its entry in the table
-    "config/layout.py",  # the property
-    "config/other_names.py",  # hints for other tools' names
+    "config/consistency/layout.py",  # the property
+    "config/problems/other_names.py",  # hints for other tools' names
     "config/schema.py",  # its section of the configuration
     "engines/build.py",  # creates its engine
     "engines/mesh_engine.py",  # splits batches with it
-    "models/output_regions.py",  # positions of its ranks
-    "models/spec.py",  # models that it cannot divide
+    "models/fake/output_regions.py",  # positions of its ranks
+    "models/specs/spec.py",  # models that it cannot divide
     "planning/search/candidates.py",  # lengths for which it is considered
     "planning/throughput/analytic_work.py",  # its communication
     "preflight/parallelism.py",  # its problems

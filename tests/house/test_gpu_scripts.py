@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from axonlaunch import config as configuration
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("memory", "speed", "check", "failures")

@@ -30,9 +30,9 @@ INTERNALS = {
     "launch/local/torch_internals.py",  # the compiler, before its import
     "launch/multinode/torch_internals.py",
     "models/torch_internals.py",
-    "planning/tracing/fake_inductor.py",  # the compiler
+    "planning/tracing/devices/fake_inductor.py",  # the compiler
     "planning/tracing/fake_world.py",  # and what ranks do to each other
-    "training/profiling.py",
+    "training/measuring/profiling.py",
 }
 """Where private names of torch may be: one file of a folder, or one of each of its parts."""
 DOCUMENTED = (
@@ -71,9 +71,9 @@ OF_OBJECTS: list[tuple[Any, str]] = [
 ]
 """What torch's objects have, whose names say nothing of torch."""
 OF_OTHERS = {
-    "config/hydra_files.py": "Hydra",
-    "models/hf/library.py": "transformers",
-    "system/forkserver.py": "multiprocessing",
+    "config/composition/hydra_files.py": "Hydra",
+    "models/hf/reading/library.py": "transformers",
+    "system/processes/forkserver.py": "multiprocessing",
 }
 DOCUMENTED_OF_OBJECTS = {
     *("_exit", "_current_frames"),  # Python's os and sys

@@ -16,8 +16,8 @@ from axonlaunch.diagnostics.out_of_memory import is_out_of_memory
 from axonlaunch.launch.failures import hints
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.preflight.devices import memory_of_a_rank
-from axonlaunch.system import host, limits
-from axonlaunch.training.peak_memory import available_to_rank
+from axonlaunch.system.node import host, limits
+from axonlaunch.training.measuring.peak_memory import available_to_rank
 
 MIB = 2**20
 

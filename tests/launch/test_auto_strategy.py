@@ -14,10 +14,10 @@ from served import Server, reached
 
 from axonlaunch import config
 from axonlaunch.config import Composed, ConfigError
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning import auto_strategy
-from axonlaunch.system import cache
+from axonlaunch.system.storage import cache
 
 H100 = "NVIDIA H100 80GB HBM3"
 MLP = ["model=mlp", "data=synthetic_images", "train.global_batch_size=4"]

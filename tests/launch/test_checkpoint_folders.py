@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from axonlaunch.checkpoint import storage
+from axonlaunch.checkpoint.format import storage
 from axonlaunch.config import ConfigError, RunConfig, load
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.runs import Request, load_all

@@ -26,7 +26,7 @@ from axonlaunch.launch.local import rank_process
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.system.authentication import Credentials
-from axonlaunch.training.peak_memory import DevicePeak
+from axonlaunch.training.measuring.peak_memory import DevicePeak
 
 
 class _DeafWorld:

@@ -30,7 +30,7 @@ PLUGIN = """
 import os, signal
 import torch
 from axonlaunch.training import trainer, worker
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.engines.mesh_engine import MeshEngine
 

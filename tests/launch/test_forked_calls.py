@@ -14,8 +14,8 @@ from command import Command
 
 from axonlaunch import config
 from axonlaunch.planning.background_estimate import BackgroundEstimate
-from axonlaunch.system import forked_call, forked_map
-from axonlaunch.system.forked_process import ProcessDiedError, reason_of
+from axonlaunch.system.processes import forked_call, forked_map
+from axonlaunch.system.processes.forked_process import ProcessDiedError, reason_of
 
 
 def failure(target: str) -> tuple[Exception, str]:
@@ -128,7 +128,7 @@ def test_debug_shows_the_traceback_of_a_rank_and_nothing_else_does(
 ) -> None:
     overrides = [*faulty, "model.arguments.fault=exception", "launch.backend=gloo"]
     ran = served("--debug", "verify", *overrides, status=1)
-    assert "debug: axonlaunch.verification.runner: rank 1 failed" in ran.stderr
+    assert "debug: axonlaunch.verification.proofs.runner: rank 1 failed" in ran.stderr
     assert "in forward" in ran.stderr
     assert ran.stdout.endswith("failed\n")
 

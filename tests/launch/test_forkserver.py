@@ -15,9 +15,9 @@ from command import Command, wait_for
 from launchers import logged
 from served import Server, reached
 
-from axonlaunch.system import forked_call, forkserver
-from axonlaunch.system.forked_process import ForkedProcess
-from axonlaunch.system.process_state import state
+from axonlaunch.system.processes import forked_call, forkserver
+from axonlaunch.system.processes.forked_process import ForkedProcess
+from axonlaunch.system.processes.process_state import state
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[forkserver
     fresh = {name: None for name in shared if name.startswith("_forkserver")}
     vars(forkserver._server()).update(fresh)
     vars(forkserver._server()).pop("ensure_running", None)
-    monkeypatch.setattr(forkserver, "PRELOADED", ["axonlaunch.system.targets"])
+    monkeypatch.setattr(forkserver, "PRELOADED", ["axonlaunch.system.processes.targets"])
     monkeypatch.setattr(forkserver, "_STOPPED_S", 0.5)
     try:
         with forkserver.warm() as context:

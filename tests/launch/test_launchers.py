@@ -17,7 +17,7 @@ from served import Server
 
 from axonlaunch import config as configuration
 from axonlaunch.launch.external import slurm as slurm_job
-from axonlaunch.system import host
+from axonlaunch.system.node import host
 
 RUN = ["train", *TINY, "strategy=fsdp"]
 GATHERED = 55_000

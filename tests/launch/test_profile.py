@@ -15,13 +15,13 @@ from configured import run_config
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, read_frozen, to_yaml
-from axonlaunch.config.layout import Layout
-from axonlaunch.config.recording import ProfileConfig
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.options.recording import ProfileConfig
 from axonlaunch.diagnostics import step_breakdown
 from axonlaunch.diagnostics.pipeline_actions import CLOCK_AHEAD, pipeline_actions
 from axonlaunch.diagnostics.step_breakdown import breakdown, read_trace
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
-from axonlaunch.training.profiling import StepProfiler
+from axonlaunch.training.measuring.profiling import StepProfiler
 
 
 def event(name: str, start: float, end: float, cat: str = "kernel", **args: Any) -> dict[str, Any]:

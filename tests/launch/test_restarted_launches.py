@@ -17,7 +17,7 @@ from axonlaunch.launch.external import entry, rank
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.runs import Request, Runs
-from axonlaunch.system.run_files import append_event
+from axonlaunch.system.storage.run_files import append_event
 
 NEVER = "checkpoint.resume=never"
 OWN = "checkpoint.resume=runs/run/checkpoints/step_2"

@@ -15,10 +15,10 @@ from rich.console import Console, ConsoleDimensions
 from run_folders import run_folder
 from served import Server
 
-from axonlaunch.cli.run_screen import screen_of
+from axonlaunch.cli.shared.run_screen import screen_of
 from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.run_record import read_run
-from axonlaunch.system.formatting import size
+from axonlaunch.system.text.formatting import size
 
 MOCK = ["launch.nproc=2", "launch.backend=mock"]
 
@@ -189,7 +189,10 @@ def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> N
     [
         (["runs", "nowhere"], "nowhere: there is no such folder"),
         (["runs", __file__], f"{__file__}: is a file, not a folder"),
-        (["runs", ".", "--where", "loss"], "--where loss: write KEY=VALUE, for example status=failed"),
+        (
+            ["runs", ".", "--where", "loss"],
+            "--where loss: write KEY=VALUE, for example status=failed",
+        ),
         (["watch"], "runs: contains no run; give the folder of a run"),
         (["compare", "a"], "give two or more runs"),
     ],

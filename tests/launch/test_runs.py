@@ -7,7 +7,7 @@ import multiprocessing
 import pytest
 
 from axonlaunch.config import ConfigError, load
-from axonlaunch.config.hydra_files import HydraFiles
+from axonlaunch.config.composition.hydra_files import HydraFiles
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.launcher import (
     LaunchOptions,

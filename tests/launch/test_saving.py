@@ -12,7 +12,7 @@ from command import Command, wait_for
 from covers import every
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint.format import step_folders
 
 
 def run_of(faulty: list[str]) -> list[str]:

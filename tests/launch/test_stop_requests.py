@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from command import wait_for
 
-from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.connection.authenticated_store import Channel
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.local.supervisor import Rank, Supervisor

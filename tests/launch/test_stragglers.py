@@ -15,7 +15,7 @@ from axonlaunch.diagnostics.stragglers import Shares, slowest_of
 from axonlaunch.diagnostics.wait_detection import waits
 from axonlaunch.events import StepLogged, Straggler
 from axonlaunch.launch.output.console import RunConsole
-from axonlaunch.system.process_state import queued_s
+from axonlaunch.system.processes.process_state import queued_s
 
 SLOW = """
 import os, time

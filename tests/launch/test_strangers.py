@@ -23,7 +23,7 @@ from launchers import SUPPORT
 from served import Server
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.connection.authenticated_store import Channel
 from axonlaunch.launch.failures.report import Crash
 from axonlaunch.launch.multinode import run_identity
 from axonlaunch.launch.multinode.coordination import Coordinator

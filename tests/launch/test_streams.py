@@ -15,7 +15,7 @@ import pytest
 from command import TINY, Command
 from served import Forked, Server, command
 
-from axonlaunch.system.streams import tolerant
+from axonlaunch.system.text.streams import tolerant
 
 
 def _reader_that_left() -> TextIO:

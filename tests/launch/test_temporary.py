@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from axonlaunch.system import temporary_folders
+from axonlaunch.system.processes import temporary_folders
 
 HOLDING = """
 from axonlaunch.system import temporary_folders as temporary

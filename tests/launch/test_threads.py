@@ -6,7 +6,7 @@ import pytest
 import yaml
 from command import Command
 
-from axonlaunch.system import host
+from axonlaunch.system.node import host
 
 SAYS = """
 import torch

@@ -16,7 +16,7 @@ from served import Forked, placed, script
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.config.launch import LaunchConfig
+from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.launch.external import slurm
 from axonlaunch.launch.multinode import token
 

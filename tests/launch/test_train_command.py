@@ -12,7 +12,7 @@ import pytest
 from command import TINY, Command, wait_for
 
 from axonlaunch import config as configuration
-from axonlaunch.config.layout import resolved
+from axonlaunch.config.consistency.layout import resolved
 from axonlaunch.launch.run_dir import default_name
 
 LINE = {

@@ -22,7 +22,7 @@ from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder
 from axonlaunch.system.authentication import Credentials
-from axonlaunch.system.forkserver import ForkServerError
+from axonlaunch.system.processes.forkserver import ForkServerError
 
 PACKAGE = Path(axonlaunch.__file__).parent
 MOST_CALLS = 9

@@ -17,7 +17,8 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.utils import python_subprocess_env
 
 import axonlaunch as ax
-from axonlaunch.system import cache, temporary_folders
+from axonlaunch.system.processes import temporary_folders
+from axonlaunch.system.storage import cache
 
 LIBRARIES = ("typer", "torch", "yaml", "rich", "numpy", "hydra", "omegaconf", "signal", "threading")
 HOSTILE = 'open({marker!r} + str(__import__("os").getpid()), "w").close(); raise SystemExit(3)'

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axonlaunch.models.attention import Attention, RotaryTable
+from axonlaunch.models.modules.attention import Attention, RotaryTable
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.models.block_flow import BATCH, LENGTH, TOKENS, block_flow
-from axonlaunch.models.spec import BlockFlow, ModelOutputs
+from axonlaunch.models.fake.block_flow import BATCH, LENGTH, TOKENS, block_flow
+from axonlaunch.models.specs.spec import BlockFlow, ModelOutputs
 
 WIDTH = 8
 

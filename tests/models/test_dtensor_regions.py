@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from axonlaunch.comm import World
 from axonlaunch.engines.tensor.parallelize import parallelize
-from axonlaunch.models.dtensor_regions import local_boxes, local_region, whole
+from axonlaunch.models.tensors.dtensor_regions import local_boxes, local_region, whole
 
 
 def test_regions_are_torchs_own():

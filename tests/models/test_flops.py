@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from axonlaunch.models.build import construct
-from axonlaunch.models.flops import AttentionFlops, ModelFlops, looked_up_parameters
+from axonlaunch.models.facts.flops import AttentionFlops, ModelFlops, looked_up_parameters
 
 POSITIONS = 64
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from axonlaunch.config.model import GPTConfig
+from axonlaunch.config.options.model import GPTConfig
 from axonlaunch.models.build import build_model
 from axonlaunch.models.generation import generate
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from axonlaunch.comm import World
-from axonlaunch.config.model import GPTConfig, LlamaConfig
+from axonlaunch.config.options.model import GPTConfig, LlamaConfig
 from axonlaunch.models.build import build_model, construct, initialize_weights
-from axonlaunch.models.initialization import (
+from axonlaunch.models.tensors.initialization import (
     Constant,
     Normal,
     Staging,

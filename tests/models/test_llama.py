@@ -4,9 +4,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from axonlaunch.comm import World
-from axonlaunch.config.model import LlamaConfig
+from axonlaunch.config.options.model import LlamaConfig
 from axonlaunch.models.build import build_model
-from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.specs.loss import cross_entropy_sum
 
 CONFIG = LlamaConfig(
     hidden_size=48,

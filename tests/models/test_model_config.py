@@ -4,9 +4,9 @@ import inspect
 
 import pytest
 
-import axonlaunch.config.data as data_config
-import axonlaunch.config.model as model_config
-from axonlaunch.config.model import CustomConfig, GPTConfig, LlamaConfig, ViTConfig
+import axonlaunch.config.options.data as data_config
+import axonlaunch.config.options.model as model_config
+from axonlaunch.config.options.model import CustomConfig, GPTConfig, LlamaConfig, ViTConfig
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from axonlaunch.config.errors import ConfigError
-from axonlaunch.config.model import CustomConfig, FreeModelConfig
+from axonlaunch.config.options.model import CustomConfig, FreeModelConfig
+from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.config.registry import EntryPointError, UnknownNameError
 from axonlaunch.models import MODELS, register_model
 from axonlaunch.models.build import build_model, spec_for

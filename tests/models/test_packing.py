@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from covers import every
 from torch import Tensor, nn
 
-from axonlaunch.config.model import GPTConfig, HuggingFaceConfig, LlamaConfig
+from axonlaunch.config.options.model import GPTConfig, HuggingFaceConfig, LlamaConfig
 from axonlaunch.models.build import build_model, spec_for
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

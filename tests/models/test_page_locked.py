@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from axonlaunch.config.optimizer_states import OptimizerState
+from axonlaunch.config.optimization.optimizer_states import OptimizerState
 from axonlaunch.engines.optimizer import optimizers, streaming
 from axonlaunch.models import build
-from axonlaunch.models import page_locked as module
-from axonlaunch.models.initialization import Constant, Staging
-from axonlaunch.models.page_locked import page_locked
+from axonlaunch.models.tensors import page_locked as module
+from axonlaunch.models.tensors.initialization import Constant, Staging
+from axonlaunch.models.tensors.page_locked import page_locked
 
 PAGE, HOST = mmap.PAGESIZE, torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from axonlaunch.models.pieces import CannotPlaceError, Laid
+from axonlaunch.models.tensors.pieces import CannotPlaceError, Laid
 
 SOURCES = {
     name: torch.arange(100.0 * n, 100.0 * n + 24).reshape(4, 6) for n, name in enumerate("abcd")

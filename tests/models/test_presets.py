@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from axonlaunch import config, data
-from axonlaunch.config.data import DATASETS
-from axonlaunch.config.model import MODELS
+from axonlaunch.config.options.data import DATASETS
+from axonlaunch.config.options.model import MODELS
 from axonlaunch.models.build import build_model, construct
 
 CONFIGS = Path(__file__).parents[2] / "configs"

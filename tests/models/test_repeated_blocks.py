@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from axonlaunch.models.repeated_blocks import FEW, representative, with_first_blocks
+from axonlaunch.models.modules.repeated_blocks import FEW, representative, with_first_blocks
 
 
 def model(*sizes: int) -> nn.Module:

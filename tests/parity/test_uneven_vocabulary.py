@@ -14,10 +14,11 @@ from parity import assert_trains_as_one_process
 from rank_engine import rank_engine
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, weights
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.exchange import weights
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
-from axonlaunch.models.dtensor_regions import whole
+from axonlaunch.models.tensors.dtensor_regions import whole
 
 VOCABULARY = 73
 """Two tensor ranks have 37 and 36 rows, of which three data ranks have no equal parts either."""

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 from configured import estimate_config
 
-from axonlaunch.config.layout import Layout
-from axonlaunch.models.parameter_facts import TrainingShares
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.models.facts.parameter_facts import TrainingShares
 from axonlaunch.planning.memory import analytic
 from axonlaunch.planning.memory.analytic import on_one_device
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.throughput.analytic_work import scaled
 from axonlaunch.planning.throughput.operations import AttentionOp, CollectiveOp, Product, Work
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import trace_rank
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
-from axonlaunch.system import forked_map
+from axonlaunch.system.processes import forked_map
 
 pytestmark = pytest.mark.costly
 SLOW = pytest.mark.slow

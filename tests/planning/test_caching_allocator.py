@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 from configured import estimate_config
 
-from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.planning import estimate as planning_estimate
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.measured_constants import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING
@@ -24,9 +24,10 @@ from axonlaunch.planning.memory.cuda_process import (
     record,
     symmetric_memory,
 )
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
-from axonlaunch.system import allocator_settings, forked_map
-from axonlaunch.system.allocator_settings import AllocatorSettings
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
+from axonlaunch.system.node import allocator_settings
+from axonlaunch.system.node.allocator_settings import AllocatorSettings
+from axonlaunch.system.processes import forked_map
 
 GROWING = AllocatorSettings(expandable=True)
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import axonlaunch as ax
 from axonlaunch import config
-from axonlaunch.config.layout import Layout
-from axonlaunch.config.rules import broken_world_rules, find_rule_violations
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.rules import broken_world_rules, find_rule_violations
 from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.search.keys import SEARCHED
 from axonlaunch.planning.search.search import _overrides

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import Amount, CollectiveOp, ExchangeKind
 

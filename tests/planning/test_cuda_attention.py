@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch.config import load
-from axonlaunch.models.attention import Rotary, RotaryTable
 from axonlaunch.models.build import construct
+from axonlaunch.models.modules.attention import Rotary, RotaryTable
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.tracing import cuda_norm
-from axonlaunch.planning.tracing.cuda_attention import backward_workspaces, workspaces
+from axonlaunch.planning.tracing.devices import cuda_norm
+from axonlaunch.planning.tracing.devices.cuda_attention import backward_workspaces, workspaces
 from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
-from axonlaunch.system import forked_map
+from axonlaunch.system.processes import forked_map
 
 KIB = 1024
 LONG = [

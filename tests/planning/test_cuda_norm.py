@@ -15,7 +15,7 @@ from configured import estimate_config
 from torch import Tensor, nn
 
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.tracing import cuda_norm
+from axonlaunch.planning.tracing.devices import cuda_norm
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Kept = list[tuple[tuple[int, ...], torch.dtype]]

@@ -10,7 +10,7 @@ from live_storages import SMALL
 from axonlaunch.config import RunConfig
 from axonlaunch.planning.memory.engine_stats import fsdp_stats, pipeline_stats
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 
 pytestmark = pytest.mark.usefixtures("server")
 

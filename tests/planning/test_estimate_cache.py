@@ -14,7 +14,7 @@ from parity_table import IMAGES
 from axonlaunch.config import RunConfig
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.records import Estimate, RankEstimate
-from axonlaunch.system import cache
+from axonlaunch.system.storage import cache
 
 MADE = Estimate(
     world_size=2,

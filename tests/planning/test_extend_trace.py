@@ -7,8 +7,8 @@ from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory.allocation_trace import Recording
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
 from axonlaunch.planning.memory.extend_trace import extended
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
-from axonlaunch.system import forked_map
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
+from axonlaunch.system.processes import forked_map
 
 MODEL = (
     "model=llama_debug",

@@ -6,11 +6,11 @@ import pytest
 from configured import estimate_config
 from torch import nn
 
-from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.tracing import extrapolate_depth
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import TraceEvent
 
 pytestmark = pytest.mark.costly

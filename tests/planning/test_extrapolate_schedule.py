@@ -8,9 +8,9 @@ from covers import every
 
 from axonlaunch.engines.pipeline.schedule import Action
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.tracing import extrapolate_schedule
-from axonlaunch.planning.tracing.extrapolate_depth import peak
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation import extrapolate_schedule
+from axonlaunch.planning.tracing.extrapolation.extrapolate_depth import peak
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import TraceEvent
 
 pytestmark = pytest.mark.costly

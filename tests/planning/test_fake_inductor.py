@@ -1,7 +1,7 @@
 """Compiled blocks allocate in a fake world what they allocate in this one.
 
-Where one of these fails after an update of torch: ``planning/tracing/fake_inductor.py`` alone
-stands in for parts of Inductor. Look at the code that it writes (``TORCH_LOGS=output_code``) for
+If one of these fails after an update of torch: only ``planning/tracing/devices/fake_inductor.py``
+replaces parts of Inductor. Look at the code that it writes (``TORCH_LOGS=output_code``) for
 what allocates and for how kernels are made.
 """
 
@@ -23,13 +23,14 @@ from torch._inductor import async_compile
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _triton
 
-from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
+from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.tracing import cuda_attention, fake_inductor, fake_world
+from axonlaunch.planning.tracing import fake_world
+from axonlaunch.planning.tracing.devices import cuda_attention, fake_inductor
 from axonlaunch.planning.tracing.dry_run import FakeRank
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import StorageTrace
-from axonlaunch.system import forked_map
+from axonlaunch.system.processes import forked_map
 
 HIDDEN, HEADS = 64, 4
 

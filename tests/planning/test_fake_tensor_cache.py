@@ -1,6 +1,7 @@
 """What is remembered of torch's fake tensors is what torch would make.
 
-If a private name of ``torch._subclasses.fake_tensor`` moved: ``models/fake_tensor_cache.py`` alone
+If a private name of ``torch._subclasses.fake_tensor`` moved: only
+``models/fake/fake_tensor_cache.py``
 uses them; ``FakeTensorMode(allow_non_fake_inputs=True)`` in its place is slower and says the same.
 """
 
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from axonlaunch.models import fake_tensor_cache
-from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
-from axonlaunch.system import forked_map
+from axonlaunch.models.fake import fake_tensor_cache
+from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode
+from axonlaunch.system.processes import forked_map
 
 
 def base() -> Tensor:

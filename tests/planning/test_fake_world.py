@@ -25,13 +25,14 @@ from torch.testing._internal.distributed import fake_pg
 from axonlaunch.comm.torch_internals import all_gather_single
 from axonlaunch.config import ConfigError
 from axonlaunch.models import register_model
-from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
+from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.tracing import fake_world, gloo_buffers
+from axonlaunch.planning.tracing import fake_world
+from axonlaunch.planning.tracing.devices import gloo_buffers
 from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
 from axonlaunch.planning.tracing.untraceable import UNTRACEABLE
-from axonlaunch.system import forked_map
+from axonlaunch.system.processes import forked_map
 
 TINY = ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"]
 

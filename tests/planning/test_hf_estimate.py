@@ -14,7 +14,7 @@ from hf_families import FAMILIES
 from live_storages import small
 
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 
 pytestmark = [pytest.mark.costly, pytest.mark.usefixtures("server")]
 

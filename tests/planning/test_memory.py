@@ -11,7 +11,7 @@ from configured import estimate_config
 from covers import every
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import estimated_on
+from axonlaunch.config.consistency.layout import estimated_on
 from axonlaunch.models.build import construct
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.cuda_process import non_allocator_bytes

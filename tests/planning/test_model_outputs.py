@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from axonlaunch import config
 from axonlaunch import data as datasets
 from axonlaunch.config import ConfigError
-from axonlaunch.config.data import SyntheticImagesConfig, SyntheticTokensConfig
+from axonlaunch.config.options.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.models import register_model
-from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.spec import ModelSpec
 from axonlaunch.preflight import checks
 from axonlaunch.preflight.model_outputs import output_problems
 

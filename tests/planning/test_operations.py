@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
+from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode
 from axonlaunch.planning.throughput.operations import (
     Amount,
     AttentionOp,

@@ -10,7 +10,7 @@ from axonlaunch import config
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.planning import plan
 from axonlaunch.planning.search import search
-from axonlaunch.system import forked_call, forkserver
+from axonlaunch.system.processes import forked_call, forkserver
 
 MODEL = ["data=synthetic_tokens", "data.sequence_length=16", "hardware=h100_80gb"]
 Patch = pytest.MonkeyPatch

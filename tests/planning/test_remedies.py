@@ -10,8 +10,8 @@ import pytest
 from configured import estimate_config
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.options.hardware import GIB
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.search.remedies import TRACED, candidate_changes, search_changes
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.planning.throughput.operations import Amount, AttentionOp, Kernel, Product
 from axonlaunch.planning.throughput.roofline import Roofline
 

@@ -14,7 +14,7 @@ from axonlaunch.diagnostics.report.page_data import page_data
 from axonlaunch.diagnostics.report.run_record import read_run
 from axonlaunch.planning.throughput.predicted_parts import predict_step
 from axonlaunch.planning.throughput.run_hardware import hardware_of_run
-from axonlaunch.system.forked_map import map_forked
+from axonlaunch.system.processes.forked_map import map_forked
 
 
 @pytest.mark.parametrize(

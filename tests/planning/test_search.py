@@ -12,8 +12,8 @@ import pytest
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.options.hardware import GIB
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.search import search
 from axonlaunch.planning.search.keys import SEARCHED

@@ -12,7 +12,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.planning.throughput import step_work
 from axonlaunch.planning.throughput.operations import Amount, Kernel, Product, Work, add
 from axonlaunch.planning.throughput.step_work import StageWork, StepWork
-from axonlaunch.system import forked_map
+from axonlaunch.system.processes import forked_map
 
 pytestmark = pytest.mark.costly
 

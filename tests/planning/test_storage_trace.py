@@ -8,7 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
-from axonlaunch.system import forked_map
+from axonlaunch.system.processes import forked_map
 
 KIB = 1024
 

@@ -9,8 +9,8 @@ import pytest
 from configured import estimate_config
 from live_storages import SMALL, Held
 
-from axonlaunch.config.layout import Layout
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.planning.memory.estimate import estimate
 
 pytestmark = [pytest.mark.costly, pytest.mark.usefixtures("server")]

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from axonlaunch import comm
 from axonlaunch.comm import ProcessGroup, ReduceOp, World
-from axonlaunch.comm.row_bucket import RowBucket
+from axonlaunch.comm.averaging.row_bucket import RowBucket
 
 
 def reduces_in_place(world: World, op: ReduceOp, named: Callable[..., Tensor], dtype: Any) -> None:

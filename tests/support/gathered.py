@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from axonlaunch.models.dtensor_regions import held_boxes
+from axonlaunch.models.tensors.dtensor_regions import held_boxes
 
 
 class Held(NamedTuple):

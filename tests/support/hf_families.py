@@ -98,7 +98,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 def without_folder(kind: str, *more: str, **changes: Any) -> list[str]:
     """Return overrides of a model that is described by ``model.config`` alone."""
-    from axonlaunch.config.errors import plain
+    from axonlaunch.config.problems.errors import plain
 
     content = {**FAMILIES.get(kind, {"model_type": kind, "num_hidden_layers": 2}), **changes}
     data = ["data=synthetic_tokens", "data.sequence_length=32"]

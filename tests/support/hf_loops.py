@@ -34,7 +34,7 @@ def by_axonlaunch(path: Path, layout: list[str], *more: str) -> list[float]:
     assert chosen.launch.nproc != "auto"
 
     def run(world: World) -> list[float]:
-        from axonlaunch.checkpoint.weights import load_initial_weights
+        from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 
         engine, loader = rank_engine(chosen, world)
         load_initial_weights(engine, chosen, world=world)
@@ -96,8 +96,8 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 def batches(chosen: Any) -> list[Any]:
     """The first batches of a run on one rank."""
     from axonlaunch import data
-    from axonlaunch.config.layout import Layout
-    from axonlaunch.data.loader import rank_loader
+    from axonlaunch.config.consistency.layout import Layout
+    from axonlaunch.data.datasets.loader import rank_loader
 
     layout = Layout.of(chosen, world_size=1)
     loader = rank_loader(

@@ -18,25 +18,22 @@ from configured import run_config
 
 from axonlaunch import data
 from axonlaunch.comm import World
-from axonlaunch.comm.rendezvous import local_place
+from axonlaunch.comm.connection.rendezvous import local_place
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
-from axonlaunch.data.dataset import Batch, sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.data.datasets.dataset import Batch, sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.memory.live_peak import WATCHED, CpuPeakMemory
-from axonlaunch.planning.tracing import (
-    extrapolate_depth,
-    extrapolate_schedule,
-    gloo_buffers,
-)
+from axonlaunch.planning.tracing.devices import gloo_buffers
 from axonlaunch.planning.tracing.engine_categories import host_categories
+from axonlaunch.planning.tracing.extrapolation import extrapolate_depth, extrapolate_schedule
 from axonlaunch.planning.tracing.stage_trace import measure_stage, step
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
-from axonlaunch.system import forked_call
+from axonlaunch.system.processes import forked_call
 
 SMALL = [
     "model.hidden_size=64",

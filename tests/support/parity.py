@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from configured import run_config
 
 from axonlaunch.config import RunConfig, to_tree, with_values
-from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.verification import compare
-from axonlaunch.verification.comparison_inputs import cuts_sequences
-from axonlaunch.verification.comparison_plan import ComparisonPlan
-from axonlaunch.verification.reference_runs import run_references
-from axonlaunch.verification.reference_values import Reference
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.references.comparison_inputs import cuts_sequences
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
+from axonlaunch.verification.references.reference_runs import run_references
+from axonlaunch.verification.references.reference_values import Reference
 from axonlaunch.verification.result import ParityResult
 
 STEPS = 2

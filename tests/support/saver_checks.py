@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, dcp_writer, save_progress, step_folders
-from axonlaunch.checkpoint.saver import SaveError, Saver
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.format import step_folders
+from axonlaunch.checkpoint.saving import dcp_writer, save_progress
+from axonlaunch.checkpoint.saving.saver import SaveError, Saver
 from axonlaunch.comm import World
-from axonlaunch.comm.rendezvous import local_place
+from axonlaunch.comm.connection.rendezvous import local_place
 
 RANKS = 2
 

@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from axonlaunch.system import forkserver as ours
+from axonlaunch.system.processes import forkserver as ours
 
 SERVER: Any = forkserver._forkserver
 # Where the server listens and, from Python 3.14, the key that it asks for.
 NEEDED = ("_forkserver_address", "_forkserver_authkey")
 WARMED = "warmed"
 """What the server imports beside what ranks do, and before it: a module beside this one."""
-TRANSFORMERS = "axonlaunch.models.hf.preload"
+TRANSFORMERS = "axonlaunch.models.hf.reading.preload"
 COMPILER = "axonlaunch.planning.tracing.preload"
 
 Server = dict[str, Any]
@@ -174,7 +174,8 @@ def _run(
 
 def command(server: Server, *overrides: str, around: Callable[..., None] | None = None) -> None:
     """Be the ``axonlaunch`` command."""
-    from axonlaunch.cli import app, train
+    from axonlaunch.cli import app
+    from axonlaunch.cli.training import train
 
     ours.warm = partial(reached, server, around=around)
     train.STARTED = time.time()

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonlaunch as ax
-from axonlaunch.config.model import GPTConfig, LlamaConfig, ViTConfig
+from axonlaunch.config.options.model import GPTConfig, LlamaConfig, ViTConfig
 from axonlaunch.engines.tensor.parallelize import divided_classes
-from axonlaunch.models import dtensor_regions
 from axonlaunch.models.build import build_model
-from axonlaunch.models.initialization import reset_buffers
-from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.tensors import dtensor_regions
+from axonlaunch.models.tensors.initialization import reset_buffers
 
 VOCABULARY = 60
 SIZES = {

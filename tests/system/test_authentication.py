@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from axonlaunch.comm.authenticated_store import AuthenticatedStore, Channel
+from axonlaunch.comm.connection.authenticated_store import AuthenticatedStore, Channel
 from axonlaunch.system import authentication
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from axonlaunch.system.cores import cores_of_ranks
+from axonlaunch.system.node.cores import cores_of_ranks
 
 DGX = range(224)
 

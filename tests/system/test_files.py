@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from axonlaunch.system import files
+from axonlaunch.system.storage import files
 
 
 def link(path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from axonlaunch.system.isolated import Isolated, IsolatedCallError
+from axonlaunch.system.processes.isolated import Isolated, IsolatedCallError
 
 
 def add(target: list[int], number: int) -> list[int]:
@@ -100,7 +100,7 @@ PARENT = """
 import sys
 sys.path.insert(0, {folder!r})
 from test_isolated import loop, pid_of
-from axonlaunch.system.isolated import Isolated
+from axonlaunch.system.processes.isolated import Isolated
 isolated = Isolated(None)
 print(isolated.call(pid_of, seconds=20), flush=True)
 isolated.call(loop, seconds=100)

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.table import Table
 
-from axonlaunch.system.terminal import console_on
+from axonlaunch.system.text.terminal import console_on
 
 
 @pytest.mark.parametrize("in_table", [False, True])

@@ -13,7 +13,7 @@ import pytest
 from configured import run_config
 
 from axonlaunch.comm import World
-from axonlaunch.system.units import named_by_unit, rate_in
+from axonlaunch.system.text.units import named_by_unit, rate_in
 from axonlaunch.training import worker
 from axonlaunch.training.loggers.base import Logger, RunInfo
 from axonlaunch.training.loggers.registry import register_logger

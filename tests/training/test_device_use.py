@@ -14,15 +14,16 @@ from hf_families import without_folder
 from rank_engine import rank_engine
 
 from axonlaunch.comm import World
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.events import StepLogged
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.models.build import on_meta
-from axonlaunch.models.flops import ModelFlops
+from axonlaunch.models.facts.flops import ModelFlops
 from axonlaunch.planning.throughput.step_work import step_work
-from axonlaunch.training import device_use, worker
-from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
+from axonlaunch.training import worker
 from axonlaunch.training.loggers.jsonl import JSONLLogger
+from axonlaunch.training.measuring import device_use
+from axonlaunch.training.measuring.device_use import DeviceUse, hardware_of, peak_flops
 
 CUDA = torch.device("cuda", 0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from axonlaunch.config.loggers import MLflowConfig
+from axonlaunch.config.options.loggers import MLflowConfig
 from axonlaunch.training.loggers.base import RunInfo
 
 

@@ -20,7 +20,7 @@ from torch import nn
 import axonlaunch as ax
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.config.layout import num_ranks
+from axonlaunch.config.consistency.layout import num_ranks
 from axonlaunch.diagnostics.module_trace.difference import (
     TraceComparison,
     TraceTolerance,
@@ -28,7 +28,7 @@ from axonlaunch.diagnostics.module_trace.difference import (
 )
 from axonlaunch.diagnostics.module_trace.element_comparison import elements_of_steps
 from axonlaunch.diagnostics.module_trace.files import StepTrace, read_step, traced_steps
-from axonlaunch.engines.tensor import layers
+from axonlaunch.engines.tensor.divided_layers import layers
 from axonlaunch.preflight import module_trace
 from axonlaunch.training import worker
 from axonlaunch.verification.result import GRADIENT_FLOOR, PARAMETER_FLOOR

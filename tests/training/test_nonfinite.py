@@ -17,7 +17,7 @@ import axonlaunch as ax
 from axonlaunch.comm import World
 from axonlaunch.events import Event, Monitor, StepDone, StepLogged
 from axonlaunch.training import worker
-from axonlaunch.training.nonfinite import NotFiniteError, raise_if_nonfinite
+from axonlaunch.training.ending.nonfinite import NotFiniteError, raise_if_nonfinite
 
 
 class DividesInBackward(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from axonlaunch.comm import World
-from axonlaunch.training.stop_vote import StopVote
+from axonlaunch.training.ending.stop_vote import StopVote
 
 
 def answers(world: World, asked_in: int, *, steps: int) -> list[bool]:

@@ -13,11 +13,11 @@ import torch
 from configured import run_config
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint.format import step_folders
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.data.dataset import AnyBatch, Batch
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines import mesh_engine
 from axonlaunch.engines.optimizer import clipping
 from axonlaunch.events import (
@@ -31,7 +31,7 @@ from axonlaunch.events import (
     StepLogged,
 )
 from axonlaunch.training import worker
-from axonlaunch.training.early_stop import EvaluationHistory
+from axonlaunch.training.ending.early_stop import EvaluationHistory
 from axonlaunch.training.loggers.jsonl import JSONLLogger
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]

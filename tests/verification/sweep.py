@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from axonlaunch.config import ConfigError
-from axonlaunch.verification import compare
-from axonlaunch.verification.comparison_config import harder_config
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.comparison.comparison_config import harder_config
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 STEPS = 6
 """As many as ``axonlaunch verify`` does."""

@@ -13,20 +13,21 @@ from covers import every
 from parity_table import MODELS
 from torch import Tensor, nn
 
-from axonlaunch.checkpoint import dcp_reader, reader
-from axonlaunch.checkpoint.fallback import Resumed
-from axonlaunch.checkpoint.saver import Saver
-from axonlaunch.data.dataset import Batch
-from axonlaunch.data.loader import Loader
+from axonlaunch.checkpoint.loading import dcp_reader, reader
+from axonlaunch.checkpoint.loading.fallback import Resumed
+from axonlaunch.checkpoint.saving.saver import Saver
+from axonlaunch.data.datasets.dataset import Batch
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines import mesh_engine
 from axonlaunch.engines.optimizer import step
 from axonlaunch.engines.precision import policy as precision
-from axonlaunch.models import module_state
-from axonlaunch.models.attention import Attention, Packing
+from axonlaunch.models.modules import module_state
+from axonlaunch.models.modules.attention import Attention, Packing
 from axonlaunch.training import trainer, worker
-from axonlaunch.verification import compare, comparison_inputs
-from axonlaunch.verification.comparison_plan import ComparisonPlan
-from axonlaunch.verification.lookahead import lookahead_problem
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.references import comparison_inputs
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
+from axonlaunch.verification.references.lookahead import lookahead_problem
 
 Patch = pytest.MonkeyPatch
 FSDP = [*MODELS["mlp"], "strategy=fsdp", "launch.nproc=2", "train.global_batch_size=8"]

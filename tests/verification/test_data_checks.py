@@ -18,21 +18,22 @@ from corpus import functions, write_jsonl
 
 from axonlaunch import data
 from axonlaunch.config import RunConfig
-from axonlaunch.config.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.config.optimizer import ConstantConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
-from axonlaunch.data import packing, shard_maker
-from axonlaunch.data.dataset import Batch
-from axonlaunch.data.loader import Loader, order_of, whole_loader
-from axonlaunch.data.sharded_rows import ShardedRows
-from axonlaunch.data.shuffle import Indices
-from axonlaunch.data.user_datasets import IndexedSamples, PairsDataset
-from axonlaunch.models import initialization
-from axonlaunch.verification import comparison_inputs, data_checks
-from axonlaunch.verification.comparison_plan import ComparisonPlan
-from axonlaunch.verification.reference import NoReferenceError, PlainRun
-from axonlaunch.verification.schedule_check import schedule_problems
+from axonlaunch.config.optimization.optimizer import ConstantConfig
+from axonlaunch.config.options.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
+from axonlaunch.config.options.documents import DocumentsConfig
+from axonlaunch.config.options.tokenizer import TokenizerConfig
+from axonlaunch.data.datasets import packing
+from axonlaunch.data.datasets.dataset import Batch
+from axonlaunch.data.datasets.loader import Loader, order_of, whole_loader
+from axonlaunch.data.datasets.shuffle import Indices
+from axonlaunch.data.datasets.user_datasets import IndexedSamples, PairsDataset
+from axonlaunch.data.shards import shard_maker
+from axonlaunch.data.texts.sharded_rows import ShardedRows
+from axonlaunch.models.tensors import initialization
+from axonlaunch.verification.comparison.schedule_check import schedule_problems
+from axonlaunch.verification.references import comparison_inputs, data_checks
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
+from axonlaunch.verification.references.reference import NoReferenceError, PlainRun
 
 Patch = pytest.MonkeyPatch
 

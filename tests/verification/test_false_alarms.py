@@ -9,13 +9,13 @@ from covers import every
 from parity_table import MODELS
 from torch import Tensor, nn
 
-from axonlaunch.verification import compare
-from axonlaunch.verification.comparison_config import harder_config
-from axonlaunch.verification.comparison_plan import ComparisonPlan
-from axonlaunch.verification.differences import compare_tensors
-from axonlaunch.verification.reference_runs import run_references
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.comparison.comparison_config import harder_config
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
+from axonlaunch.verification.references.differences import compare_tensors
+from axonlaunch.verification.references.reference_runs import run_references
+from axonlaunch.verification.references.tolerances import Tolerances, floors
 from axonlaunch.verification.result import ParityResult
-from axonlaunch.verification.tolerances import Tolerances, floors
 
 DDP = ["strategy=ddp", "launch.nproc=2"]
 FSDP = ["strategy=fsdp", "launch.nproc=2"]

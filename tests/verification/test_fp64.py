@@ -7,12 +7,13 @@ import torch
 from configured import run_config
 from parity_table import MODELS
 
-from axonlaunch.comm import gradient_bucket
+from axonlaunch.comm.averaging import gradient_bucket
 from axonlaunch.config import RunConfig
-from axonlaunch.verification import compare, locate
-from axonlaunch.verification.comparison_config import harder_config
-from axonlaunch.verification.comparison_plan import ComparisonPlan
-from axonlaunch.verification.reference_runs import run_references
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.comparison.comparison_config import harder_config
+from axonlaunch.verification.locating import locate
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
+from axonlaunch.verification.references.reference_runs import run_references
 
 PLAN = ComparisonPlan(steps=4, beyond=True, fp64=True)
 DDP = ["strategy=ddp", "strategy.ddp.sync=synchronous", "launch.nproc=2"]

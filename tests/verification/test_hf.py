@@ -9,11 +9,12 @@ from configured import run_config
 from covers import every
 from hf_families import FAMILIES
 
-from axonlaunch.config.errors import plain
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.engines import build
 from axonlaunch.engines.precision.policy import keep_parameters_in
-from axonlaunch.verification import compare, reference
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.references import reference
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
 
 

@@ -12,12 +12,12 @@ from hf_families import without_folder
 from torch import Tensor, nn
 
 from axonlaunch.config import ConfigError, RunConfig, with_values
-from axonlaunch.config.data import SyntheticTokensConfig
-from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.engines.tensor import fused_region, layers
-from axonlaunch.models.hf import reduced
-from axonlaunch.verification import layout_proof
-from axonlaunch.verification.runner import is_to_be_proved
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.options.data import SyntheticTokensConfig
+from axonlaunch.engines.tensor.divided_layers import fused_region, layers
+from axonlaunch.models.hf.analysis import reduced
+from axonlaunch.verification.proofs import layout_proof
+from axonlaunch.verification.proofs.runner import is_to_be_proved
 
 Patch = pytest.MonkeyPatch
 TENSOR = ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"]

@@ -12,10 +12,10 @@ from covers import every
 from parity_table import MODELS
 
 import axonlaunch as ax
-from axonlaunch.comm import gradient_bucket
-from axonlaunch.engines.tensor import layers
-from axonlaunch.verification import locate
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.comm.averaging import gradient_bucket
+from axonlaunch.engines.tensor.divided_layers import layers
+from axonlaunch.verification.locating import locate
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 Patch = pytest.MonkeyPatch
 TENSOR = ["strategy=tensor", "launch.nproc=2"]

@@ -11,8 +11,8 @@ from parity_table import MODELS
 from torch import Tensor, nn
 
 from axonlaunch.config import with_values
-from axonlaunch.verification import compare
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
 
 LAYERS: dict[str, type[nn.Module]] = {}

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import axonlaunch as ax
 from axonlaunch.engines import activation_checkpointing, forward_backward, mesh_engine
-from axonlaunch.verification import compare
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
 
 Patch = pytest.MonkeyPatch

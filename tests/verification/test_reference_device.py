@@ -13,10 +13,11 @@ from pretend_gpu import PretendGpu
 from torch import Tensor
 
 from axonlaunch.config import RunConfig, with_values
-from axonlaunch.verification import plain_model, reference, runner
-from axonlaunch.verification.comparison_plan import ComparisonPlan
-from axonlaunch.verification.reference import PlainRun
-from axonlaunch.verification.reference_values import Reference
+from axonlaunch.verification.proofs import runner
+from axonlaunch.verification.references import plain_model, reference
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
+from axonlaunch.verification.references.reference import PlainRun
+from axonlaunch.verification.references.reference_values import Reference
 
 
 def tensors_of(result: Reference) -> list[Tensor]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from axonlaunch.config import RunConfig
-from axonlaunch.verification import compare
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.comparison import compare
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult, failed_result
 
 ONE = "ddp-2-mlp-fp32-1-full"

@@ -11,8 +11,8 @@ from parity_table import MODELS
 from safetensors.torch import load_file
 
 from axonlaunch.models.build import build_model
-from axonlaunch.verification import locate, tensor_dump
-from axonlaunch.verification.comparison_plan import ComparisonPlan
+from axonlaunch.verification.locating import locate, tensor_dump
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
 
 CUT = ["strategy.tensor.degree=2", "strategy.pipeline.degree=2"]
 

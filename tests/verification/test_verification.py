@@ -16,20 +16,21 @@ from parity_table import MODELS
 from torch import Tensor, nn
 from torch.nn import functional
 
-from axonlaunch.comm import ProcessGroup, gradient_bucket
-from axonlaunch.config.layout import Layout
-from axonlaunch.data.dataset import Batch
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.averaging import gradient_bucket
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines import build, forward_backward, mesh_engine
 from axonlaunch.engines.data_parallel import gradient_synchronizer
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer import clipping
 from axonlaunch.engines.pipeline import pipeline, tied_weights
-from axonlaunch.engines.tensor import layers
-from axonlaunch.models import attention
+from axonlaunch.engines.tensor.divided_layers import layers
 from axonlaunch.models import build as models_build
-from axonlaunch.verification import compare, comparison_config
-from axonlaunch.verification.comparison_plan import ComparisonPlan
-from axonlaunch.verification.differences import compare_numbers
+from axonlaunch.models.modules import attention
+from axonlaunch.verification.comparison import compare, comparison_config
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
+from axonlaunch.verification.references.differences import compare_numbers
 from axonlaunch.verification.result import ParityResult
 
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
@@ -183,19 +184,19 @@ def the_learning_rate_grows_with_the_world(patch: Patch) -> None:
 
 
 def a_region_s_gradient_is_not_summed(patch: Patch) -> None:
-    from axonlaunch.engines.tensor import fused_region
+    from axonlaunch.engines.tensor.divided_layers import fused_region
 
     patch.setattr(fused_region, "start_sum", lambda x, group: x)
 
 
 def norms_of_a_part_keep_their_own_gradients(patch: Patch) -> None:
-    from axonlaunch.engines.tensor import local_parameters
+    from axonlaunch.engines.tensor.divided_layers import local_parameters
 
     patch.setattr(local_parameters, "sum_over", lambda x, group: x)
 
 
 def logits_of_one_rank_alone_are_normalised(patch: Patch) -> None:
-    from axonlaunch.engines.tensor import loss
+    from axonlaunch.engines.tensor.outputs import loss
 
     def own(x: Tensor, group: ProcessGroup) -> Tensor:
         return x

@@ -7,12 +7,12 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.hardware import GIB
+from axonlaunch.config.options.hardware import GIB
 from axonlaunch.diagnostics.doctor import measured_hardware
-from axonlaunch.system import forked_call, forkserver
-from axonlaunch.system.disk import free_bytes
-from axonlaunch.system.forked_process import reason_of
-from axonlaunch.system.temporary_folders import temporary_folder
+from axonlaunch.system.processes import forked_call, forkserver
+from axonlaunch.system.processes.forked_process import reason_of
+from axonlaunch.system.processes.temporary_folders import temporary_folder
+from axonlaunch.system.storage.disk import free_bytes
 
 
 def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:

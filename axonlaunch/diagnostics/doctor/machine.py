@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axonlaunch.comm import World, all_reduce_sum, nccl
-from axonlaunch.comm.rendezvous import local_place
-from axonlaunch.config.hardware import GIB
-from axonlaunch.system import gpus, host
+from axonlaunch.comm import World, all_reduce_sum
+from axonlaunch.comm.connection import nccl
+from axonlaunch.comm.connection.rendezvous import local_place
+from axonlaunch.config.options.hardware import GIB
+from axonlaunch.system import gpus
+from axonlaunch.system.node import host
 
 
 def machine() -> dict[str, Any]:

@@ -17,9 +17,11 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.hardware import GIB, HardwareConfig
-from axonlaunch.system import cache, forked_call, host
-from axonlaunch.system.temporary_folders import temporary_folder
+from axonlaunch.config.options.hardware import GIB, HardwareConfig
+from axonlaunch.system.node import host
+from axonlaunch.system.processes import forked_call
+from axonlaunch.system.processes.temporary_folders import temporary_folder
+from axonlaunch.system.storage import cache
 
 _DIGITS = 4
 """Significant digits of measured figures."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from axonlaunch.comm import World
-from axonlaunch.comm.rendezvous import local_place
+from axonlaunch.comm.connection.rendezvous import local_place
 from axonlaunch.comm.torch_internals import all_gather_single
 from axonlaunch.config.precision import PRECISIONS
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from axonlaunch.config.did_you_mean import nearest
 from axonlaunch.config.precision import NUMBER_FORMATS, PrecisionName, lowest_format
+from axonlaunch.config.problems.did_you_mean import nearest
 from axonlaunch.diagnostics.module_trace.element_comparison import DifferentElements, ElementsOfStep
 from axonlaunch.diagnostics.module_trace.files import StepTrace, TracedTensor
 

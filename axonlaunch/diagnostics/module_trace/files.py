@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from axonlaunch.config.precision import PrecisionName
-from axonlaunch.system.files import open_regular, replace, replace_text
+from axonlaunch.system.storage.files import open_regular, replace, replace_text
 
 if TYPE_CHECKING:
     from torch import Tensor

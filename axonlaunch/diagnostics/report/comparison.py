@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from axonlaunch.config.errors import plain
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.diagnostics.report.run_record import RunRecord
 from axonlaunch.diagnostics.report.run_timeline import cost
-from axonlaunch.system.formatting import size
-from axonlaunch.system.units import rate_in
+from axonlaunch.system.text.formatting import size
+from axonlaunch.system.text.units import rate_in
 
 _UNIQUE = ("name", "run_dir")
 """Settings that differ between all runs and are not compared."""

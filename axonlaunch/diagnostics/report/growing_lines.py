@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.system.files import open_regular
-from axonlaunch.system.strict_json import parse_json
+from axonlaunch.system.storage.files import open_regular
+from axonlaunch.system.storage.strict_json import parse_json
 
 LARGEST_READ = 1 << 30
 """Maximum number of bytes that are read; metrics of 100,000 steps take 30 MB."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from axonlaunch.config.errors import plain
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.diagnostics.lost_peer import failure_reason, plain_reason
 from axonlaunch.diagnostics.report.comparison import changed_settings, rate_of, results, with_units
 from axonlaunch.diagnostics.report.downsampling import indices_to_keep
@@ -24,7 +24,7 @@ from axonlaunch.diagnostics.report.run_timeline import (
     step_seconds,
 )
 from axonlaunch.diagnostics.report.step_parts import steps_of
-from axonlaunch.system.units import Counted
+from axonlaunch.system.text.units import Counted
 
 _BUCKETS = 800
 """Buckets of a curve with up to four points each, which is more than the pixels of a screen."""

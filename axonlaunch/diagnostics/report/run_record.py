@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from axonlaunch.config import CONFIG
-from axonlaunch.config.plain import flatten, read_yaml
+from axonlaunch.config.values.plain import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
-from axonlaunch.system.files import is_locked, open_regular
-from axonlaunch.system.run_files import (
+from axonlaunch.system.storage.files import is_locked, open_regular
+from axonlaunch.system.storage.run_files import (
     CRASH,
     ESTIMATE,
     EVENTS,
@@ -27,8 +27,8 @@ from axonlaunch.system.run_files import (
     STEP_TIME,
     SUMMARY,
 )
-from axonlaunch.system.strict_json import finite_number, parse_json
-from axonlaunch.system.units import Counted, rate_in
+from axonlaunch.system.storage.strict_json import finite_number, parse_json
+from axonlaunch.system.text.units import Counted, rate_in
 
 RunStatus = Literal["running", "done", "interrupted", "failed", "killed", "unknown", "unreadable"]
 

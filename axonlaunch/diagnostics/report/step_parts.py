@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.url import is_url
+from axonlaunch.config.values.url import is_url
 from axonlaunch.diagnostics import step_breakdown
 from axonlaunch.diagnostics.pipeline_actions import pipeline_actions
 from axonlaunch.diagnostics.report.run_record import RunRecord

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.autograd import all_gather_from_group, collect_from
+from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.config.schema import StrategyConfig
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines.context.ring_attention import ring_attention
-from axonlaunch.models.attention import Attention, Packing, RotaryTable, SequenceParts
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.modules.attention import Attention, Packing, RotaryTable, SequenceParts
+from axonlaunch.models.specs.spec import ModelSpec
 
 CHUNKS = 2
 """Pieces of a sequence per rank: one near its start and one near its end, which balances the work

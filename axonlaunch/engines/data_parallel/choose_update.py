@@ -9,8 +9,8 @@ from torch import nn
 from axonlaunch.comm import World
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
-from axonlaunch.config.optimizer_states import ParameterFacts
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.comm.gradient_bucket import broadcast_tensors
+from axonlaunch.comm.averaging.gradient_bucket import broadcast_tensors
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.engines.data_parallel.gradient_synchronizer import (
     GradientSynchronizer,

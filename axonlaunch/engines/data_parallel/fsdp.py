@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axonlaunch.comm import ProcessGroup, World
-from axonlaunch.comm.argument_checks import device_of
+from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.comm.process_group import default_group
-from axonlaunch.config.optimizer import OPTIMIZERS, OptimizerConfig
+from axonlaunch.config.optimization.optimizer import OPTIMIZERS, OptimizerConfig
 from axonlaunch.config.precision import MIXED_PRECISION
 from axonlaunch.engines.data_parallel.fsdp_memory import (
     FSDPMemoryEstimate,

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from axonlaunch.config.optimizer import OptimizerConfig
-from axonlaunch.config.optimizer_states import ParameterFacts
-from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.config.optimization.optimizer import OptimizerConfig
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts
+from axonlaunch.config.optimization.parameter_groups import states_of, with_options
 from axonlaunch.config.precision import state_format
 from axonlaunch.engines.data_parallel.torch_internals import fsdp_parameters, whole_parameter
 from axonlaunch.engines.optimizer.optimizers import new_state

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.comm.gradient_bucket import GradientBucket
-from axonlaunch.comm.row_bucket import RowBucket
+from axonlaunch.comm.averaging.gradient_bucket import GradientBucket
+from axonlaunch.comm.averaging.row_bucket import RowBucket
 from axonlaunch.engines.optimizer.clipping import local_part
 
 

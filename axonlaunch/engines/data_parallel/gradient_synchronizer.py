@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.comm.gradient_bucket import GradientBucket, buckets
+from axonlaunch.comm.averaging.gradient_bucket import GradientBucket, buckets
+from axonlaunch.comm.averaging.row_bucket import RowBucket
 from axonlaunch.comm.process_group import default_group
-from axonlaunch.comm.row_bucket import RowBucket
 from axonlaunch.engines.data_parallel.gradient_shares import (
     GradientShare,
     RowGradients,

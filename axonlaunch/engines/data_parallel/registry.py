@@ -1,7 +1,7 @@
 """Registers data-parallel variants from plug-ins and packages, with ``register_data_parallel``.
 
-The registry itself is in ``config.data_parallel``. A registered variant keeps full parameters on
-every rank; variants that shard parameters cannot be registered.
+The registry itself is in ``config.options.data_parallel``. A registered variant keeps full
+parameters on every rank; variants that shard parameters cannot be registered.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
-from axonlaunch.config.data_parallel import DATA_PARALLEL, DataParallelFacts
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DataParallelFacts
 
 _Builder = TypeVar("_Builder", bound=Callable[..., Any])
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.axes import degrees_of, divisor
-from axonlaunch.config.data_parallel import DATA_PARALLEL
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL
 from axonlaunch.config.precision import NUMBER_FORMATS
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.engines.data_parallel.ddp import DDP

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.comm.argument_checks import device_of
+from axonlaunch.comm.checks.argument_checks import device_of
 
 _ROW = 4096
 """Number of elements whose squares a CPU sums sequentially."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from axonlaunch.config.optimizer import OptimizerConfig
-from axonlaunch.config.optimizer_states import ParameterFacts
+from axonlaunch.config.optimization.optimizer import OptimizerConfig
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.optimizer.streaming import stream_parameters
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
-from axonlaunch.config.optimizer import (
+from axonlaunch.config.code.plugins import import_callable
+from axonlaunch.config.optimization.optimizer import (
     OPTIMIZERS,
     CosineConfig,
     CustomOptimizerConfig,
@@ -22,11 +23,10 @@ from axonlaunch.config.optimizer import (
     SchedulerConfig,
     WSDConfig,
 )
-from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts
-from axonlaunch.config.parameter_groups import options_of, with_options
-from axonlaunch.config.plugins import import_callable
-from axonlaunch.models.dtensor_regions import dtensor_of
-from axonlaunch.models.page_locked import page_locked
+from axonlaunch.config.optimization.optimizer_states import OptimizerState, ParameterFacts
+from axonlaunch.config.optimization.parameter_groups import options_of, with_options
+from axonlaunch.models.tensors.dtensor_regions import dtensor_of
+from axonlaunch.models.tensors.page_locked import page_locked
 
 PEAK_LR = "initial_lr"
 """Group option with the peak learning rate, named as in torch's schedulers."""

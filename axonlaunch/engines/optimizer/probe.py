@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.config.optimizer import OPTIMIZERS, CustomOptimizerConfig
-from axonlaunch.config.optimizer_states import OptimizerState, Shape, Sharding
-from axonlaunch.config.parameter_groups import options_of
+from axonlaunch.config.optimization.optimizer import OPTIMIZERS, CustomOptimizerConfig
+from axonlaunch.config.optimization.optimizer_states import OptimizerState, Shape, Sharding
+from axonlaunch.config.optimization.parameter_groups import options_of
 from axonlaunch.engines.optimizer.optimizers import optimizer_class
 from axonlaunch.engines.optimizer.quantized_states import (
     FixedShape,
@@ -31,7 +31,7 @@ from axonlaunch.engines.optimizer.quantized_states import (
     large_shape,
     states_of_shape,
 )
-from axonlaunch.models.fake_tensor_cache import with_tensor_values
+from axonlaunch.models.fake.fake_tensor_cache import with_tensor_values
 
 _SIZES = ((6, 4, 8, 10, 12), (10, 8, 4, 6, 14))
 """Dims of the two test parameters: even, to split them in halves, and all different within one."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from axonlaunch.config.optimizer_states import OptimizerState, Shape, like_parameter
+from axonlaunch.config.optimization.optimizer_states import OptimizerState, Shape, like_parameter
 
 _ENOUGH = 1 << 16
 """Elements that a parameter is tried with, or a few more: it is quantized as larger ones are."""

@@ -1,6 +1,7 @@
 """Registers optimizers from plug-ins and packages, with ``register_optimizer``.
 
-The registry itself is in ``config.optimizer``, which lists names without importing the classes.
+The registry itself is in ``config.optimization.optimizer``, which lists names without
+importing the classes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
-from axonlaunch.config.optimizer import OPTIMIZERS, FreeOptimizerConfig, GroupedOptimizer
-from axonlaunch.config.optimizer_states import OptimizerFacts, OptimizerState, Sharding
+from axonlaunch.config.optimization.optimizer import (
+    OPTIMIZERS,
+    FreeOptimizerConfig,
+    GroupedOptimizer,
+)
+from axonlaunch.config.optimization.optimizer_states import OptimizerFacts, OptimizerState, Sharding
 
 _Builder = TypeVar("_Builder", bound=Callable[..., Any])
 

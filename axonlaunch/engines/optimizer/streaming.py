@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from axonlaunch.engines.optimizer.copy_streams import copy_streams
-from axonlaunch.models.dtensor_regions import dtensor_of
-from axonlaunch.models.page_locked import page_locked
+from axonlaunch.models.tensors.dtensor_regions import dtensor_of
+from axonlaunch.models.tensors.page_locked import page_locked
 
 STREAMED: WeakSet[Optimizer] = WeakSet()
 """Optimizers with a streaming step."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.comm.argument_checks import device_of
+from axonlaunch.comm.checks.argument_checks import device_of
 
 _DTYPES = (
     torch.float32,

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.backend import Backend
+from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.engines.pipeline.dynamic_send import broadcast_tensor, receive_tensor, send_tensor
 from axonlaunch.engines.pipeline.named_stage import NamedStage
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats
-from axonlaunch.models.module_state import evaluating
+from axonlaunch.models.modules.module_state import evaluating
 
 MicrobatchLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -128,7 +128,7 @@ class Pipeline:
         Args:
             modules: All stages in order; each rank keeps its stages and moves them to its device.
             group: The ranks of the pipeline, in order; None for the whole world.
-            schedule: Name of a schedule in ``axonlaunch.config.schedule_rules.SCHEDULES``.
+            schedule: Name of a schedule in ``config.consistency.schedule_rules.SCHEDULES``.
             microbatches: Number of micro-batches per batch; None for two per stage.
 
         Raises:

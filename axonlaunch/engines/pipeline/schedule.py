@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from torch.distributed import pipelining
 
-from axonlaunch.config.errors import one_of
-from axonlaunch.config.schedule_rules import SCHEDULES, ScheduleRule
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES, ScheduleRule
+from axonlaunch.config.problems.errors import one_of
 
 ActionKind = Literal["F", "B", "I", "W"]
 
@@ -53,7 +53,7 @@ class PipelineSchedule:
     """One round of micro-batches through a pipeline, as executed by torch's runtime.
 
     Args:
-        name: Name of the schedule, one of ``config.schedule_rules.SCHEDULES``.
+        name: Name of the schedule, one of ``config.consistency.schedule_rules.SCHEDULES``.
         degree: Number of ranks among which the stages are divided.
         microbatches: Number of micro-batches per round.
         stages_per_rank: Number of stages on each rank; None for the schedule's default.

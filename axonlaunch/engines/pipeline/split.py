@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.engines.pipeline import stand_ins
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
-from axonlaunch.models.initialization import materialize
-from axonlaunch.models.spec import BlockFlow, ModelSpec
+from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
+from axonlaunch.models.specs.spec import BlockFlow, ModelSpec
+from axonlaunch.models.tensors.initialization import materialize
 from axonlaunch.models.torch_internals import storage_key
 
 # An fp32 parameter, its gradient and AdamW's two moments.

@@ -1,7 +1,7 @@
 """A pipeline stage that runs the full model's forward, with placeholders for absent modules.
 
 The model's code computes masks, positions and everything else around the blocks on every stage.
-``models.block_flow`` determines for which models this gives the same result.
+``models.fake.block_flow`` determines for which models this gives the same result.
 
 Example: the second of three stages holds blocks 2 and 3 of 6. Its forward gets tokens of the right
 shape. The embeddings are placeholders that return zeros without storage. Block 0 passes them on,
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.models.block_flow import BATCH, LENGTH, TOKENS
-from axonlaunch.models.spec import BlockFlow, Dim
+from axonlaunch.models.fake.block_flow import BATCH, LENGTH, TOKENS
+from axonlaunch.models.specs.spec import BlockFlow, Dim
 from axonlaunch.models.torch_internals import is_view
 
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from axonlaunch.models.convert_module import convert_module
-from axonlaunch.models.dtensor_regions import dtensor_of
+from axonlaunch.models.modules.convert_module import convert_module
+from axonlaunch.models.tensors.dtensor_regions import dtensor_of
 from axonlaunch.models.torch_internals import RunningNorm, local_tensor
 
 Forward = Callable[..., Any]

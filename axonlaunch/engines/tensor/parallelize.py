@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import all_reduce_from_group, copy_to_group, scatter_to_group
-from axonlaunch.engines.tensor.adapters import divide_adapter, divide_experts
-from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup
-from axonlaunch.engines.tensor.heads import key_value_heads, set_local_head_counts
-from axonlaunch.engines.tensor.kinds import LinearSizes, linear_sizes
-from axonlaunch.engines.tensor.layers import (
+from axonlaunch.engines.tensor.divided_layers.adapters import divide_adapter, divide_experts
+from axonlaunch.engines.tensor.divided_layers.fused_region import ColumnParallelGroup
+from axonlaunch.engines.tensor.divided_layers.heads import key_value_heads, set_local_head_counts
+from axonlaunch.engines.tensor.divided_layers.kinds import LinearSizes, linear_sizes
+from axonlaunch.engines.tensor.divided_layers.layers import (
     ColumnParallelEmbedding,
     ColumnParallelLinear,
     RowParallelLinear,
@@ -30,7 +30,7 @@ from axonlaunch.engines.tensor.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from axonlaunch.engines.tensor.local_parameters import (
+from axonlaunch.engines.tensor.divided_layers.local_parameters import (
     Cut,
     ReadsLocally,
     TensorAxis,
@@ -45,7 +45,7 @@ from axonlaunch.engines.tensor.plan_checks import (
     style_modules,
     unknown_styles,
 )
-from axonlaunch.models.convert_module import convert_module
+from axonlaunch.models.modules.convert_module import convert_module
 
 __all__ = ["STYLES", "divided_classes", "parallelize"]
 

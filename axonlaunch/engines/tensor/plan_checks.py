@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from axonlaunch.config.did_you_mean import unknown
-from axonlaunch.config.errors import divisor_of
-from axonlaunch.engines.tensor.heads import indivisible_heads, key_value_heads
-from axonlaunch.engines.tensor.kinds import is_embedding, linear_sizes
-from axonlaunch.engines.tensor.local_parameters import Cut, empty_part
-from axonlaunch.models.attention import Attention
+from axonlaunch.config.problems.did_you_mean import unknown
+from axonlaunch.config.problems.errors import divisor_of
+from axonlaunch.engines.tensor.divided_layers.heads import indivisible_heads, key_value_heads
+from axonlaunch.engines.tensor.divided_layers.kinds import is_embedding, linear_sizes
+from axonlaunch.engines.tensor.divided_layers.local_parameters import Cut, empty_part
+from axonlaunch.models.modules.attention import Attention
 
 STYLES = (
     *("column", "row", "vocabulary", "sequence", "region", "replicated"),

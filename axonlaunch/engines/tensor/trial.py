@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.engines.tensor.local_parameters import Cut, TensorAxis
+from axonlaunch.engines.tensor.divided_layers.local_parameters import Cut, TensorAxis
 from axonlaunch.engines.tensor.parallelize import divide
 from axonlaunch.engines.tensor.plan_checks import Styled, holders, style_modules
-from axonlaunch.models.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
-from axonlaunch.models.initialization import materialize
-from axonlaunch.models.lora import ADAPTER_PARTS
+from axonlaunch.models.adapters.lora import ADAPTER_PARTS
+from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode, silence_fake_tensors
+from axonlaunch.models.tensors.initialization import materialize
 
 _LENGTHS = (13, 17)
 """Candidate lengths of the sample; the first that the degree does not divide is used."""

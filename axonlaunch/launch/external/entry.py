@@ -10,12 +10,13 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.launch import LaunchConfig
+from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.runs import Request
-from axonlaunch.system import allocator_settings, forkserver
+from axonlaunch.system.node import allocator_settings
+from axonlaunch.system.processes import forkserver
 
 
 def be_rank(

@@ -17,11 +17,11 @@ from typing import Any
 import torch.distributed as dist
 
 from axonlaunch import config as configuration
-from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.rendezvous import is_loopback, meet_at
+from axonlaunch.comm.connection.authenticated_store import Channel
+from axonlaunch.comm.connection.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.errors import plain
-from axonlaunch.config.launch import LaunchConfig
+from axonlaunch.config.options.launch import LaunchConfig
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token

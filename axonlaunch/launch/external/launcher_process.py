@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from axonlaunch.launch.environment_variables import OPEN_MPI, PMI, SLURM, LaunchIdentity
-from axonlaunch.system.process_state import state
+from axonlaunch.system.processes.process_state import state
 
 GRACE_S = 8.0
 """Seconds between the launcher's end and the end of this process, in which it can be reported."""

@@ -20,8 +20,8 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, RunConfig
-from axonlaunch.config.launch import LaunchConfig
-from axonlaunch.config.layout import frozen_threads
+from axonlaunch.config.consistency.layout import frozen_threads
+from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.joining import (
@@ -43,10 +43,10 @@ from axonlaunch.launch.output.summary import RunRecorder, finish_run, log_event,
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.preflight import checks
-from axonlaunch.system.streams import tolerant
+from axonlaunch.system.text.streams import tolerant
 from axonlaunch.training import worker
+from axonlaunch.verification.proofs.runner import prove_layout
 from axonlaunch.verification.result import Proof
-from axonlaunch.verification.runner import prove_layout
 
 RANK_LOST_S = 20.0
 """Seconds of silence after which a rank is lost. Its watching thread shares the interpreter with

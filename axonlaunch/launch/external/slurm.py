@@ -19,11 +19,11 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.errors import gathering
+from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.launcher import LaunchOptions, check_anywhere
 from axonlaunch.launch.multinode import token
-from axonlaunch.system.files import replace_text
+from axonlaunch.system.storage.files import replace_text
 
 SCRIPT = "job.sbatch"
 JOB = "job.yaml"

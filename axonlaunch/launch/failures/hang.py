@@ -21,9 +21,9 @@ from axonlaunch.diagnostics import flight_recorder
 from axonlaunch.diagnostics.flight_recorder import Record
 from axonlaunch.diagnostics.wait_detection import is_passed_through, waits
 from axonlaunch.launch.failures.report import FailureKind, Report
-from axonlaunch.system import files
 from axonlaunch.system.frame_origin import frame_owner
-from axonlaunch.system.process_state import state
+from axonlaunch.system.processes.process_state import state
+from axonlaunch.system.storage import files
 
 SIGNAL = signal.SIGUSR1
 FLIGHT_RECORD = ".flight_record"

@@ -9,18 +9,18 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch.config import ConfigError, RunConfig, with_values
-from axonlaunch.config.data import TokensConfig
-from axonlaunch.config.documents import TextRowsConfig
-from axonlaunch.config.hardware import GIB, HardwareConfig
-from axonlaunch.config.layout import nodes
+from axonlaunch.config.consistency.layout import nodes
+from axonlaunch.config.options.data import TokensConfig
+from axonlaunch.config.options.documents import TextRowsConfig
+from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.config.precision import PRECISIONS
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.planning.estimate import cached_estimate, forecast, prepared, suggest_changes
-from axonlaunch.system import limits
-from axonlaunch.system.cache import cache_folder
-from axonlaunch.system.disk import free_bytes, shortage
-from axonlaunch.system.formatting import size
+from axonlaunch.system.node import limits
+from axonlaunch.system.storage.cache import cache_folder
+from axonlaunch.system.storage.disk import free_bytes, shortage
+from axonlaunch.system.text.formatting import size
 
 
 def hint(report: Report, config: RunConfig, context: ForkServerContext | None = None) -> str:

@@ -17,8 +17,8 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.errors import gathering
-from axonlaunch.config.layout import frozen_threads, num_ranks
+from axonlaunch.config.consistency.layout import frozen_threads, num_ranks
+from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import report_of_system
@@ -29,9 +29,9 @@ from axonlaunch.launch.local.supervisor import Rank, RemoteNodes, Supervisor
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, log_of, report_crash
 from axonlaunch.planning.background_estimate import BackgroundEstimate
-from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.authentication import Credentials
-from axonlaunch.system.cores import cores_of_ranks
+from axonlaunch.system.node.cores import cores_of_ranks
+from axonlaunch.system.processes import forked_call, forkserver
 
 LOOPBACK = "127.0.0.1"
 RANK = "axonlaunch.launch.local.rank_process:main"

@@ -10,7 +10,7 @@ import os
 import sys
 from types import TracebackType
 
-from axonlaunch.system import allocator_settings
+from axonlaunch.system.node import allocator_settings
 
 MODULES = (
     "numpy.ma",
@@ -22,8 +22,8 @@ MODULES = (
     "torch.distributed.tensor.parallel",
     "torch.utils.serialization.config",
     "axonlaunch.launch.local.rank_process",
-    "axonlaunch.models.gpt",
-    "axonlaunch.models.llama",
+    "axonlaunch.models.architectures.gpt",
+    "axonlaunch.models.architectures.llama",
     "axonlaunch.preflight.checks",
 )
 

@@ -26,25 +26,27 @@ import torch.distributed as dist
 
 from axonlaunch import checkpoint
 from axonlaunch import config as configuration
-from axonlaunch.checkpoint import storage
-from axonlaunch.checkpoint.saver import SaveError
+from axonlaunch.checkpoint.format import storage
+from axonlaunch.checkpoint.saving.saver import SaveError
 from axonlaunch.comm import RankFailedError, World
-from axonlaunch.comm.authenticated_store import AuthenticatedStore
+from axonlaunch.comm.connection.authenticated_store import AuthenticatedStore
+from axonlaunch.comm.connection.rendezvous import RankEnvironment
 from axonlaunch.comm.errors import UnreachableRankError
-from axonlaunch.comm.rendezvous import RankEnvironment
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.config.layout import num_ranks
+from axonlaunch.config.consistency.layout import num_ranks
 from axonlaunch.diagnostics.out_of_memory import is_out_of_memory
 from axonlaunch.events import Listener, Monitor, merge_finished
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.report import Report, cause_of, plain_error, report_of_rank
 from axonlaunch.launch.local.messages import Done, RankSpec
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
-from axonlaunch.system import files, forkserver, streams
 from axonlaunch.system.authentication import ForgedMessageError
+from axonlaunch.system.processes import forkserver
+from axonlaunch.system.storage import files
+from axonlaunch.system.text import streams
 from axonlaunch.training import worker
-from axonlaunch.training.nonfinite import NotFiniteError
-from axonlaunch.training.peak_memory import available_to_rank
+from axonlaunch.training.ending.nonfinite import NotFiniteError
+from axonlaunch.training.measuring.peak_memory import available_to_rank
 
 _GRACE_S = 60.0
 """Seconds that torch waits longer than ``launch.timeout_s``. The supervisor should find a hang

@@ -28,8 +28,8 @@ from axonlaunch.launch.failures.report import (
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import Done
-from axonlaunch.system.forked_process import ForkedProcess
-from axonlaunch.system.streams import silence
+from axonlaunch.system.processes.forked_process import ForkedProcess
+from axonlaunch.system.text.streams import silence
 
 SETTLE_S = 0.3
 """Seconds to wait after the first failure report. Peers may report a closed connection before the

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.connection.authenticated_store import Channel
 from axonlaunch.system.authentication import ForgedMessageError
 
 _ANSWER_S = 10.0

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.errors import gathering
+from axonlaunch.config.problems.errors import gathering
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import was_interrupted
 from axonlaunch.launch.launcher import LaunchOptions
@@ -22,8 +22,8 @@ from axonlaunch.launch.multinode.run_end import finished_without_node_0
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, report_crash
 from axonlaunch.planning.background_estimate import BackgroundEstimate
-from axonlaunch.system import forked_call
-from axonlaunch.verification.runner import prove_layout
+from axonlaunch.system.processes import forked_call
+from axonlaunch.verification.proofs.runner import prove_layout
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:

@@ -16,11 +16,11 @@ from typing import Any
 import torch.distributed as dist
 
 from axonlaunch import config as configuration
-from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.rendezvous import meet_at
+from axonlaunch.comm.connection.authenticated_store import Channel
+from axonlaunch.comm.connection.rendezvous import meet_at
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.errors import plain
-from axonlaunch.config.layout import nodes, num_ranks
+from axonlaunch.config.consistency.layout import nodes, num_ranks
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.local.launcher import Rendezvous

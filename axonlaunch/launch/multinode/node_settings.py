@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from axonlaunch.comm.rendezvous import is_own
+from axonlaunch.comm.connection.rendezvous import is_own
 from axonlaunch.config import ConfigIssue, RunConfig
-from axonlaunch.config.layout import nodes
+from axonlaunch.config.consistency.layout import nodes
 
 
 def unsaid(config: RunConfig) -> list[ConfigIssue]:

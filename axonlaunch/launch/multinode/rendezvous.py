@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from axonlaunch.comm.authenticated_store import AuthenticatedStore, Channel
+from axonlaunch.comm.connection.authenticated_store import AuthenticatedStore, Channel
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend
 from axonlaunch.launch.multinode.torch_internals import (
     name_methods_by_frame,

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.connection.authenticated_store import Channel
 from axonlaunch.system.authentication import Credentials, ForgedMessageError
 
 _NAME = "run"

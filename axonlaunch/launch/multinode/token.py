@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.config.launch import LaunchConfig
-from axonlaunch.system.cache import cache_folder
+from axonlaunch.config.options.launch import LaunchConfig
+from axonlaunch.system.storage.cache import cache_folder
 
 NEW_FILE = "(umask 077; head -c 32 /dev/urandom | base64 > FILE)"
 """Shell command that creates a token file."""

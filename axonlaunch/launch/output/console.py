@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.status import Status
 from rich.text import Text
 
-from axonlaunch.config.url import is_url
+from axonlaunch.config.values.url import is_url
 from axonlaunch.diagnostics.lost_peer import plain_reason
 from axonlaunch.events import (
     Evaluated,
@@ -37,10 +37,10 @@ from axonlaunch.events import (
     perplexity_of,
 )
 from axonlaunch.launch.failures.report import Crash, Report, plain_ranks
-from axonlaunch.system.formatting import quantity, size
 from axonlaunch.system.frame_origin import frame_owner
-from axonlaunch.system.streams import refusal
-from axonlaunch.system.terminal import console_on
+from axonlaunch.system.text.formatting import quantity, size
+from axonlaunch.system.text.streams import refusal
+from axonlaunch.system.text.terminal import console_on
 
 SLOW = 0.2
 """Fraction of a step that other ranks must wait for a slow rank before it is reported."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from axonlaunch.system.terminal import console_on
+from axonlaunch.system.text.terminal import console_on
 
 
 @contextmanager

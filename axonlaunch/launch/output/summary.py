@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint.resume_source import resume_of
+from axonlaunch.checkpoint.loading.resume_source import resume_of
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.config.url import is_url
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.values.url import is_url
 from axonlaunch.events import (
     Event,
     Listener,
@@ -31,11 +31,11 @@ from axonlaunch.launch.output.console import (
     show_hint,
 )
 from axonlaunch.planning.background_estimate import BackgroundEstimate
-from axonlaunch.system.files import append_text
-from axonlaunch.system.formatting import quantity, size
-from axonlaunch.system.run_files import CRASH, EVENTS, SUMMARY, append_event
-from axonlaunch.system.strict_json import finite
-from axonlaunch.system.units import Counted
+from axonlaunch.system.storage.files import append_text
+from axonlaunch.system.storage.run_files import CRASH, EVENTS, SUMMARY, append_event
+from axonlaunch.system.storage.strict_json import finite
+from axonlaunch.system.text.formatting import quantity, size
+from axonlaunch.system.text.units import Counted
 from axonlaunch.verification.result import Proof
 
 

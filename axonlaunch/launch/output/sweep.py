@@ -12,9 +12,9 @@ from rich.text import Text
 
 from axonlaunch.config import RunConfig
 from axonlaunch.launch.output.console import shortened
-from axonlaunch.system.formatting import quantity
-from axonlaunch.system.terminal import console_on
-from axonlaunch.system.units import rate_in
+from axonlaunch.system.text.formatting import quantity
+from axonlaunch.system.text.terminal import console_on
+from axonlaunch.system.text.units import rate_in
 
 _ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 

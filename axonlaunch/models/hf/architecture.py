@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from axonlaunch.config.did_you_mean import nearest
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.model import MOST_LAYERS, HuggingFaceConfig
-from axonlaunch.models.hf import files, library
+from axonlaunch.config.options.model import MOST_LAYERS, HuggingFaceConfig
+from axonlaunch.config.problems.did_you_mean import nearest
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.models.hf.reading import files, library
 
 _CAUSAL_WITHOUT_A_FLAG = {"gpt_neox", "gpt_neox_japanese"}
 """Models that have ``is_decoder`` but are always causal."""

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.hf import library
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
 from axonlaunch.models.hf.architecture import architecture
+from axonlaunch.models.hf.reading import library
 from axonlaunch.models.hf.recorded_weights import WeightRecorder
-from axonlaunch.models.initialization import Initializer
-from axonlaunch.models.spec import ModelOutputs
+from axonlaunch.models.specs.spec import ModelOutputs
+from axonlaunch.models.tensors.initialization import Initializer
 
 _ATTENTION = {"auto": None, "sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")

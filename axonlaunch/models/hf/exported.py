@@ -10,11 +10,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.hf import files, library
-from axonlaunch.models.hf.structure import structure
-from axonlaunch.system.files import (
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue
+from axonlaunch.models.hf.analysis.structure import structure
+from axonlaunch.models.hf.reading import files, library
+from axonlaunch.system.storage.files import (
     LARGEST_MODEL_FILE,
     create_file,
     inside_folder,

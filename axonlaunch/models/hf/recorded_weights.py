@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axonlaunch.models.initialization import Constant, Initializer
+from axonlaunch.models.tensors.initialization import Constant, Initializer
 from axonlaunch.models.torch_internals import storage_key
 
 _aten = torch.ops.aten
@@ -277,7 +277,7 @@ def _initializing_method(model: Any, owner: str) -> Any:
 
     ``PreTrainedModel.initialize_weights`` finds the same method.
     """
-    from axonlaunch.models.hf import library
+    from axonlaunch.models.hf.reading import library
 
     model_part, current, path = model, model, [part for part in owner.split(".") if part]
     for part in path:

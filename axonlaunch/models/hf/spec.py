@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.models.hf.analysis.divided_attention import divide_attention
+from axonlaunch.models.hf.analysis.structure import structure
+from axonlaunch.models.hf.analysis.tensor_plans import tensor_plan
 from axonlaunch.models.hf.build import untraceable
-from axonlaunch.models.hf.divided_attention import divide_attention
-from axonlaunch.models.hf.structure import structure
-from axonlaunch.models.hf.tensor_plans import tensor_plan
-from axonlaunch.models.initialization import Constant, Initializer
-from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.tensors.initialization import Constant, Initializer
 
 
 def build_causal_lm(config: HuggingFaceConfig) -> nn.Module:

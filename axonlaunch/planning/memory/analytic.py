@@ -17,19 +17,19 @@ from functools import partial
 from typing import Any, Self
 
 from axonlaunch.config import RunConfig, with_values
-from axonlaunch.config.layout import Layout, estimated_on, num_ranks, of_ranks
+from axonlaunch.config.consistency.layout import Layout, estimated_on, num_ranks, of_ranks
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.config.precision import PRECISIONS
-from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import StrategyConfig
-from axonlaunch.models import fake_tensor_cache
-from axonlaunch.models.figures import model_figures
-from axonlaunch.models.parameter_facts import TrainingShares
+from axonlaunch.models.facts.figures import model_figures
+from axonlaunch.models.facts.parameter_facts import TrainingShares
+from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.planning.memory import analytic_states, cuda_process
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import trace_rank
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
-from axonlaunch.system import forked_map
+from axonlaunch.system.processes import forked_map
 
 _FP32_BYTES = 4
 _TRANSIENT: tuple[Category, ...] = ("activations", "temporary")

@@ -12,8 +12,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from axonlaunch.system.allocator_settings import AllocatorSettings
-from axonlaunch.system.formatting import MIB
+from axonlaunch.system.node.allocator_settings import AllocatorSettings
+from axonlaunch.system.text.formatting import MIB
 
 MIN_BLOCK = 512
 """kMinBlockSize: every size is rounded up to a multiple of this"""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import LIKE_DATA
-from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.measured_constants import (
     CUBLAS_THREADS,
@@ -27,14 +27,16 @@ from axonlaunch.planning.measured_constants import (
 from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
 from axonlaunch.planning.memory.extend_trace import FEWEST, extended
-from axonlaunch.planning.tracing import cuda_attention, extrapolate_depth, fake_world
+from axonlaunch.planning.tracing import fake_world
+from axonlaunch.planning.tracing.devices import cuda_attention
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.engine_categories import follow_gradients
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
-from axonlaunch.system.allocator_settings import AllocatorSettings
-from axonlaunch.system.formatting import MIB
+from axonlaunch.system.node.allocator_settings import AllocatorSettings
+from axonlaunch.system.text.formatting import MIB
 
 
 @dataclass(frozen=True)

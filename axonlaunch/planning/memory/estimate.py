@@ -13,16 +13,18 @@ from functools import partial
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.models import fake_tensor_cache
+from axonlaunch.config.options.hardware import HardwareConfig
+from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.records import Estimate, RankEstimate
-from axonlaunch.planning.tracing import cuda_attention, extrapolate_depth
+from axonlaunch.planning.tracing.devices import cuda_attention
 from axonlaunch.planning.tracing.engine_categories import host_categories
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import StageTrace
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, TraceEvent
-from axonlaunch.system import allocator_settings, forked_map
+from axonlaunch.system.node import allocator_settings
+from axonlaunch.system.processes import forked_map
 
 
 def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> Estimate:

@@ -12,8 +12,9 @@ from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.engines.base import Engine
-from axonlaunch.planning.tracing import extrapolate_depth, gloo_buffers
+from axonlaunch.planning.tracing.devices import gloo_buffers
 from axonlaunch.planning.tracing.engine_categories import follow, host_categories
+from axonlaunch.planning.tracing.extrapolation import extrapolate_depth
 from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
 
 WATCHED = 2

@@ -11,15 +11,15 @@ import math
 from torch import nn
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.parameter_groups import state_bytes
+from axonlaunch.config.optimization.parameter_groups import state_bytes
 from axonlaunch.engines.pipeline.split import cut, parts
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.flops import looked_up_parameters
-from axonlaunch.models.parameter_facts import TrainingShares, parameter_facts, small_bytes
+from axonlaunch.models.facts.flops import looked_up_parameters
+from axonlaunch.models.facts.parameter_facts import TrainingShares, parameter_facts, small_bytes
 from axonlaunch.planning.memory.analytic_states import moments, states
 from axonlaunch.planning.records import Estimate, RankEstimate
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from axonlaunch.planning.records import Forecast
 from axonlaunch.planning.reports.memory_table import CATEGORY_COLOURS, stage_name
-from axonlaunch.system.formatting import MIB, figures, size, unit_of
+from axonlaunch.system.text.formatting import MIB, figures, size, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from axonlaunch.planning.records import Estimate, Forecast, HostMemory, RankEstimate
-from axonlaunch.system.formatting import UNITS, figures, size, unit_of
+from axonlaunch.system.text.formatting import UNITS, figures, size, unit_of
 
 if TYPE_CHECKING:
     from axonlaunch.planning.tracing.storage_trace import Category

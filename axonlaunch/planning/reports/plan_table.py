@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from axonlaunch.planning.records import Plan, Planned
-from axonlaunch.system.formatting import size
+from axonlaunch.system.text.formatting import size
 
 _MIN_SHARE = 0.01
 """Share of a step below which a difference is not reported."""

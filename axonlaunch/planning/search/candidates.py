@@ -15,13 +15,13 @@ from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.axes import AXES, INNER, LIKE_DATA, OUTER
-from axonlaunch.config.data_parallel import DATA_PARALLEL
-from axonlaunch.config.errors import divisors
-from axonlaunch.config.layout import Layout, of_ranks
-from axonlaunch.config.plain import with_values
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.consistency.layout import Layout, of_ranks
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL
+from axonlaunch.config.problems.errors import divisors
+from axonlaunch.config.values.plain import with_values
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.figures import ModelFigures, model_figures
+from axonlaunch.models.facts.figures import ModelFigures, model_figures
 from axonlaunch.planning.search import keys
 from axonlaunch.preflight.optimizer import layout_problems
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from axonlaunch.config import ConfigIssue, RunConfig, with_values
-from axonlaunch.config.errors import one_of, plain
-from axonlaunch.config.hardware import GIB
+from axonlaunch.config.options.hardware import GIB
+from axonlaunch.config.problems.errors import one_of, plain
 from axonlaunch.planning.records import Planned
 from axonlaunch.planning.search.candidates import Candidate
 

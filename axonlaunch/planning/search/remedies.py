@@ -13,8 +13,8 @@ from itertools import combinations, product
 from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig, to_tree, type_config, with_values
-from axonlaunch.config.errors import plain
-from axonlaunch.config.layout import Layout, estimated_on, num_ranks
+from axonlaunch.config.consistency.layout import Layout, estimated_on, num_ranks
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.records import Estimate, Remedy
 from axonlaunch.planning.search.workload import host_memory

@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig, flatten
-from axonlaunch.config.errors import plain
-from axonlaunch.config.hardware import GIB, HardwareConfig
-from axonlaunch.config.layout import num_ranks
+from axonlaunch.config.consistency.layout import num_ranks
+from axonlaunch.config.options.hardware import GIB, HardwareConfig
 from axonlaunch.config.precision import PRECISIONS
-from axonlaunch.models import fake_tensor_cache
-from axonlaunch.models.figures import model_figures
+from axonlaunch.config.problems.errors import plain
+from axonlaunch.models.facts.figures import model_figures
+from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.records import Estimate, FitVerdict, Plan, Planned, verdict
@@ -32,7 +32,7 @@ from axonlaunch.planning.throughput.roofline import figure, refuse_missing
 from axonlaunch.planning.throughput.step_time import StepTime
 from axonlaunch.planning.throughput.step_work import step_work
 from axonlaunch.planning.throughput.throughput import Throughput, speed_of
-from axonlaunch.system import forked_map
+from axonlaunch.system.processes import forked_map
 
 TIMED = 6
 """Number of layouts whose work is traced."""

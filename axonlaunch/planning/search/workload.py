@@ -6,8 +6,8 @@ Everything follows from the configuration and an existing estimate.
 from __future__ import annotations
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout, estimated_on, num_ranks
+from axonlaunch.config.consistency.layout import Layout, estimated_on, num_ranks
+from axonlaunch.config.options.hardware import GIB
 from axonlaunch.planning.records import Estimate, HostMemory, Workload
 
 

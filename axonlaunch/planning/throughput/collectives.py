@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.planning.measured_constants import COLLECTIVE_S
 from axonlaunch.planning.throughput.operations import Amount, CollectiveOp
 from axonlaunch.planning.throughput.roofline import figure

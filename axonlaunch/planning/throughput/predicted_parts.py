@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.code.plugins import import_plugins
+from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.planning.records import StepPrediction
 from axonlaunch.planning.throughput.step_time import StepTime
 from axonlaunch.planning.throughput.step_work import step_work
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
-from axonlaunch.system import forkserver
+from axonlaunch.system.processes import forkserver
 
 _KINDS = {
     "memory-bound": "other kernels",

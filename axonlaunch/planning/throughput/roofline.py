@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.config.precision import FP32
 from axonlaunch.models.torch_dtypes import FORMAT_OF_DTYPE
 from axonlaunch.planning.measured_constants import (

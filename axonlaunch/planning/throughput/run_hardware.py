@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import nodes, num_ranks
+from axonlaunch.config.consistency.layout import nodes, num_ranks
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.diagnostics.doctor import measured_hardware
 
 

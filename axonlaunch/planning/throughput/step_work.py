@@ -25,17 +25,17 @@ from torch import nn
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.layout import Layout, num_ranks, of_ranks
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.consistency.layout import Layout, num_ranks, of_ranks
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.engines.optimizer.clipping import local_part
-from axonlaunch.models import fake_tensor_cache
-from axonlaunch.models.figures import model_figures, of_blocks
+from axonlaunch.models.facts.figures import model_figures, of_blocks
+from axonlaunch.models.fake import fake_tensor_cache
 from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
-from axonlaunch.system import forked_map
+from axonlaunch.system.processes import forked_map
 
 SAMPLES = 11
 """Number of samples of the step on one device from which layouts are estimated.
@@ -96,7 +96,7 @@ class StepWork:
         parameters: Number of parameters of the full model.
         sample_length: Positions of a sample; 1 if samples are not sequences.
         hidden_size: Features per position between layers; 0 if unknown.
-        flops_per_token: FLOPs of a training step per token, see ``models.flops``.
+        flops_per_token: FLOPs of a training step per token, see ``models.facts.flops``.
     """
 
     first: StageWork

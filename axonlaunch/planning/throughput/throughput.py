@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.options.hardware import HardwareConfig
 from axonlaunch.planning.throughput.roofline import figure
 from axonlaunch.planning.throughput.step_time import StepTime
 from axonlaunch.planning.throughput.step_work import StepWork, step_work

@@ -16,16 +16,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from axonlaunch.comm import World
 from axonlaunch.config import with_values
-from axonlaunch.data.dataset import AnyBatch, Batch
-from axonlaunch.data.samples import Samples, default_collate
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch
+from axonlaunch.data.datasets.samples import Samples, default_collate
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Divide, Source, build_engine
 from axonlaunch.engines.pipeline.split import Part, block_names
-from axonlaunch.models import fake_tensor_cache
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.initialization import materialize
-from axonlaunch.planning.tracing import cuda_attention, cuda_norm, fake_world, stage_boundaries
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.models.fake import fake_tensor_cache
+from axonlaunch.models.tensors.initialization import materialize
+from axonlaunch.planning.tracing import fake_world, stage_boundaries
+from axonlaunch.planning.tracing.devices import cuda_attention, cuda_norm
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
 
@@ -69,7 +70,7 @@ class FakeRank:
         )
         config = reduced.config
         if config.train.compile:
-            from axonlaunch.planning.tracing import fake_inductor
+            from axonlaunch.planning.tracing.devices import fake_inductor
 
             fake_inductor.install_fake_inductor(for_gpu=for_gpu)
             # Autotuning needs values, and all kernels allocate the same.

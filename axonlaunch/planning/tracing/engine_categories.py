@@ -6,7 +6,7 @@ Ranks use it too, so it imports neither pipelines nor the fake world of a trace.
 from __future__ import annotations
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import data_parallel_facts
+from axonlaunch.config.consistency.layout import data_parallel_facts
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace

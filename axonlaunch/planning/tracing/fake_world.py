@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
-from axonlaunch.models.fake_tensor_cache import with_tensor_values
+from axonlaunch.models.fake.fake_tensor_cache import with_tensor_values
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 

@@ -10,15 +10,15 @@ import typing
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.data import (
+from axonlaunch.config.options.data import (
     DATASETS,
     ShapeOnlyTokensConfig,
     SyntheticImagesConfig,
     SyntheticTokensConfig,
 )
+from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.config.registry import EntryPointError
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.config.tokenizer import TokenizerConfig
 
 _MISSING = "???"
 

@@ -17,27 +17,23 @@ import torch
 
 from axonlaunch.comm.backend import Backend
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import estimated_on
-from axonlaunch.data.dataset import AnyBatch, MicroBatch
+from axonlaunch.config.consistency.layout import estimated_on
+from axonlaunch.data.datasets.dataset import AnyBatch, MicroBatch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.models.build import initial_weights, spec_for
-from axonlaunch.models.dtensor_regions import local_boxes
-from axonlaunch.models.spec import ModelSpec
-from axonlaunch.planning.tracing import (
-    cuda_attention,
-    extrapolate_depth,
-    extrapolate_schedule,
-    fake_world,
-    gloo_buffers,
-)
+from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.tensors.dtensor_regions import local_boxes
+from axonlaunch.planning.tracing import fake_world
+from axonlaunch.planning.tracing.devices import cuda_attention, gloo_buffers
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.engine_categories import follow, host_categories
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.extrapolation import extrapolate_depth, extrapolate_schedule
+from axonlaunch.planning.tracing.extrapolation.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, StorageTrace, TraceEvent
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
-from axonlaunch.system import allocator_settings
+from axonlaunch.system.node import allocator_settings
 
 TraceKey: TypeAlias = tuple[int, tuple[int, ...]]
 """Identifies a trace of a run: position on the pp axis, and number of blocks of each stage."""

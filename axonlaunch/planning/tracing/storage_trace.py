@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from axonlaunch.comm.torch_internals import AsyncCollectiveTensor
 from axonlaunch.models.torch_internals import in_backward, local_tensor
-from axonlaunch.planning.tracing import gloo_buffers
+from axonlaunch.planning.tracing.devices import gloo_buffers
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 Category = Literal[

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.consistency.layout import Layout, num_ranks
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.fake_tensor_cache import silence_fake_tensors
+from axonlaunch.models.fake.fake_tensor_cache import silence_fake_tensors
 from axonlaunch.models.torch_internals import UNTRACEABLE
 from axonlaunch.system.frame_origin import frame_owner
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import RunConfig, to_interpolations, to_tree
-from axonlaunch.config.errors import failure_text
-from axonlaunch.config.loggers import LOGGERS
+from axonlaunch.config.options.loggers import LOGGERS
+from axonlaunch.config.problems.errors import failure_text
 from axonlaunch.events import (
     Evaluated,
     Event,
@@ -25,9 +25,9 @@ from axonlaunch.events import (
     StepLogged,
     perplexity_of,
 )
-from axonlaunch.system.files import read_text, replace_text
-from axonlaunch.system.run_files import EVENTS, METRICS
-from axonlaunch.system.units import Counted, named_by_unit
+from axonlaunch.system.storage.files import read_text, replace_text
+from axonlaunch.system.storage.run_files import EVENTS, METRICS
+from axonlaunch.system.text.units import Counted, named_by_unit
 from axonlaunch.training.loggers.background import BackgroundLogger
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 from axonlaunch.training.loggers.event_log import EventLog

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from axonlaunch.config.errors import failure_text
+from axonlaunch.config.problems.errors import failure_text
 from axonlaunch.training.loggers.base import Number, RunInfo
 
 MAX_FAILURES = 3

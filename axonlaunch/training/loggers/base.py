@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.system.units import Counted
+from axonlaunch.system.text.units import Counted
 
 Number = int | float
 

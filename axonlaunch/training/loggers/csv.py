@@ -10,10 +10,10 @@ import io
 from collections.abc import Mapping
 from dataclasses import fields
 
-from axonlaunch.config.loggers import CSVConfig
+from axonlaunch.config.options.loggers import CSVConfig
 from axonlaunch.events import Evaluated, StepLogged
-from axonlaunch.system.files import append_text, read_text, replace_text
-from axonlaunch.system.units import named_by_unit
+from axonlaunch.system.storage.files import append_text, read_text, replace_text
+from axonlaunch.system.text.units import named_by_unit
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
 _FIELDS = [field.name for field in fields(StepLogged) if field.name != "slowest"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from axonlaunch.config.loggers import CustomLoggerConfig
-from axonlaunch.config.plugins import import_target
+from axonlaunch.config.code.plugins import import_target
+from axonlaunch.config.options.loggers import CustomLoggerConfig
 
 
 def make_custom(config: CustomLoggerConfig) -> Any:

@@ -23,8 +23,8 @@ from axonlaunch.events import (
     StepDone,
     StepLogged,
 )
-from axonlaunch.system.run_files import append_event
-from axonlaunch.system.units import Counted, named_by_unit
+from axonlaunch.system.storage.run_files import append_event
+from axonlaunch.system.text.units import Counted, named_by_unit
 
 
 class EventLog:

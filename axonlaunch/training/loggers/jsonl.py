@@ -14,9 +14,9 @@ from axonlaunch.events import (
     StepLogged,
     perplexity_of,
 )
-from axonlaunch.system.files import append_text, is_there, open_regular, replace
-from axonlaunch.system.strict_json import finite
-from axonlaunch.system.units import Counted, named_by_unit
+from axonlaunch.system.storage.files import append_text, is_there, open_regular, replace
+from axonlaunch.system.storage.strict_json import finite
+from axonlaunch.system.text.units import Counted, named_by_unit
 
 
 class JSONLLogger:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from axonlaunch.config.loggers import MLflowConfig
-from axonlaunch.config.plain import flatten
+from axonlaunch.config.options.loggers import MLflowConfig
+from axonlaunch.config.values.plain import flatten
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
 _LONGEST, _MOST = 6000, 100

@@ -1,6 +1,6 @@
 """Registers loggers from plug-ins and from packages with entry points.
 
-The table of loggers is in ``config.loggers``. A logger is imported when it is first used.
+The table of loggers is in ``config.options.loggers``. A logger is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from axonlaunch.config.loggers import LOGGERS
+from axonlaunch.config.options.loggers import LOGGERS
 
 _Builder = TypeVar("_Builder", bound=Callable[..., Any])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from axonlaunch.config.loggers import TensorBoardConfig
+from axonlaunch.config.options.loggers import TensorBoardConfig
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
 

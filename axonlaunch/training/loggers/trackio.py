@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import trackio
 
-from axonlaunch.config.loggers import TrackioConfig
+from axonlaunch.config.options.loggers import TrackioConfig
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import wandb
 
-from axonlaunch.config.loggers import WandbConfig
+from axonlaunch.config.options.loggers import WandbConfig
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 
 

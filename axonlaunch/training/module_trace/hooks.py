@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.diagnostics.module_trace.files import TracedKind, TracedTensor
-from axonlaunch.models.output_regions import (
+from axonlaunch.models.fake.output_regions import (
     first_floating,
     gets_partial_gradients,
     gives_partial_sums,

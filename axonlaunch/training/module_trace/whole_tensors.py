@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonlaunch.comm import World
-from axonlaunch.config.layout import Layout
-from axonlaunch.models.dtensor_regions import held_boxes
-from axonlaunch.models.output_regions import MicroBatchPlace, pieces_of, region
+from axonlaunch.config.consistency.layout import Layout
+from axonlaunch.models.fake.output_regions import MicroBatchPlace, pieces_of, region
+from axonlaunch.models.tensors.dtensor_regions import held_boxes
 from axonlaunch.training.module_trace.hooks import TracedKey, on_host
 
 _Part = tuple[tuple[Any, ...], Tensor]

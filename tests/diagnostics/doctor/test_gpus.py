@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from axonlaunch.cli import doctor as command
+from axonlaunch.cli.configuration import doctor as command
 from axonlaunch.diagnostics.doctor import diagnose, gpus
 
 

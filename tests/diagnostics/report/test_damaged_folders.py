@@ -15,8 +15,9 @@ import yaml
 from rich.console import Console, ConsoleDimensions
 from run_folders import run_folder, write_lines
 
-from axonlaunch.cli import compare, runs, watch
-from axonlaunch.cli.run_screen import screen_of
+from axonlaunch.cli.reports import compare, runs
+from axonlaunch.cli.shared.run_screen import screen_of
+from axonlaunch.cli.training import watch
 from axonlaunch.config import ConfigError
 from axonlaunch.diagnostics.report.comparison import results, with_units
 from axonlaunch.diagnostics.report.page_data import page_data

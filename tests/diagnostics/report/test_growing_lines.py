@@ -70,7 +70,9 @@ def test_data_that_took_long_to_make_is_not_made_again_at_once(
 
     now = [0.0]
     monkeypatch.setattr(live_page_data.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(live_page_data.time, "thread_time", iter(range(100)).__next__)  # a second each
+    monkeypatch.setattr(
+        live_page_data.time, "thread_time", iter(range(100)).__next__
+    )  # a second each
     folder = run_folder(tmp_path / "demo", steps=3)
     data = LivePageData([folder])
 

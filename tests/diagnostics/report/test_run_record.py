@@ -13,7 +13,7 @@ import fsspec
 import pytest
 from run_folders import run_folder, write_lines
 
-from axonlaunch.cli.run_folders import read_runs
+from axonlaunch.cli.shared.run_folders import read_runs
 from axonlaunch.diagnostics.report.comparison import changed_settings, results
 from axonlaunch.diagnostics.report.page_data import page_data
 from axonlaunch.diagnostics.report.run_record import NotARunError, find_runs, is_running, read_run

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hf_families import FAMILIES
 
-from axonlaunch.config.errors import ConfigError
-from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.problems.errors import ConfigError
 from axonlaunch.models.hf.architecture import architecture
 
 

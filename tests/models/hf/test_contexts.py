@@ -14,7 +14,7 @@ from hf_loops import by_axonlaunch, by_transformers
 from torch import Tensor, nn
 
 from axonlaunch.config import ConfigError
-from axonlaunch.models.hf.sequence_mixing import why_undivided
+from axonlaunch.models.hf.analysis.sequence_mixing import why_undivided
 from axonlaunch.preflight.inspection import inspect
 
 pytestmark = pytest.mark.costly

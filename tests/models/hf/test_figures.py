@@ -10,10 +10,10 @@ from hf_families import FAMILIES, SPECIAL
 
 from axonlaunch import config as configs
 from axonlaunch.config import RunConfig
-from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.build import on_meta
-from axonlaunch.models.figures import ModelFigures, model_figures, of_blocks
-from axonlaunch.models.hf.structure import structure
+from axonlaunch.models.facts.figures import ModelFigures, model_figures, of_blocks
+from axonlaunch.models.hf.analysis.structure import structure
 from axonlaunch.planning.search.candidates import candidates
 from axonlaunch.planning.throughput.step_work import step_work
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hf_families import FAMILIES, theirs
 
-from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.options.model import HuggingFaceConfig
 from axonlaunch.models.build import build_model, construct
-from axonlaunch.models.hf.structure import structure
+from axonlaunch.models.hf.analysis.structure import structure
 
 
 def config(kind: str, **changes: Any) -> HuggingFaceConfig:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hf_families import FAMILIES
 
-from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.fake_tensor_cache import fake_tensor_mode
-from axonlaunch.models.hf import library
-from axonlaunch.models.hf.structure import structure
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.models.fake.fake_tensor_cache import fake_tensor_mode
+from axonlaunch.models.hf.analysis.structure import structure
+from axonlaunch.models.hf.reading import library
 
 
 def model(kind: str) -> Any:

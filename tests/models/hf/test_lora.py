@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from axonlaunch.checkpoint.weights import load_initial_weights
+from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
-from axonlaunch.config.adapter import is_of_adapter
+from axonlaunch.config.options.adapter import is_of_adapter
 
 # What peft 0.21 calls is deprecated in transformers 5.23.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

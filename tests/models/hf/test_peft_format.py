@@ -20,14 +20,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, diff, reader
-from axonlaunch.checkpoint.adapters import load_peft, read_peft
-from axonlaunch.checkpoint.base_weights import record_base
-from axonlaunch.checkpoint.saver import Saver
-from axonlaunch.checkpoint.weights import export_weights, load_initial_weights
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.exchange.adapters import load_peft, read_peft
+from axonlaunch.checkpoint.exchange.base_weights import record_base
+from axonlaunch.checkpoint.exchange.weights import export_weights, load_initial_weights
+from axonlaunch.checkpoint.loading import diff, reader
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, with_values
-from axonlaunch.config.adapter import is_of_adapter
+from axonlaunch.config.options.adapter import is_of_adapter
 
 # What peft 0.21 calls is deprecated in transformers 5.23.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -14,8 +14,9 @@ from hf_loops import SETTINGS
 from rank_engine import rank_engine
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, weights
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.exchange import weights
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 
 PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"]

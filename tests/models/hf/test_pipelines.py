@@ -13,11 +13,11 @@ from hf_loops import SETTINGS, by_axonlaunch, by_transformers
 from torch import nn
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.consistency.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.split import stage_counts
 from axonlaunch.engines.pipeline.stand_ins import cut_out
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.hf import structure
+from axonlaunch.models.hf.analysis import structure
 from axonlaunch.preflight.inspection import inspect
 
 pytestmark = pytest.mark.costly
@@ -176,7 +176,7 @@ def test_evaluation_passes_the_same_stages(tmp_path: Path) -> None:
         tokens = torch.arange(2 * 32).view(2, 32)
 
         def run(world: World) -> torch.Tensor:
-            from axonlaunch.checkpoint.weights import load_initial_weights
+            from axonlaunch.checkpoint.exchange.weights import load_initial_weights
 
             engine, _ = rank_engine(chosen, world)
             load_initial_weights(engine, chosen.model, world=world)

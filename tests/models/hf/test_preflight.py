@@ -14,10 +14,10 @@ from hf_families import FAMILIES, save
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from axonlaunch.config import ConfigError, with_values
-from axonlaunch.config.errors import plain
-from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.problems.errors import plain
 from axonlaunch.config.registry import Needs
-from axonlaunch.models.hf import files, library
+from axonlaunch.models.hf.reading import files, library
 
 
 def overrides_of(kind: str, **changes: Any) -> list[str]:

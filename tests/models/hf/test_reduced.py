@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from hf_families import FAMILIES, SPECIAL
 
-from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.hf.reduced import (
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.models.hf.analysis.reduced import (
     ModelDivision,
     NotReducibleError,
     reduce_model,
     refuse_unlike,
     vocabulary,
 )
-from axonlaunch.models.hf.structure import structure
+from axonlaunch.models.hf.analysis.structure import structure
 
 HYBRID = ModelDivision(stages=2, tensor=2, before=2)
 

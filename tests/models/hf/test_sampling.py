@@ -10,7 +10,7 @@ import torch
 from hf_families import save
 
 from axonlaunch.config import ConfigError
-from axonlaunch.training.sampling import continue_prompt
+from axonlaunch.training.text.sampling import continue_prompt
 
 TEXT = ["to be or not to be, that is the question", "whether it is nobler in the mind"] * 4
 

@@ -10,9 +10,9 @@ import pytest
 from configured import run_config
 from hf_families import FAMILIES
 
-from axonlaunch.config.errors import plain
-from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.hf.structure import Structure, structure
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.problems.errors import plain
+from axonlaunch.models.hf.analysis.structure import Structure, structure
 from axonlaunch.preflight.inspection import inspect
 
 

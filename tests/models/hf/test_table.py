@@ -13,8 +13,8 @@ from command import Served
 from covers import every
 from served import Server
 
-from axonlaunch.models.hf import library
-from axonlaunch.verification.proved_layouts import proved_table
+from axonlaunch.models.hf.reading import library
+from axonlaunch.verification.proofs.proved_layouts import proved_table
 
 ROOT = Path(__file__).parents[3]
 BENCHES = ROOT / "scripts" / "benches"

@@ -14,18 +14,19 @@ from rank_engine import rank_engine
 
 import axonlaunch.engines.tensor.parallelize as dividing
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, weights
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.exchange import weights
+from axonlaunch.checkpoint.saving.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
-from axonlaunch.config.errors import plain
-from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.engines.tensor.kinds import is_embedding, linear_sizes
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.problems.errors import plain
+from axonlaunch.engines.tensor.divided_layers.kinds import is_embedding, linear_sizes
 from axonlaunch.engines.tensor.trial import disagreement
-from axonlaunch.models.dtensor_regions import whole
-from axonlaunch.models.hf import tensor_plans
-from axonlaunch.models.hf.structure import structure
-from axonlaunch.models.hf.tensor_plans import tensor_plan
+from axonlaunch.models.hf.analysis import tensor_plans
+from axonlaunch.models.hf.analysis.structure import structure
+from axonlaunch.models.hf.analysis.tensor_plans import tensor_plan
+from axonlaunch.models.tensors.dtensor_regions import whole
 
 pytestmark = pytest.mark.costly
 

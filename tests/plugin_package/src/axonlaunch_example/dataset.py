@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import axonlaunch as ax
-from axonlaunch.config.data import SampleShape
-from axonlaunch.data.dataset import Batch, NoText, Split
+from axonlaunch.config.options.data import SampleShape
+from axonlaunch.data.datasets.dataset import Batch, NoText, Split
 
 
 @dataclass(frozen=True, kw_only=True)

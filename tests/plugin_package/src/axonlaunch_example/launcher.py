@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import axonlaunch as ax
-from axonlaunch.config.launch import LaunchConfig
+from axonlaunch.config.options.launch import LaunchConfig
 from axonlaunch.launch.local import launcher as local
 
 

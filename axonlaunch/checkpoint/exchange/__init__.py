@@ -1,0 +1,1 @@
+"""Weights in the formats of other tools: safetensors and PEFT."""

@@ -1,0 +1,275 @@
+"""Reads safetensors on every rank in part, and writes them in one process, file by file.
+
+A folder of weights holds ``*.safetensors``: a ``model=hf`` in Hugging Face's names, any other model
+in its own. Nothing here is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+
+from axonlaunch.checkpoint.format.manifest import is_name
+from axonlaunch.checkpoint.loading.reader import MODEL
+from axonlaunch.config import ConfigError, ConfigIssue
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.models.hf.analysis.structure import structure
+from axonlaunch.models.hf.reading.conversion import Computed, as_saved, conversion
+from axonlaunch.models.tensors.pieces import Laid
+from axonlaunch.system.storage.files import inside_folder, open_regular, read_text
+
+INDEX_FILE = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+CONFIG_FILE = "config.json"
+_LARGEST_JSON = 64 << 20
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+
+
+class Reader(StorageReader):
+    """Storage reader of torch for any region of any parameter in a folder of safetensors."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        """Read the names, shapes and dtypes in a folder.
+
+        Args:
+            folder: Folder of the weights.
+            model: Typed configuration of the model to fill.
+
+        Raises:
+            ConfigError: The folder has no weights, or a file is corrupt.
+        """
+        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._files: dict[str, Path] = {}
+        self._parameters: dict[str, Laid | Computed]
+        self._unused: tuple[str, ...]
+        for file in _files(folder):
+            with open_safetensors(file) as content:
+                for name in content.offset_keys():
+                    entry = content.get_slice(name)
+                    dtype = _DTYPES.get(entry.get_dtype(), torch.uint8)
+                    self._shapes[name] = tuple(entry.get_shape()), dtype
+                    self._files[name] = file
+        sizes = {name: shape for name, (shape, _) in self._shapes.items()}
+        if isinstance(model, HuggingFaceConfig):
+            converted = conversion(structure(model).model, sizes)
+            self._parameters, self._unused = dict(converted.parameters), converted.unexpected
+        else:
+            self._parameters = {name: Laid.whole(name, shape) for name, shape in sizes.items()}
+            self._unused = ()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return shapes by parameter name; tensors that the model lacks keep their names."""
+        by_name = {ours: tuple(laid.shape) for ours, laid in self._parameters.items()}
+        return by_name | {name: self._shapes[name][0] for name in sorted(self._unused)}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing: there is no state to reset."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return metadata with one chunk per parameter."""
+        entries: dict[str, Any] = {}
+        for ours, laid in self._parameters.items():
+            size = torch.Size(laid.shape)
+            entries[MODEL + ours] = TensorStorageMetadata(
+                TensorProperties(dtype=self._shapes[laid.sources[0]][1]),
+                size,
+                [ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
+            )
+        return Metadata(entries)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
+    ) -> None:
+        """Do nothing: the folder was read by the constructor."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan of this rank unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans of all ranks unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the regions in this rank's plan."""
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {}
+
+            def read(name: str, region: tuple[slice, ...]) -> Tensor:
+                file = self._files[name]
+                if file not in opened:
+                    opened[file] = stack.enter_context(open_safetensors(file))
+                part: Tensor = (
+                    opened[file].get_slice(name)[region]
+                    if region
+                    else opened[file].get_tensor(name)
+                )
+                return part
+
+            for item in plan.items:
+                laid = self._parameters[item.storage_index.fqn.removeprefix(MODEL)]
+                target = planner.resolve_tensor(item).detach()
+                laid.read(read, item.storage_offsets, item.lengths, target)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
+        """Return False: torch can't create this reader from a path."""
+        return False
+
+
+def write_safetensors(
+    folder: Path,
+    model: Any,
+    tensors: Iterator[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+) -> list[str]:
+    """Write parameters as safetensors, with an index if there are several files.
+
+    Args:
+        folder: New or empty folder.
+        model: Typed configuration of the model.
+        tensors: Parameter names and full tensors, in the order of the model.
+        dtype: Dtype for floating-point tensors; None keeps theirs.
+        file_bytes: Maximum size of a file, except for a larger tensor.
+
+    Returns:
+        Names of the written files.
+    """
+    batch: dict[str, Tensor] = {}
+    written: dict[Path, list[str]] = {}
+    shard_bytes = total = 0
+
+    def flush() -> None:
+        path = folder / f"part-{len(written)}.safetensors"
+        save_file(batch, path, metadata={"format": "pt"})
+        written[path] = [*batch]
+
+    if isinstance(model, HuggingFaceConfig):
+        structure_of_model = structure(model)
+        named = as_saved(structure_of_model.model, tensors, blocks=structure_of_model.layers)
+    else:
+        named = tensors
+    for name, tensor in named:
+        cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        if shard_bytes and shard_bytes + cast.nbytes > file_bytes:
+            flush()
+            batch, shard_bytes = {}, 0
+        batch[name] = cast.contiguous()
+        shard_bytes, total = shard_bytes + cast.nbytes, total + cast.nbytes
+    flush()
+    files = _rename_files(folder, [*written])
+    if len(files) > 1:
+        pairs = zip(files, written.values(), strict=True)
+        index = {name: file for file, names in pairs for name in names}
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        (folder / INDEX_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    return files
+
+
+def _rename_files(folder: Path, written: Sequence[Path]) -> list[str]:
+    """Rename files to Hugging Face's names, which contain the number of files."""
+    count = len(written)
+    names = [WHOLE]
+    if count > 1:
+        names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    for path, name in zip(written, names, strict=True):
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files only for the owner
+        path.rename(folder / name)
+    return names
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the weight files of a folder: those in its index, or all without an index.
+
+    Raises:
+        ConfigError: The folder has no weights, or the index names files outside the folder.
+    """
+    index = folder / INDEX_FILE
+    if not os.path.lexists(index):
+        files = [folder / WHOLE] if (folder / WHOLE).exists() else []
+        files = files or sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(
+                [ConfigIssue("", f"{folder}: contains no *.safetensors and no checkpoint")]
+            )
+        return files
+    values = read_json(index, "weight_map").values()
+    if wrong := [name for name in values if not is_name(name)]:
+        message = f"{index}: names {wrong[0]!r}, which is not a file name"
+        raise ConfigError([ConfigIssue("", message)])
+    names = set(values)
+    if missing := [name for name in names if not os.path.lexists(folder / name)]:
+        listed = ", ".join(sorted(missing))
+        message = f"{index}: names {listed}, not in its folder; copy or fetch what is missing"
+        raise ConfigError([ConfigIssue("", message)])
+    return [folder / name for name in sorted(names)]
+
+
+def read_json(file: Path, key: str | None = None) -> dict[str, Any]:
+    """Read a JSON object from a file, or the object at one of its keys.
+
+    Raises:
+        ConfigError: The file can't be read, or the value is not an object.
+    """
+    try:
+        content = json.loads(read_text(inside_folder(file), at_most=_LARGEST_JSON))
+        content = content if key is None else content[key]
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds {type(content).__name__} where keys belong")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = (
+            error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        )
+        raise ConfigError([ConfigIssue("", f"{file}: can't be read: {reason}")]) from None
+    return content
+
+
+@contextmanager
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """Open a regular safetensors file.
+
+    Raises:
+        ConfigError: The file is not regular, or corrupt.
+    """
+    try:
+        with open_regular(inside_folder(file)) as stream:
+            # Opened by its descriptor, so that the checked file is the one that is read.
+            content = safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else error
+        if isinstance(error, SafetensorError):
+            reason = f"{reason}; if it was cut off, copy or fetch it again"
+        raise ConfigError([ConfigIssue("", f"{file}: can't be read: {reason}")]) from None
+    with content:
+        yield content

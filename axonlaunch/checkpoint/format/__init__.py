@@ -1,0 +1,1 @@
+"""Files of a checkpoint: manifest, index, folders and storage."""

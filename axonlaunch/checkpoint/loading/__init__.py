@@ -1,0 +1,1 @@
+"""Finds, verifies and reads checkpoints."""

@@ -1,0 +1,89 @@
+"""Compares a checkpoint with the model of its run, and with another checkpoint.
+
+Tensors are read in batches, so a checkpoint need not fit in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from axonlaunch.checkpoint.format import step_folders
+from axonlaunch.checkpoint.format.manifest import Checkpoint, CorruptCheckpointError
+from axonlaunch.checkpoint.loading import reader
+from axonlaunch.config import RunConfig
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Difference between two tensors of the same name.
+
+    Attributes:
+        name: Name of the tensor, which begins with ``"model."`` or ``"optimizer."``.
+        largest: Largest absolute difference of an element; None if the tensor is in only one
+            checkpoint or the shapes differ.
+        relative: Norm of the difference divided by the norm of the first tensor; None as above.
+        reason: Explanation if there are no numbers.
+    """
+
+    name: str
+    largest: float | None
+    relative: float | None
+    reason: str = ""
+
+
+def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
+    """Return changed files, missing parameters and wrong shapes of a checkpoint.
+
+    Args:
+        checkpoint: Checkpoint with the expected file sizes; all files are read.
+        config: Configuration of its run.
+    """
+    from axonlaunch.models.adapters.lora import not_saved
+    from axonlaunch.models.build import on_meta
+
+    problems = [f"{name} {step_folders.CHANGED}" for name in step_folders.damage(checkpoint)]
+    if problems:
+        return problems
+    model = on_meta(config, seed=config.seed)
+    try:
+        return reader.model_differences(checkpoint, model, without=not_saved(config, model))
+    except CorruptCheckpointError as error:
+        return [str(error).removeprefix(f"{checkpoint.path} ")]
+
+
+def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> list[TensorDifference]:
+    """Return the tensors that differ, parameters first, the largest difference first."""
+    first_entries, second_entries = reader.contents(first), reader.contents(second)
+    for checkpoint in (first, second):
+        reader.refuse_damage(checkpoint)
+    differences = [
+        TensorDifference(
+            name, None, None, f"only in {(first if name in first_entries else second).path}"
+        )
+        for name in sorted(first_entries.keys() ^ second_entries.keys())
+    ]
+    same_shape = []
+    for name in sorted(first_entries.keys() & second_entries.keys()):
+        sizes = [list(entries[name].size) for entries in (first_entries, second_entries)]
+        if sizes[0] == sizes[1]:
+            same_shape.append(name)
+        else:
+            differences.append(TensorDifference(name, None, None, f"{sizes[0]} and {sizes[1]}"))
+    tensors = (
+        reader.tensors(first, same_shape, first_entries),
+        reader.tensors(second, same_shape, second_entries),
+    )
+    for name, *pair in zip(same_shape, *tensors, strict=True):
+        a, b = (tensor.double() for tensor in pair)
+        difference = (a - b).abs()
+        if difference.numel() and float(difference.max()) > 0:
+            norm = float(a.norm())
+            relative = float(difference.norm()) / norm if norm else float("inf")
+            differences.append(TensorDifference(name, float(difference.max()), relative))
+    return sorted(differences, key=_order)
+
+
+def _order(difference: TensorDifference) -> tuple[bool, bool, float, str]:
+    is_parameter = difference.name.startswith("model.")
+    has_numbers = difference.largest is not None
+    return not is_parameter, has_numbers, -(difference.largest or 0.0), difference.name

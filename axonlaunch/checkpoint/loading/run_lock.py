@@ -1,0 +1,60 @@
+"""Locks the folder of a run's checkpoints, which may be outside the run folder.
+
+Two runs that save into the same folder would delete each other's checkpoints and resume from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from axonlaunch.checkpoint.format.storage import is_remote
+from axonlaunch.checkpoint.loading.resume_source import checkpoint_root
+from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.values.plain import LARGEST_YAML, read_yaml
+from axonlaunch.system.storage.files import folder_lock, is_locked, read_text
+
+
+@contextmanager
+def lock_checkpoints(config: RunConfig, *, makes: bool = False) -> Iterator[None]:
+    """Lock the folder in which a run keeps its checkpoints; buckets are not locked.
+
+    Args:
+        config: Configuration of the run; ``run_dir`` is resolved, or the folder will be new.
+        makes: Whether to create a missing folder; otherwise a missing folder is not locked.
+
+    Raises:
+        ConfigError: Another run holds the lock, or the folder can't be created.
+    """
+    try:
+        folder = checkpoint_root(config)
+    except ConfigError:  # no installed package reaches the bucket; preflight reports it
+        folder = None
+    if folder is None or is_remote(folder):
+        yield
+        return
+    key = "run_dir" if config.checkpoint.path is None else "checkpoint.path"
+    value = config.checkpoint.path or config.run_dir
+    with ExitStack() as stack:
+        try:
+            if makes:
+                folder.mkdir(parents=True, exist_ok=True)
+            if folder.is_dir():
+                stack.enter_context(folder_lock(folder.resolve()))
+        except BlockingIOError:
+            message = f"{_holder(folder)} keeps its checkpoints there; wait for it, or use another"
+            raise ConfigError([ConfigIssue(key, message, value)]) from None
+        except OSError as error:
+            message = f"can't be used: {error.strerror}: {error.filename}; use another"
+            raise ConfigError([ConfigIssue(key, message, value)]) from None
+        yield
+
+
+def _holder(folder: Path) -> str:
+    """Return words for the run that keeps its checkpoints in a folder."""
+    try:
+        run_dir = Path(str(read_yaml(read_text(folder / CONFIG, at_most=LARGEST_YAML))["run_dir"]))
+    except (OSError, ValueError, KeyError):
+        return "another run"
+    return f"the run of {run_dir}" if is_locked(run_dir / "logs") else "another run"

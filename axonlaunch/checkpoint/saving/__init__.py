@@ -1,0 +1,1 @@
+"""Writes checkpoints while training runs."""

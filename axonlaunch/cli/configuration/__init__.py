@@ -1,0 +1,1 @@
+"""Commands about configuration, data and this machine."""

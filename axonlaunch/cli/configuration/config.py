@@ -1,0 +1,106 @@
+"""``axonlaunch config``."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from axonlaunch.cli.shared.options import ConfigDir, ConfigName, Json, Overrides, print_json
+
+if TYPE_CHECKING:
+    from axonlaunch.config import RunConfig
+
+HELP = "Print the resolved configuration."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch config strategy=hsdp
+  axonlaunch config strategy=hsdp --explain
+  axonlaunch config model=llama_debug --describe
+"""
+
+
+def command(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    config_name: ConfigName = "config",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show which file or override set each value.")
+    ] = False,
+    describe: Annotated[
+        bool, typer.Option("--describe", help="Describe each key and its allowed values.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the configuration that a run on this node would use."""
+    from axonlaunch import config as configuration
+    from axonlaunch.config.code.written_out import written_out
+    from axonlaunch.config.composition.origins import origins_of
+
+    if explain and describe:
+        raise typer.BadParameter("use either --explain or --describe")
+    composed = configuration.compose(
+        overrides or [], config_name=config_name, config_dirs=config_dir or []
+    )
+    config = configuration.type_config(composed.tree, composed.problems, origins=composed.origins)
+    config = written_out(config, accelerators=_accelerators())
+    if explain:
+        _explain(config, origins_of(composed, config), as_json)
+    elif describe:
+        _describe(config, as_json)
+    elif as_json:
+        print_json(configuration.to_tree(config))
+    else:
+        sys.stdout.write(configuration.to_yaml(config))
+
+
+def _accelerators() -> int:
+    """Count accelerators in a process with torch; ``train`` resolves ``auto`` with this count."""
+    from axonlaunch.launch.output.spinner import spinner
+    from axonlaunch.system.processes import forked_call, forkserver
+
+    with spinner("detecting accelerators"), forkserver.warm() as context:
+        count: int = forked_call.call(
+            context, "axonlaunch.preflight.devices:accelerators", task="counting accelerators"
+        )
+    return count
+
+
+def _explain(config: RunConfig, origins: dict[str, str], as_json: bool) -> None:
+    """Print each value and its origin."""
+    from axonlaunch import config as configuration
+    from axonlaunch.config.problems.errors import plain
+
+    values = configuration.flatten(config)
+    if as_json:
+        print_json({key: {"value": value, "origin": origins[key]} for key, value in values.items()})
+        return
+    width = max(len(f"{key}={plain(value)}") for key, value in values.items())
+    for key, value in values.items():
+        sys.stdout.write(f"{f'{key}={plain(value)}':<{min(width, 56)}}  {origins[key]}\n")
+
+
+def _describe(config: RunConfig, as_json: bool) -> None:
+    from axonlaunch.config.problems.errors import plain
+    from axonlaunch.config.validation.key_reference import reference
+
+    keys = reference(config)
+    if as_json:
+        print_json(
+            {
+                key.name: {"value": key.value, "allowed": key.allowed, "meaning": key.meaning}
+                for key in keys
+            }
+        )
+        return
+    fill = partial(textwrap.fill, width=min(100, shutil.get_terminal_size().columns))
+    for key in keys:
+        sys.stdout.write(f"{key.name}={plain(key.value)}\n")
+        for text in (key.allowed, key.meaning):
+            if text:
+                sys.stdout.write(fill(text, initial_indent="    ", subsequent_indent="    ") + "\n")

@@ -1,0 +1,1 @@
+"""Commands about layouts: estimate, plan, verify and schedule."""

@@ -1,0 +1,215 @@
+"""``axonlaunch estimate``."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from axonlaunch.cli.shared.early_server import preloads
+from axonlaunch.cli.shared.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.shared.plotting import check_plot, save
+from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.text.terminal import console_on
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
+
+    from rich.console import Console
+
+    from axonlaunch.config import RunConfig
+    from axonlaunch.planning.records import Forecast, Remedy, Searched
+
+_LABEL = 14
+"""Width of the column of labels in front of conclusions."""
+_NOT_SEARCHED = "Cannot search for changes that make it fit: "
+
+HELP = "Estimate peak memory per rank. Needs no GPU and no data; any number of ranks."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch estimate strategy=fsdp
+  axonlaunch estimate experiment=llama3_8b launch.nproc=64 hardware=h100_80gb
+  axonlaunch estimate strategy=hybrid model=llama_debug launch.nproc=512 \\
+      train.global_batch_size=512 --plot memory.svg
+"""
+
+
+def command(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    config_name: ConfigName = "config",
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Trace every layer and micro-batch, without extrapolation."),
+    ] = False,
+    analytic: Annotated[
+        bool,
+        typer.Option(
+            "--analytic",
+            help="Count only parameters, gradients and optimizer states, without tracing a step.",
+        ),
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Also save a plot as a .png or .svg file.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Estimate peak memory per rank."""
+    from axonlaunch.system.processes import forkserver
+
+    if exact and analytic:
+        from axonlaunch.config import ConfigError, ConfigIssue
+
+        raise ConfigError(
+            [
+                ConfigIssue(
+                    "", "--analytic: contradicts --exact, which traces every layer; use one of them"
+                )
+            ]
+        )
+    if plot is not None:
+        check_plot(plot)
+    with forkserver.warm(preload=preloads(overrides)) as context:
+        from axonlaunch.planning.estimate import forecast, load_for_estimate
+
+        with spinner("tracing a step"):
+            config = load_for_estimate(
+                context,
+                overrides or [],
+                config_name=config_name,
+                config_dirs=config_dir or [],
+            )
+            estimate = forecast(context, config, exact=exact, analytic=analytic)
+        if plot is not None:
+            from axonlaunch.planning.reports.memory_plot import draw_memory
+
+            save(draw_memory(estimate), plot)
+        if as_json:
+            print_json(estimate_to_json(estimate, *search_all_changes(context, config, estimate)))
+            return
+        console = console_on()
+        print_estimate(estimate, console)
+        show_remedies(context, config, estimate, console)
+    if plot is not None:
+        console.print(f"\nplot          {plot}", markup=False, soft_wrap=True)
+
+
+def search_all_changes(
+    context: ForkServerContext, config: RunConfig, estimate: Forecast
+) -> tuple[list[Remedy], Searched]:
+    """Return every change that makes a run fit, and the outcome of the search."""
+    from axonlaunch.planning.estimate import suggest_changes
+
+    search = suggest_changes(context, config, estimate)
+    changes: list[Remedy] = []
+    while True:
+        try:
+            changes.append(next(search))
+        except StopIteration as end:
+            return changes, end.value
+
+
+def estimate_to_json(
+    estimate: Forecast, changes: Sequence[Remedy], ended: Searched
+) -> dict[str, Any]:
+    """Return the object that ``--json`` prints."""
+    notes = [*estimate.notes, *([_NOT_SEARCHED + ended.reason] if ended.reason else [])]
+    return {
+        "layout": estimate.layout,
+        "workload": asdict(estimate.workload),
+        **asdict(estimate.estimate),
+        "fits": estimate.fits,
+        "verdict": estimate.verdict,
+        "margin": estimate.margin,
+        "host_memory": None if estimate.host_memory is None else asdict(estimate.host_memory),
+        "changes": [asdict(remedy) for remedy in changes],
+        "untried": ended.untried,
+        "notes": notes,
+    }
+
+
+def print_estimate(estimate: Forecast, console: Console) -> None:
+    """Print an estimate: the layout, a table, bars, and whether it fits."""
+    from rich.text import Text
+
+    from axonlaunch.planning.reports import memory_table
+    from axonlaunch.system.text.formatting import quantity
+
+    memory = estimate.estimate
+    ranks = "1 rank" if memory.world_size == 1 else f"{memory.world_size:,} ranks"
+    workload = f"{ranks}, {quantity(memory.parameters)} parameters, {estimate.workload}"
+    console.print(f"[bold]{estimate.layout}[/bold]: {workload}\n")
+    for note in estimate.notes:
+        console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
+    console.print(memory_table.build_memory_table(memory))
+    console.print()
+    width = console.width
+    console.print(
+        memory_table.bars(memory, memory_bytes=estimate.memory_bytes, width=width), no_wrap=True
+    )
+    console.print()
+    for label, text, style in memory_table.conclusions(estimate):
+        lines = textwrap.wrap(text, width - _LABEL)
+        for head, line in zip([label, *[""] * len(lines)], lines, strict=False):
+            console.print(Text.assemble((f"{head:<{_LABEL}}", style), line))
+
+
+def show_remedies(
+    context: ForkServerContext, config: RunConfig, estimate: Forecast, console: Console
+) -> None:
+    """Print each change that makes a run fit when it is found, then the search's outcome."""
+    from axonlaunch.planning.estimate import suggest_changes
+
+    search, count = suggest_changes(context, config, estimate), 0
+    while True:
+        try:
+            with spinner("searching for changes that make it fit"):
+                remedy = next(search)
+        except StopIteration as end:
+            ended: Searched = end.value
+            break
+        count += 1
+        show_remedy(remedy, console)
+    if estimate.fits is False and (text := _outcome(ended, count)):
+        console.print()
+        console.print(text, markup=False)
+
+
+def show_remedy(remedy: Remedy, console: Console) -> None:
+    """Print a change: its overrides, the peak memory of the highest rank, and its costs."""
+    from rich.text import Text
+
+    from axonlaunch.planning.reports import memory_table
+    from axonlaunch.system.text.formatting import size
+
+    console.print()
+    console.print(Text(" ".join(remedy.overrides), style="bold"), soft_wrap=True)
+    lines = [f"{size(remedy.process_bytes)} per rank", *remedy.costs]
+    if remedy.host_memory is not None:
+        lines.append(f"host memory: {memory_table.of_host(remedy.host_memory)}")
+    for line in lines:
+        filled = textwrap.fill(line, console.width - 2)
+        console.print(textwrap.indent(filled, "  "), markup=False)
+
+
+def _outcome(ended: Searched, count: int) -> str:
+    """Describe the outcome of a search; empty if all changes were tried and some fit."""
+    if ended.reason:
+        return _NOT_SEARCHED + ended.reason
+    if ended.untried:
+        more = "more " if count else ""
+        changes = f"{more}change" if ended.untried == 1 else f"{more}changes"
+        stopped = f"the search stopped after {ended.seconds:.0f} s without trying them"
+        return f"{ended.untried} {changes} may fit: {stopped}"
+    return "" if count else "None of the tried changes makes it fit; use more ranks."

@@ -1,0 +1,164 @@
+"""``axonlaunch plan``."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from axonlaunch.cli.shared.early_server import preloads
+from axonlaunch.cli.shared.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.shared.output_files import writing
+from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.text.terminal import console_on
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from axonlaunch.planning.records import Plan
+
+HELP = "Find the fastest layouts that fit a number of devices. Needs no GPU and no data."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch plan --devices 64 model=llama3_70b hardware=h100_80gb \\
+      data=synthetic_tokens data.sequence_length=8192 \\
+      train.global_batch_size=128 train.precision=bf16
+  axonlaunch plan --devices 8 experiment=llama3_8b hardware=a100_80gb \\
+      strategy.tensor.degree=2 --write experiment/planned.yaml
+"""
+
+
+def command(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    config_name: ConfigName = "config",
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            "--devices",
+            metavar="N",
+            help="Number of devices, with one rank each.",
+            show_default=False,
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            "--write",
+            metavar="FILE",
+            help="Write the fastest layout to a configuration file, experiment/NAME.yaml.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest layouts that fit."""
+    from axonlaunch.planning.plan import experiment, plan_run
+    from axonlaunch.system.processes import forkserver
+    from axonlaunch.system.storage.files import replace_text
+
+    count = _check_options(devices, write, overrides or [])
+    written = partial(
+        experiment, overrides or [], config_name=config_name, config_dirs=config_dir or []
+    )
+    if write is not None:
+        written()  # raises an error before the search if overrides can't be written to a file
+        with writing("--write", write):
+            write.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with forkserver.warm(preload=preloads(overrides)) as context, spinner("searching layouts"):
+        plan = plan_run(
+            context,
+            overrides or [],
+            devices=count,
+            config_name=config_name,
+            config_dirs=config_dir or [],
+        )
+    seconds = time.monotonic() - began
+    if write is not None:
+        with writing("--write", write):
+            replace_text(write, written(plan.candidates[0].overrides))
+    if as_json:
+        print_json(plan_to_json(plan, seconds))
+        return
+    console = console_on()
+    print_plan(plan, console, seconds=seconds)
+    if write is not None:
+        console.print(f"\nwritten to {write}", markup=False, soft_wrap=True)
+        folders = [write.parent.parent, *(config_dir or [])]
+        options = [f"--config-dir {folder}" for folder in dict.fromkeys(folders)]
+        options += [f"--config-name {config_name}"] if config_name != "config" else []
+        arguments = f"{' '.join(options)} experiment={write.stem}"
+        console.print(f"axonlaunch train {arguments}", markup=False, soft_wrap=True)
+
+
+def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
+    """Return the object that ``--json`` prints."""
+    candidates = [{**asdict(planned), "fits": planned.fits} for planned in plan.candidates]
+    return {
+        "workload": asdict(plan.workload),
+        "searched": plan.searched,
+        "seconds": round(seconds, 1),
+        "candidates": candidates,
+    }
+
+
+def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
+    """Print a table of layouts, their overrides, and why the second is slower than the first."""
+    from rich.text import Text
+
+    from axonlaunch.planning.reports import plan_table
+
+    console.print(f"[bold]{plan.workload}[/bold]")
+    console.print(
+        f"{plan.searched:,} layouts searched in {seconds:.0f} s; the fastest that fit come first\n"
+    )
+    console.print(plan_table.build_plan_table(plan))
+    for number, planned in enumerate(plan.candidates, 1):
+        console.print()
+        console.print(Text(f"{number}  " + " ".join(planned.overrides)), soft_wrap=True)
+        remark = ""
+        if number == 1:
+            remark = plan_table.spent(planned)
+        elif number == 2:
+            remark = plan_table.why_slower(plan.candidates[0], planned)
+        if remark:
+            lines = textwrap.fill(remark, console.width - 3)
+            console.print(textwrap.indent(lines, "   "), markup=False)
+
+
+def _check_options(devices: int | None, write: Path | None, overrides: list[str]) -> int:
+    """Check the options before the search, and return the number of devices.
+
+    Raises:
+        ConfigError: The number of devices is missing or below 1, or the file can't be used.
+    """
+    from axonlaunch.config import ConfigError, ConfigIssue
+
+    problems = []
+    if devices is None or devices < 1:
+        value = ... if devices is None else devices
+        problems.append(
+            ConfigIssue("--devices", "must be the number of devices to plan for, 1 or more", value)
+        )
+    reason = ""
+    if write is not None and write.suffix != ".yaml":
+        reason = "must end in .yaml"
+    elif write is not None and write.parent.name != "experiment":
+        reason = f"must be in a folder named experiment; write experiment/{write.name}"
+    elif write is not None and write.exists():
+        reason = "already exists; give another name, or remove it"
+    elif write is not None and f"experiment={write.stem}" in overrides:
+        reason = f"would include itself, because of experiment={write.stem}; give another name"
+    if reason:
+        problems.append(ConfigIssue("--write", reason, str(write)))
+    if problems:
+        raise ConfigError(problems)
+    assert devices is not None
+    return devices

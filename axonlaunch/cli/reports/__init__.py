@@ -1,0 +1,1 @@
+"""Commands that report on finished runs: runs, compare, diff and report."""

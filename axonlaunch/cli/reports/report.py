@@ -1,0 +1,79 @@
+"""``axonlaunch report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from axonlaunch.cli.shared.options import Json, print_json
+from axonlaunch.cli.shared.output_files import check_file, writing
+from axonlaunch.cli.shared.run_folders import read_runs
+from axonlaunch.launch.output.spinner import spinner
+
+if TYPE_CHECKING:
+    from axonlaunch.diagnostics.report.run_record import RunRecord
+
+HELP = "Write an HTML report of one run, or of several runs in one page."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch report runs/gpt-fsdp
+  axonlaunch report runs/gpt-fsdp runs/gpt-ddp --output both.html --open
+"""
+
+
+def command(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Folders or fsspec URLs of runs."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File to write. Default: report.html in the run's folder; for several runs, in "
+            "the folder that contains the first run.",
+        ),
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a page with curves, memory, ranks, timeline and failure; it needs no server.
+
+    The runs may still be training, or may have crashed.
+    """
+    from axonlaunch.diagnostics.report.page import page_of
+    from axonlaunch.diagnostics.report.page_data import labels, page_data
+    from axonlaunch.system.storage.files import replace_text
+
+    if output is not None:
+        check_file("--output", output)
+    with spinner("reading"):
+        records = read_runs(runs)
+        page = page_of(page_data(records), title=", ".join(labels(records)))
+    if output is None:
+        output = _default_output(records) / "report.html"
+    with writing("--output", output):
+        replace_text(output, page)
+    if as_json:
+        print_json({"page": str(output), "bytes": len(page.encode())})
+    else:
+        typer.echo(str(output))
+    if show:
+        import webbrowser
+
+        webbrowser.open(output.absolute().as_uri())
+
+
+def _default_output(records: list[RunRecord]) -> Path:
+    """Return the folder of the report: a single run's folder, or the parent of the first run."""
+    from axonlaunch.config.values.url import is_url
+
+    folder = records[0].path
+    if is_url(str(folder)):
+        return Path()
+    if len(records) == 1:
+        return folder
+    return folder.resolve().parent if folder.name in ("", "..") else folder.parent

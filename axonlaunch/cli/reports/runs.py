@@ -1,0 +1,165 @@
+"""``axonlaunch runs``."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from axonlaunch.cli.shared.options import Json, print_json, refuse
+from axonlaunch.system.storage.files import modified_at, why_no_folder
+from axonlaunch.system.text.terminal import console_on
+
+if TYPE_CHECKING:
+    from axonlaunch.diagnostics.report.run_record import RunRecord
+
+HELP = "List runs: status, layout, step, loss, speed, age."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch runs
+  axonlaunch runs /shared/runs --where model.name=llama --where status=failed
+  axonlaunch runs --json
+"""
+_COLOURS = {"running": "cyan", "done": "green", "interrupted": "yellow"}
+
+
+@dataclass(frozen=True)
+class _Condition:
+    key: str
+    value: str
+
+    def holds(self, run: RunRecord) -> bool:
+        """Return whether a run has this status or setting. Numbers are compared as numbers."""
+        from axonlaunch.config.problems.errors import plain
+
+        if self.key == "status":
+            return run.status == self.value
+        value = run.config.get(self.key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            with suppress(ValueError):
+                return float(self.value) == value
+        return plain(value) == self.value
+
+
+def command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder that contains the runs, at any depth.")
+    ] = Path("runs"),
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Only runs with this setting or status; if repeated, all must match.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List runs, newest first."""
+    from axonlaunch.diagnostics.report.run_record import find_runs
+
+    conditions = [_condition(text) for text in where or []]
+    if not folder.is_dir():
+        refuse(f"{folder}: {why_no_folder(folder)}")
+    runs, keys = [], set[str]()
+    for run in find_runs(folder):
+        keys.update(run.config)
+        if all(condition.holds(run) for condition in conditions):
+            runs.append(run)
+    _check_conditions(conditions, keys, folder)
+    rows = sorted((_row(run) for run in runs), key=lambda row: -row["changed_at"])
+    if as_json:
+        print_json({"runs": rows})
+    elif rows:
+        _show(rows, folder)
+    else:
+        typer.echo(f"{folder}: no run" + (" matches --where" if conditions else ""))
+
+
+def _condition(text: str) -> _Condition:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        refuse(f"--where {text}: write KEY=VALUE, for example status=failed")
+    return _Condition(key, value)
+
+
+def _check_conditions(conditions: list[_Condition], keys: set[str], folder: Path) -> None:
+    """Check that conditions name a known status or a key that some run has.
+
+    Raises:
+        ConfigError: A status or key is unknown.
+    """
+    from axonlaunch.config.problems.did_you_mean import nearest, unknown
+    from axonlaunch.diagnostics.report.run_record import RunStatus
+
+    for condition in conditions:
+        if condition.key == "status":
+            if condition.value not in get_args(RunStatus):
+                message = unknown("status", condition.value, get_args(RunStatus))
+                refuse(f"--where status={condition.value}: {message}")
+        elif keys and condition.key not in keys:
+            ends = [key for key in sorted(keys) if key.endswith(f".{condition.key}")]
+            close = ends[0] if ends else nearest(condition.key, sorted(keys))
+            reason = f"no run in {folder} has this key"
+            reason += f"; did you mean {close}?" if close else ""
+            refuse(f"--where {condition.key}={condition.value}: {reason}")
+
+
+def _row(run: RunRecord) -> dict[str, Any]:
+    from axonlaunch.config import CONFIG
+    from axonlaunch.diagnostics.report.run_timeline import cost
+    from axonlaunch.system.storage.run_files import EVENTS, METRICS
+    from axonlaunch.system.text.units import rate_in
+
+    last = run.steps[-1] if run.steps else {}
+    evaluated = run.evaluations[-1] if run.evaluations else {}
+    files = [run.path / name for name in (METRICS, EVENTS, CONFIG)]
+    return {
+        "run": str(run.path),
+        "status": run.status,
+        "layout": run.started.get("layout"),
+        "step": last.get("step", 0),
+        "steps": run.config.get("train.steps"),
+        "loss": last.get("loss"),
+        "eval_loss": evaluated.get("eval_loss"),
+        "counted": run.unit,
+        f"{run.unit}_per_s": rate_in(last)[1],
+        "cost": cost(run),
+        "changed_at": max(modified_at(file) for file in files),
+        "notes": run.notes,
+    }
+
+
+def _show(rows: list[dict[str, Any]], folder: Path) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from axonlaunch.system.text.formatting import ago, quantity
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("run", "status", "layout", "step", "loss", "speed", "age"):
+        is_text = name in ("run", "status", "layout", "age")
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+    for row in rows:
+        loss = row["loss"] if isinstance(row["loss"], float) else None
+        unit = row["counted"]
+        speed = row[f"{unit}_per_s"]
+        table.add_row(
+            Text(str(Path(row["run"]).relative_to(folder))),
+            Text(row["status"], style=_COLOURS.get(row["status"], "red")),
+            Text(str(row["layout"] or "")),
+            "" if row["status"] == "unreadable" else f"{row['step']}/{row['steps']}",
+            "" if loss is None else f"{loss:.4f}",
+            f"{quantity(speed)} {unit}/s" if isinstance(speed, int | float) else "",
+            ago(time.time() - row["changed_at"]),
+        )
+    console = console_on()
+    console.print(table)
+    for row in rows:
+        for note in row["notes"]:
+            console.print(Text(f"{Path(row['run']).relative_to(folder)}: {note}", style="yellow"))

@@ -1,0 +1,1 @@
+"""Options, output and early start shared by several commands."""

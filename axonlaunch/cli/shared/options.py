@@ -1,0 +1,90 @@
+"""Arguments, options and output functions that several commands share."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from axonlaunch.config import ConfigIssue
+
+STARTED = time.time()
+"""Approximate start of this command, in seconds since 1970; only Typer was imported before."""
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE...", help="Settings of the configuration: group=option or key=value."
+    ),
+]
+ConfigDir = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--config-dir",
+        metavar="FOLDER",
+        help="Folder with your configuration files, searched before the packaged ones; repeatable.",
+        show_default=False,
+    ),
+]
+ConfigName = Annotated[
+    str,
+    typer.Option(
+        "--config-name", metavar="NAME", help="Primary configuration file, without .yaml."
+    ),
+]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Import the Python code that the run's configuration names. Only for code you trust.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def show_help(context: typer.Context) -> None:
+    """Print the help text of a command that was called without a subcommand."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def refuse(message: str) -> NoReturn:
+    """End the command with an error that belongs to no configuration key.
+
+    Raises:
+        ConfigError: Always.
+    """
+    from axonlaunch.config import ConfigError, ConfigIssue
+
+    raise ConfigError([ConfigIssue("", message)])
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """Print an object to standard output, without values of environment variables."""
+    from axonlaunch.config.values.environment_values import without_environment
+
+    sys.stdout.write(json.dumps(without_environment(content), indent=1) + "\n")
+
+
+def print_problems(problems: Sequence[ConfigIssue], *, as_json: bool) -> None:
+    """Print each problem as a line on standard error, and as JSON on standard output if asked."""
+    for problem in problems:
+        sys.stderr.write(f"error: {_printable(str(problem))}\n")
+    if as_json:
+        print_json({"errors": problems_to_json(problems)})
+
+
+def problems_to_json(problems: Sequence[ConfigIssue]) -> list[dict[str, Any]]:
+    """Return problems in the form that ``--json`` prints."""
+    return [{"key": problem.key or None, "message": problem.message} for problem in problems]
+
+
+def _printable(text: str) -> str:
+    """Escape unprintable characters, which could move the cursor or change the terminal's title."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -1,0 +1,1 @@
+"""Commands that train, follow a run or use its model: train, watch, sample and profile."""

@@ -1,0 +1,236 @@
+"""``axonlaunch train``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from axonlaunch.cli.planning.estimate import (
+    estimate_to_json,
+    print_estimate,
+    search_all_changes,
+    show_remedies,
+)
+from axonlaunch.cli.shared.early_server import preloads
+from axonlaunch.cli.shared.options import (
+    STARTED,
+    ConfigDir,
+    ConfigName,
+    Json,
+    Overrides,
+    print_json,
+    problems_to_json,
+)
+from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.system.text.terminal import console_on
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
+
+    from rich.console import Console
+
+    from axonlaunch.launch.dry_run import DryRun
+
+HELP = "Train a model."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch train +strategy=fsdp
+  axonlaunch train strategy=ddp model=llama_debug launch.nproc=4
+  axonlaunch train data=text 'data.files=["notes/*.md"]' name=notes
+  axonlaunch train strategy=fsdp hardware=a100_80gb --dry-run
+  axonlaunch train launch=slurm launch.nnodes=4 launch.nproc=8 \\
+      launch.slurm.partition=gpu --render
+  axonlaunch train -m optimizer.lr=1e-3,3e-3 model.num_hidden_layers=2,4
+"""
+
+
+def command(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    config_name: ConfigName = "config",
+    multirun: Annotated[
+        bool,
+        typer.Option(
+            "-m",
+            "--multirun",
+            help="Sweep: run every combination of comma-separated values, one after another.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Check the configuration and estimate memory; do not launch."
+        ),
+    ] = False,
+    render: Annotated[
+        bool, typer.Option("--render", help="Print the Slurm batch script; do not submit it.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model."""
+    from axonlaunch.launch.environment_variables import may_be_rank
+    from axonlaunch.system.node import limits
+    from axonlaunch.system.processes import forkserver
+    from axonlaunch.system.text import streams
+
+    if dry_run:
+        raise typer.Exit(
+            _dry_run(overrides or [], config_dir or [], config_name, multirun, render, as_json)
+        )
+    limits.allow_open_files()
+    # A run continues after its console is closed.
+    sys.stdout, sys.stderr = streams.tolerant(sys.stdout), streams.tolerant(sys.stderr)
+    with forkserver.on_demand(preload=preloads(overrides, traces=False)) as server:
+        if not may_be_rank(os.environ):
+            server()
+        # Import these now, while the server imports torch on another core.
+        from axonlaunch.launch.cluster_environment import ClusterEnvironment
+        from axonlaunch.launch.external.launcher_process import LauncherProcess
+        from axonlaunch.launch.launcher import LaunchOptions, launch_function
+        from axonlaunch.launch.runs import Request, Runs, accelerators_of
+
+        request = Request(
+            overrides=overrides or [],
+            config_name=config_name,
+            config_dirs=config_dir or [],
+            multirun=multirun,
+        )
+        environment = ClusterEnvironment.detect(os.environ)
+        request.refuse_sweep_under(environment)
+        launcher = LauncherProcess(environment.launcher)
+        launcher.watch()  # before importing torch, which takes seconds
+        is_rank = environment.is_rank(
+            partial(request.compose, request.overrides),
+            accelerators=partial(accelerators_of, server),
+        )
+        if is_rank:
+            from axonlaunch.launch.external.entry import be_rank
+
+            status, summary = be_rank(
+                request, environment, launcher, server=server, started=STARTED, as_json=as_json
+            )
+            summaries = [summary] if summary else []
+        else:
+            options = LaunchOptions(
+                context=server(),
+                started=STARTED,
+                as_json=as_json,
+                render=render,
+                identity=launcher.identity,
+            )
+            # Hide torch's warnings about unknown connections to its store. Ranks still print
+            # theirs, because the server started before.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            runs = Runs.load(request, environment.of_node(), options)
+            for config, chosen in runs:
+                launch = launch_function(config)
+                runs.record_end(*launch(config, chosen))
+            status, summaries = runs.status, runs.summaries
+    if as_json:
+        if multirun:
+            print_json({"runs": summaries})
+        elif summaries:  # only the first process of a run has a summary
+            print_json(summaries[0])
+    raise typer.Exit(status)
+
+
+def _dry_run(
+    overrides: list[str],
+    config_dirs: list[Path],
+    config_name: str,
+    multirun: bool,
+    render: bool,
+    as_json: bool,
+) -> int:
+    """Print the memory estimate of each run, and the problems that would stop it on this node.
+
+    Returns:
+        The exit status: 2 if a launch would fail, 0 otherwise.
+
+    Raises:
+        ConfigError: A configuration can't be run on any node.
+    """
+    from axonlaunch.system.processes import forkserver
+
+    with forkserver.warm(preload=preloads(overrides)) as context:
+        from axonlaunch.launch.cluster_environment import ClusterEnvironment
+        from axonlaunch.launch.dry_run import dry_runs
+        from axonlaunch.launch.launcher import LaunchOptions
+        from axonlaunch.launch.runs import Request
+
+        request = Request(
+            overrides=overrides,
+            config_name=config_name,
+            config_dirs=config_dirs,
+            multirun=multirun,
+        )
+        environment = ClusterEnvironment.detect(os.environ)
+        request.refuse_sweep_under(environment)
+        with spinner("tracing a step") as show:
+            options = LaunchOptions(
+                context=context, started=STARTED, render=render, dry_run=True, show=show
+            )
+            runs = dry_runs(request, environment.of_node(), options)
+        status = 2 if any(run.obstacles for run in runs) else 0
+        if as_json:
+            reports = [_to_json_dict(run, context) for run in runs]
+            print_json({"runs": reports} if multirun else reports[0])
+            return status
+        console = console_on()
+        for number, run in enumerate(runs):
+            if number:
+                console.print()
+            print_estimate(run.forecast, console)
+            show_remedies(context, run.config, run.forecast, console)
+            if run.proof is not None:
+                console.print(f"\nbefore the first step {run.proof}", markup=False, soft_wrap=True)
+            _show_obstacles(run, console)
+        _show_elsewhere(runs, overrides, console)
+        return status
+
+
+def _to_json_dict(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
+    estimate = estimate_to_json(
+        run.forecast, *search_all_changes(context, run.config, run.forecast)
+    )
+    proof = None if run.proof is None else asdict(run.proof)
+    obstacles = problems_to_json(run.obstacles)
+    return {**estimate, "proof": proof, "obstacles": obstacles, "finished": run.finished or None}
+
+
+def _show_obstacles(run: DryRun, console: Console) -> None:
+    """Print the problems that would stop a launch on this node, with their remedies."""
+    from rich.text import Text
+
+    console.print()
+    if not run.obstacles:
+        passed = "This node passes all checks before a launch."
+        console.print(run.finished or passed, markup=False, soft_wrap=True)
+        return
+    console.print(Text("This node cannot run it:", style="bold"))
+    for problem in run.obstacles:
+        filled = textwrap.wrap(str(problem), console.width - 2, break_on_hyphens=False)
+        console.print(textwrap.indent("\n".join(filled), "  "), markup=False)
+
+
+def _show_elsewhere(runs: Sequence[DryRun], overrides: Sequence[str], console: Console) -> None:
+    """Print commands that do not depend on this node, if this node cannot run it."""
+    if not any(run.obstacles for run in runs):
+        return
+    arguments = shlex.join(overrides)
+    console.print()
+    if all(run.forecast.hardware is None for run in runs):
+        options = "axonlaunch ls hardware lists devices"
+        console.print(f"Add hardware=h100_80gb to see whether it fits ({options}).")
+    console.print("To estimate memory without checks of this node:")
+    console.print(f"  axonlaunch estimate {arguments}".rstrip(), markup=False, soft_wrap=True)

@@ -1,0 +1,94 @@
+"""``axonlaunch watch``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from axonlaunch.cli.shared.options import refuse
+from axonlaunch.system.storage.files import modified_at
+from axonlaunch.system.text.terminal import console_on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+HELP = "Show a run while it trains, in a browser or in the terminal."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch watch                       # the newest run in ./runs
+  axonlaunch watch runs/gpt-fsdp --open
+  axonlaunch watch --tui
+"""
+
+
+def command(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of the run; default: the newest run in ./runs.",
+            show_default=False,
+        ),
+    ] = None,
+    tui: Annotated[bool, typer.Option("--tui", help="Show the run in this terminal.")] = False,
+    port: Annotated[
+        int,
+        typer.Option(
+            metavar="PORT", min=0, max=65535, help="Port on 127.0.0.1; 0 uses a free port."
+        ),
+    ] = 0,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Serve a page of the run until Ctrl-C, also after the run ends or restarts."""
+    from axonlaunch.cli.shared.run_folders import read_runs
+    from axonlaunch.diagnostics.report.live_page_data import LivePageData
+
+    path = run or _newest(Path("runs"))
+    [record] = read_runs([str(path)])
+    data = LivePageData([record.path])
+    if tui:
+        _follow_in_terminal(data)
+        return
+    from axonlaunch.diagnostics.report.server import RunServer
+
+    try:
+        server = RunServer(data, title=record.name, port=port)
+    except OSError as error:
+        reason = f"can't listen on this port ({error.strerror})"
+        refuse(f"--port {port}: {reason}; use another port, or 0 for a free one")
+    typer.echo(f"{record.path}: {server.url}  (Ctrl-C to stop)")
+    if show:
+        import webbrowser
+
+        webbrowser.open(server.url)
+    server.serve()
+
+
+def _newest(folder: Path) -> Path:
+    from axonlaunch.config import CONFIG
+    from axonlaunch.diagnostics.report.run_record import find_runs
+
+    runs = list(find_runs(folder))
+    readable = [run.path for run in runs if run.status != "unreadable"]
+    if not readable:
+        reason = "contains no readable run" if runs else "contains no run"
+        refuse(f"{folder}: {reason}; give the folder of a run")
+    return max(readable, key=lambda path: modified_at(path / CONFIG))
+
+
+def _follow_in_terminal(data: Callable[[], dict[str, Any]]) -> None:
+    import time
+
+    from rich.live import Live
+
+    from axonlaunch.cli.shared.run_screen import screen_of
+
+    console = console_on()
+    with Live(screen_of(data()["runs"][0], console.size), console=console, screen=True) as live:
+        while True:
+            time.sleep(1.0)
+            live.update(screen_of(data()["runs"][0], console.size))

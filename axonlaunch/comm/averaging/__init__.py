@@ -1,0 +1,1 @@
+"""Averages gradients over ranks in buckets."""

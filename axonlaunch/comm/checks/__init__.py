@@ -1,0 +1,1 @@
+"""Checks of arguments and of matching calls on all ranks."""

@@ -1,0 +1,1 @@
+"""Connects ranks: rendezvous, authenticated stores, gloo and NCCL."""

@@ -1,0 +1,1 @@
+"""Composes a configuration from YAML files and overrides with Hydra."""

@@ -1,0 +1,418 @@
+"""Composes YAML files and overrides by Hydra to a plain tree that knows the origin of each value.
+
+This module does not know the schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config.composition.composition_errors import as_config_errors
+from axonlaunch.config.composition.hydra_files import HydraFiles
+from axonlaunch.config.composition.override_text import (
+    as_meant,
+    sweep_issues,
+    too_much,
+    why_unread,
+    without_spaces,
+)
+from axonlaunch.config.problems.did_you_mean import nearest, unknown
+from axonlaunch.config.problems.errors import ConfigError, ConfigIssue, in_one_line
+from axonlaunch.config.problems.other_names import FOREIGN_OPTIONS, UNSUPPORTED
+from axonlaunch.config.registry import Registry
+from axonlaunch.config.values.environment_values import mark_environment
+from axonlaunch.config.values.plain import flatten, read_yaml
+from axonlaunch.system.storage.files import why_no_folder
+
+OVERRIDE_ORIGIN = "override "
+DEFAULT_ORIGIN = "default"
+
+PRESET = "preset"
+"""Key of the group ``model`` with settings that suit its size, by the keys of ``PRESETS``.
+
+They have the lowest priority. Included files read them by
+``${oc.select:model.preset.KEY,DEFAULT}``.
+"""
+PRESETS = (
+    "data",
+    "sequence_length",
+    "global_batch_size",
+    "micro_batch_size",
+    "precision",
+    "activation_checkpointing",
+)
+_FROM_PRESET = re.compile(r"\$\{oc\.select:(model\.preset\.\w+),")
+
+
+_CHANGED = (
+    "another resolver changes the value of an environment variable, so that the value would be "
+    "written to config.yaml; write ${oc.env:NAME}, with no other resolver around it"
+)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed configuration before it is typed.
+
+    Attributes:
+        tree: Nested plain values with resolved interpolations; texts with values of environment
+            variables are ``EnvironmentText``.
+        given: Maps the dotted key of each leaf that an override set to that override.
+        in_files: Function that maps the dotted key of each leaf in a file to that file. It reads
+            all files again, which takes as long as composing, so it is called only if needed.
+        problems: Problems of overrides; the tree is composed without these overrides.
+        in_environment: Maps the dotted key of each leaf that the starter of this process set, such
+            as torchrun, to a text with its name.
+    """
+
+    tree: dict[str, Any]
+    given: dict[str, str]
+    in_files: Callable[[], dict[str, str]]
+    problems: list[ConfigIssue]
+    in_environment: dict[str, str] = field(default_factory=dict)
+
+    def origins(self) -> dict[str, str]:
+        """Return the origin of each leaf: a file, the environment, or ``"override TEXT"``."""
+        overridden = {key: OVERRIDE_ORIGIN + text for key, text in self.given.items()}
+        return {**self.in_files(), **overridden, **self.in_environment}
+
+
+def packaged_configs() -> Path:
+    """Return the folder of included YAML: in the installed package, else next to its source."""
+    package = Path(__file__).resolve().parents[2]
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+class Composer:
+    """Composes configurations from the user's folders, which have priority, and included YAML."""
+
+    def __init__(
+        self,
+        *,
+        config_dirs: Sequence[str | Path] = (),
+        registries: Mapping[str, Registry[Any, Any]] | None = None,
+    ) -> None:
+        """Find the folders; entries of ``registries`` are options of their groups too."""
+        self.folders = [*(Path(folder).resolve() for folder in config_dirs), packaged_configs()]
+        if missing := [folder for folder in self.folders if not folder.is_dir()]:
+            messages = [f"--config-dir {folder}: {why_no_folder(folder)}" for folder in missing]
+            raise ConfigError([ConfigIssue("", message) for message in messages])
+        self._registries = dict(registries or {})
+        self._files = HydraFiles(self.folders, open_groups=self._open_groups)
+
+    def options(self, group: str) -> dict[str, str]:
+        """Return ``{option: summary line}`` of a group, sorted by name.
+
+        Options are YAML files, registered entries, and entry points of installed packages.
+        """
+        registry = self._registries.get(group)
+        summaries = {} if registry is None else registry.summaries()
+        for name in self._files.options(group):
+            summaries[name] = self._summary(f"{group}/{name}.yaml")
+        return dict(sorted(summaries.items()))
+
+    def contents(self, group: str) -> dict[str, dict[str, Any]]:
+        """Return ``{option: keys of its YAML}`` of a group, sorted by name."""
+        values: dict[str, dict[str, Any]] = {}
+        for name in self._files.options(group):
+            files = (folder / group / f"{name}.yaml" for folder in self.folders)
+            values[name] = read_yaml(next(file for file in files if file.is_file()).read_text())
+        return values
+
+    def compose(self, overrides: Sequence[str], *, config_name: str = "config") -> Composed:
+        """Compose a tree from a primary config and overrides.
+
+        Raises:
+            ConfigError: The YAML files can't be composed.
+        """
+        self._check_primary(config_name)
+        override_lists, problems = self.sort_overrides(overrides, config_name)
+        groups = override_lists.groups
+        with as_config_errors():
+            unregistered = self._unregistered_options(self._files, config_name, groups)
+            absent = [f"{group}/{name}" for group, name in unregistered.items()]
+            files = self._files.without_optional(config_name, groups, absent)
+            unregistered = self._unregistered_options(files, config_name, groups)
+        composed = self._compose_files(files, config_name, override_lists, problems)
+        for group, name in unregistered.items():
+            composed.tree.pop(group, None)
+            problems.append(self._unknown_option(group, name))
+        return composed
+
+    def compose_before_plugins(
+        self, overrides: Sequence[str], *, config_name: str = "config"
+    ) -> tuple[Composed, dict[str, str]]:
+        """Compose a tree before plug-ins are imported, which may register some of its options.
+
+        Returns:
+            The result of ``compose`` after these options are registered, and ``{group: option}`` of
+            options that are not registered yet.
+
+        Raises:
+            ConfigError: The YAML files can't be composed.
+        """
+        self._check_primary(config_name)
+        override_lists, problems = self.sort_overrides(
+            overrides, config_name, with_unregistered=True
+        )
+        groups = override_lists.groups
+        with as_config_errors():
+            unregistered = self._unregistered_options(self._files, config_name, groups)
+        composed = self._compose_files(self._files, config_name, override_lists, problems)
+        return composed, unregistered
+
+    def are_registered(self, options: Mapping[str, str]) -> bool:
+        """Return whether options from ``compose_before_plugins`` are registered now."""
+        return all(name in self._registries[group] for group, name in options.items())
+
+    def _compose_files(
+        self,
+        files: HydraFiles,
+        config_name: str,
+        overrides: SortedOverrides,
+        problems: list[ConfigIssue],
+    ) -> Composed:
+        """Merge the selected files and the values; add problems of a preset to ``problems``.
+
+        Raises:
+            ConfigError: The files can't be merged.
+        """
+        from omegaconf import OmegaConf
+
+        with as_config_errors():
+            merged = files.compose(config_name, overrides.groups, overrides.values)
+            tree = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
+            tree, changed = mark_environment(tree, merged)
+        assert isinstance(tree, dict)
+        problems += [ConfigIssue(key, _CHANGED) for key in changed]
+        problems += _remove_preset(tree)
+        in_files = partial(self._file_origins, files, config_name, overrides.groups)
+        named = {str(key): value for key, value in tree.items()}
+        return Composed(named, overrides.origins, in_files, problems)
+
+    def sweep(self, overrides: Sequence[str]) -> list[list[str]]:
+        """Expand Hydra's sweep syntax (``a=1,2``, ``range``, ``glob``) into runs, in order.
+
+        Returns:
+            The overrides of each run: ``a=1,2 b=3`` gives ``[["a=1", "b=3"], ["a=2", "b=3"]]``.
+
+        Raises:
+            ConfigError: An override is invalid.
+        """
+        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+        parsed, problems = self._parse(overrides)
+        if problems := problems or sweep_issues(parsed):
+            raise ConfigError(problems)
+        batches = BasicSweeper.split_arguments(parsed, None)
+        return [list(overrides) for batch in batches for overrides in batch]
+
+    def _parse(self, overrides: Sequence[str]) -> tuple[list[Any], list[ConfigIssue]]:
+        """Parse each override separately, so that all invalid ones are reported."""
+        from hydra.errors import OverrideParseException
+
+        parsed = []
+        joined, problems = without_spaces(overrides)
+        for text in map(as_meant, joined):
+            if reason := too_much(text):
+                problems.append(ConfigIssue("", f"{text[:60]}...: {reason}"))
+                continue
+            try:
+                override = self._files.parse(text)
+            except OverrideParseException as error:
+                reason = why_unread(text, str(error).splitlines()[0])
+                reason = reason or f"not an override; write {self._suggest(text)}"
+                problems.append(ConfigIssue("", f"{in_one_line(text)}: {reason}"))
+                continue
+            if override.key_or_group:
+                parsed.append(override)
+            else:
+                problems.append(ConfigIssue("", f"{text}: has no key; write key=value"))
+        return parsed, problems
+
+    def _suggest(self, text: str) -> str:
+        """Return the override that a word without ``=`` probably means."""
+        if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text):
+            return f"{text}=VALUE"
+        groups = [group for group in self._files.groups() if text in self._files.options(group)]
+        return " or ".join(f"{group}={text}" for group in groups) or "key=value"
+
+    def _check_primary(self, config_name: str) -> None:
+        if not self._files.has_file(config_name):
+            known = sorted(path.stem for folder in self.folders for path in folder.glob("*.yaml"))
+            message = unknown("config", config_name, dict.fromkeys(known))
+            raise ConfigError([ConfigIssue("", f"--config-name {config_name}: {message}")])
+
+    def sort_overrides(
+        self, overrides: Sequence[str], config_name: str, *, with_unregistered: bool = False
+    ) -> tuple[SortedOverrides, list[ConfigIssue]]:
+        """Separate overrides that select files from overrides that set values.
+
+        ``strategy=x`` and ``+strategy=x`` mean the same. Values are always added by force (``++``),
+        because the schema checks later whether their keys exist, for all keys at once. Invalid
+        overrides are left out, and their problems are returned.
+
+        Args:
+            overrides: Hydra overrides.
+            config_name: Name of the primary config.
+            with_unregistered: Whether to accept options that a plug-in may register.
+        """
+        from hydra.core.override_parser.types import OverrideType
+
+        parsed, problems = self._parse(overrides)
+        result = SortedOverrides([], [], {})
+        for override in parsed:
+            text, key = override.input_line, override.key_or_group
+            if key == "hydra" or key.startswith("hydra."):
+                message = f"{text}: Hydra's own settings are not supported; remove it"
+                problems.append(ConfigIssue("", message))
+            elif override.is_sweep_override():
+                message = f"{text}: several values; add -m to run them one after another"
+                problems.append(ConfigIssue("", message))
+            elif override.is_delete():
+                (result.groups if self._files.has_group(key) else result.values).append(override)
+            elif self._files.has_group(key):
+                may_be_registered = (
+                    with_unregistered
+                    and key in self._open_groups
+                    and isinstance(override.value(), str)
+                )
+                group_problems = [] if may_be_registered else self._group_problems(override)
+                problems += group_problems
+                if not group_problems:
+                    result.groups.extend(self._group(override, config_name))
+            else:
+                result.values.append(_with_type(override, OverrideType.FORCE_ADD))
+                for leaf in flatten(override.value(), key):
+                    result.origins[leaf] = text
+        return result, problems
+
+    def _group(self, override: Any, config_name: str) -> list[Any]:
+        """Return a group override with the prefix that Hydra requires for the primary config."""
+        from hydra.core.override_parser.types import OverrideType
+
+        with as_config_errors():
+            named = override.key_or_group in self._files.groups_in(config_name)
+        if override.value() is None:
+            return [_with_type(override, OverrideType.DEL)] if named else []
+        return [_with_type(override, OverrideType.CHANGE if named else OverrideType.ADD)]
+
+    def _group_problems(self, override: Any) -> list[ConfigIssue]:
+        group, value = override.key_or_group, override.value()
+        if value is None or self._is_option(group, str(value)):
+            return []
+        if message := UNSUPPORTED.get(f"{group}={value}".lower()):
+            return [ConfigIssue(group, message, value)]
+        if isinstance(value, list):
+            several = ",".join(str(option) for option in value)
+            message = f"it takes one option; to run several in turn write -m {group}={several}"
+            return [ConfigIssue(group, message, value)]
+        return [self._unknown_option(group, value)]
+
+    @property
+    def _open_groups(self) -> frozenset[str]:
+        """Groups with options that can be registered."""
+        return frozenset(k for k, known in self._registries.items() if known.entry_points)
+
+    def _is_option(self, group: str, name: str) -> bool:
+        registry = self._registries.get(group)
+        return name in self._files.options(group) or (registry is not None and name in registry)
+
+    def _unknown_option(self, group: str, value: Any) -> ConfigIssue:
+        registry = self._registries.get(group)
+        options = sorted({*self._files.options(group), *(registry.names() if registry else ())})
+        close = FOREIGN_OPTIONS.get(f"{group}={value}".lower()) or nearest(str(value), options)
+        meant = f"did you mean {close}? " if close else ""
+        hint = "; plugins=[module] registers your own" if group in self._open_groups else ""
+        message = f"there is no such option; {meant}known: {', '.join(options)}{hint}"
+        return ConfigIssue(group, message, value)
+
+    def _unregistered_options(
+        self, files: HydraFiles, config_name: str, groups: Sequence[Any]
+    ) -> dict[str, str]:
+        """Return ``{group: option}`` of selected options without a file or a registered entry."""
+        named = files.without_file(config_name, groups)
+        return {k: name for k, name in named.items() if name not in self._registries[k]}
+
+    def _file_origins(
+        self, files: HydraFiles, config_name: str, groups: Sequence[Any]
+    ) -> dict[str, str]:
+        from omegaconf import OmegaConf
+
+        origins: dict[str, str] = {}
+        sources: dict[str, str] = {}
+        for default in files.chosen(config_name, groups):
+            if default.config_path.startswith("hydra/"):
+                continue
+            content = files.content(config_name, default)
+            tree = OmegaConf.to_container(content, resolve=False)
+            file = self._describe(default.config_path)
+            for leaf, value in flatten(tree, "").items():
+                origins[leaf] = file
+                reference = _FROM_PRESET.match(str(value))
+                sources[leaf] = reference[1] if reference else leaf
+        return {leaf: origins.get(sources[leaf], file) for leaf, file in origins.items()}
+
+    def _describe(self, config_path: str) -> str:
+        """Return the relative name of an included file, or the full path of a user's file."""
+        name = f"{config_path}.yaml"
+        for base in self.folders:
+            candidate = base / name
+            if candidate.is_file():
+                return name if base == packaged_configs() else str(candidate)
+        return f"{config_path}, registered"
+
+    def _summary(self, relative: str) -> str:
+        for folder in self.folders:
+            path = folder / relative
+            if path.is_file():
+                lines = path.read_text().splitlines() or [""]
+                comments = [line for line in lines[:2] if not line.startswith("# @package")]
+                first = comments[0] if comments else ""
+                return first.lstrip("# ") if first.startswith("#") else ""
+        return ""
+
+
+@dataclass(frozen=True)
+class SortedOverrides:
+    """Parsed overrides in the form that Hydra requires.
+
+    Attributes:
+        groups: Overrides that select files.
+        values: Overrides that set or remove values, in order.
+        origins: Maps the dotted key of each leaf that an override sets to the original text.
+    """
+
+    groups: list[Any]
+    values: list[Any]
+    origins: dict[str, str]
+
+
+def _with_type(override: Any, kind: Any) -> Any:
+    """Return a parsed override with another prefix: ``+``, ``++``, ``~`` or none."""
+    text = override.input_line.lstrip("+")
+    prefix = {"ADD": "+", "FORCE_ADD": "++", "DEL": "~"}.get(kind.name, "")
+    return replace(override, type=kind, input_line=prefix + text)
+
+
+def _remove_preset(tree: dict[Any, Any]) -> list[ConfigIssue]:
+    """Remove the model's preset from a composed tree, and return its problems."""
+    model = tree.get("model")
+    preset = model.pop(PRESET, None) if isinstance(model, dict) else None
+    key = f"model.{PRESET}"
+    if preset is None:
+        return []
+    if not isinstance(preset, dict):
+        return [ConfigIssue(key, f"expected keys of it: {', '.join(PRESETS)}", preset)]
+    known = dict.fromkeys(PRESETS)
+    return [
+        ConfigIssue(f"{key}.{name}", unknown("key", str(name), known), value)
+        for name, value in preset.items()
+        if name not in known
+    ]

@@ -1,0 +1,125 @@
+"""Prepares the text of overrides for Hydra's parser.
+
+Unambiguous mistakes are corrected. Overrides that the parser would need seconds for are errors.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config.problems.errors import ConfigIssue
+
+_LONGEST, _DEEPEST = 8192, 32
+"""Longest and deepest override; Hydra's parser needs seconds for a few times as much."""
+MOST_RUNS = 1000
+"""Largest number of runs of a sweep; all are checked before the first is launched."""
+_QUOTES = "'\""
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+
+
+def as_meant(text: str) -> str:
+    """Return an override in the syntax of Hydra's parser, if its meaning is unambiguous."""
+    return _with_home(_without_quoted_keys(text))
+
+
+def _with_home(text: str) -> str:
+    """Replace ``~`` by the home folder in ``key=~/data`` and ``key=[~/a,~/b]``, as a shell does."""
+    outside = re.split(f"({_QUOTED.pattern})", text)
+    home = str(Path.home())
+    outside[::2] = [re.sub(r"(?<=[=\[,:\s])~(?=/)", lambda _: home, part) for part in outside[::2]]
+    return "".join(outside)
+
+
+def why_unread(text: str, error: str) -> str:
+    """Return why the parser rejected an override; an empty text if the reason is unknown.
+
+    Args:
+        text: The override.
+        error: Message of the parser.
+    """
+    key, equals, value = text.partition("=")
+    if not equals:
+        return ""
+    if "\n" in value or "\r" in value:
+        return "its value contains a line break; remove it, or put quotes around the value"
+    if not value.startswith(("[", "{")):
+        quoted = f"'{key}=\"{value.strip(_QUOTES)}\"'"
+        return f"its value has a character that must be quoted; write {quoted}"
+    if error.startswith("LexerNoViableAltException"):
+        return 'a value in it has a character that must be quoted; write it as in ["a;b"]'
+    return f"not an override ({error}); write key=value"
+
+
+def _without_quoted_keys(text: str) -> str:
+    """Remove the quotes of keys, as in ``key={"*.bias": {lr: 0}}``; Hydra's grammar forbids them.
+
+    Quotes around keys with a comma or a colon stay, because these characters would end the key.
+    """
+
+    def plain(match: re.Match[str]) -> str:
+        before, after = text[: match.start()].rstrip(), text[match.end() :].lstrip()
+        is_key = before.endswith(("{", ",")) and after.startswith(":")
+        inside = match[0][1:-1]
+        return inside if is_key and re.fullmatch(r"[\w.*?/@+-]+", inside) else match[0]
+
+    return re.sub(_QUOTED, plain, text)
+
+
+def too_much(text: str) -> str:
+    """Return why an override is too large to be parsed within a second; empty if it is not."""
+    if len(text) > _LONGEST:
+        return (
+            f"is longer than {_LONGEST} characters; write it to a YAML file, and give its folder "
+            "by --config-dir"
+        )
+    depth = 0
+    for mark in re.sub(_QUOTED, "", text):
+        depth += (mark in "[{(") - (mark in ")}]")
+        if depth > _DEEPEST:
+            return f"is nested deeper than {_DEEPEST} levels; write it to a YAML file"
+    return ""
+
+
+def sweep_issues(parsed: Sequence[Any]) -> list[ConfigIssue]:
+    """Return why a sweep is invalid: an override without values, or too many runs."""
+    runs, issues = 1, []
+    for override in parsed:
+        count, text = _num_values(override), override.input_line
+        if count:
+            runs *= count
+        else:
+            message = f"{text}: gives no value to run with; write {override.key_or_group}=1,2"
+            issues.append(ConfigIssue("", message))
+    if runs > MOST_RUNS:
+        message = f"-m: {runs:,} runs are too many for one sweep; use {MOST_RUNS:,} at most"
+        issues.append(ConfigIssue("", message))
+    return issues
+
+
+def _num_values(override: Any) -> int:
+    """Return the number of values of an override in a sweep; a glob of options counts 1."""
+    sweep = override._value
+    if override.is_interval_sweep():
+        return 0
+    if override.is_range_sweep():
+        step = sweep.step or 0
+        return max(0, math.ceil((sweep.stop - sweep.start) / step)) if step else 0
+    return len(sweep.list) if hasattr(sweep, "list") else 1
+
+
+def without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[ConfigIssue]]:
+    """Report ``key = value``, three arguments of a shell, and return the other overrides."""
+    rest, problems = [*overrides], []
+    while "=" in rest:
+        at = rest.index("=")
+        around = slice(max(0, at - 1), at + 2)
+        written = rest[around]
+        problems.append(
+            ConfigIssue("", f"{' '.join(written)}: has spaces; write {''.join(written)}")
+        )
+        del rest[around]
+    return rest, problems

@@ -1,0 +1,1 @@
+"""Rules between keys, and the layout of ranks that follows from a configuration."""

@@ -1,0 +1,87 @@
+"""Compares the settings of a run with those of the run that it resumes.
+
+Compares the settings that the result depends on, and the number of threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config.problems.errors import plain
+from axonlaunch.config.schema import RunConfig
+from axonlaunch.config.values.environment_values import to_interpolations
+from axonlaunch.config.values.plain import LARGEST_YAML, flatten, read_yaml, to_tree
+from axonlaunch.system.storage.files import read_text
+
+_LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
+_LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
+"""Settings that the result depends on; the layout and the number of steps are not included."""
+
+
+def settings_unlike_resumed(config: RunConfig, before: dict[str, Any]) -> list[str]:
+    """Return settings that differ and affect the result, each as ``key=new (was old)``.
+
+    Keys that an earlier version of the program did not write count as their defaults.
+
+    Args:
+        config: Configuration of the run.
+        before: Frozen configuration of the resumed run, by dotted key.
+    """
+    now = _without_empty(flatten(to_interpolations(to_tree(config))))
+    before = _without_empty({**before, **_defaults(config, before), **before})
+    keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
+    keys += [f"train.{name}" for name in _LEARNED_OF_TRAIN]
+    return [
+        f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
+        for key in keys
+        if now.get(key) != before.get(key)
+    ]
+
+
+def _defaults(config: RunConfig, before: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults of sections with the same option in both configurations.
+
+    If the option differs (``model.name``), all of its keys are reported.
+    """
+    defaults: dict[str, Any] = {}
+    for name in (*_LEARNED, "train"):
+        section = getattr(config, name)
+        if not dataclasses.is_dataclass(section):
+            continue
+        if getattr(section, "name", None) != before.get(f"{name}.name"):
+            continue
+        for field in dataclasses.fields(section):
+            if field.default is not dataclasses.MISSING:
+                defaults |= flatten({field.name: field.default}, name)
+            elif field.default_factory is not dataclasses.MISSING:
+                defaults |= flatten({field.name: field.default_factory()}, name)
+    return defaults
+
+
+def _without_empty(settings: dict[str, Any]) -> dict[str, Any]:
+    """Remove empty mappings; others are flattened to keys like ``optimizer.groups.a.lr``."""
+    return {key: value for key, value in settings.items() if value != {}}
+
+
+def other_threads(config: RunConfig, before: dict[str, Any]) -> list[str]:
+    """Return a note that a run resumed with a different number of threads differs in last bits."""
+    was, now = before.get("launch.threads"), config.launch.threads
+    if was in (None, "auto", now):
+        return []
+    return [
+        f"resuming with launch.threads={now} (was {was}): sums round otherwise, so losses may "
+        "differ in their last bits from those of a run that was not stopped; "
+        f"launch.threads={was} keeps them"
+    ]
+
+
+def frozen_settings(file: Path) -> dict[str, Any]:
+    """Return the frozen configuration of a run, by dotted key.
+
+    Raises:
+        OSError: The file can't be read.
+        ValueError: The file is not a configuration.
+    """
+    return flatten(read_yaml(read_text(file, at_most=LARGEST_YAML)))

@@ -1,0 +1,384 @@
+"""Rules between values of a configuration that can be checked without torch.
+
+All rules are checked, even if some are violated. ``preflight`` checks rules that need the model or
+the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from axonlaunch.config.axes import degrees_of, divisor
+from axonlaunch.config.consistency.degree_rules import (
+    broken_rounds,
+    broken_world_degrees,
+    degree_issues,
+    legal_micro_batch_sizes,
+)
+from axonlaunch.config.consistency.layout import (
+    data_parallel_facts,
+    model_ranks,
+    nodes,
+    num_ranks,
+    replicas,
+)
+from axonlaunch.config.consistency.run_name import run_name_issues
+from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.optimization.optimizer import WSDConfig
+from axonlaunch.config.options.data import DATASETS
+from axonlaunch.config.options.data_parallel import DATA_PARALLEL, DEFAULT
+from axonlaunch.config.options.loggers import LOGGERS
+from axonlaunch.config.options.recording import ProfileConfig
+from axonlaunch.config.precision import PRECISIONS
+from axonlaunch.config.problems.errors import ConfigIssue, divisor_of, one_of
+from axonlaunch.config.schema import GROUPS, RunConfig
+from axonlaunch.config.values.plain import with_values
+from axonlaunch.config.values.url import is_url
+from axonlaunch.system.storage.files import why_no_folder
+
+_FULL_STEPS = 16
+"""Largest number of full traces; each takes more than 10 GB for a billion parameters."""
+_NODES = re.compile(r"[1-9]\d{0,8}(:[1-9]\d{0,8})?")
+_SIZES = 8
+"""Number of problems after which no further numbers of nodes are checked."""
+
+
+def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
+    """Return all problems of a typed tree that are known without torch."""
+    if not _NODES.fullmatch(str(config.launch.nnodes)) or nodes(config)[0] > nodes(config)[1]:
+        message = "expected a number of nodes, or a minimum and a maximum, as in 2:4"
+        return [ConfigIssue("launch.nnodes", message, config.launch.nnodes)]
+    problems = [
+        *run_name_issues(config),
+        *_unused_settings(config),
+        *_parameters_in_bf16(config),
+        *_compile_mode(config),
+        *_attention_kernel(config),
+        *_averaged_parameters(config),
+        *_no_replicas(config),
+        *degree_issues(config),
+        *_length(config),
+        *_schedule(config),
+        *_extras(config),
+        *_loggers(config),
+        *_resume(config),
+        *_tokenizer(config),
+        *_saving(config),
+        *_device(config),
+        *_node_count(config),
+        *_profile(config),
+        *_trace(config),
+    ]
+    if config.launch.nproc != "auto":
+        problems += broken_sizes(config)
+    return problems
+
+
+def broken_sizes(config: RunConfig) -> list[ConfigIssue]:
+    """Return the first problems for each number of nodes that the run may have."""
+    assert config.launch.nproc != "auto"
+    least, most = nodes(config)
+    if least == most:
+        return broken_world_rules(config, world_size=num_ranks(config))
+    violations: list[ConfigIssue] = []
+    for count in range(least, most + 1):
+        size = config.launch.nproc * count
+        resized = with_values(config, {"launch.nnodes": count})
+        problems = broken_world_rules(resized, world_size=size)
+        prefix = f"with {count} node{'s' if count > 1 else ''}: "
+        violations += [dataclasses.replace(p, message=prefix + p.message) for p in problems]
+        if len(violations) >= _SIZES:
+            break
+    return violations
+
+
+def broken_world_rules(config: RunConfig, *, world_size: int) -> list[ConfigIssue]:
+    """Return the problems of a typed tree for a number of ranks."""
+    if problems := broken_world_degrees(config, world_size=world_size):
+        return problems
+    return [
+        *_single(config, world_size),
+        *_replicas(config, world_size),
+        *_batch(config, world_size),
+        *_profiled_ranks(config, world_size),
+    ]
+
+
+def _unused_settings(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield settings of data-parallel variants that are not selected; they would have no effect."""
+    name, chosen = config.strategy.data_parallel or DEFAULT, data_parallel_facts(config.strategy)
+    sections: dict[str, str] = {}
+    for engine, facts in DATA_PARALLEL.known_facts().items():
+        if facts.section:
+            sections.setdefault(facts.section, engine)
+    for section, engine in sections.items():
+        if chosen.section == section:
+            continue
+        section_config = getattr(config.strategy, section)
+        defaults = type(section_config)()
+        for field in dataclasses.fields(section_config):
+            value = getattr(section_config, field.name)
+            if value != getattr(defaults, field.name):
+                use = f"strategy.data_parallel={engine}"
+                message = f"data_parallel is {name}; use {use} or remove this setting"
+                yield ConfigIssue(f"strategy.{section}.{field.name}", message, value)
+
+
+def _parameters_in_bf16(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Require bf16 precision for bf16 weights, which are used without conversion."""
+    precision = precision_of(config)
+    stored = precision.parameters
+    if stored.is_low and precision.compute != stored:
+        message = (
+            f"weights in {stored.name} compute in {stored.name}, not in {precision.name}; "
+            f"use {stored.name}"
+        )
+        yield ConfigIssue("train.precision", message, precision.name)
+
+
+def _compile_mode(config: RunConfig) -> Iterator[ConfigIssue]:
+    mode = config.train.compile_mode
+    if mode != "default" and not config.train.compile:
+        message = "nothing is compiled; add train.compile=true, or remove this setting"
+        yield ConfigIssue("train.compile_mode", message, mode)
+
+
+def _attention_kernel(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield unsupported uses of an attention kernel, which torch would report in the first step."""
+    kernel = config.train.attention_kernel
+    if kernel == "auto":
+        return
+    message = ""
+    if divisor(degrees_of(config.strategy), "sequences") > 1:
+        message = "ring attention uses its own kernel; use auto"
+    elif kernel != "efficient" and not PRECISIONS[config.train.precision].compute.is_low:
+        message = "supports only bf16 and fp16; use efficient, or train.precision=bf16"
+    elif kernel == "flash" and getattr(config.data, "packing", "none") != "none":
+        message = "supports no mask, which packed documents need; use cudnn or efficient"
+    if message:
+        yield ConfigIssue("train.attention_kernel", message, kernel)
+
+
+def _averaged_parameters(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield fp16 for variants that average parameters: each rank would need its own loss scale."""
+    name, precision = config.strategy.data_parallel, config.train.precision
+    needs_scale = PRECISIONS[precision].needs_loss_scale
+    if not data_parallel_facts(config.strategy).is_exact and needs_scale:
+        message = f"ranks of {name} have different gradients, but only one loss scale; use bf16"
+        yield ConfigIssue("train.precision", message, precision)
+
+
+def _single(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
+    needed = model_ranks(config.strategy)
+    is_single = data_parallel_facts(config.strategy).averages == "nothing"
+    if is_single and world_size > needed:
+        count = "1 rank" if needed == 1 else f"{needed} ranks"
+        copies = f"{world_size} ranks would train independent copies"
+        message = f"{copies}; use strategy.data_parallel=ddp or {count}"
+        yield ConfigIssue("launch.nproc", message, world_size)
+
+
+def _no_replicas(config: RunConfig) -> Iterator[ConfigIssue]:
+    fsdp = config.strategy.fsdp
+    is_sharded = data_parallel_facts(config.strategy).shards_parameters
+    if not is_sharded or fsdp.sharding == "hybrid_shard":
+        return
+    if fsdp.replicate != "auto":
+        message = f"sharding is {fsdp.sharding}; use hybrid_shard, or remove this setting"
+        yield ConfigIssue("strategy.fsdp.replicate", message, fsdp.replicate)
+
+
+def _replicas(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
+    ranks = world_size // model_ranks(config.strategy)
+    if ranks % replicas(config, world_size=world_size):
+        message = f"{ranks} ranks are not divisible by it; use {divisor_of(ranks)}"
+        yield ConfigIssue("strategy.fsdp.replicate", message, config.strategy.fsdp.replicate)
+
+
+def _batch(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
+    train = config.train
+    ranks = world_size // model_ranks(config.strategy)
+    if ranks % replicas(config, world_size=world_size):
+        return  # reported already
+    if train.global_batch_size % ranks:
+        nearest = max(1, round(train.global_batch_size / ranks)) * ranks
+        counts = divisor_of(train.global_batch_size)
+        kind = "ranks" if ranks == world_size else "data-parallel ranks"
+        message = f"must be divisible by {ranks} {kind}; try {nearest}, or {counts} {kind}"
+        yield ConfigIssue("train.global_batch_size", message, train.global_batch_size)
+        return
+    share = train.global_batch_size // ranks
+    micro = train.micro_batch_size
+    if micro != "auto" and share % micro:
+        legal = legal_micro_batch_sizes(config, share=share)
+        use = one_of(legal) if config.strategy.pipeline.degree > 1 and legal else divisor_of(share)
+        message = f"a rank's share of the global batch is {share} samples; use {use}"
+        yield ConfigIssue("train.micro_batch_size", message, micro)
+        return
+    yield from broken_rounds(config, world_size=world_size)
+
+
+def _length(config: RunConfig) -> Iterator[ConfigIssue]:
+    train = config.train
+    if train.epochs is not None and train.steps != "auto":
+        message = f"train.steps is {train.steps}; use one of them"
+        yield ConfigIssue("train.epochs", message, train.epochs)
+    if train.epochs is None and train.steps == "auto":
+        message = "is computed from train.epochs, which is null; set one of them"
+        yield ConfigIssue("train.steps", message, "auto")
+    if train.early_stop is not None and not (train.eval_every and train.eval_batches):
+        key = "eval_every" if train.eval_batches else "eval_batches"
+        message = f"nothing is evaluated before the end: train.{key} is 0; use null, or evaluate"
+        yield ConfigIssue("train.early_stop", message, train.early_stop)
+
+
+def _schedule(config: RunConfig) -> Iterator[ConfigIssue]:
+    steps, schedule = config.train.steps, config.scheduler
+    if steps == "auto":
+        return  # known once the data is read; checked again then
+    warmup = schedule.warmup(steps)
+    if schedule.warmup_steps != "auto" and 0 < steps <= warmup:
+        message = f"train.steps is {steps}; use fewer, or auto, or train longer"
+        yield ConfigIssue("scheduler.warmup_steps", message, warmup)
+    elif isinstance(schedule, WSDConfig) and warmup + schedule.decay_steps > steps:
+        message = (
+            f"with {warmup} steps of warm-up it exceeds train.steps={steps}; "
+            f"use {steps - warmup} or less"
+        )
+        yield ConfigIssue("scheduler.decay_steps", message, schedule.decay_steps)
+
+
+def _extras(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield packages that the selected options require and that are not installed."""
+    chosen = [
+        (f"{group}.name", getattr(config, group).name, registry)
+        for group, registry in GROUPS.items()
+        if registry is not None
+    ]
+    chosen += [("loggers", logger.name, LOGGERS) for logger in config.loggers]
+    for key, name, registry in chosen:
+        needs = registry.entry(name).needs if registry.is_registered(name) else None
+        if needs is not None and needs.is_missing:
+            yield ConfigIssue(key, str(needs), name)
+
+
+def _loggers(config: RunConfig) -> Iterator[ConfigIssue]:
+    names = [logger.name for logger in config.loggers if logger.name != "custom"]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield ConfigIssue("loggers", f"{name} is listed {names.count(name)} times; list it once")
+
+
+def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield a tokenizer for data that uses none; it would have no effect."""
+    name, path = config.data.name, config.tokenizer.path
+    facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
+    is_set = path is not None or config.tokenizer.name == "train"
+    if is_set and not (facts and facts.takes_tokenizer):
+        takers = [
+            dataset for dataset, facts in DATASETS.known_facts().items() if facts.takes_tokenizer
+        ]
+        default = "null" if path is not None else "auto"
+        message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or {default}"
+        key = "path" if path is not None else "name"
+        yield ConfigIssue(f"tokenizer.{key}", message, getattr(config.tokenizer, key))
+
+
+def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
+    if config.checkpoint.async_save and config.launch.backend == "mock":
+        message = (
+            "launch.backend=mock runs one rank at a time, so it can't save in the background; "
+            "use false or launch.backend=gloo"
+        )
+        yield ConfigIssue("checkpoint.async_save", message, True)
+    if config.checkpoint.keep_best and not config.train.eval_batches:
+        message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
+        yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
+
+
+def _trace(config: RunConfig) -> Iterator[ConfigIssue]:
+    steps, last = config.train.trace.steps, config.train.steps
+    if last == "auto":  # known once the data is read
+        last = 10**9
+    if len(set(steps)) < len(steps) or any(not 0 <= step < last for step in steps):
+        message = f"expected steps from 0, the first, to {last - 1}, each once, as [0]"
+        yield ConfigIssue("train.trace.steps", message, steps)
+    if config.train.trace.tensors == "full" and len(steps) > _FULL_STEPS:
+        message = (
+            f"all elements of {len(steps)} steps would be written; list at most {_FULL_STEPS}, "
+            "or use train.trace.tensors=norms"
+        )
+        yield ConfigIssue("train.trace.steps", message, steps)
+
+
+def _device(config: RunConfig) -> Iterator[ConfigIssue]:
+    launch, strategy = config.launch, config.strategy
+    if launch.device == "cpu" and launch.backend == "nccl":
+        message = "NCCL needs accelerators; use auto, or launch.backend=gloo"
+        yield ConfigIssue("launch.device", message, launch.device)
+    if launch.device != "cuda" or launch.backend != "gloo":
+        return
+    degrees = degrees_of(strategy).values()
+    facts = data_parallel_facts(strategy)
+    shards = facts.shards_parameters or facts.shards_gradients or facts.shards_optimizer
+    if max(degrees) > 1 or shards:
+        message = (
+            "gloo can reduce and broadcast GPU tensors, but not gather, scatter or send them, "
+            "which this strategy needs; use mock"
+        )
+        yield ConfigIssue("launch.backend", message, launch.backend)
+
+
+def _profile(config: RunConfig) -> Iterator[ConfigIssue]:
+    profile, steps = config.train.profile, config.train.profile.steps
+    # With train.epochs the number of steps is known once the data is read.
+    last = math.inf if config.train.steps == "auto" else config.train.steps
+    if not steps and profile != ProfileConfig():
+        message = "no step is profiled; write the first and the last, as [10,13]"
+        yield ConfigIssue("train.profile.steps", message, steps)
+    elif steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= last):
+        until = "the last step" if last == math.inf else last
+        example = f"[{min(2, last)},{min(5, last)}]"
+        message = f"expected the first and the last of steps 1 to {until}, as {example}"
+        yield ConfigIssue("train.profile.steps", message, steps)
+    if not profile.ranks or len(set(profile.ranks)) < len(profile.ranks):
+        message = "expected ranks, each once, as [0]"
+        yield ConfigIssue("train.profile.ranks", message, profile.ranks)
+    elif steps and config.launch.backend == "mock" and len(profile.ranks) > 1:
+        message = (
+            "launch.backend=mock runs ranks as threads of one process, and only one of them can be "
+            "profiled; use [0] or launch.backend=gloo"
+        )
+        yield ConfigIssue("train.profile.ranks", message, profile.ranks)
+
+
+def _profiled_ranks(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
+    ranks = config.train.profile.ranks
+    if not all(0 <= rank < world_size for rank in ranks):
+        message = f"the world has ranks 0 to {world_size - 1}; use those"
+        yield ConfigIssue("train.profile.ranks", message, ranks)
+
+
+def _node_count(config: RunConfig) -> Iterator[ConfigIssue]:
+    most = nodes(config)[1]
+    if config.launch.name == "local" and most > 1:
+        message = "launch.name=local is this node only; use 1, or launch=auto"
+        yield ConfigIssue("launch.nnodes", message, config.launch.nnodes)
+    if config.launch.max_restarts and not config.checkpoint.every:
+        message = "no checkpoint is saved to restart from; use 0, or set checkpoint.every"
+        yield ConfigIssue("launch.max_restarts", message, config.launch.max_restarts)
+
+
+def _resume(config: RunConfig) -> Iterator[ConfigIssue]:
+    resume = config.checkpoint.resume
+    if config.checkpoint.path == "":
+        yield ConfigIssue("checkpoint.path", "is empty; write a folder or a URL, or null", "")
+    if resume in ("auto", "never") or is_url(resume):  # URLs are checked later
+        return
+    if not Path(resume).is_dir():
+        use = "give a run folder, a checkpoint, auto or never"
+        message = f"{why_no_folder(Path(resume))}; {use}"
+        yield ConfigIssue("checkpoint.resume", message, resume)

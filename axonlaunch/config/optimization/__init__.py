@@ -1,0 +1,1 @@
+"""Configuration of optimizers, schedules and parameter groups, and the states optimizers keep."""

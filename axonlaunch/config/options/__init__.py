@@ -1,0 +1,1 @@
+"""Typed configuration of each group: model, data, launch, hardware and others."""

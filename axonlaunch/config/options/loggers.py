@@ -1,0 +1,155 @@
+"""Typed configurations of loggers, and the registry of loggers.
+
+``axonlaunch.training.loggers`` implements them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from axonlaunch.config.problems.errors import target_problems
+from axonlaunch.config.registry import Entry, Needs, Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class JSONLConfig:
+    """Lines of JSON, ``metrics.jsonl`` in the run folder; always written, even if not listed."""
+
+    name: str = "jsonl"
+    """name of the logger"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoardConfig:
+    """TensorBoard events, in ``tensorboard`` in the run folder."""
+
+    name: str = "tensorboard"
+    """name of the logger"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CSVConfig:
+    """A table, ``metrics.csv`` in the run folder."""
+
+    name: str = "csv"
+    """name of the logger"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """Weights & Biases."""
+
+    name: str = "wandb"
+    """name of the logger"""
+    project: str = "axonlaunch"
+    """project of the run"""
+    entity: str | None = None
+    """user or team that owns the project; null: the default of the account"""
+    group: str | None = None
+    """group of runs that are displayed together; null: none"""
+    tags: list[str] = field(default_factory=list)
+    """labels of the run"""
+    mode: Literal["online", "offline"] | None = None
+    """destination. online: the server; offline: the run folder, for `wandb sync`; null: set by the
+    environment variable WANDB_MODE, else online
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflowConfig:
+    """MLflow."""
+
+    name: str = "mlflow"
+    """name of the logger"""
+    tracking_uri: str | None = None
+    """storage of runs: http://HOST:5000, sqlite:///FILE or file:FOLDER; null: set by the
+    environment variable MLFLOW_TRACKING_URI, else MLflow's default
+    """
+    experiment: str = "axonlaunch"
+    """experiment of the run; created if it does not exist"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackioConfig:
+    """Trackio, the local tracker of Hugging Face."""
+
+    name: str = "trackio"
+    """name of the logger"""
+    project: str = "axonlaunch"
+    """project of the run"""
+    space_id: str | None = None
+    """Hugging Face Space that displays the run; null: only this machine"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomLoggerConfig:
+    """User-defined logger, named by its import path."""
+
+    name: str = "custom"
+    """name of the logger"""
+    target: str
+    """import path of the logger, package.module:Class; it is called with the arguments"""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """keyword arguments of the target"""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for each invalid value."""
+        return target_problems(self.target, "Class")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeLoggerConfig:
+    """Configuration of a logger that was registered without a dataclass."""
+
+    name: str
+    """name under which the logger is registered"""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """keyword arguments of the logger"""
+
+
+_HERE = "axonlaunch.training.loggers"
+
+LOGGERS: Registry[Callable[[Any], Any], None] = Registry(
+    "logger",
+    {
+        "jsonl": Entry(
+            f"{_HERE}.jsonl:JSONLLogger",
+            "metrics.jsonl in the run folder, always written",
+            JSONLConfig,
+        ),
+        "tensorboard": Entry(
+            f"{_HERE}.tensorboard:TensorBoardLogger",
+            "TensorBoard events in the run folder",
+            TensorBoardConfig,
+            needs=Needs("tensorboard", "TensorBoard", "axonlaunch[tensorboard]"),
+        ),
+        "csv": Entry(f"{_HERE}.csv:CSVLogger", "metrics.csv in the run folder", CSVConfig),
+        "wandb": Entry(
+            f"{_HERE}.wandb:WandbLogger",
+            "Weights & Biases, online or offline",
+            WandbConfig,
+            needs=Needs("wandb", "wandb", "axonlaunch[wandb]"),
+        ),
+        "mlflow": Entry(
+            f"{_HERE}.mlflow:MLflowLogger",
+            "MLflow, a server or a local store",
+            MLflowConfig,
+            needs=Needs("mlflow", "MLflow", "axonlaunch[mlflow]"),
+        ),
+        "trackio": Entry(
+            f"{_HERE}.trackio:TrackioLogger",
+            "Trackio, local or in a Hugging Face Space",
+            TrackioConfig,
+            needs=Needs("trackio", "Trackio", "axonlaunch[trackio]"),
+        ),
+        "custom": Entry(
+            f"{_HERE}.custom:make_custom",
+            "your logger, target and arguments",
+            CustomLoggerConfig,
+        ),
+    },
+    entry_points="axonlaunch.loggers",
+    free_config=FreeLoggerConfig,
+)

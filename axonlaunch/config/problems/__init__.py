@@ -1,0 +1,1 @@
+"""Errors in a configuration and suggestions for unknown names."""

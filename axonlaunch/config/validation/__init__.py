@@ -1,0 +1,1 @@
+"""Validates composed values against the typed configuration."""

@@ -1,0 +1,1 @@
+"""Plain values: YAML, URLs and values of environment variables."""

@@ -1,0 +1,162 @@
+"""Converts the typed tree to plain values and YAML, and reads YAML.
+
+Written YAML can be read back to an equal tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from axonlaunch.config.values.environment_values import to_interpolations
+
+_T = TypeVar("_T")
+
+LARGEST_YAML = 1 << 20
+"""Largest size of a YAML file, in bytes and in characters."""
+DEEPEST_YAML = 64
+"""Largest nesting depth of lists and mappings."""
+MOST_YAML = 100_000
+"""Largest number of values in a file, with aliases expanded."""
+
+
+def to_tree(config: Any) -> Any:
+    """Return nested dataclasses as nested plain dicts and lists."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {f.name: to_tree(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, dict):
+        return {key: to_tree(value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [to_tree(value) for value in config]
+    return config
+
+
+def to_yaml(config: Any) -> str:
+    """Write a typed tree as YAML, with keys in the order of the schema.
+
+    Values of environment variables are written as interpolations.
+    """
+    import yaml
+
+    text: str = yaml.safe_dump(to_interpolations(to_tree(config)), sort_keys=False)
+    return text
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings or a typed tree to ``{dotted key: leaf}``; lists are leaves."""
+    if dataclasses.is_dataclass(tree):
+        tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: to_tree(tree)} if prefix else {}
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
+    return leaves
+
+
+def with_values(tree: _T, settings: Mapping[str, Any]) -> _T:
+    """Return a typed tree with values at dotted keys replaced; the values are not checked."""
+    inside: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            inside.setdefault(name, {})[rest] = value
+        else:
+            values[name] = value
+    for name, below in inside.items():
+        values[name] = with_values(getattr(tree, name), below)
+    return dataclasses.replace(tree, **values)  # type: ignore[type-var]
+
+
+def read_yaml(text: str) -> dict[str, Any]:
+    """Read YAML of plain values; the text need not be trusted.
+
+    Raises:
+        ValueError: The text is not YAML, has no keys, or is larger than any configuration.
+    """
+    import yaml
+
+    try:
+        _refuse_bombs(text)
+        tree = yaml.load(text, Loader=_loader())
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ValueError("holds no keys")
+    return {str(key): value for key, value in tree.items()}
+
+
+def line_of(text: str, key: str) -> int:
+    """Return the line number, from 1, of a dotted key ``a.b[0].c`` in valid YAML."""
+    import yaml
+
+    node = yaml.compose(text, Loader=_loader())
+    line = 1
+    for part in key.split("."):
+        name, _, index = part.rstrip("]").partition("[")
+        for known, value in node.value if isinstance(node, yaml.MappingNode) else []:
+            if known.value == name:
+                node, line = value, known.start_mark.line + 1
+                break
+        if index and isinstance(node, yaml.SequenceNode):
+            node = node.value[int(index)]
+            line = node.start_mark.line + 1
+    return line
+
+
+def _refuse_bombs(text: str) -> None:
+    """Check the events of a YAML text, which need little memory, before values are built.
+
+    An alias counts with all its values: nine lists, each with nine aliases of the
+    previous list, are 9^9 values in 200 characters.
+
+    Raises:
+        ValueError: The text is too large or too deep, or an alias contains itself.
+    """
+    import yaml
+
+    if len(text) > LARGEST_YAML:
+        raise ValueError(f"is larger than {LARGEST_YAML} characters")
+    count = 0
+    counts: dict[str, int] = {}  # by complete anchor
+    begun: list[tuple[str | None, int]] = []
+    for event in _events(text):
+        if isinstance(event, yaml.AliasEvent):
+            if any(event.anchor == anchor for anchor, _ in begun):
+                raise ValueError(f"the alias *{event.anchor} stands for something that holds it")
+            count += counts.get(event.anchor, 1)  # YAML reports a missing anchor
+        elif isinstance(event, yaml.NodeEvent):
+            count += 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                begun.append((event.anchor, count - 1))
+            elif event.anchor is not None:
+                counts[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, count_before = begun.pop()
+            if anchor is not None:
+                counts[anchor] = count - count_before
+        if len(begun) > DEEPEST_YAML:
+            raise ValueError(f"is nested deeper than {DEEPEST_YAML} levels")
+        if count > MOST_YAML:
+            raise ValueError(f"holds more than {MOST_YAML} values, aliases counted in full")
+
+
+def _events(text: str) -> Iterator[Any]:
+    """Yield YAML events; libyaml, which reads ahead, may report the nesting depth first."""
+    import yaml
+
+    try:
+        yield from yaml.parse(text, Loader=_loader())
+    except yaml.YAMLError as error:
+        if "exceeded maximum nesting depth" in str(error):
+            raise ValueError(f"is nested deeper than {DEEPEST_YAML} levels") from None
+        raise
+
+
+def _loader() -> Any:
+    """Return the fast loader of plain values if PyYAML was built with it, else the slow one."""
+    import yaml
+
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -1,0 +1,1 @@
+"""Layers divided over a tensor axis."""

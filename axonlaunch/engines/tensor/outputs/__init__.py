@@ -1,0 +1,1 @@
+"""Loss over a divided vocabulary or in chunks."""

@@ -1,0 +1,98 @@
+"""Cross entropy over logits that are sharded along the vocabulary.
+
+A rank never holds the full logits, and at most one fp32 copy of its shard.
+
+Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.autograd import collect_from, max_over, sum_over
+from axonlaunch.engines.tensor.divided_layers.local_parameters import local_entries, rank_part
+from axonlaunch.engines.tensor.torch_internals import assert_on_device
+from axonlaunch.models.specs.spec import IGNORE_INDEX
+
+
+def vocab_parallel_cross_entropy_sum(
+    logits_local: Tensor, targets: Tensor, *, group: ProcessGroup, classes: int | None = None
+) -> Tensor:
+    """Return the summed cross entropy in nats, 0-dim, in fp32, the same on every rank.
+
+    Args:
+        logits_local: This rank's logits [..., C / ranks]. The last rank has fewer columns if the
+            group's size does not divide C.
+        targets: Target classes [...], the same on every rank. ``IGNORE_INDEX`` is not counted.
+        group: The ranks among which the classes are divided.
+        classes: Total number of classes; None if every rank has equally many.
+
+    Raises:
+        ValueError: The shapes of logits and targets differ, or the number of columns is not this
+            rank's share of the classes.
+        RuntimeError: A target is not a class (asynchronously on CUDA).
+    """
+    if logits_local.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"logits {list(logits_local.shape)} do not fit targets {list(targets.shape)}: they "
+            "must agree except for the last dim"
+        )
+    columns = logits_local.shape[-1]
+    size = columns * group.size if classes is None else classes
+    if columns != (expected := rank_part(size, group)[1]):
+        raise ValueError(
+            f"rank {group.rank} has logits of {columns} of {size} classes, expected {expected}"
+        )
+    loss: Tensor = _cross_entropy_sum(logits_local, targets, group, size)
+    return loss
+
+
+def gather_logits(logits_local: Tensor, *, group: ProcessGroup, classes: int) -> Tensor:
+    """Gather the ranks' shards [..., classes / ranks] to the full logits [..., classes]."""
+    length = -(-classes // group.size)
+    if padding := length - logits_local.shape[-1]:  # only on the last rank
+        logits_local = F.pad(logits_local, (0, padding))
+    return collect_from(logits_local, group, -1)[..., :classes]
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup, classes: int
+    ) -> Tensor:
+        counted = targets != IGNORE_INDEX
+        is_class = (targets >= 0) & (targets < classes)
+        assert_on_device((is_class | ~counted).all(), "a target is not in the vocabulary")
+        local_targets, elsewhere = local_entries(targets, group, size=classes)
+        local_targets, elsewhere = local_targets.unsqueeze(-1), elsewhere.unsqueeze(-1)
+        # Type promotion converts half precision to fp32 in the subtraction, without a copy
+        # beforehand.
+        precision = torch.promote_types(logits.dtype, torch.float32)
+        highest = max_over(logits.amax(-1, keepdim=True).to(precision), group)
+        exponents = logits - highest
+        target_logits = exponents.gather(-1, local_targets).masked_fill_(elsewhere, 0.0)
+        exponents.exp_()
+        stacked = torch.stack((exponents.sum(-1, keepdim=True), target_logits))
+        total, target_logits = sum_over(stacked, group)
+        uncounted = ~counted.unsqueeze(-1)
+        loss: Tensor = (total.log() - target_logits).masked_fill(uncounted, 0.0).sum()
+        if ctx.needs_input_grad[0]:
+            # softmax - onehot, the gradient up to a factor, is written over the exponentials. It is
+            # saved in the type of the logits, because the gradient must have that type anyway.
+            softmax = exponents.div_(total)
+            softmax.scatter_add_(-1, local_targets, elsewhere.to(precision) - 1.0)
+            ctx.save_for_backward(softmax.masked_fill_(uncounted, 0.0).to(logits.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (difference,) = ctx.saved_tensors
+        return difference * gradient.to(difference.dtype), None, None, None
+
+
+_cross_entropy_sum: Any = _CrossEntropySum.apply

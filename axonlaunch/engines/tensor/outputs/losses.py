@@ -1,0 +1,112 @@
+"""Computes the loss from model outputs: on full logits, on vocabulary shards, or in chunks.
+
+This module only selects the implementation. The losses are defined by the model, by a custom loss,
+by ``loss.vocab_parallel_cross_entropy_sum`` and by ``chunked_loss``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.config import ConfigError
+from axonlaunch.config.schema import TrainConfig
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
+from axonlaunch.data.datasets.samples import CollatedSamples
+from axonlaunch.engines.tensor.outputs.chunked_loss import ChunkedLoss
+from axonlaunch.engines.tensor.outputs.loss import gather_logits, vocab_parallel_cross_entropy_sum
+from axonlaunch.models.specs.loss import cross_entropy_sum, with_auxiliary_loss
+from axonlaunch.models.specs.own_loss import OwnLoss, own_loss
+from axonlaunch.models.specs.spec import IGNORE_INDEX, ModelOutputs, ModelSpec, not_a_tensor
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Loss function and output gathering of one engine.
+
+    Attributes:
+        loss: ``(outputs, targets) -> sum over counted targets``, 0-dim fp32.
+        gather_outputs: Gathers a rank's output shard to full outputs.
+        chunked: Chunked loss; None computes the loss on all logits at once.
+        custom: User-defined loss that replaces ``loss``.
+    """
+
+    loss: Callable[[Any, Tensor], Tensor]
+    gather_outputs: Callable[[Tensor], Tensor]
+    chunked: ChunkedLoss | None = None
+    custom: OwnLoss | None = None
+
+    def sum(self, outputs: Any, batch: MicroBatch | Tensor) -> Tensor:
+        """Return the loss of a micro-batch, 0-dim.
+
+        Args:
+            outputs: Outputs of the model.
+            batch: The micro-batch, or only its targets on the last pipeline stage.
+
+        Raises:
+            ConfigError: The model did not return a tensor and the loss requires one.
+        """
+        if self.custom is not None:
+            assert not isinstance(batch, Tensor)
+            return self.custom.sum(outputs, batch.whole)
+        if not isinstance(outputs, Tensor | ModelOutputs):
+            raise ConfigError([not_a_tensor(outputs)])
+        assert not isinstance(batch, CollatedSamples)
+        return self.loss(outputs, batch if isinstance(batch, Tensor) else batch.targets)
+
+    def count(self, batch: AnyBatch, *, micro_batch_size: int) -> Tensor:
+        """Return the divisor of the loss for a rank's share of a batch, 0-dim int64.
+
+        It is the number of counted targets; with a custom loss, its count or the number of samples.
+        """
+        if isinstance(batch, Batch) and (self.custom is None or self.custom.count is None):
+            targets = batch.targets[: len(batch) - batch.surplus]
+            if targets.is_floating_point():
+                return torch.tensor(targets.numel())
+            return (targets != IGNORE_INDEX).sum()
+        counted = [part for part in batch.micro_batches(micro_batch_size) if part.is_counted]
+        count = self.custom.count if self.custom else None
+        counts = [part.num_samples if count is None else int(count(part.whole)) for part in counted]
+        return torch.tensor(sum(counts))
+
+    def whole_logits(self) -> AbstractContextManager[Any]:
+        """Return a context in which the model returns full logits, also with a chunked loss."""
+        return nullcontext() if self.chunked is None else self.chunked.whole_logits()
+
+
+def losses_of(
+    spec: ModelSpec, train: TrainConfig, *, classes: int | None, group: ProcessGroup
+) -> Losses:
+    """Select the loss of a model.
+
+    Args:
+        spec: Specification of the model.
+        train: Training options, with the name of a custom loss and the chunk size in tokens.
+        classes: Total number of classes, if the logits are sharded; None if every rank has all.
+        group: The ranks among which the classes are divided.
+    """
+    loss: Callable[[Any, Tensor], Tensor] = spec.loss
+    cross_entropy: Callable[[Tensor, Tensor], Tensor] = spec.loss
+    gather: Callable[[Tensor], Tensor] = _as_is
+    if classes is not None:
+        cross_entropy = partial(vocab_parallel_cross_entropy_sum, group=group, classes=classes)
+        loss = partial(with_auxiliary_loss, cross_entropy)
+        gather = partial(gather_logits, group=group, classes=classes)
+    elif train.compile and train.loss_chunk is None and spec.loss is cross_entropy_sum:
+        # Eager cross entropy reads and writes the full fp32 logits in each of its five kernels.
+        loss = torch.compile(cross_entropy_sum, mode=train.compile_mode)
+    if train.loss_chunk is None:
+        return Losses(loss, gather, custom=own_loss(train))
+    chunked = ChunkedLoss(cross_entropy, chunk=train.loss_chunk)
+    return Losses(chunked, gather, chunked)
+
+
+def _as_is(outputs: Tensor) -> Tensor:
+    return outputs

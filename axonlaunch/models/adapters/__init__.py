@@ -1,0 +1,1 @@
+"""Low-rank adapters: LoRA, DoRA and adapters of packed experts."""

@@ -1,0 +1,1 @@
+"""Included architectures: GPT, Llama, MLP and ViT."""

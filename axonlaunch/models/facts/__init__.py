@@ -1,0 +1,1 @@
+"""Facts derived from a built model: parameters, sizes and FLOPs."""

@@ -1,0 +1,124 @@
+"""Collects the facts about parameters that optimizers need: names, shapes, hidden matrices.
+
+The model must be unsharded, on any device, and is not changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Self
+
+from torch import nn
+
+from axonlaunch.config import RunConfig
+from axonlaunch.config.optimization.optimizer_states import ParameterFacts
+from axonlaunch.config.optimization.parameter_groups import state_bytes
+from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.facts.flops import looked_up_parameters
+from axonlaunch.models.specs.spec import ModelSpec
+
+_FP32 = 4
+"""Bytes of an element of an adapter, or of other parameters that are trained together with it."""
+
+
+def parameter_facts(spec: ModelSpec, model: nn.Module) -> dict[str, ParameterFacts]:
+    """Return the facts of every trained parameter by name; tied parameters appear once.
+
+    Args:
+        spec: Spec of the model, which names its repeated blocks.
+        model: Unsharded model.
+    """
+    blocks = tuple(f"{name}." for name in spec.blocks(model))
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {
+        name: ParameterFacts(
+            name=name,
+            shape=tuple(parameter.shape),
+            is_hidden_matrix=parameter.ndim == 2
+            and name.startswith(blocks)
+            and id(parameter) not in tables,
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+LARGE = 4 * 2**20
+"""Size in bytes from which ZeRO-1 gathers a parameter separately, directly into its storage."""
+
+
+@dataclass(frozen=True)
+class TrainingShares:
+    """Memory of training relative to the bytes of a model's parameters.
+
+    Attributes:
+        gradients: Bytes of gradients: 1, or less if parameters are frozen.
+        states: Bytes of optimizer states; 2 for AdamW.
+        small: Bytes of parameters smaller than ``LARGE``.
+        looked_up: Bytes of parameters that no matrix product uses (embeddings).
+    """
+
+    gradients: float = 1.0
+    states: float = 2.0
+    small: float = 1.0
+    looked_up: float = 0.0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Return the shares for a run.
+
+        Raises:
+            ConfigError: The model can't be built, or the optimizer can't be tried out.
+        """
+        return cls(*_shares(_SharesKey(config)))
+
+
+@dataclass(frozen=True)
+class _SharesKey:
+    """Cache key: runs are equal if all settings that the shares depend on are equal."""
+
+    config: RunConfig
+
+    @property
+    def _fingerprint(self) -> str:
+        config = self.config
+        train = config.train
+        settings = (train.param_dtype, train.freeze, train.unfreeze)
+        return repr((config.model, config.adapter, config.optimizer, config.seed, settings))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SharesKey) and self._fingerprint == other._fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self._fingerprint)
+
+
+@functools.cache
+def _shares(key: _SharesKey) -> tuple[float, float, float, float]:
+    config = key.config
+    element = config.train.parameter_bytes
+    model = on_meta(config, seed=config.seed)
+    facts = parameter_facts(spec_for(config), model)
+    total_bytes = element * max(1, sum(parameter.numel() for parameter in model.parameters()))
+    trained = element if config.adapter is None else _FP32
+    gradients = trained * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    states = state_bytes(config.optimizer, facts.values(), parameter_bytes=trained)
+    small, looked_up = small_bytes(model, element=element), element * looked_up_parameters(model)
+    return (
+        gradients / total_bytes,
+        states / total_bytes,
+        small / total_bytes,
+        looked_up / total_bytes,
+    )
+
+
+def small_bytes(model: nn.Module, *, element: int) -> int:
+    """Return the total bytes of all parameters smaller than ``LARGE``.
+
+    Args:
+        model: Model with the parameters.
+        element: Bytes of one element.
+    """
+    sizes = (element * parameter.numel() for parameter in model.parameters())
+    return sum(size for size in sizes if size < LARGE)

@@ -1,0 +1,1 @@
+"""Structure of a transformers model that parallelism needs."""

@@ -1,0 +1,63 @@
+"""Finds the period of a transformers model's blocks, so that fewer blocks can represent all.
+
+If the kinds of blocks don't repeat regularly, or the model can't be built with fewer blocks, there
+is no period.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.problems.errors import ConfigError
+from axonlaunch.models.hf.analysis.structure import Structure, structure
+from axonlaunch.models.modules.repeated_blocks import block_key
+
+_INDEX_NAMES = ("layer_idx", "layer_id", "layer_number", "block_idx", "layer_index")
+"""Attributes of a block's modules that hold its number."""
+
+
+@dataclass(frozen=True)
+class Period:
+    """Repetition of a model's blocks.
+
+    Attributes:
+        typed: transformers' configuration of the model.
+        num_blocks: Number of blocks; 0 if fewer can't represent them.
+        period: Number of blocks after which their kinds repeat.
+    """
+
+    typed: Any
+    num_blocks: int = 0
+    period: int = 1
+
+
+def period(config: HuggingFaceConfig) -> Period:
+    """Return the repetition of a model's blocks.
+
+    Raises:
+        ConfigError: The model can't be built.
+    """
+    full_model = structure(config)
+    kinds = _kinds(full_model)
+    repeated = next((p for p in range(1, len(kinds) // 2 + 1) if kinds[p:] == kinds[:-p]), None)
+    if repeated is None:
+        return Period(full_model.typed)
+    fewer = replace(config, config={**config.config, "num_hidden_layers": repeated})
+    try:
+        is_prefix = _kinds(structure(fewer)) == kinds[:repeated]
+    except ConfigError:
+        is_prefix = False
+    return Period(full_model.typed, len(kinds), repeated) if is_prefix else Period(full_model.typed)
+
+
+def _kinds(model: Structure) -> list[Any]:
+    """Return a key for each block that is the same for equal blocks."""
+    if model.layers is None:
+        return []
+    blocks: Any = model.model.get_submodule(model.layers)
+    return [
+        (kind, block_key(block, _INDEX_NAMES))
+        for kind, block in zip(model.kinds, blocks, strict=True)
+    ]

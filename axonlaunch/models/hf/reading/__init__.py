@@ -1,0 +1,1 @@
+"""The installed transformers library and the files of a model."""

@@ -1,0 +1,1 @@
+"""Modules of models: attention, repeated blocks, conversion and state."""

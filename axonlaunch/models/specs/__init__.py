@@ -1,0 +1,1 @@
+"""Descriptions of models for engines, the registry of models, and losses."""

@@ -1,0 +1,89 @@
+"""Custom losses that see the whole batch: ``register_loss``, and lookup of a run's loss.
+
+The registry is ``config.options.losses.LOSSES``. A loss returns a sum and not a mean, because
+a mean needs the count over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from axonlaunch.config.options.losses import LOSSES
+from axonlaunch.config.registry import keywords_of
+from axonlaunch.config.schema import TrainConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_Loss = TypeVar("_Loss", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A custom loss with its options.
+
+    Attributes:
+        sum: Maps ``(outputs, batch)`` of a micro-batch to the sum of its loss, 0-dim.
+        count: Maps a micro-batch to the number that its loss counts as; None counts targets or
+            samples.
+    """
+
+    sum: Callable[[Any, Any], Tensor]
+    count: Callable[[Any], Tensor | int] | None
+
+
+def register_loss(
+    name: str,
+    *,
+    config: type | None = None,
+    count: Callable[[Any], Tensor | int] | None = None,
+    summary: str | None = None,
+) -> Callable[[_Loss], _Loss]:
+    """Register a function ``(outputs, batch) -> sum`` as ``train.loss=NAME``.
+
+    The function is called for each micro-batch, with the model's output and the complete batch: the
+    result of the dataset's collate, or a dict of ``inputs`` and ``targets`` for a dataset of pairs.
+    It returns a sum, 0-dim. The loss of a step is the sum over all micro-batches of all ranks,
+    divided by the total of their counts, so it is the same in any layout.
+
+    Args:
+        name: Name of the loss.
+        config: Dataclass with a field ``name`` that defines the keys of ``train.loss_options``; the
+            function gets an instance as its third argument. If None, it gets the keys of
+            ``train.loss_options.arguments`` as keyword arguments.
+        count: Maps a micro-batch, before the forward, to the number that divides its sum. By
+            default, the number of targets that are not -100 for a dataset of pairs, otherwise the
+            number of samples.
+        summary: One line for ``axonlaunch ls losses``; by default the first line of the docstring.
+
+    Raises:
+        ValueError: The name is already registered, or ``config`` is not a dataclass with a field
+            ``name``.
+    """
+    LOSSES.check_config(name, config)
+
+    def register(loss: _Loss) -> _Loss:
+        def with_options(options: Any) -> OwnLoss:
+            def total(outputs: Any, batch: Any) -> Tensor:
+                if config is not None:
+                    return loss(outputs, batch, options)  # type: ignore[no-any-return]
+                return loss(outputs, batch, **options.arguments)  # type: ignore[no-any-return]
+
+            return OwnLoss(total, count)
+
+        description = summary or (loss.__doc__ or f"from {loss.__module__}").splitlines()[0]
+        arguments = None if config else keywords_of(loss, passed=2)
+        LOSSES.add(name, with_options, summary=description, config=config, arguments=arguments)
+        return loss
+
+    return register
+
+
+def own_loss(train: TrainConfig) -> OwnLoss | None:
+    """Return the custom loss that a run selects; None selects the model's loss."""
+    if train.loss is None:
+        return None
+    loss: OwnLoss = LOSSES.get(train.loss)(train.loss_options)
+    return loss

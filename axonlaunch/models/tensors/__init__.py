@@ -1,0 +1,1 @@
+"""Tensors of models: initial values, regions of DTensors, page-locked memory."""

@@ -1,0 +1,1 @@
+"""Memory of kernels and libraries that fake tensors do not show."""

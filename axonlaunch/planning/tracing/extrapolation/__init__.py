@@ -1,0 +1,1 @@
+"""Extrapolates small traced runs to large ones."""

@@ -1,0 +1,1 @@
+"""The node: cores, memory, limits and allocator settings."""

@@ -1,0 +1,1 @@
+"""Processes: fork server, forked calls and their state."""

@@ -1,0 +1,1 @@
+"""Files: safe reading and writing, caches, disks and run files."""

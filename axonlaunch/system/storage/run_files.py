@@ -1,0 +1,42 @@
+"""Names of the files in a run folder, and writing of the file that ranks and launcher share."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.system.storage.files import append_text
+from axonlaunch.system.storage.strict_json import finite
+
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+TOKENIZER = "tokenizer"
+"""Folder with the files of the run's tokenizer."""
+ORIGINS = "origins.json"
+"""Source of each configuration value, by dotted key."""
+ESTIMATE = "estimate.json"
+"""Estimated memory peak of each distinct rank with its parts, as computed by ``estimate``."""
+STEP_TIME = "step_time.json"
+"""Predicted time of a step with its parts, or the reason why there is no prediction."""
+CRASH = "crash.json"
+"""Report of the first failed rank; exists only in the folder of a failed run."""
+EVENTS = "events.jsonl"
+"""All events of a run except steps, in order of time, over all attempts."""
+
+
+def append_event(folder: Path, kind: str, fields: Mapping[str, Any]) -> None:
+    """Append an event with the time in seconds since 1970, its kind and its fields.
+
+    Args:
+        folder: Run folder.
+        kind: Kind of event: launched, started, saved, ...
+        fields: Plain values by name.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    line = finite({"time": round(time.time(), 3), "event": kind, **fields})
+    append_text(folder / EVENTS, json.dumps(line, allow_nan=False) + "\n")

@@ -1,0 +1,1 @@
+"""Text output: terminals, streams, units and formatting."""

@@ -1,0 +1,1 @@
+"""Reasons to end training: no improvement, stop requests, non-finite values."""

@@ -1,0 +1,1 @@
+"""Measurements during training: device use, memory and profiles."""

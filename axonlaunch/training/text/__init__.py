@@ -1,0 +1,1 @@
+"""Text generation and conversations with a trained model."""

@@ -1,0 +1,236 @@
+"""Generates text from a saved run or from exported weights, in a single process.
+
+The model may have been trained with any layout. Its tokenizer is the one kept in the run folder,
+the text methods of the run's custom dataset, or that of a transformers model folder; models trained
+on text as bytes need none. Models that were not trained on text are an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from axonlaunch import checkpoint, config
+from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.options.data import DATASETS, CustomDataConfig
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.problems.errors import one_of
+from axonlaunch.data.datasets.dataset import Dataset
+from axonlaunch.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_kept, read_foreign
+from axonlaunch.data.tokenizers.tokenizer_files import model_of_folder, tokenizer_files
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_EXPORTED = "config.json"
+_CONTEXT = 2048
+"""Context length of a model if its configuration has no maximum sequence length."""
+
+
+class _DatasetText(ByteTokenizer):
+    """The text methods of a dataset, with the interface of a tokenizer.
+
+    Attributes:
+        length: Number of tokens in a sample.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self.vocab_size, self.length = dataset.num_classes, dataset.sample_shape[0]
+
+    def encode(self, text: str) -> list[int]:
+        """Convert a prompt to tokens."""
+        return self._dataset.encode(text)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Convert tokens to text."""
+        del special
+        return self._dataset.decode(tokens)
+
+
+@dataclass(frozen=True)
+class TrainedText:
+    """A trained language model and its tokenizer.
+
+    Attributes:
+        model: Maps tokens [1, T] to logits [1, T, vocab]. The tokenizer may have fewer than vocab
+            tokens.
+        context_length: Sequence length of training.
+        tokenizer: Tokenizer of the model.
+    """
+
+    model: Callable[[Tensor], Tensor]
+    context_length: int
+    tokenizer: Tokenizer
+
+    def generate(self, prompt: Sequence[int], **options: Any) -> list[int]:
+        """Return the tokens that continue a prompt, up to the tokenizer's end-of-text token.
+
+        The options are those of ``models.generation.generate``.
+        """
+        from axonlaunch.models.generation import generate
+
+        def logits_of_tokens(inputs: Tensor) -> Tensor:
+            return self.model(inputs)[..., : self.tokenizer.vocab_size]
+
+        options.setdefault("is_over", lambda tokens: tokens[-1] == self.tokenizer.end)
+        return generate(logits_of_tokens, prompt, context_length=self.context_length, **options)
+
+
+def load_text_model(folder: Path, *, trusted: bool = False) -> TrainedText:
+    """Load a run's newest checkpoint or a folder of safetensors files.
+
+    Args:
+        folder: Run folder, or folder with weights and their ``config.json``.
+        trusted: Whether to run code that the run's configuration names.
+
+    Raises:
+        ConfigError: The folder has no weights, the model was not trained on text, or the
+            configuration names code and is not trusted.
+    """
+    is_exported = (folder / _EXPORTED).is_file() and not (folder / CONFIG).is_file()
+    return TrainedText(
+        *(_load_exported(folder) if is_exported else _load_run(folder, trusted=trusted))
+    )
+
+
+def continue_prompt(
+    folder: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    trusted: bool = False,
+) -> str:
+    """Load a run's newest checkpoint or a folder of safetensors files, and continue a prompt.
+
+    Args:
+        folder: Run folder, or folder with weights and their ``config.json``.
+        prompt: Text to continue.
+        tokens: Maximum number of tokens to generate.
+        temperature: Sampling temperature; 0 takes the most likely token.
+        top_k: Number of most likely tokens to sample from; None samples from all tokens.
+        seed: Random seed.
+        trusted: Whether to run code that the run's configuration names.
+
+    Raises:
+        ConfigError: The folder has no weights, the model was not trained on text, or the
+            configuration names code and is not trusted.
+    """
+    if not prompt:
+        raise ConfigError([ConfigIssue("", "--prompt: it is empty; give at least one character")])
+    trained = load_text_model(folder, trusted=trusted)
+    generated = trained.generate(
+        trained.tokenizer.encode(prompt),
+        max_new_tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
+    return trained.tokenizer.decode(generated)
+
+
+def _load_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
+    """Return a run's model, its context length and its tokenizer."""
+    saved = config.read_frozen(folder, trusted=trusted)
+    newest = checkpoint.latest(folder)
+    if newest is None:
+        message = f"{folder}: the run has no checkpoint; train with checkpoint.every=N"
+        raise ConfigError([ConfigIssue("", message)])
+    dataset_text = _text_of_custom_dataset(saved.data)
+    tokenizer = dataset_text or load_kept(folder) or _tokenizer_of_model(saved)
+    length = dataset_text.length if dataset_text else getattr(saved.data, "sequence_length", None)
+    if tokenizer is None or length is None:
+        length = _length(saved.data, where=f"{folder}: the run")
+    import torch
+
+    from axonlaunch.checkpoint.exchange.base_weights import base_tensors
+    from axonlaunch.models.adapters.lora import not_saved
+    from axonlaunch.models.build import build_model
+    from axonlaunch.models.modules.module_state import model_state
+
+    model = build_model(saved, seed=saved.seed).eval()
+    state, left_out = model_state(model), not_saved(saved, model)
+    with torch.no_grad():
+        for name, tensor in base_tensors(saved, sorted(left_out)):
+            state[name].copy_(tensor)
+    checkpoint.load_model(newest, {n: t for n, t in state.items() if n not in left_out})
+    return model, length, tokenizer or ByteTokenizer()
+
+
+def _text_of_custom_dataset(data: Any) -> _DatasetText | None:
+    """Return the text methods of a custom dataset; None for included datasets and without text.
+
+    Raises:
+        ConfigError: The dataset can't be built here.
+    """
+    if DATASETS.is_included(data.name) and not isinstance(data, CustomDataConfig):
+        return None
+    from axonlaunch.data import build_dataset
+
+    dataset = build_dataset(data)
+    return _DatasetText(dataset) if dataset.is_text else None
+
+
+def _tokenizer_of_model(saved: RunConfig) -> Tokenizer | None:
+    """Return the tokenizer in the model folder of a run; None without one or with byte data."""
+    if not isinstance(saved.model, HuggingFaceConfig) or _is_text(saved.data):
+        return None
+    from axonlaunch.models.hf.reading import files
+
+    folder = files.folder(saved.model)
+    return None if folder is None else read_foreign(folder, model=model_of_folder(folder))
+
+
+def _load_exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
+    """Return the model, context length and tokenizer of a folder of safetensors files."""
+    from axonlaunch.checkpoint.exchange import weights
+    from axonlaunch.models.build import build_model
+
+    tokenizer = weights.exported_tokenizer(folder)
+    described: Any
+    if tokenizer is None and not weights.was_trained_on_text(folder) and tokenizer_files(folder):
+        tokenizer = read_foreign(folder, model=model_of_folder(folder))
+        described = HuggingFaceConfig(path=str(folder.absolute()), init="random")
+        length = None
+    else:
+        described, data = weights.describe_folder(folder)
+        has_tokenizer = tokenizer is not None
+        length = (
+            data.sequence_length if has_tokenizer else _length(data, where=f"{folder}: its model")
+        )
+    model = build_model(described).eval()
+    if length is None:
+        untyped_model: Any = model
+        length = getattr(untyped_model.config, "max_position_embeddings", None) or _CONTEXT
+    if wrong := weights.differences(folder, described, model):
+        message = f"{folder}: its weights are not those of its {_EXPORTED}: {weights.first(wrong)}"
+        raise ConfigError([ConfigIssue("", message)])
+    model.load_state_dict(weights.read_folder(folder, described), strict=False)
+    return model, length, tokenizer or ByteTokenizer()
+
+
+def _length(data: Any, *, where: str) -> int:
+    """Return the sequence length of text data.
+
+    Raises:
+        ConfigError: The data is not text.
+    """
+    if _is_text(data):
+        return int(data.sequence_length)
+    vocabulary = getattr(data, "vocab_size", None)
+    tokens = f" with {vocabulary} tokens" if vocabulary else ""
+    texts = [name for name, facts in DATASETS.known_facts().items() if facts.is_text]
+    message = (
+        f"{where} was trained on data={data.name}{tokens}; only models trained on text can be "
+        f"sampled: data={one_of(texts)}"
+    )
+    raise ConfigError([ConfigIssue("", message)])
+
+
+def _is_text(data: Any) -> bool:
+    return DATASETS.facts(data.name).is_text

@@ -1,0 +1,1 @@
+"""Compares a layout with the reference and decides the verdict."""

@@ -1,0 +1,78 @@
+"""Compares a layout's checkpoint, read by one process and by ranks with other shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from axonlaunch import checkpoint
+from axonlaunch.checkpoint.loading.reader import read_whole_tensors, refuse_damage
+from axonlaunch.comm import World
+from axonlaunch.models.tensors.dtensor_regions import dtensor_of, packed_placement
+from axonlaunch.verification.references.differences import (
+    Difference,
+    as_number,
+    compare_numbers,
+    compare_tensors,
+)
+from axonlaunch.verification.references.reference_values import Reference
+from axonlaunch.verification.references.tolerances import PARAMETER_FLOOR, state_floors
+
+_PIECES = 2
+"""Separate parts of a parameter that each rank reads."""
+
+
+def read_by_one_process(saved: checkpoint.Checkpoint, reference: Reference) -> Iterator[Difference]:
+    """Compare the checkpoint, read by one process, with the state of the reference."""
+    number = reference.saved_step - 1
+    refuse_damage(saved)
+    wanted = {
+        "model": {**reference.parameters, **reference.buffers},
+        "optimizer": reference.states,
+    }
+    read: dict[str, dict[str, Any]] = {
+        section: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        for section, tensors in wanted.items()
+    }
+    read["counters"] = {"step": torch.tensor(0)}
+    read_whole_tensors(saved, read)
+    floor = state_floors(reference.states)
+    for section, tensors in wanted.items():
+        for name, expected in tensors.items():
+            least = PARAMETER_FLOOR
+            if section == "optimizer":
+                least = floor.get(name.rpartition(".")[2], 0.0)
+            quantity = (number, "checkpoint", f"{section}.{name}")
+            yield compare_tensors(quantity, read[section][name], expected, floor=least)
+    steps = as_number(read["counters"]["step"]) or 0.0
+    yield compare_numbers(number, "checkpoint", steps, float(reference.saved_step))
+
+
+def read_in_parts(
+    saved: checkpoint.Checkpoint, reference: Reference, *, world: World
+) -> Iterator[Difference]:
+    """Compare parameters that ranks read with other shards than those that were saved.
+
+    Each rank reads two separate parts of one dimension, as another layout would. Parameters with no
+    dimension that can be divided so are skipped; ``read_by_one_process`` covers them. All ranks
+    must call this.
+    """
+    size, number, device = world.world_size, reference.saved_step - 1, world.device
+    mesh = DeviceMesh.from_group(world.default_group.torch_group, device.type)
+    parts: dict[str, Tensor] = {}
+    for number_read, (name, expected) in enumerate(reference.parameters.items()):
+        dim = number_read % max(1, expected.ndim)
+        if not expected.ndim or expected.shape[dim] % (_PIECES * size):
+            continue
+        local = torch.zeros_like(expected.chunk(size, dim)[0], device=device)
+        layout = {"shape": expected.shape, "stride": expected.contiguous().stride()}
+        parts[name] = dtensor_of(local, mesh, [packed_placement(dim, pieces=_PIECES)], **layout)
+    state = {"model": parts}
+    checkpoint.load_checkpoint(saved, state, world=world)
+    for name, part in parts.items():
+        quantity = (number, "checkpoint", f"model.{name}")
+        yield compare_tensors(quantity, part, reference.parameters[name], floor=PARAMETER_FLOOR)

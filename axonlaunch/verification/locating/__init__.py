@@ -1,0 +1,1 @@
+"""Finds the first tensor that differs between a layout and the reference."""

@@ -1,0 +1,1 @@
+"""Proofs of single layouts, and the table of proved Hugging Face layouts."""

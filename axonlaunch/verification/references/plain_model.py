@@ -1,0 +1,255 @@
+"""Functions of the reference, in plain torch: losses, micro-batches, buffers and casts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.config import RunConfig
+from axonlaunch.data.datasets.dataset import IGNORE_INDEX, AnyBatch, Batch, MicroBatch
+from axonlaunch.data.datasets.samples import CollatedSamples, map_tensors
+from axonlaunch.models.build import on_meta
+from axonlaunch.models.specs.loss import cross_entropy_sum
+from axonlaunch.models.specs.own_loss import OwnLoss
+from axonlaunch.models.specs.spec import ModelSpec
+from axonlaunch.models.torch_internals import BatchNorm
+
+_SMALL = 20_000_000
+"""Models with fewer parameters compute on one thread."""
+
+
+def reference_device(config: RunConfig) -> torch.device:
+    """Return the first GPU if the layout's ranks use GPUs, otherwise the CPU."""
+    return torch.device("cuda", 0) if config.launch.device == "cuda" else torch.device("cpu")
+
+
+def has_drawn_numbers(device: torch.device, *, seed: int) -> bool:
+    """Return whether host or device generators were used since they were seeded."""
+    states = [(torch.Generator(), torch.get_rng_state())]
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index]
+        states.append((torch.Generator(device), generator.get_state()))
+    return any(not torch.equal(g.manual_seed(seed).get_state(), now) for g, now in states)
+
+
+@contextmanager
+def preserving_global_state(config: RunConfig) -> Iterator[None]:
+    """Restore the number of threads and the random states on exit.
+
+    Args:
+        config: Configuration of the layout.
+    """
+    device = reference_device(config)
+    devices = [device.index] if device.type == "cuda" else []
+    with threads_for(config), torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextmanager
+def threads_for(config: RunConfig) -> Iterator[None]:
+    """Use one thread inside if the model is small: dividing its work costs more than the work.
+
+    Args:
+        config: Configuration of the run.
+    """
+    threads = torch.get_num_threads()
+    parameters = sum(p.numel() for p in on_meta(config, seed=config.seed).parameters())
+    if parameters < _SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def loss_sum(spec: ModelSpec, outputs: Any, targets: Tensor) -> Tensor:
+    """Return the sum of the loss over counted targets.
+
+    Cross entropy is computed by torch in fp32, on the counted targets only. Writing out its formula
+    gives a difference of 1e-7, which after some layers in bf16 grows to the size of rounding: 2e-3
+    on a CPU with AVX2. An auxiliary loss is multiplied by the number of counted targets. A loss
+    defined by the model is called unchanged.
+    """
+    if spec.loss is not cross_entropy_sum:
+        return spec.loss(outputs, targets)
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    counted = targets != IGNORE_INDEX
+    logits = logits[counted]
+    logits = logits if logits.dtype is torch.float64 else logits.float()
+    total = nn.functional.cross_entropy(logits, targets[counted], reduction="sum")
+    if not isinstance(outputs, Tensor):
+        total = total + outputs.auxiliary_loss.to(total.dtype) * counted.sum()
+    return total
+
+
+def loss_divisor(custom_loss: OwnLoss | None, batch: AnyBatch, *, micro_batch_size: int) -> int:
+    """Return the divisor of a global batch's summed loss, as defined by ``register_loss``."""
+    if isinstance(batch, Batch) and (custom_loss is None or custom_loss.count is None):
+        targets = batch.targets[: len(batch) - batch.surplus]
+        return (
+            targets.numel() if targets.is_floating_point() else int((targets != IGNORE_INDEX).sum())
+        )
+    counted = [part for part in micro_batches_of(batch, micro_batch_size) if part.is_counted]
+    if custom_loss is None or custom_loss.count is None:
+        return sum(part.num_samples for part in counted)
+    return sum(int(custom_loss.count(loss_argument(part))) for part in counted)
+
+
+def loss_argument(batch: MicroBatch) -> Any:
+    """Return the batch argument of a custom loss."""
+    if isinstance(batch, CollatedSamples):
+        return batch.whole
+    named = {"inputs": batch.inputs, "targets": batch.targets}
+    return named if batch.positions is None else {**named, "positions": batch.positions}
+
+
+def micro_batches_of(batch: AnyBatch, size: int) -> Iterator[MicroBatch]:
+    """Yield micro-batches. Independent of the code by which engines divide a batch."""
+    for part in (slice(start, start + size) for start in range(0, len(batch), size)):
+        if isinstance(batch, Batch):
+            end = len(batch) - batch.surplus
+            surplus = 0 if part.start < end else len(batch.inputs[part])
+            part = part if surplus else slice(part.start, min(part.stop, end))
+            positions = None if batch.positions is None else batch.positions[part]
+            yield Batch(batch.inputs[part], batch.targets[part], positions, surplus)
+            continue
+        items = batch.items[part]
+        counted = [True] * len(items) if batch.counted is None else batch.counted[part]
+        # If no item is counted, the model still computes all of them.
+        kept = [item for item, counts in zip(items, counted, strict=True) if counts] or [*items]
+        yield CollatedSamples(batch.collate(kept), len(kept), is_counted=any(counted))
+
+
+def map_batch(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
+    """Apply a function to each tensor of a micro-batch."""
+    if isinstance(batch, CollatedSamples):
+        return replace(batch, whole=map_tensors(function, batch.whole))
+    positions = None if batch.positions is None else function(batch.positions)
+    return Batch(function(batch.inputs), function(batch.targets), positions, batch.surplus)
+
+
+def forward_arguments(model: nn.Module, batch: MicroBatch) -> tuple[list[Any], dict[str, Any]]:
+    """Return positional and keyword arguments of a model's forward.
+
+    Of a batch that is a mapping, the entries that the forward has parameters for are passed.
+    """
+    if isinstance(batch, Batch):
+        return [batch.inputs], {} if batch.positions is None else {"positions": batch.positions}
+    whole = batch.whole
+    if isinstance(whole, Mapping):
+        names = signature(model.forward).parameters
+        return [], {name: value for name, value in whole.items() if name in names}
+    return [whole[0] if isinstance(whole, tuple | list) else whole], {}
+
+
+@dataclass
+class LoadableWeights:
+    """Adapter that lets ``load_initial_weights`` write to a plain module."""
+
+    model: nn.Module
+
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers; a tied parameter is included once."""
+        persistent = self.model.state_dict()
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: tensor.detach() for name, tensor in named if name in persistent}
+
+    def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy values to parameters and buffers."""
+        for name, tensor in self.model_state_dict().items():
+            tensor.copy_(state[name])
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return persistent buffers by name."""
+    saved = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def clone_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of persistent buffers by name."""
+    return {name: buffer.clone() for name, buffer in saved_buffers(model).items()}
+
+
+def restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Copy values back to persistent buffers."""
+    for name, buffer in saved_buffers(model).items():
+        buffer.copy_(buffers[name])
+
+
+def moves_buffers(model: nn.Module) -> bool:
+    """Return whether results can depend on the micro-batch size or on earlier forwards.
+
+    Batch normalisation without running statistics also mixes samples.
+    """
+    return has_batch_norm(model) or bool(saved_buffers(model))
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Return whether a model normalises over samples."""
+    return any(isinstance(part, BatchNorm) for part in model.modules())
+
+
+@contextmanager
+def counting_calls(model: nn.Module) -> Iterator[Counter[nn.Module]]:
+    """Count calls of the model and of each of its modules inside the context."""
+    calls: Counter[nn.Module] = Counter()
+
+    def count(module: nn.Module, _inputs: Any) -> None:
+        calls[module] += 1
+
+    handles = [module.register_forward_pre_hook(count) for module in model.modules()]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def rereads_parameters(model: nn.Module, calls: Mapping[nn.Module, int]) -> bool:
+    """Return whether a forward may read a trained parameter again after reading others.
+
+    Replicas that compute in low precision then read two copies, and the gradients of both copies
+    are added in fp32.
+    """
+    return any(
+        calls.get(module, 0) > calls[model] or next(_child_parameters(module), None) is not None
+        for module in model.modules()
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    )
+
+
+def _child_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for child in module.children() for parameter in child.parameters())
+
+
+def cast_parameters(
+    model: nn.Module, dtype: torch.dtype, *, is_gathered: bool
+) -> dict[str, Tensor]:
+    """Return a model's parameters by name, cast to a lower precision for the forward.
+
+    Args:
+        model: Full model.
+        dtype: Type to cast to.
+        is_gathered: Whether all parameters are cast, as by fully_shard. Otherwise modules with
+            running statistics keep their type, because torch requires equal types there.
+    """
+    kept = {
+        parameter
+        for module in model.modules()
+        if not is_gathered and getattr(module, "running_mean", None) is not None
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        name: parameter
+        if parameter in kept or not parameter.is_floating_point()
+        else parameter.to(dtype)
+        for name, parameter in model.named_parameters()
+    }

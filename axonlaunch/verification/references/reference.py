@@ -1,0 +1,412 @@
+"""Trains a run in one process with plain torch, as the reference for layouts.
+
+Uses the module, its loss, ``torch.optim``, torch's clipping, the schedule's formula and
+``torch.amp``. Imports nothing from ``engines``: a comparison cannot find errors in shared code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from axonlaunch import data
+from axonlaunch.checkpoint.exchange.weights import load_initial_weights
+from axonlaunch.comm import World
+from axonlaunch.config import RunConfig
+from axonlaunch.config.consistency.layout import Layout, num_ranks
+from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.precision import state_format
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch, MicroBatch
+from axonlaunch.data.datasets.loader import whole_loader
+from axonlaunch.data.datasets.samples import map_tensors
+from axonlaunch.models.adapters.lora import start_magnitudes
+from axonlaunch.models.build import build_model, initial_weights, on_meta, spec_for
+from axonlaunch.models.modules.module_state import evaluating
+from axonlaunch.models.specs.own_loss import own_loss
+from axonlaunch.models.specs.spec import ModelOutputs, not_a_tensor
+from axonlaunch.models.torch_dtypes import torch_dtype
+from axonlaunch.verification.references import comparison_inputs, data_checks, plain_model
+from axonlaunch.verification.references.comparison_plan import (
+    EVALUATED_BATCHES,
+    FIRST_SCALE,
+    ComparisonPlan,
+)
+from axonlaunch.verification.references.lookahead import lookahead_problem
+from axonlaunch.verification.references.plain_model import (
+    LoadableWeights,
+    clone_buffers,
+    has_drawn_numbers,
+    loss_sum,
+    moves_buffers,
+    reference_device,
+    restore_buffers,
+    saved_buffers,
+)
+from axonlaunch.verification.references.plain_optimizer import (
+    PEAK,
+    clip,
+    plain_optimizers,
+    plain_rate,
+)
+from axonlaunch.verification.references.random_draws import MaskRecorder
+from axonlaunch.verification.references.reference_values import Reference, ReferenceStep
+
+
+class NoReferenceError(Exception):
+    """The reference cannot be computed, or shows a fault that is independent of the layout."""
+
+
+def _refuse(problem: str) -> None:
+    if problem:
+        raise NoReferenceError(problem)
+
+
+class PlainRun:
+    """A model and its optimizers in one process, as in a plain script.
+
+    Computes on a GPU if the layout's ranks do, because matrix products and attention round
+    differently on GPUs and CPUs. Results are in host memory.
+    """
+
+    def __init__(
+        self, config: RunConfig, plan: ComparisonPlan, *, roughness: float = 0.0, draw: int = 0
+    ) -> None:
+        self._config, self._plan = config, plan
+        # The first run has already checked the data of runs with perturbed weights.
+        self._checks_data = not roughness
+        self._spec = spec_for(config)
+        self._layout = Layout.of(config, world_size=num_ranks(config))
+        dataset = data.build_dataset(config.data, config.tokenizer)
+        self._loader = whole_loader(config, dataset)
+        self._custom_loss = own_loss(config.train)
+        self._precision = precision_of(config)
+        self._dtype = torch.float64 if plan.fp64 else torch_dtype(self._precision.reference)
+        self._device = reference_device(config)
+        self.model = self._build_model().to(self._device)
+        comparison_inputs.move_vectors(self.model.named_parameters())
+        self._dropout = comparison_inputs.Dropout([self.model])
+        self._masks, self._reads_again = 0, False
+        self._parameters = dict(self.model.named_parameters())
+        self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
+        self._start = _copies(self._parameters)
+        saved, buffers = saved_buffers(self.model), dict(self.model.named_buffers())
+        self._unsaved_buffers = _copies({n: b for n, b in buffers.items() if n not in saved})
+        if roughness:
+            comparison_inputs.roughen(self._parameters, relative=roughness, draw=draw)
+        self._updated = self._masters()
+        self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._updated)
+        is_scaled = self._precision.needs_loss_scale
+        self._scaler = torch.amp.GradScaler(
+            self._device.type,
+            init_scale=FIRST_SCALE,
+            growth_interval=plan.growth_interval,
+            enabled=is_scaled,
+        )
+        # Before data ranks average their gradients, these are larger by the number of ranks, which
+        # determines whether fp16 overflows.
+        self._ranks = self._layout.gradient_ranks if is_scaled else 1
+
+    def _build_model(self) -> nn.Module:
+        config = self._config
+        model = build_model(config, seed=config.seed)
+        if self._plan.fp64:
+            model.double()
+        elif self._precision.parameters.is_low:
+            dtype = torch_dtype(self._precision.parameters)
+            for parameter in model.parameters():
+                # The trained parameters of an adapter stay in fp32.
+                is_kept = config.adapter is not None and parameter.requires_grad
+                if parameter.is_floating_point() and not is_kept:
+                    parameter.data = parameter.data.to(dtype)
+        if self._spec.initializers is not None:
+            start_magnitudes(model)  # from the weights in param_dtype
+        if initial_weights(config.model) is not None:
+            World.mock(1).run(
+                lambda world: load_initial_weights(LoadableWeights(model), config, world=world)
+            )
+        return model if model.training else model.train()  # keeps submodules in evaluation mode
+
+    def _masters(self) -> dict[str, Tensor]:
+        """Return the tensors to update: the parameters, or master copies in another format."""
+        chosen = state_format(self._config.optimizer)
+        if chosen is None:
+            return dict(self._trained)
+        dtype = torch_dtype(chosen)
+        return {n: p.detach().to(dtype).clone() for n, p in self._trained.items()}
+
+    def refuse_problems(self) -> None:
+        """Check for faults that the reference and every layout share.
+
+        Raises:
+            NoReferenceError: Samples are random or in a wrong order, or tied weights are separate.
+        """
+        seed, loader = self._config.seed, self._loader
+        _refuse(data_checks.order_problem(loader, seed=seed) or data_checks.random_problem(loader))
+        built = {name for name, _ in on_meta(self._config, seed=seed).named_parameters()}
+        if untied := [name for name in self._parameters if name not in built]:
+            raise NoReferenceError(f"the model: {untied[0]} is no longer the weight it was tied to")
+
+    def run(self) -> Reference:
+        """Run every step; raise ``NoReferenceError`` if a check of data or model fails."""
+        steps: list[ReferenceStep] = []
+        evaluation, prediction, saved = None, None, self._state()
+        for number in range(self._plan.steps):
+            if self._plan.beyond and number == self._plan.halfway:
+                evaluation, prediction = self._evaluate()
+            steps.append(self.step(number))
+            if number + 1 == self._plan.saved:
+                saved = self._state()
+        end = _copies(self._parameters)
+        return Reference(
+            steps,
+            self._start,
+            *saved,
+            end,
+            *(evaluation, prediction),
+            self._end_evaluation(),
+            tuple(name for name in self._parameters if name not in self._trained),
+            self._dropout.largest,
+            self._plan.saved,
+            self._plan.halfway,
+            self._masks,
+            self._unsaved_buffers,
+            self._reads_again,
+        )
+
+    @torch.no_grad()
+    def _lookahead(self, batch: AnyBatch) -> str:
+        """Describe a forbidden dependence of outputs on tokens, or return an empty string."""
+        if not isinstance(batch, Batch):
+            return ""
+
+        def outputs_of(sample: Batch) -> Tensor:
+            outputs: Tensor | ModelOutputs = self._outputs(sample)
+            return outputs if isinstance(outputs, Tensor) else outputs.logits
+
+        return lookahead_problem(self.model, batch, outputs_of)
+
+    def step(self, number: int) -> ReferenceStep:
+        """Run forward and backward of every micro-batch, then clip and update."""
+        config = self._config
+        torch.manual_seed(config.seed + number)
+        batch = self._batch(number)
+        if not number and self._dropout.largest:
+            self._masks = self._num_masks(batch)
+        counted = self._count(batch)
+        total = 0.0
+        watch = nullcontext() if number else plain_model.counting_calls(self.model)
+        with watch as calls:
+            for piece in self._pieces(batch):
+                loss = self._loss_sum(piece) / max(1, counted)
+                self._scaler.scale(loss * self._ranks).backward()
+                total += float(loss.detach())
+        if calls is not None:
+            self._reads_again = plain_model.rereads_parameters(self.model, calls)
+        for parameter in self._trained.values() if self._ranks > 1 else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(self._ranks)
+        if not number and has_drawn_numbers(self._device, seed=config.seed):
+            raise NoReferenceError(
+                "the model draws random numbers in training, which differ between layouts; "
+                "turn this off in model.arguments (verify turns nn.Dropout off itself)"
+            )
+        gradients = _copies({n: p.grad for n, p in self._trained.items() if p.grad is not None})
+        if self._scaler.is_enabled() and number == self._plan.overflow:
+            comparison_inputs.overflow(self._trained[next(iter(gradients))])
+        rate = plain_rate(
+            config.scheduler, number, peak=config.optimizer.lr, steps=config.train.num_steps
+        )
+        norm, skipped = self._update(number)
+        scale = float(self._scaler.get_scale())
+        return ReferenceStep(total, counted, rate, norm, skipped, scale, gradients)
+
+    def _batch(self, number: int) -> AnyBatch:
+        """Return a step's global batch with masked targets.
+
+        Raises:
+            NoReferenceError: A check of the data failed, or outputs depend on later tokens.
+        """
+        batch = self._loader.batch(number)
+        if self._checks_data:
+            _refuse(data_checks.data_problem(self._config.data, self._loader, batch, step=number))
+            _refuse("" if number else self._lookahead(batch))
+        return comparison_inputs.make_uneven(batch, step=number, custom_loss=self._custom_loss)
+
+    def _num_masks(self, batch: AnyBatch) -> int:
+        """Count the masks that a forward in training draws with dropout on."""
+        recorder, buffers = MaskRecorder([], rank=0), clone_buffers(self.model)
+        first = next(plain_model.micro_batches_of(batch, self._layout.micro_batch_size))
+        with torch.random.fork_rng(devices=[]), self._dropout.on(), recorder:
+            self._outputs(first)
+        restore_buffers(self.model, buffers)
+        return len(recorder.draws)
+
+    def _update(self, number: int) -> tuple[float, bool]:
+        """Clip and update; return the gradient norm and whether fp16 skipped the update."""
+        config = self._config
+        for name, parameter in self._updated.items():
+            gradient = self._trained[name].grad
+            if parameter is not self._trained[name]:
+                parameter.copy_(self._trained[name].detach())
+                parameter.grad = None if gradient is None else gradient.float()
+        updated = [tensor for tensor in self._updated.values() if tensor.grad is not None]
+        if updated:
+            for optimizer in self._optimizers:
+                self._scaler.unscale_(optimizer)
+        norm = clip(updated, config.train.grad_clip)
+        skipped = self._scaler.is_enabled() and not math.isfinite(norm)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = plain_rate(
+                    config.scheduler, number, peak=group[PEAK], steps=config.train.num_steps
+                )
+            if not skipped:
+                optimizer.step()
+        if updated:
+            self._scaler.update()
+        with torch.no_grad():
+            for name, master in self._updated.items():
+                if master is not self._trained[name]:
+                    self._trained[name].copy_(master)
+                master.grad = self._trained[name].grad = None
+        return norm, skipped
+
+    def _pieces(self, batch: AnyBatch) -> Iterator[MicroBatch]:
+        """Yield the whole batch, or the layout's micro-batches if results depend on their size.
+
+        The micro-batches of each data rank update the buffers from the same initial values. The
+        buffers of the first rank are kept, as in a layout.
+        """
+        mixes = self._spec.mixes_samples or moves_buffers(self.model)
+        is_fp32 = self._dtype in (torch.float32, torch.float64)
+        if isinstance(batch, Batch) and self._custom_loss is None and not mixes and is_fp32:
+            yield batch
+            return
+        size, share = self._layout.micro_batch_size, len(batch) // self._layout.data_ranks
+        start, first = clone_buffers(self.model), None
+        for number, piece in enumerate(plain_model.micro_batches_of(batch, size)):
+            if number and number * size % share == 0:
+                first = first or clone_buffers(self.model)
+                restore_buffers(self.model, start)
+            yield piece
+        if first is not None:
+            restore_buffers(self.model, first)
+
+    def _loss_sum(self, batch: MicroBatch) -> Tensor:
+        batch = plain_model.map_batch(batch, self._to_device)
+        outputs = self._outputs(batch)
+        if self._custom_loss is None:
+            assert isinstance(batch, Batch)
+            return loss_sum(self._spec, outputs, batch.targets)
+        total = self._custom_loss.sum(outputs, plain_model.loss_argument(batch))
+        return total if batch.is_counted else total * 0
+
+    def _count(self, batch: AnyBatch) -> int:
+        size = self._layout.micro_batch_size
+        return plain_model.loss_divisor(self._custom_loss, batch, micro_batch_size=size)
+
+    def _outputs(self, batch: MicroBatch) -> Any:
+        """Run the forward in the run's precision.
+
+        In lower precision the complete model is cast, except that replicas may compute under
+        autocast (``Precision.replica_arithmetic``).
+        """
+        dtype = self._dtype
+        is_gathered = self._layout.facts.shards_parameters
+
+        def cast_tensor(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        batch = plain_model.map_batch(batch, self._to_device)
+        arguments, keywords = plain_model.forward_arguments(self.model, batch)
+        if dtype is torch.float64:
+            arguments, keywords = map_tensors(cast_tensor, (arguments, keywords))
+        if dtype in (torch.float32, torch.float64):
+            outputs = self.model(*arguments, **keywords)
+        elif is_gathered or self._precision.replica_arithmetic != "autocast":
+            cast = plain_model.cast_parameters(self.model, dtype, is_gathered=is_gathered)
+            arguments, keywords = map_tensors(cast_tensor, (arguments, keywords))
+            outputs = functional_call(self.model, cast, tuple(arguments), keywords)
+        else:
+            with torch.autocast(self._device.type, dtype=dtype):
+                outputs = self.model(*arguments, **keywords)
+        if self._custom_loss is None and not isinstance(outputs, Tensor | ModelOutputs):
+            raise NoReferenceError(str(not_a_tensor(outputs)))
+        return outputs
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device)
+
+    @torch.no_grad()
+    def _evaluate(self) -> tuple[tuple[float, float] | None, Tensor | None]:
+        """Return mean loss and counted targets of held-out samples, and outputs for a few."""
+        batches = [
+            *self._loader.eval_batches(part=comparison_inputs.evaluated_samples(self._loader))
+        ]
+        if not batches:
+            return None, None
+        if self._checks_data:
+            _refuse(data_checks.held_out_problem(self._config.data, self._loader, batches))
+        uneven = [
+            comparison_inputs.make_uneven(b, step=n, custom_loss=self._custom_loss)
+            for n, b in enumerate(batches)
+        ]
+        with evaluating([self.model]):
+            evaluation, logits = self._mean_loss(uneven), None
+            if self._custom_loss is None:
+                first = batches[0]
+                assert isinstance(first, Batch)
+                samples = comparison_inputs.predicted_samples(self._config, first)
+                outputs = self._outputs(Batch(samples, first.targets[: len(samples)]))
+                logits = _copy(outputs if isinstance(outputs, Tensor) else outputs.logits)
+        return evaluation, logits
+
+    @torch.no_grad()
+    def _end_evaluation(self) -> tuple[float, float] | None:
+        """Return mean loss and counted targets of the training loop's last evaluation."""
+        if not self._plan.trains_on or not self._loader.dataset.num_eval_samples:
+            return None
+        parts = self._loader.dataset.info.eval_parts
+        batches: list[AnyBatch] = []
+        for part in parts.values() or [None]:
+            part_batches = [*self._loader.eval_batches(EVALUATED_BATCHES, part=part)]
+            if self._checks_data:
+                _refuse(data_checks.part_problem(self._loader, part, part_batches))
+            batches += part_batches
+        with evaluating([self.model]):
+            return self._mean_loss(batches)
+
+    def _mean_loss(self, batches: Iterable[AnyBatch]) -> tuple[float, float]:
+        """Return the mean loss over counted targets, and their number."""
+        total, counted = 0.0, 0.0
+        for batch in batches:
+            counted += self._count(batch)
+            # Use the layout's micro-batch size, because some models mix samples.
+            pieces = plain_model.micro_batches_of(batch, self._layout.micro_batch_size)
+            total += sum(float(self._loss_sum(piece)) for piece in pieces)
+        return total / max(1.0, counted), counted
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Return copies of parameters, persistent buffers and optimizer states."""
+        names = {id(tensor): name for name, tensor in self._updated.items()}
+        states = {
+            f"{names[id(p)]}.{key}": _copy(torch.as_tensor(value))
+            for optimizer in self._optimizers
+            for p, values in optimizer.state.items()
+            for key, value in values.items()
+        }
+        return _copies(self._parameters), _copies(saved_buffers(self.model)), states
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _copy(tensor) for name, tensor in tensors.items()}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,111 @@
+"""Runs the reference several times to measure rounding and to find random models.
+
+``reference`` computes the steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from axonlaunch.config import RunConfig
+from axonlaunch.config.consistency.run_precision import precision_of
+from axonlaunch.config.optimization.optimizer import MuonConfig
+from axonlaunch.verification.references.comparison_plan import ComparisonPlan
+from axonlaunch.verification.references.plain_model import preserving_global_state
+from axonlaunch.verification.references.reference import NoReferenceError, PlainRun
+from axonlaunch.verification.references.reference_values import Reference
+from axonlaunch.verification.references.tolerances import FEW_STEPS
+
+_DRAWS = 3
+"""Number of perturbed runs of small models in low precision or over many steps.
+
+A ReLU unit can be on in one run and off in another. This changes a gradient by several per cent at
+once, or it does not happen. By step 8 at a large learning rate, the effect of one perturbation can
+be 50 times that of another.
+"""
+_FEW_PARAMETERS = 2**20
+
+
+def gradient_norms(config: RunConfig, *, steps: int) -> list[float]:
+    """Return the norm of the full gradient in each of the first steps.
+
+    Raises:
+        NoReferenceError: A step failed.
+    """
+    with _reporting(), preserving_global_state(config):
+        run = PlainRun(config, ComparisonPlan(steps=steps))
+        return [run.step(number).norm for number in range(steps)]
+
+
+def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, ...]:
+    """Run the steps in plain torch, and again from weights with perturbations of rounding size.
+
+    The differences between the first and the other references show the effect of rounding in this
+    model, step by step. If the first computes in float64, the only other one has the same weights
+    and computes in the run's precision.
+
+    Raises:
+        NoReferenceError: A step failed, a check failed, or the model is random.
+    """
+    with _reporting(), preserving_global_state(config):
+        plain = PlainRun(config, plan)
+        plain.refuse_problems()
+        reference = plain.run()
+        _refuse_random(reference, PlainRun(config, plan))
+        if plan.fp64:
+            return reference, PlainRun(config, replace(plan, fp64=False)).run()
+        epsilon = _machine_epsilon(config)
+        is_low = epsilon > torch.finfo(torch.float32).eps
+        count = sum(start.numel() for start in reference.start.values())
+        # Muon rounds to bf16 in each update, in every precision.
+        is_low = is_low or isinstance(config.optimizer, MuonConfig)
+        is_rough = is_low or plan.steps > FEW_STEPS
+        draws = _DRAWS if is_rough and count < _FEW_PARAMETERS else 1
+        runs = (PlainRun(config, plan, roughness=epsilon, draw=draw) for draw in range(draws))
+        return reference, *(run.run() for run in runs)
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """Convert exceptions to ``NoReferenceError``, because they occur without a layout."""
+    try:
+        yield
+    except NoReferenceError:
+        raise
+    except Exception as error:
+        message = f"one process fails, without the layout: {type(error).__name__}: {error}"
+        raise NoReferenceError(message) from error
+
+
+def _refuse_random(reference: Reference, again: PlainRun) -> None:
+    """Run the first step again.
+
+    Raises:
+        NoReferenceError: The results differ, or the loss is not finite.
+    """
+    expected, actual = reference.steps[0], again.step(0)
+    if not math.isfinite(expected.loss):
+        raise NoReferenceError(f"the first loss of one process is {expected.loss}")
+    same = all(_is_same(expected.gradients[n], g) for n, g in actual.gradients.items())
+    if actual.loss != expected.loss or not same:
+        raise NoReferenceError(
+            f"the model is random: with the same weights and samples one process has a loss of "
+            f"{expected.loss:.7g}, then of {actual.loss:.7g}; it must not use random numbers in "
+            "training, including numpy's and Python's"
+        )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal, including overflowed elements."""
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _machine_epsilon(config: RunConfig) -> float:
+    """Return the machine epsilon of the lowest precision in use."""
+    return 2 * precision_of(config).lowest.roundoff
