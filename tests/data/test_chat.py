@@ -286,7 +286,10 @@ def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(ch
     ("tokenizer", "message"),
     [
         (None, "null selects bytes, which have no chat template; use a folder that has one"),
-        ("", "the tokenizer has no chat template; use the one of the model's instruct version, or "),
+        (
+            "",
+            "the tokenizer has no chat template; use the one of the model's instruct version, or ",
+        ),
     ],
 )
 def test_a_tokenizer_without_a_chat_template_is_refused_before_a_file_is_read(
