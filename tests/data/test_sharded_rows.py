@@ -194,7 +194,7 @@ def test_what_needs_to_know_all_rows_is_refused(files: list[Path]) -> None:
     overrides = ["data=documents", f"data.files=[{files[0]}]", "data.shuffle=shards", "model=gpt"]
     overrides += [f"data.cache_dir={files[0].parent}/cache", "train.global_batch_size=2"]
     overrides += ["data.sequence_length=24", "data.held_out=2"]
-    with pytest.raises(ConfigError, match=r"train\.epochs=2.*before all of it is tokenised"):
+    with pytest.raises(ConfigError, match=r"train\.epochs=2.*before all of it is tokenized"):
         run_config([*overrides, "train.steps=auto", "train.epochs=2"])
     run_config([*overrides, "train.steps=1000"])
     mix = f"data.mix={{a: {{files: [{files[0]}]}}, b: {{files: [{files[1]}]}}}}"
