@@ -1,4 +1,4 @@
-"""Weights are exported, imported, and start a run of any layout."""
+"""Weights are exported, imported, and start a run in any layout."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_export_does_not_overwrite(tmp_path: Path) -> None:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Let larger files be refused by the system, as a full disk refuses them."""
+    """Make the system refuse larger files, as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""A run on chats with nothing but their rows: its tokenizer, its answers, what is resumed."""
+"""A run on chats that have only their rows: its tokenizer, its answers, and resuming it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT += ["train.eval_batches=1"]
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
-    """The command in a folder with a run of an epoch of 49 chats."""
+    """Return the command in a folder with a run of an epoch of 49 chats."""
     command = Served(tmp_path_factory.mktemp("runs"), server)
     rows = [{"prompt": f"What is {n} + 1?", "completion": f"{n + 1}."} for n in range(50)]
     corpus.write_jsonl(command.folder / "chats.jsonl", rows)

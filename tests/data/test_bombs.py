@@ -31,7 +31,7 @@ def read(file: Path) -> list[Any]:
 
 
 def grown_by(work: Callable[[], object]) -> int:
-    """Return by how many bytes the peak memory of this process grew."""
+    """Return the growth in bytes of this process's peak memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     work()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10

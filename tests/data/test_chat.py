@@ -1,4 +1,4 @@
-"""Chats of files: their forms, the tokens that count, and what is wrong with them."""
+"""Chats in files: formats, counted tokens, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAID = ["A sequence\nthat can be changed: größer.", "One that can not."]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], str]:
-    """Gives the folder of a tokenizer with a chat template."""
+    """Return the folder of a tokenizer with a chat template."""
     made: dict[str | None, str] = {}
 
     def folder(template: str | None) -> str:
@@ -50,7 +50,7 @@ Chats = Callable[..., TextRows]
 
 @pytest.fixture
 def chats(tmp_path: Path, folders: Callable[[str | None], str]) -> Chats:
-    """Makes a dataset of rows by a template, a chat a row."""
+    """Return a dataset of chats, one per row, by a template."""
 
     def make(rows: list[Any], template: str | None = "CHATML", **keys: Any) -> Any:
         file = corpus.write_jsonl(tmp_path / "chats.jsonl", rows)
@@ -62,7 +62,7 @@ def chats(tmp_path: Path, folders: Callable[[str | None], str]) -> Chats:
 
 
 def tokens_and_counted(dataset: TextRows) -> list[tuple[list[int], list[int]]]:
-    """The tokens of each row, by its first target that counts, and those that count."""
+    """Return each row's input tokens and its counted targets."""
     batch = dataset.samples(range(dataset.num_samples), split="train")
     return [
         (inputs.tolist(), targets[targets != IGNORE_INDEX].tolist())
@@ -71,7 +71,7 @@ def tokens_and_counted(dataset: TextRows) -> list[tuple[list[int], list[int]]]:
 
 
 def written(folder: str, messages: list[dict[str, str]]) -> list[int]:
-    """The tokens that transformers makes of messages."""
+    """Return transformers' tokens of messages."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

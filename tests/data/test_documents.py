@@ -1,4 +1,4 @@
-"""Documents of files: tokenised once, in rows that are filled, with what is wrong reported."""
+"""Documents in files: tokenised once, packed into rows, with errors reported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Documents = Callable[..., TextRows]
 
 @pytest.fixture
 def documents(tmp_path: Path, tokenizer: TokenizerConfig) -> Documents:
-    """Makes a dataset of rows, kept below the test's folder."""
+    """Return a dataset of rows, stored below the test's folder."""
 
     def make(
         rows: list[Any] = ROWS, *, files: Any = None, bytes_: bool = False, **keys: Any
@@ -56,7 +56,7 @@ def documents(tmp_path: Path, tokenizer: TokenizerConfig) -> Documents:
 
 
 def by_transformers(tokenizer: TokenizerConfig) -> list[list[int]]:
-    """Tokens of each row as transformers makes them, with the token that ends a text."""
+    """Return transformers' tokens of each row, with the token that ends a text."""
     from transformers import AutoTokenizer
 
     made = AutoTokenizer.from_pretrained(tokenizer.path)
@@ -64,7 +64,7 @@ def by_transformers(tokenizer: TokenizerConfig) -> list[list[int]]:
 
 
 def pieces(dataset: TextRows, split: Any = "train") -> list[list[int]]:
-    """The documents, or pieces, of all rows: their tokens and the last target."""
+    """Return the documents, or pieces, of all rows: their tokens and the last target."""
     count = dataset.num_samples if split == "train" else dataset.num_eval_samples
     batch = dataset.samples(range(count), split=split)
     positions = batch.positions
@@ -180,7 +180,7 @@ def test_tokens_are_made_once_for_a_file_a_tokenizer_and_a_field(
 
 
 def kill_while_tokenising(config: DocumentsConfig, tokenizer: TokenizerConfig, after: int) -> None:
-    """End this process without a word when some chunks are written."""
+    """Kill this process when some chunks are written."""
     count = 0
 
     def end(state: Tokenising) -> None:
@@ -246,7 +246,7 @@ def test_two_that_want_the_same_tokens_make_them_once(documents: Documents, tmp_
     waited: list[Tokenising] = []
 
     def complete_it(state: Tokenising) -> None:
-        if state.waits:  # the other one completes the shard, and lets go of it
+        if state.waits:  # the other process completes the shard, and releases it
             complete.rename(shard)
             partial.rmdir()
             other.kill()

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of strangers that loop, or take all memory, are error lines."""
+"""Untrusted tokenizers and chat templates that loop, or take all memory, cause one-line errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def change(folder: Path, **parts: Any) -> str:
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Callable[[str], Any]:
-    """Builds a dataset of chats by a template."""
+    """Build a dataset of chats by a template."""
 
     def build(template: str) -> Any:
         folder = corpus.save_tokenizer(tmp_path / "tokenizer", chat_template=template)

@@ -1,4 +1,4 @@
-"""Datasets of pairs: targets of any numbers, and a loss of one's own that sees those that count."""
+"""Datasets of pairs: arbitrary target tensors, and a custom loss that sees only counted samples."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ CLASSES += ["train.loss=classes_of_a_test"]
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A module of the working folder."""
+    """Create a module in the working folder."""
     (tmp_path / "pairs_of_a_test.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -113,7 +113,7 @@ def evaluated(*overrides: str) -> tuple[float, float]:
 
 
 def by_hand(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *overrides: str) -> float:
-    """Return the same mean, of each held-out sample once."""
+    """Return the same mean, with each held-out sample once."""
     from axonlaunch.models.build import build_model
 
     config: RunConfig = run_config([*CHOSEN, *overrides, "strategy=single", "launch.nproc=1"])

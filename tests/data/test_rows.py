@@ -1,4 +1,4 @@
-"""The rows of files of every format, and what is wrong with them."""
+"""Rows of files in every format, and errors in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of large files: bounded, the same whoever makes them, and read once."""
+"""Shards of large files: bounded, identical from any process, and read once."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_rows_are_numbered_from_the_beginning_of_their_file(file: Path, tmp_path
         for shard in shards_of(file, folder=tmp_path)
         for number in range(shard.num_documents)
     ]
-    step = 2 if ".jsonl" in file.name else 1  # a line between two is empty
+    step = 2 if ".jsonl" in file.name else 1  # every other line is empty
     first = 2 if file.suffix == ".csv" else 1
     assert places == [f"{file}, row {first + step * number}" for number in range(len(ROWS))]
 

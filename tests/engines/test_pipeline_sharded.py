@@ -1,4 +1,4 @@
-"""A stage whose parameters are divided gathers them once a step, however many micro-batches."""
+"""A stage with sharded parameters gathers them once per step, for any number of micro-batches."""
 
 from __future__ import annotations
 

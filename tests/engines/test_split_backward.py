@@ -1,4 +1,4 @@
-"""Schedules that go back to inputs and to weights apart don't compute the weights' part twice."""
+"""Schedules with separate backwards for inputs and weights compute the weights' part once."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def products(schedule: str) -> int:
 
 @pytest.mark.deferred
 def test_matrix_products_of_a_split_backward_under_a_tensor_axis() -> None:
-    """A sixth more at most: where torch cuts a stage's graph it goes some way twice.
+    """At most a sixth more: torch recomputes a part where it splits a stage's graph.
 
-    Layers of a region that went back together, as they do otherwise, would make it a third.
+    A joint backward of all layers of a region, the default, would need a third more.
     """
     whole, split = products("interleaved_1f1b"), products("zbv_zero_bubble")
     assert whole <= split <= 1.17 * whole

@@ -1,4 +1,4 @@
-"""A run's console is never what ends it."""
+"""A run is never ended by its console."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_console_that_is_gone_becomes_dev_null(dead: object) -> None:
     print("a line", file=stream, flush=True)
     print("another", file=stream, flush=True)
     assert os.readlink(f"/proc/self/fd/{stream.fileno()}") == os.devnull  # noqa: PTH115
-    stream.close()  # with what was left in the buffer
+    stream.close()  # with remaining data in the buffer
 
 
 def test_a_stream_that_was_closed_ends_nothing() -> None:

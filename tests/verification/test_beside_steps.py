@@ -1,4 +1,4 @@
-"""verify finds what is wrong beside a step: in reading, evaluating, saving and fp16's scale."""
+"""verify finds bugs outside of a step: in reading, evaluating, saving and fp16's loss scale."""
 
 from __future__ import annotations
 

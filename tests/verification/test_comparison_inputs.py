@@ -1,4 +1,4 @@
-"""What both sides of a comparison are fed."""
+"""Inputs of both sides of a comparison."""
 
 from __future__ import annotations
 
