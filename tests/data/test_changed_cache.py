@@ -91,13 +91,8 @@ def test_a_rank_that_maps_changed_tokens_fails_and_the_next_run_makes_them_again
 
 
 def cached_shards_of_an_earlier_process() -> None:
-<<<<<<< HEAD
-    """Forget what this process has mapped, as a new process would not know it."""
-    from axonlaunch.data.shards import token_cache
-=======
     """Forget this process's mapped files, as a new process would not have them."""
-    from axonlaunch.data import token_cache
->>>>>>> w-e
+    from axonlaunch.data.shards import token_cache
 
     token_cache._map_file.cache_clear()
 
