@@ -173,9 +173,7 @@ def test_a_name_that_two_packages_offer_is_refused(packages: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[axonlaunch.datasets]\noffered = offered_two:It\n")
-    with pytest.raises(
-        ConfigError, match=r"offered_package .* and other .*keep only one of them installed"
-    ):
+    with pytest.raises(ConfigError, match=r"offered_package .* and other .*keep only one"):
         config.load(["data=offered"])
 
 

@@ -27,8 +27,8 @@ def register_dataset(
 
     The dataset implements ``data.datasets.dataset.Dataset``, or it is a map-style (``__getitem__``
     and ``__len__``) or iterable (``__iter__``) dataset as in torch. A resumed run continues an
-    iterable one at its position if it has ``state_dict`` and ``load_state_dict``. Samples may have any
-    structure.
+    iterable one at its position if it has ``state_dict`` and ``load_state_dict``. Samples may have
+    any structure.
 
     Args:
         name: Name of the dataset.
