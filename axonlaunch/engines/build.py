@@ -131,7 +131,8 @@ class _Plan:
         if stored.is_low:
             # Adapters stay in fp32, like PEFT's adapters of a model in bf16.
             has_adapter = self.config.adapter is not None
-            keep_parameters_in(model, torch_dtype(stored), frozen_only=has_adapter)
+            dtype = torch_dtype(stored)
+            keep_parameters_in(model, dtype, frozen_only=has_adapter)
         return model
 
 
