@@ -219,7 +219,7 @@ def test_too_few_open_files(axonlaunch: Command, faulty: list[str], files: int) 
 def test_the_limit_of_the_shell_is_raised_to_what_is_allowed() -> None:
     needs("prlimit", root=False)
     program = (
-        "import resource; from axonlaunch.system import limits; limits.allow_open_files();"
+        "import resource; from axonlaunch.system.node import limits; limits.allow_open_files();"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     command = ["prlimit", "--nofile=100:200", sys.executable, "-c", program]

@@ -71,7 +71,7 @@ def test_a_character_that_the_console_lacks_is_escaped() -> None:
 
 def test_standard_output_that_was_closed_is_not_the_next_file_that_is_opened() -> None:
     program = (
-        "from axonlaunch.system import streams; import os, tempfile;"
+        "from axonlaunch.system.text import streams; import os, tempfile;"
         "streams.open_missing(); file = tempfile.TemporaryFile();"
         "print('lost'); os.write(2, b'lost'); import sys; sys.stdout.flush();"
         "assert file.fileno() > 2 and file.read() == b'', file.fileno()"
