@@ -123,8 +123,10 @@ if TYPE_CHECKING:
         RunConfig as RunConfig,
     )
     from axonlaunch.config.optimization.optimizer_states import OptimizerState as OptimizerState
-    from axonlaunch.data.registry import register_dataset as register_dataset
-    from axonlaunch.data.sampler import DistributedSampler as DistributedSampler
+    from axonlaunch.data.datasets.dataset import Batch as Batch
+    from axonlaunch.data.datasets.registry import register_dataset as register_dataset
+    from axonlaunch.data.datasets.sampler import DistributedSampler as DistributedSampler
+    from axonlaunch.engines.base import Engine as Engine
     from axonlaunch.engines.data_parallel.ddp import (
         DDP as DDP,
     )
@@ -183,6 +185,26 @@ if TYPE_CHECKING:
     from axonlaunch.engines.tensor.outputs.loss import (
         vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum,
     )
+    from axonlaunch.engines.tensor.parallelize import parallelize as parallelize
+    from axonlaunch.launch.build_engine import build_engine as build_engine
+    from axonlaunch.launch.python_api import (
+        RunFailedError as RunFailedError,
+    )
+    from axonlaunch.launch.python_api import (
+        estimate as estimate,
+    )
+    from axonlaunch.launch.python_api import (
+        load as load,
+    )
+    from axonlaunch.launch.python_api import (
+        plan as plan,
+    )
+    from axonlaunch.launch.python_api import (
+        train as train,
+    )
+    from axonlaunch.launch.python_api import (
+        verify as verify,
+    )
     from axonlaunch.launch.registry import register_launcher as register_launcher
     from axonlaunch.models import (
         ModelSpec as ModelSpec,
@@ -240,8 +262,10 @@ _NAMES_BY_MODULE = {
     ),
     "axonlaunch.config": ("ConfigError", "RunConfig"),
     "axonlaunch.config.optimization.optimizer_states": ("OptimizerState",),
-    "axonlaunch.data.registry": ("register_dataset",),
-    "axonlaunch.data.sampler": ("DistributedSampler",),
+    "axonlaunch.data.datasets.dataset": ("Batch",),
+    "axonlaunch.data.datasets.registry": ("register_dataset",),
+    "axonlaunch.data.datasets.sampler": ("DistributedSampler",),
+    "axonlaunch.engines.base": ("Engine",),
     "axonlaunch.engines.data_parallel.ddp": ("DDP", "DistributedDataParallel"),
     "axonlaunch.engines.data_parallel.fsdp": (
         "CPUOffload",
@@ -267,6 +291,16 @@ _NAMES_BY_MODULE = {
         "VocabParallelEmbedding",
     ),
     "axonlaunch.engines.tensor.outputs.loss": ("vocab_parallel_cross_entropy_sum",),
+    "axonlaunch.engines.tensor.parallelize": ("parallelize",),
+    "axonlaunch.launch.build_engine": ("build_engine",),
+    "axonlaunch.launch.python_api": (
+        "RunFailedError",
+        "estimate",
+        "load",
+        "plan",
+        "train",
+        "verify",
+    ),
     "axonlaunch.launch.registry": ("register_launcher",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
     "axonlaunch.models.specs.own_loss": ("register_loss",),

@@ -17,7 +17,7 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.consistency.layout import is_on_cpu, nodes, num_ranks, resolved
 from axonlaunch.config.problems.errors import one_of
-from axonlaunch.planning.plan import fixed_keys, search_composed
+from axonlaunch.planning.plan import fixed_keys, plan_config
 from axonlaunch.system.processes import forked_call
 
 Compose = Callable[[Sequence[str]], Composed]
@@ -68,8 +68,13 @@ def load_auto_strategy(
         config = configuration.with_values(config, {"hardware.devices_per_node": nproc})
     ranks = num_ranks(configuration.with_values(config, {"launch.nproc": nproc}))
     print(f"planning the layout of {ranks} ranks", file=sys.stderr)
-    plan = search_composed(
-        context, composed, config, devices=ranks, config_dirs=config_dirs, wanted=1
+    plan = plan_config(
+        context,
+        config,
+        devices=ranks,
+        fixed=fixed_keys(composed),
+        config_dirs=config_dirs,
+        wanted=1,
     )
     best = plan.candidates[0]
     print(f"planned {best.layout}: the fastest of {plan.searched} layouts", file=sys.stderr)

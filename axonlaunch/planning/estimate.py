@@ -29,6 +29,7 @@ STATES_ONLY = (
     "analytic: only parameters, gradients, optimizer states and gathered parameters are counted; "
     "activations, messages and temporaries need additional memory"
 )
+NOT_SEARCHED = "Cannot search for changes that make it fit: "
 SEARCH_S = 30.0
 """Time limit in seconds for a search for changes that fit, because the user is waiting."""
 
@@ -160,6 +161,26 @@ def suggest_changes(
     except ConfigError as error:
         return Searched(0, 0.0, error.problems[0].message)
     return ended
+
+
+def with_changes(context: ForkServerContext, config: RunConfig, forecast: Forecast) -> Forecast:
+    """Return a forecast with every change that makes the run fit.
+
+    Args:
+        context: Context of the warm fork server.
+        config: Configuration passed to ``forecast``.
+        forecast: Result of ``forecast``.
+    """
+    search = suggest_changes(context, config, forecast)
+    changes: list[Remedy] = []
+    while True:
+        try:
+            changes.append(next(search))
+        except StopIteration as end:
+            ended: Searched = end.value
+            break
+    notes = [*forecast.notes, *([NOT_SEARCHED + ended.reason] if ended.reason else [])]
+    return dataclasses.replace(forecast, changes=tuple(changes), untried=ended.untried, notes=notes)
 
 
 def cached_estimate(

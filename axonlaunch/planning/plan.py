@@ -51,25 +51,31 @@ def plan_run(
         origins=composed.origins,
         searched=fixed_keys(composed),
     )
-    return search_composed(context, composed, config, devices=devices, config_dirs=config_dirs)
+    return plan_config(
+        context,
+        config,
+        devices=devices,
+        fixed=fixed_keys(composed),
+        config_dirs=config_dirs,
+    )
 
 
-def search_composed(
+def plan_config(
     context: ForkServerContext,
-    composed: Composed,
     config: RunConfig,
     *,
     devices: int,
-    config_dirs: Sequence[Path],
+    fixed: Sequence[str] = (),
+    config_dirs: Sequence[Path] = (),
     wanted: int = 3,
 ) -> Plan:
     """Search the layouts of a configuration.
 
     Args:
         context: Context of the warm fork server.
-        composed: Composed configuration. Layout settings in its overrides are kept.
-        config: Typed configuration of ``composed``.
+        config: Configuration of the run.
         devices: Number of devices.
+        fixed: Keys of layout settings that the search keeps; it sets all others.
         config_dirs: Folders with the user's YAML files.
         wanted: Number of fitting layouts to find.
 
@@ -88,13 +94,12 @@ def search_composed(
         hardware = measured_hardware.of_this_node(context, hardware, ranks=devices)
         config = configuration.with_values(config, {"hardware": hardware})
     values = configuration.flatten(config)
-    fixed = {key: values[key] for key in fixed_keys(composed)}
     plan: Plan = forked_call.call(
         context,
         "axonlaunch.planning.plan:search",
         replace_with_synthetic(config),
         devices,
-        {key: value for key, value in fixed.items() if value not in ("auto", None)},
+        {key: values[key] for key in fixed if values[key] not in ("auto", None)},
         wanted,
         task="searching layouts",
     )

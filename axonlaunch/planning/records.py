@@ -215,6 +215,8 @@ class Forecast:
         states_only: Whether activations, messages and temporaries are missing from the estimate.
         notes: Differences between the estimate and the run.
         measured: Configured keys of ``hardware`` for the memory outside torch's allocator.
+        changes: Changes that make the run fit; empty if they were not searched.
+        untried: Number of changes that may fit but were not estimated before the time limit.
     """
 
     layout: str
@@ -227,6 +229,8 @@ class Forecast:
     states_only: bool
     notes: list[str]
     measured: tuple[str, ...] = ()
+    changes: tuple[Remedy, ...] = ()
+    untried: int = 0
 
     @property
     def verdict(self) -> FitVerdict | None:

@@ -53,7 +53,7 @@ def learn_tokenizer(corpus: Path, folder: Path) -> Path:
     """Train a tokenizer on a corpus, as tokenizer=train does."""
     from axonlaunch.config.options.documents import DocumentsConfig
     from axonlaunch.config.options.tokenizer import TokenizerConfig
-    from axonlaunch.data.learned_tokenizer import load_or_learn
+    from axonlaunch.data.texts.learned_tokenizer import load_or_learn
 
     data = DocumentsConfig(files=[str(corpus)], cache_dir=str(folder))
     chosen = TokenizerConfig(name="train", vocab_size=VOCABULARY)
@@ -127,8 +127,8 @@ def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float, fl
     from axonlaunch.comm import World
     from axonlaunch.config.consistency.layout import Layout
     from axonlaunch.data import build_dataset
-    from axonlaunch.data.dataset import sample_inputs
-    from axonlaunch.data.loader import rank_loader
+    from axonlaunch.data.datasets.dataset import sample_inputs
+    from axonlaunch.data.datasets.loader import rank_loader
     from axonlaunch.engines.build import build_engine
     from axonlaunch.preflight import checks
 
@@ -171,7 +171,7 @@ def first_batch(corpora: Path, tokenizer: Path) -> tuple[float, float]:
     from axonlaunch.config.options.documents import DocumentsConfig
     from axonlaunch.config.options.tokenizer import TokenizerConfig
     from axonlaunch.data import build_dataset
-    from axonlaunch.data.loader import Loader, order_of
+    from axonlaunch.data.datasets.loader import Loader, order_of
 
     with tempfile.TemporaryDirectory() as cache:
         chosen = DocumentsConfig(

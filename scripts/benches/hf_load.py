@@ -113,7 +113,7 @@ def on_rank(folder: str, layout: list[str], rank: int, ranks: int, meet: str) ->
     from axonlaunch.checkpoint.exchange.weights import load_initial_weights
     from axonlaunch.comm import World
     from axonlaunch.comm.connection.rendezvous import local_place
-    from axonlaunch.data.dataset import sample_inputs
+    from axonlaunch.data.datasets.dataset import sample_inputs
     from axonlaunch.engines.build import build_engine
 
     torch.set_num_threads(1)

@@ -206,7 +206,7 @@ def page(
             "",
             "| outcome | meaning |",
             "| --- | --- |",
-            "| works | the run did what was intended |",
+            "| works | the run behaved as intended |",
             "| reported | the run ended with an error that names the cause (the key, the number, "
             "the rank), or it continued correctly and reported the mistake |",
             "| misreported | the run ended with an error that does not name the cause |",

@@ -18,7 +18,7 @@ from rank_engine import rank_engine
 
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.data.datasets.dataset import sample_inputs
 from axonlaunch.training.module_trace.run import RunTracer
 
 

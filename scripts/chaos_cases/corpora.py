@@ -29,7 +29,7 @@ from lab import (
     steps_logged,
 )
 
-from axonlaunch.data.shard_maker import SHARD_SIZE
+from axonlaunch.data.shards.shard_maker import SHARD_SIZE
 
 FAULTS = 2
 """Number of interruptions of a run before it may complete."""

@@ -29,8 +29,8 @@ from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
 from axonlaunch.config.precision import PRECISIONS
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.optimizer.clipping import local_part
 from axonlaunch.models.torch_dtypes import torch_dtype

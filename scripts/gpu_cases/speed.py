@@ -50,8 +50,8 @@ from axonlaunch import data
 from axonlaunch.comm import Backend, World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import Batch, sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import Batch, sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.diagnostics.step_breakdown import STEP, breakdown
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.build import build_engine

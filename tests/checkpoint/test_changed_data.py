@@ -16,9 +16,10 @@ from axonlaunch import checkpoint, config
 from axonlaunch.comm import World
 from axonlaunch.comm.errors import RankFailedError
 from axonlaunch.config import ConfigError
-from axonlaunch.data import loader, shard_maker
-from axonlaunch.data.file_sum import sum_of_file
-from axonlaunch.data.origin import Origin
+from axonlaunch.data.datasets import loader
+from axonlaunch.data.datasets.origin import Origin
+from axonlaunch.data.shards import shard_maker
+from axonlaunch.data.shards.file_sum import sum_of_file
 from axonlaunch.preflight import checks
 from axonlaunch.training import worker
 

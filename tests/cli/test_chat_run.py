@@ -53,7 +53,7 @@ def test_more_epochs_resume_with_the_tokenizer_that_was_learned(command: Served)
     corpus.write_jsonl(command.folder / "others.jsonl", [{"prompt": "a", "completion": "b"}] * 60)
     overrides = [*MODEL, *DATA, "data.files=[others.jsonl]", *SHORT, "train.epochs=3"]
     error = command("train", *overrides, status=2).stderr
-    assert "tokenizer.name=train: another tokenizer is learned than the run was trained" in error
+    assert "tokenizer.name=train: data.files have changed, so training the tokenizer again" in error
     assert "use tokenizer=auto tokenizer.path=runs/chat/tokenizer" in error
 
 

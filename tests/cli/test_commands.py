@@ -184,7 +184,7 @@ def test_config_describes_what_each_key_means_and_may_be(run: Served) -> None:
     assert reported == {
         "value": 450,
         "allowed": "whole number, at least 1 | auto",
-        "meaning": "optimizer steps; auto: as many as epochs takes",
+        "meaning": "number of optimizer steps; auto: computed from epochs",
     }
     both = run("config", "--describe", "--explain", status=2)
     assert both.stderr == "error: Invalid value: use either --explain or --describe\n"

@@ -22,7 +22,6 @@ from axonlaunch.planning.records import (
     HostMemory,
     RankEstimate,
     Remedy,
-    Searched,
     Workload,
     verdict,
 )
@@ -248,7 +247,7 @@ def test_sizes_have_three_figures() -> None:
 
 
 def test_json_has_what_would_make_it_fit() -> None:
-    reported = estimate_to_json(forecast(memory=40 * GIB), [REMEDY], Searched(2, 30.0))
+    reported = estimate_to_json(replace(forecast(memory=40 * GIB), changes=(REMEDY,), untried=2))
     assert (reported["fits"], reported["verdict"], reported["margin"]) == (False, "too_large", 0.1)
     assert reported["workload"]["sequence_length"] == 8192
     assert reported["untried"] == 2

@@ -16,8 +16,8 @@ from axonlaunch.comm.checks.argument_checks import device_of
 from axonlaunch.comm.mock import shared_device
 from axonlaunch.comm.process_group import compute_on
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import Source, build_engine
 
 GPU = torch.device("cuda", 0)

@@ -16,10 +16,10 @@ import pytest
 from axonlaunch.cli import app
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.data import TextConfig
-from axonlaunch.data import json_array, rows, tables
-from axonlaunch.data.rows import BadRow, RowReader, UnreadableFileError
-from axonlaunch.data.sources import find_sources
-from axonlaunch.data.text import Text
+from axonlaunch.data.files import json_array, rows, tables
+from axonlaunch.data.files.rows import BadRow, RowReader, UnreadableFileError
+from axonlaunch.data.files.sources import find_sources
+from axonlaunch.data.included.text import Text
 
 arrow: Any = pytest.importorskip("pyarrow")
 MIB = 1 << 20

@@ -14,7 +14,8 @@ import pytest
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.data import build_dataset, cached_folder, shard_maker
+from axonlaunch.data import build_dataset
+from axonlaunch.data.shards import cached_folder, shard_maker
 
 FILES = ["tokens.bin", "lengths.bin", "rows.bin", "shard.json", "sums.json"]
 
@@ -91,7 +92,7 @@ def test_a_rank_that_maps_changed_tokens_fails_and_the_next_run_makes_them_again
 
 def cached_shards_of_an_earlier_process() -> None:
     """Forget this process's mapped files, as a new process would not have them."""
-    from axonlaunch.data import token_cache
+    from axonlaunch.data.shards import token_cache
 
     token_cache._map_file.cache_clear()
 

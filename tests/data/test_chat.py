@@ -15,8 +15,8 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
-from axonlaunch.data.dataset import IGNORE_INDEX
-from axonlaunch.data.text_rows import TextRows
+from axonlaunch.data.datasets.dataset import IGNORE_INDEX
+from axonlaunch.data.texts.text_rows import TextRows
 
 pytest.importorskip("transformers")
 
@@ -231,7 +231,11 @@ BAD = [
         "CHATML",
         "messages[1] has weight=0; weights of messages are not read",
     ),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "CHATML", "message 1 has half of a"),
+    (
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        "CHATML",
+        "message 1 has an unpaired surrogate",
+    ),
 ]
 
 
@@ -282,13 +286,16 @@ def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(ch
     ("tokenizer", "message"),
     [
         (None, "null selects bytes, which have no chat template; use a folder that has one"),
-        ("", "the tokenizer has no chat template; use that of the model's instruct version or "),
+        (
+            "",
+            "the tokenizer has no chat template; use the one of the model's instruct version, or ",
+        ),
     ],
 )
 def test_a_tokenizer_without_a_chat_template_is_refused_before_a_file_is_read(
     tokenizer: str | None, message: str, folders: Callable[[str | None], str]
 ) -> None:
-    from axonlaunch.data.untokenised import find_untokenised
+    from axonlaunch.data.texts.untokenised import find_untokenised
 
     path = None if tokenizer is None else folders(None)
     with pytest.raises(ConfigError) as raised:

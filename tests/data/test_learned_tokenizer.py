@@ -14,7 +14,7 @@ from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import ChatConfig, DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
 from axonlaunch.data import build_dataset
-from axonlaunch.data.encoding import Tokenising
+from axonlaunch.data.shards.encoding import Tokenising
 
 pytest.importorskip("transformers")
 

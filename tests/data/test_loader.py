@@ -8,9 +8,9 @@ import torch
 
 from axonlaunch.config.options.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.data import build_dataset
-from axonlaunch.data.dataset import IGNORE_INDEX, Batch, NoText
-from axonlaunch.data.loader import Loader, StreamLoader
-from axonlaunch.data.user_datasets import StreamedSamples
+from axonlaunch.data.datasets.dataset import IGNORE_INDEX, Batch, NoText
+from axonlaunch.data.datasets.loader import Loader, StreamLoader
+from axonlaunch.data.datasets.user_datasets import StreamedSamples
 
 
 class Numbers(NoText):

@@ -17,9 +17,9 @@ from axonlaunch import config
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.data import build_dataset
-from axonlaunch.data.loader import Loader
-from axonlaunch.data.mix import TextMix
-from axonlaunch.data.text_rows import TextRows
+from axonlaunch.data.datasets.loader import Loader
+from axonlaunch.data.texts.mix import TextMix
+from axonlaunch.data.texts.text_rows import TextRows
 from axonlaunch.events import Evaluated, Monitor, StepLogged
 from axonlaunch.training import worker
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axonlaunch.data.packing import PACKERS, RowTable, best_fit, concat
+from axonlaunch.data.datasets.packing import PACKERS, RowTable, best_fit, concat
 
 LENGTH = 16
 LENGTHS = st.lists(st.integers(1, LENGTH), max_size=60)

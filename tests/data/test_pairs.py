@@ -14,7 +14,7 @@ from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.verification.comparison.compare import on_mock
@@ -151,7 +151,7 @@ def test_verify_compares_float_targets_with_one_process() -> None:
 
 
 def test_float_targets_without_a_loss_of_ones_own_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.loss=null: .*targets that are floats"):
+    with pytest.raises(ConfigError, match=r"train\.loss=null: .*float targets"):
         run_config([*CHOSEN, "strategy=single", "launch.nproc=1"])
 
 

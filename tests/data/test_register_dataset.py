@@ -19,8 +19,8 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.data import SampleShape
 from axonlaunch.data import build_dataset, register_dataset
-from axonlaunch.data.dataset import Batch, DatasetInfo, NoText
-from axonlaunch.data.loader import order_of
+from axonlaunch.data.datasets.dataset import Batch, DatasetInfo, NoText
+from axonlaunch.data.datasets.loader import order_of
 from axonlaunch.planning import estimate_cache
 from axonlaunch.training import worker
 from axonlaunch.training.text.sampling import continue_prompt
@@ -122,7 +122,7 @@ def offer(folder: Path, name: str, target: str, source: str) -> None:
 OFFERED = """
 import numpy as np
 from axonlaunch import register_dataset
-from axonlaunch.data.dataset import Batch, NoText
+from axonlaunch.data.datasets.dataset import Batch, NoText
 
 @register_dataset("offered")
 class Offered(NoText):
@@ -173,7 +173,7 @@ def test_a_name_that_two_packages_offer_is_refused(packages: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[axonlaunch.datasets]\noffered = offered_two:It\n")
-    with pytest.raises(ConfigError, match=r"offered_package .* and other .*uninstall all but one"):
+    with pytest.raises(ConfigError, match=r"offered_package .* and other .*keep only one"):
         config.load(["data=offered"])
 
 

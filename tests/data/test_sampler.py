@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import axonlaunch as ax
 from axonlaunch import config, data
 from axonlaunch.comm import World
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.loader import Loader
 
 
 def indices(samples: int, ranks: int, *, epoch: int = 0, **options: int) -> list[list[int]]:

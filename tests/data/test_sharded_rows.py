@@ -16,10 +16,11 @@ from configured import run_config
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.data import build_dataset, shard_maker
-from axonlaunch.data.loader import Loader, order_of
-from axonlaunch.data.sharded_rows import ShardedRows
-from axonlaunch.data.token_cache import Shard
+from axonlaunch.data import build_dataset
+from axonlaunch.data.datasets.loader import Loader, order_of
+from axonlaunch.data.shards import shard_maker
+from axonlaunch.data.shards.token_cache import Shard
+from axonlaunch.data.texts.sharded_rows import ShardedRows
 
 SHARDS, DOCUMENTS = 4, 12
 
@@ -193,7 +194,7 @@ def test_what_needs_to_know_all_rows_is_refused(files: list[Path]) -> None:
     overrides = ["data=documents", f"data.files=[{files[0]}]", "data.shuffle=shards", "model=gpt"]
     overrides += [f"data.cache_dir={files[0].parent}/cache", "train.global_batch_size=2"]
     overrides += ["data.sequence_length=24", "data.held_out=2"]
-    with pytest.raises(ConfigError, match=r"train\.epochs=2.*before all of it is tokenised"):
+    with pytest.raises(ConfigError, match=r"train\.epochs=2.*before all of it is tokenized"):
         run_config([*overrides, "train.steps=auto", "train.epochs=2"])
     run_config([*overrides, "train.steps=1000"])
     mix = f"data.mix={{a: {{files: [{files[0]}]}}, b: {{files: [{files[1]}]}}}}"

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from axonlaunch.data import shard_maker, token_cache
-from axonlaunch.data.documents import DocumentEncoder
-from axonlaunch.data.encoding import OnProgress
-from axonlaunch.data.sources import SourceFile, find_sources
-from axonlaunch.data.token_cache import Corpus
-from axonlaunch.data.tokenizer import ByteTokenizer
+from axonlaunch.data.files.sources import SourceFile, find_sources
+from axonlaunch.data.shards import shard_maker, token_cache
+from axonlaunch.data.shards.encoding import OnProgress
+from axonlaunch.data.shards.token_cache import Corpus
+from axonlaunch.data.texts.documents import DocumentEncoder
+from axonlaunch.data.tokenizers.tokenizer import ByteTokenizer
 
 pyarrow = pytest.importorskip("pyarrow")
 

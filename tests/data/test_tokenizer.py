@@ -12,7 +12,7 @@ import pytest
 from axonlaunch.checkpoint.exchange.weights import TRAINED_ON, exported_tokenizer
 from axonlaunch.config import ConfigError
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.data.tokenizer import (
+from axonlaunch.data.tokenizers.tokenizer import (
     FOLDER,
     PretrainedTokenizer,
     Tokenizer,
@@ -198,7 +198,7 @@ def test_a_link_that_leaves_a_tokenizers_folder_is_refused(
         file.symlink_to(targets.get(prepared, "/nowhere"))
     message = refusal(tmp_path / "model")
     assert message.startswith(f"tokenizer.path={tmp_path}/model: {file}: can't be read: is not a ")
-    assert ("put a copy of the file in its place" in message) is (prepared != "fifo")
+    assert ("replace it with a copy of the file" in message) is (prepared != "fifo")
 
 
 def test_a_folder_of_chat_templates_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_links_inside_a_tokenizers_folder_and_to_the_hubs_blobs_are_read(
     assert loaded(snapshot).fingerprint == expected.fingerprint
     blobs.rename(tmp_path / "elsewhere")
     blobs.symlink_to(tmp_path / "elsewhere")
-    assert "put a copy of the file in its place" in refusal(snapshot)
+    assert "replace it with a copy of the file" in refusal(snapshot)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.x", "config.json"])

@@ -18,7 +18,7 @@ from axonlaunch import data, models
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.consistency.layout import Layout, num_ranks
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.build import build_engine
 from axonlaunch.events import Monitor, StepLogged
 from axonlaunch.planning.memory import estimate as memory_estimate

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from axonlaunch.comm import World
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines.context import context
 from axonlaunch.engines.context import ring_attention as ring
 from axonlaunch.engines.context.context import ContextAxis

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import axonlaunch as ax
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.models.build import build_model
 from axonlaunch.models.tensors.dtensor_regions import whole
 

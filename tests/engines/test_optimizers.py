@@ -32,7 +32,7 @@ from axonlaunch.config.optimization.optimizer import (
 )
 from axonlaunch.config.optimization.optimizer_states import ParameterFacts
 from axonlaunch.config.optimization.parameter_groups import states_of, with_options
-from axonlaunch.engines.optimizer import muon
+from axonlaunch.engines.optimizer.algorithms import muon
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.models.tensors.dtensor_regions import whole
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import axonlaunch as ax
 from axonlaunch import data
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.models.build import build_model
 from axonlaunch.models.tensors.dtensor_regions import whole

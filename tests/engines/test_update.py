@@ -219,7 +219,7 @@ def test_reading_states_before_first_step_changes_nothing() -> None:
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     from axonlaunch.config import RunConfig
-    from axonlaunch.data.dataset import Batch
+    from axonlaunch.data.datasets.dataset import Batch
     from axonlaunch.engines.build import build_engine
 
     overrides = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]

@@ -19,7 +19,7 @@ import torch
 from configured import run_config
 
 from axonlaunch.comm import World
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines.build import build_engine
 
 PACKAGE = Path(__file__).parents[1] / "plugin_package"

@@ -27,9 +27,9 @@ def test_pickles_are_read_in_these_files_alone() -> None:
     }
     assert reading == {
         "launch/local/rank_process.py",  # from the parent
-        "data/tokenise_ahead.py",  # from the pipe of the process that started it
-        "launch/multinode/rendezvous_state.py",  # the pickle that this process just made
-        "system/processes/forked_call.py",  # pickles of this process, and from the parent's pipe
+        "data/texts/tokenise_ahead.py",  # from the pipe of the process that started it
+        "launch/multinode/rendezvous_state.py",  # what this process just pickled
+        "system/processes/forked_call.py",  # its own pickle, and from the parent's pipe
         "system/processes/forked_map.py",  # from a child
         "system/processes/isolated.py",  # between a process and its forked copy
     }

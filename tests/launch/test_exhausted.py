@@ -217,7 +217,7 @@ def test_too_few_open_files_for_run_is_reported(
 def test_open_files_limit_is_raised_to_hard_limit() -> None:
     needs("prlimit", root=False)
     program = (
-        "import resource; from axonlaunch.system import limits; limits.allow_open_files();"
+        "import resource; from axonlaunch.system.node import limits; limits.allow_open_files();"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     command = ["prlimit", "--nofile=100:200", sys.executable, "-c", program]

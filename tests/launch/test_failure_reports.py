@@ -186,7 +186,7 @@ def test_stack_without_rank_is_none() -> None:
 
 
 def test_a_hang_is_shown_as_its_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    location = HangLocation(False, "is in forward (demo/sleepy.py:9)", "")
+    location = HangLocation(False, "is in forward (demo/sleepy.py:11)", "")
     first = location.to_report(report(2, "hang"), timeout_s=8)
     console.show_crash(Crash(first, ()), coords={}, world_size=4)
     page = (Path(axonlaunch.__file__).parent / "docs" / "failures.md").read_text()

@@ -71,7 +71,7 @@ def test_unencodable_console_character_is_escaped() -> None:
 
 def test_closed_standard_output_is_not_reused_by_next_file() -> None:
     program = (
-        "from axonlaunch.system import streams; import os, tempfile;"
+        "from axonlaunch.system.text import streams; import os, tempfile;"
         "streams.open_missing(); file = tempfile.TemporaryFile();"
         "print('lost'); os.write(2, b'lost'); import sys; sys.stdout.flush();"
         "assert file.fileno() > 2 and file.read() == b'', file.fileno()"

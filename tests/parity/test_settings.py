@@ -13,7 +13,7 @@ from torch import Tensor
 
 from axonlaunch import data
 from axonlaunch.comm import World
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines.build import build_engine
 
 LAYOUTS = {

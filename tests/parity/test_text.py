@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from configured import run_config
 from covers import pairs
 
-from axonlaunch.data.dataset import IGNORE_INDEX
+from axonlaunch.data.datasets.dataset import IGNORE_INDEX
 from axonlaunch.models.build import build_model
 
 pytest.importorskip("transformers")

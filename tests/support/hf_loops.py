@@ -98,7 +98,7 @@ def batches(chosen: Any) -> list[Any]:
     """Return the first batches of a run on one rank."""
     from axonlaunch import data
     from axonlaunch.config.consistency.layout import Layout
-    from axonlaunch.data.loader import rank_loader
+    from axonlaunch.data.datasets.loader import rank_loader
 
     layout = Layout.of(chosen, world_size=1)
     loader = rank_loader(

@@ -21,8 +21,8 @@ from axonlaunch.comm import World
 from axonlaunch.comm.connection.rendezvous import local_place
 from axonlaunch.config import RunConfig
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import Batch, sample_inputs
-from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.datasets.dataset import Batch, sample_inputs
+from axonlaunch.data.datasets.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats

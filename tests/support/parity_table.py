@@ -305,19 +305,29 @@ def markdown() -> str:
 INTRODUCTION = """\
 # Parity with a single process
 
-Written by `python tests/support/parity_table.py`; `test_parity.py` runs these combinations.
+The layouts that tests compare with plain torch in one process. `python
+tests/support/parity_table.py` writes this page; `test_parity.py` runs the combinations.
 
-A row is a layout. Each of its combinations (number of ranks, model, fp32 or bf16, accumulation 1
-or 2; recomputing nothing, full blocks or some operations, in turn) is compared with plain torch in
-one process by the function of `axonlaunch verify`, for two steps (an mlp in bf16 for six). It
-compares learning rates, losses, every gradient, their norms, parameters, buffers and optimizer
-states, with that command's tolerances. `scripts/test --sweep` runs the full command for each: six
-steps, an evaluation, a prediction, a checkpoint.
+Each row is a layout. A combination of a row is a choice of these:
 
-Every test run (`scripts/test`) has {fast} of the {total} combinations, from {rows_fast} of the
-{rows} rows. They are chosen so that every pair of values of two factors (a setting of the layout,
-number of ranks, model, precision, accumulation, recomputation) is in one of them.
-`scripts/test --all` runs all {total}.
+| factor | values |
+| --- | --- |
+| number of ranks, model | as in the table below |
+| precision | fp32, bf16 |
+| accumulation | 1, 2 |
+| recomputation | none, whole blocks, some operations; they alternate between combinations |
+
+A combination runs the comparison of `axonlaunch verify` for two steps (an mlp in bf16 for six),
+with the tolerances of that command. It compares learning rates, losses, all gradients,
+gradient norms, parameters, buffers and optimizer states.
+
+| command | runs |
+| --- | --- |
+| `scripts/test` | {fast} of the {total} combinations, from {rows_fast} of the {rows} rows; \
+every pair of values of two factors (including settings of the layout) is in one of them |
+| `scripts/test --all` | all {total} |
+| `scripts/test --sweep` | all {total} with all comparisons of `verify`: \
+six steps, an evaluation, a prediction, a checkpoint |
 
 {table}
 """

@@ -16,8 +16,8 @@ from axonlaunch import checkpoint
 from axonlaunch.checkpoint.format import step_folders
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.data.dataset import AnyBatch, Batch
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.datasets.dataset import AnyBatch, Batch
+from axonlaunch.data.datasets.loader import Loader
 from axonlaunch.engines import mesh_engine
 from axonlaunch.engines.optimizer import clipping
 from axonlaunch.events import (

@@ -22,12 +22,13 @@ from axonlaunch.config.optimization.optimizer import ConstantConfig
 from axonlaunch.config.options.data import IGNORE_INDEX, CustomDataConfig, FreeDataConfig
 from axonlaunch.config.options.documents import DocumentsConfig
 from axonlaunch.config.options.tokenizer import TokenizerConfig
-from axonlaunch.data import packing, shard_maker
-from axonlaunch.data.dataset import Batch
-from axonlaunch.data.loader import Loader, order_of, whole_loader
-from axonlaunch.data.sharded_rows import ShardedRows
-from axonlaunch.data.shuffle import Indices
-from axonlaunch.data.user_datasets import IndexedSamples, PairsDataset
+from axonlaunch.data.datasets import packing
+from axonlaunch.data.datasets.dataset import Batch
+from axonlaunch.data.datasets.loader import Loader, order_of, whole_loader
+from axonlaunch.data.datasets.shuffle import Indices
+from axonlaunch.data.datasets.user_datasets import IndexedSamples, PairsDataset
+from axonlaunch.data.shards import shard_maker
+from axonlaunch.data.texts.sharded_rows import ShardedRows
 from axonlaunch.models.tensors import initialization
 from axonlaunch.verification.comparison.schedule_check import schedule_problems
 from axonlaunch.verification.references import comparison_inputs, data_checks

@@ -19,7 +19,7 @@ from torch.nn import functional
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.averaging import gradient_bucket
 from axonlaunch.config.consistency.layout import Layout
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.datasets.dataset import Batch
 from axonlaunch.engines import build, forward_backward, mesh_engine
 from axonlaunch.engines.data_parallel import gradient_synchronizer
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate

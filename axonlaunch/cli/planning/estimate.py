@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 _LABEL = 14
 """Width of the column of labels in front of conclusions."""
-_NOT_SEARCHED = "Cannot search for changes that make it fit: "
 
 HELP = "Estimate peak memory per rank. Needs no GPU and no data; any number of ranks."
 EXAMPLES = """Examples:
@@ -81,7 +79,7 @@ def command(
     if plot is not None:
         check_plot(plot)
     with forkserver.warm(preload=preloads(overrides)) as context:
-        from axonlaunch.planning.estimate import forecast, load_for_estimate
+        from axonlaunch.planning.estimate import forecast, load_for_estimate, with_changes
 
         with spinner("tracing a step"):
             config = load_for_estimate(
@@ -96,7 +94,7 @@ def command(
 
             save(draw_memory(estimate), plot)
         if as_json:
-            print_json(estimate_to_json(estimate, *search_all_changes(context, config, estimate)))
+            print_json(estimate_to_json(with_changes(context, config, estimate)))
             return
         console = console_on()
         print_estimate(estimate, console)
@@ -105,26 +103,8 @@ def command(
         console.print(f"\nplot          {plot}", markup=False, soft_wrap=True)
 
 
-def search_all_changes(
-    context: ForkServerContext, config: RunConfig, estimate: Forecast
-) -> tuple[list[Remedy], Searched]:
-    """Return every change that makes a run fit, and the outcome of the search."""
-    from axonlaunch.planning.estimate import suggest_changes
-
-    search = suggest_changes(context, config, estimate)
-    changes: list[Remedy] = []
-    while True:
-        try:
-            changes.append(next(search))
-        except StopIteration as end:
-            return changes, end.value
-
-
-def estimate_to_json(
-    estimate: Forecast, changes: Sequence[Remedy], ended: Searched
-) -> dict[str, Any]:
+def estimate_to_json(estimate: Forecast) -> dict[str, Any]:
     """Return the object that ``--json`` prints."""
-    notes = [*estimate.notes, *([_NOT_SEARCHED + ended.reason] if ended.reason else [])]
     return {
         "layout": estimate.layout,
         "workload": asdict(estimate.workload),
@@ -133,9 +113,9 @@ def estimate_to_json(
         "verdict": estimate.verdict,
         "margin": estimate.margin,
         "host_memory": None if estimate.host_memory is None else asdict(estimate.host_memory),
-        "changes": [asdict(remedy) for remedy in changes],
-        "untried": ended.untried,
-        "notes": notes,
+        "changes": [asdict(remedy) for remedy in estimate.changes],
+        "untried": estimate.untried,
+        "notes": estimate.notes,
     }
 
 
@@ -206,7 +186,9 @@ def show_remedy(remedy: Remedy, console: Console) -> None:
 def _outcome(ended: Searched, count: int) -> str:
     """Describe the outcome of a search; empty if all changes were tried and some fit."""
     if ended.reason:
-        return _NOT_SEARCHED + ended.reason
+        from axonlaunch.planning.estimate import NOT_SEARCHED
+
+        return NOT_SEARCHED + ended.reason
     if ended.untried:
         more = "more " if count else ""
         changes = f"{more}change" if ended.untried == 1 else f"{more}changes"

@@ -18,8 +18,6 @@ from axonlaunch.system.processes import forkserver
 COMMANDS = ("train", "estimate", "plan", "verify")
 """Commands that need a server. ``train`` needs none in a process that a launcher started."""
 _HELP = {"--help", "-h"}
-_TRANSFORMERS = ("axonlaunch.models.hf.reading.preload",)
-_COMPILER = ("axonlaunch.planning.tracing.preload",)
 _COMPILES = re.compile(r"compile|deterministic|pipeline|strategy=(hybrid|auto)")
 """Overrides of runs that import torch's compiler, directly or through torch's pipelines."""
 
@@ -55,4 +53,4 @@ def preloads(overrides: Sequence[str] | None, *, traces: bool = True) -> list[st
     words = [*(overrides or ())]
     uses_hf = {"model=hf", "+model=hf", "model.name=hf"} & {*words}
     compiles = traces or any(_COMPILES.search(word) for word in words)
-    return [*(_COMPILER if compiles else ()), *(_TRANSFORMERS if uses_hf else ())]
+    return forkserver.preloads(compiler=compiles, transformers=bool(uses_hf))

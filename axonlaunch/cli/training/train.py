@@ -17,7 +17,6 @@ import typer
 from axonlaunch.cli.planning.estimate import (
     estimate_to_json,
     print_estimate,
-    search_all_changes,
     show_remedies,
 )
 from axonlaunch.cli.shared.early_server import preloads
@@ -96,7 +95,7 @@ def command(
         # Import these now, while the server imports torch on another core.
         from axonlaunch.launch.cluster_environment import ClusterEnvironment
         from axonlaunch.launch.external.launcher_process import LauncherProcess
-        from axonlaunch.launch.launcher import LaunchOptions, launch_function
+        from axonlaunch.launch.launcher import LaunchOptions
         from axonlaunch.launch.runs import Request, Runs, accelerators_of
 
         request = Request(
@@ -132,9 +131,7 @@ def command(
             # theirs, because the server started before.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             runs = Runs.load(request, environment.of_node(), options)
-            for config, chosen in runs:
-                launch = launch_function(config)
-                runs.record_end(*launch(config, chosen))
+            runs.launch()
             status, summaries = runs.status, runs.summaries
     if as_json:
         if multirun:
@@ -200,9 +197,9 @@ def _dry_run(
 
 
 def _to_json_dict(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
-    estimate = estimate_to_json(
-        run.forecast, *search_all_changes(context, run.config, run.forecast)
-    )
+    from axonlaunch.planning.estimate import with_changes
+
+    estimate = estimate_to_json(with_changes(context, run.config, run.forecast))
     proof = None if run.proof is None else asdict(run.proof)
     obstacles = problems_to_json(run.obstacles)
     return {**estimate, "proof": proof, "obstacles": obstacles, "finished": run.finished or None}

@@ -18,6 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import all_reduce_from_group, copy_to_group, scatter_to_group
+from axonlaunch.comm.checks.argument_checks import device_of
+from axonlaunch.comm.mesh import Mesh
+from axonlaunch.comm.process_group import default_group
 from axonlaunch.engines.tensor.divided_layers.adapters import divide_adapter, divide_experts
 from axonlaunch.engines.tensor.divided_layers.fused_region import ColumnParallelGroup
 from axonlaunch.engines.tensor.divided_layers.heads import key_value_heads, set_local_head_counts
@@ -54,7 +57,7 @@ def parallelize(
     module: nn.Module,
     plan: Mapping[str, str],
     *,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     sequence_parallel: bool = False,
     overlap: bool = True,
 ) -> None:
@@ -70,15 +73,20 @@ def parallelize(
             pattern counts. A pattern matches a module's full name or the name of one of its
             parameters. Patterns that match nothing are ignored, so a plan for the full model can be
             applied to a stage.
-        mesh: One-dimensional mesh of the tensor axis. For use with FSDP it must be a slice of the
-            run's mesh.
+        mesh: One-dimensional mesh of the tensor axis; None for all ranks of the world. For use
+            with FSDP it must be a slice of the run's mesh, ``world.mesh(...).device_mesh["tp"]``.
         sequence_parallel: Shard hidden states [B, T, H] along T outside of regions.
         overlap: Compute a region's weight gradients while its input gradient is summed. Must be
             false if the backward passes for inputs and for weights run at different times.
 
     Raises:
-        ValueError: A style does not exist or does not suit its module, or a size is not divisible.
+        ValueError: A style does not exist or does not suit its module, or a size is not divisible;
+            or ``mesh`` is None and there is no world.
     """
+    if mesh is None:
+        world = default_group()
+        sizes, device = {"tp": world.size}, device_of(world).type
+        mesh = Mesh(sizes, rank=world.rank, device_type=device).device_mesh
     if mesh.ndim != 1:
         raise ValueError(f"the mesh {mesh} has {mesh.ndim} dims; pass only the tensor axis")
     divide(module, plan, TensorAxis(mesh, overlaps=overlap), sequence_parallel=sequence_parallel)

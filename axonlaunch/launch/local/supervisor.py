@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -116,6 +117,8 @@ class Supervisor:
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             numbers.append(signal.SIGHUP)
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []  # Python allows handlers only in the main thread; a script may use another
         previous = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             outcome = self._follow()

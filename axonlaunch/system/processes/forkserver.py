@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, spawn
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -30,6 +30,8 @@ Starter: TypeAlias = ForkServerContext | SpawnContext
 """Context that starts processes: forked from the warm server, or as a new interpreter."""
 
 PRELOADED = ["axonlaunch.launch.local.preload"]
+_COMPILER = "axonlaunch.planning.tracing.preload"
+_TRANSFORMERS = "axonlaunch.models.hf.reading.preload"
 _IMPORT_S = 300.0
 """Timeout of the server's first answer in seconds, before which it imports torch."""
 _ANSWER_S = 30.0
@@ -41,10 +43,17 @@ _ENDING_S = 1.0
 _TURN_S = 0.1
 _answered: set[int] = set()
 """Process ids of servers that have answered."""
+_starting = threading.Lock()
+"""Held while a process starts without the main module."""
 
 
 class ForkServerError(RuntimeError):
     """The server does not answer: it was stopped or killed, or it can't import a module."""
+
+
+def preloads(*, compiler: bool, transformers: bool) -> list[str]:
+    """Return the modules with torch's compiler and with transformers, as requested."""
+    return [*([_COMPILER] if compiler else []), *([_TRANSFORMERS] if transformers else [])]
 
 
 @contextmanager
@@ -189,13 +198,13 @@ def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
     function = cast("Callable[..., object]", _ByName(target))
     process = context.Process(target=function, args=args, daemon=True)
     if isinstance(context, SpawnContext):
-        with without_working_folder():
+        with without_working_folder(), _without_main_module():
             process.start()
         return ForkedProcess(process, server=None)
     _run_server()
     pid = _server()._forkserver_pid
     try:
-        with _deadline(pid):
+        with _deadline(pid), _without_main_module():
             process.start()
     except (EOFError, ConnectionError) as error:
         if _exit_status(pid) == errno.EMFILE:
@@ -207,6 +216,28 @@ def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
         raise ForkServerError(message) from error
     _answered.add(pid)
     return ForkedProcess(process, server=pid)
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Start processes that do not import the main module of this process.
+
+    multiprocessing imports it in every process, because functions may be defined there. ``fork``
+    names functions of other modules. A script that trains at its top level would otherwise be run
+    again by each rank.
+    """
+    with _starting:
+        original = spawn.get_preparation_data
+
+        def without_main(name: str) -> dict[str, Any]:
+            data = original(name)
+            return {key: value for key, value in data.items() if not key.startswith("init_main")}
+
+        setattr(spawn, "get_preparation_data", without_main)  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(spawn, "get_preparation_data", original)  # noqa: B010
 
 
 def _exit_status(pid: int | None) -> int | None:

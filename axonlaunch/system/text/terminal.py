@@ -21,4 +21,5 @@ def console_on(stream: IO[str] | None = None, **options: Any) -> Console:
     """
     from rich.console import Console  # takes 40 ms, and a command may print only JSON
 
-    return Console(file=stream, highlight=False, emoji=False, **options)
+    # In a notebook, plain lines: rich would send HTML and needs ipywidgets for a status line.
+    return Console(file=stream, highlight=False, emoji=False, force_jupyter=False, **options)

@@ -1,0 +1,50 @@
+"""Builds the engine of a configuration for scripts that write their own training loop."""
+
+from __future__ import annotations
+
+from axonlaunch import config as configuration
+from axonlaunch import data
+from axonlaunch.checkpoint.exchange.weights import load_initial_weights
+from axonlaunch.comm import Backend, World
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.consistency.layout import nodes
+from axonlaunch.data.datasets.dataset import sample_inputs
+from axonlaunch.engines import build
+from axonlaunch.engines.base import Engine
+from axonlaunch.preflight import checks
+from axonlaunch.training.arithmetic import configure_arithmetic
+
+
+def build_engine(config: RunConfig, world: World) -> Engine:
+    """Check a configuration, and build this rank's engine with initial weights.
+
+    The world determines ``launch.backend``, ``launch.device`` and, if it is ``auto``,
+    ``launch.nproc``. Checkpoints are neither loaded nor saved.
+
+    Args:
+        config: Result of ``load``.
+        world: The ranks that train. All of them must call this.
+
+    Raises:
+        ConfigError: The configuration can't be run, or has another number of ranks than the world.
+    """
+    _, num_nodes = nodes(config)
+    nproc = config.launch.nproc
+    ranks = world.world_size if nproc == "auto" else nproc * num_nodes
+    if ranks != world.world_size or ranks % num_nodes:
+        message = f"the world has {world.world_size} ranks on {num_nodes} node(s); use auto"
+        raise ConfigError([ConfigIssue("launch.nproc", message, nproc)])
+    settings = {
+        "launch.nproc": ranks // num_nodes,
+        "launch.backend": world.backend.value,
+        "launch.device": world.device.type,
+    }
+    config = configuration.with_values(config, settings)
+    # On NCCL every rank of the world has a device, possibly on another node.
+    devices = ranks // num_nodes if world.backend is Backend.NCCL else None
+    config = checks.resolve(config, devices=devices)
+    configure_arithmetic(config.train)
+    sample = sample_inputs(data.build_dataset(config.data, config.tokenizer))
+    engine = build.build_engine(config, world, sample=sample)
+    load_initial_weights(engine, config, world=world)
+    return engine

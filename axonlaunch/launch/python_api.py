@@ -1,0 +1,223 @@
+"""Functions for scripts and notebooks that do what the commands do: load, train, estimate, verify.
+
+Importing this module imports no torch. Work with torch is done in processes forked from a server,
+which each call starts and ends. They do not import the caller's script, so the script needs no
+``if __name__ == "__main__"``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from axonlaunch import config as configuration
+from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.options.model import HuggingFaceConfig
+from axonlaunch.config.problems.errors import one_of
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.external.launcher_process import LauncherProcess
+from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.runs import INTERRUPTED, Runs, accelerators_of
+from axonlaunch.planning import auto_strategy
+from axonlaunch.planning.estimate import forecast, prepared, with_changes
+from axonlaunch.planning.plan import plan_config
+from axonlaunch.planning.records import Forecast, Plan
+from axonlaunch.planning.search.keys import SEARCHED
+from axonlaunch.system.node import limits
+from axonlaunch.system.processes import forkserver
+from axonlaunch.verification.proofs import runner
+from axonlaunch.verification.result import ParityResult
+
+
+@dataclass(eq=False)
+class RunFailedError(RuntimeError):
+    """A run that ``train`` has started failed.
+
+    Attributes:
+        summary: Content of ``summary.json``, with ``reason``, ``failed_rank`` and ``run_dir``;
+            empty on all nodes except the first.
+    """
+
+    summary: dict[str, Any]
+
+    def __str__(self) -> str:
+        if "reason" not in self.summary:
+            return "the run failed; the lines printed before tell why"
+        rank, reason, folder = (self.summary[key] for key in ("failed_rank", "reason", "run_dir"))
+        return f"rank {rank} failed: {reason}; see {folder}/crash.json and {folder}/logs"
+
+
+def load(
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str = "config",
+    config_dirs: Sequence[str | Path] = (),
+) -> RunConfig:
+    """Compose, type and check a configuration. With ``strategy=auto``, search its layout.
+
+    Args:
+        overrides: Settings as on the command line, ``["strategy=fsdp", "train.steps=10"]``.
+        config_name: Name of the primary configuration file, without .yaml.
+        config_dirs: Folders with the user's YAML files, searched before the included ones.
+
+    Raises:
+        ConfigError: The configuration is invalid; the error lists all problems that can be detected
+            without torch.
+    """
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides is a text; pass a list of settings, [{overrides!r}]")
+    folders = [Path(folder) for folder in config_dirs]
+    with forkserver.on_demand(preload=_preloads(compiler=True)) as server:
+        _, config = auto_strategy.load_auto_strategy(
+            overrides,
+            compose=partial(configuration.compose, config_name=config_name, config_dirs=folders),
+            server=server,
+            config_dirs=folders,
+        )
+    return config
+
+
+def train(config: RunConfig) -> dict[str, Any]:
+    """Start the ranks of a run, wait for their end, and return the summary.
+
+    The run prints what ``axonlaunch train`` prints, and writes the same files. In the main thread,
+    the first Ctrl-C (or the interrupt of a notebook's kernel) ends the run after the current step.
+
+    Args:
+        config: Result of ``load``.
+
+    Returns:
+        The content of ``summary.json``; empty on all nodes except the first.
+
+    Raises:
+        ConfigError: The run can't be launched; nothing was started.
+        RunFailedError: The run failed.
+        KeyboardInterrupt: The run was interrupted.
+    """
+    started = time.time()
+    limits.allow_open_files()  # the server and the ranks inherit the limit
+    environment = ClusterEnvironment.detect(os.environ)
+    config = _checked(config)
+    compiles = config.train.compile or config.strategy.pipeline.degree > 1
+    with forkserver.on_demand(preload=_preloads(config, compiler=compiles)) as server:
+        count = partial(accelerators_of, server)
+        composed = Composed(configuration.to_tree(config), {}, dict, [])
+        if environment.is_rank(lambda: composed, accelerators=count):
+            message = (
+                f"{environment.launcher} started this process as one rank, and ax.train starts all "
+                "ranks: start the script without it, or use ax.build_engine with ax.World.init()"
+            )
+            raise ConfigError([ConfigIssue("", message)])
+        composed = environment.of_node().applied_to(composed, accelerators=count)
+        config = configuration.type_config(composed.tree, composed.problems)
+        identity = LauncherProcess(environment.launcher).identity
+        options = LaunchOptions(context=server(), started=started, identity=identity)
+        runs = Runs([([], run_dir.resumes_if_restarted(config, identity))], options)
+        runs.launch()
+    [summary] = runs.summaries or [{}]
+    if runs.status == INTERRUPTED:
+        raise KeyboardInterrupt
+    if runs.status:
+        raise RunFailedError(summary)
+    return summary
+
+
+def estimate(
+    config: RunConfig, *, exact: bool = False, analytic: bool = False, changes: bool = True
+) -> Forecast:
+    """Estimate the peak memory of each rank, as ``axonlaunch estimate`` does.
+
+    Args:
+        config: Result of ``load``.
+        exact: Whether to trace every layer and micro-batch, without extrapolation.
+        analytic: Whether to count only parameters, gradients and optimizer states.
+        changes: Whether to search for changes that make the run fit if it does not, which takes up
+            to 30 seconds.
+
+    Raises:
+        ConfigError: The configuration can't be run on any node or can't be traced.
+    """
+    if exact and analytic:
+        message = "analytic=True contradicts exact=True, which traces every layer; use one of them"
+        raise ConfigError([ConfigIssue("", message)])
+    config = _checked(config)
+    with _tracing(config) as context:
+        config = prepared(context, config)
+        result = forecast(context, config, exact=exact, analytic=analytic)
+        return with_changes(context, config, result) if changes else result
+
+
+def verify(
+    config: RunConfig, *, steps: int = 6, fp64: bool = False, dump: str | Path | None = None
+) -> ParityResult:
+    """Compare a layout with a single process, as ``axonlaunch verify`` does.
+
+    Args:
+        config: Result of ``load``.
+        steps: Number of optimizer steps to compare.
+        fp64: Whether the single process computes in float64.
+        dump: Folder in which the tensors of the first two steps are saved; None saves none.
+
+    Raises:
+        ConfigError: The configuration can't be run.
+    """
+    if steps < 1:
+        raise ConfigError([ConfigIssue("steps", "must be 1 or more", steps)])
+    config, folder = _checked(config), None if dump is None else Path(dump)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with _tracing(config) as context:
+        return runner.verify(context, config, steps=steps, fp64=fp64, dump=folder)
+
+
+def plan(config: RunConfig, *, devices: int, fixed: Sequence[str] = ()) -> Plan:
+    """Search for the fastest layouts that fit, as ``axonlaunch plan`` does.
+
+    The search replaces the layout of the configuration, except the settings in ``fixed``. The
+    command keeps the settings among its overrides instead.
+
+    Args:
+        config: Result of ``load``, with ``hardware``.
+        devices: Number of devices, with one rank each.
+        fixed: Keys of layout settings to keep, such as ``strategy.tensor.degree``.
+
+    Raises:
+        ConfigError: No layout fits, or the configuration can't be run.
+    """
+    if devices < 1:
+        raise ConfigError([ConfigIssue("devices", "must be 1 or more", devices)])
+    if unknown := [key for key in fixed if key not in SEARCHED]:
+        message = f"is not a setting that the search changes; use {one_of(SEARCHED)}"
+        raise ConfigError([ConfigIssue("fixed", message, unknown)])
+    config = _checked(config)
+    with _tracing(config) as context:
+        return plan_config(context, config, devices=devices, fixed=fixed)
+
+
+def _checked(config: object) -> RunConfig:
+    """Type and check a configuration again, because the caller may have replaced values."""
+    if not isinstance(config, RunConfig):
+        kind = type(config).__name__
+        raise TypeError(f"config is of type {kind}; pass the result of ax.load")
+    return configuration.type_config(configuration.to_tree(config))
+
+
+@contextmanager
+def _tracing(config: RunConfig) -> Iterator[ForkServerContext]:
+    """Start a fork server that traces steps, and end it with the context."""
+    limits.allow_open_files()
+    with forkserver.warm(preload=_preloads(config, compiler=True)) as context:
+        yield context
+
+
+def _preloads(config: RunConfig | None = None, *, compiler: bool) -> list[str]:
+    uses_hf = config is not None and isinstance(config.model, HuggingFaceConfig)
+    return forkserver.preloads(compiler=compiler, transformers=uses_hf)
