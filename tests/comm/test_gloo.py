@@ -125,7 +125,7 @@ def test_gloo_missing_rank_is_waited_for_until_timeout() -> None:
         )
 
 
-def test_a_rank_whose_keys_are_deleted_is_named_and_not_waited_for(
+def test_gloo_rank_with_deleted_store_keys_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gloo, "_CHECK_INTERVAL", timedelta(seconds=0.1))

@@ -70,7 +70,7 @@ def test_a_rank_that_dies_in_the_backward_pass_of_others_is_named() -> None:
     assert isinstance(failure.__cause__, MemoryError)
 
 
-def test_a_deadlock_is_reported_with_what_each_rank_waits_for() -> None:
+def test_deadlock_report_names_operation_of_each_rank() -> None:
     def wait_in_a_ring(world: World) -> None:
         comm.recv(torch.zeros(4), src=(world.rank + 1) % 3)
 

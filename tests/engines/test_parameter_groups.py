@@ -38,7 +38,7 @@ def test_later_parameter_group_pattern_overrides_each_option() -> None:
     assert (chosen.lr, chosen.eps) == (2.0, 1e-3)
 
 
-def test_lr_scale_multiplies_what_the_group_would_have() -> None:
+def test_lr_scale_multiplies_learning_rate_of_group() -> None:
     groups = {"*": {"lr": 2.0}, "*.bias": {"lr_scale": 0.5}}
     assert with_options(AdamWConfig(groups=groups), BIAS).lr == 1.0
     scaled = AdamWConfig(lr=3.0, groups={"*.bias": {"lr_scale": 0.5}})
@@ -120,7 +120,7 @@ def plain_sgd() -> dict[str, Tensor]:
 
 @pytest.mark.deferred(keep=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_schedule_multiplies_each_groups_own_rate_in_every_layout(layout: str) -> None:
+def test_schedule_multiplies_learning_rate_of_each_group(layout: str) -> None:
     """In a pipeline, both ends of the tied embedding use the options of its name."""
     ranks, strategy = LAYOUTS[layout]
     chosen = run_config([*SMALL, *strategy.split(), f"launch.nproc={ranks}"])

@@ -156,7 +156,7 @@ def test_batchnorm_statistics_update_once_per_micro_batch() -> None:
     assert World.mock(2).run(run) == [4, 4]
 
 
-def test_memory_stats_report_what_each_stage_holds() -> None:
+def test_pipeline_memory_stats_report_bytes_per_stage() -> None:
     def run(world: World) -> tuple[int, ...]:
         pipeline = Pipeline.from_modules(modules(4), microbatches=8)
         return pipeline.memory_stats().live_activations

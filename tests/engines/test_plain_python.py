@@ -175,7 +175,7 @@ def test_fsdp_shards_and_reduces(sharding: ax.ShardingStrategy) -> None:
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_fsdp_memory_is_what_the_storages_hold() -> None:
+def test_fsdp_memory_stats_equal_storage_bytes() -> None:
     def run(world: ax.World) -> list[ax.FSDPMemoryStats]:
         module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
         model = ax.FSDP(module, world=world, layers=list(module))
@@ -198,7 +198,7 @@ def test_fsdp_memory_is_what_the_storages_hold() -> None:
     assert idle.device_peak_bytes is None
 
 
-def test_fsdp_clips_by_the_norm_of_the_whole_model() -> None:
+def test_fsdp_clips_by_full_model_norm() -> None:
     def run(world: ax.World) -> tuple[float, float]:
         module = net()
         model = ax.FSDP(module, world=world, layers=[module[0]])

@@ -199,7 +199,7 @@ def test_numbers_that_contradict_each_other_are_all_reported() -> None:
     ]
 
 
-def test_a_world_that_is_no_multiple_of_a_nodes_ranks_is_refused() -> None:
+def test_world_size_must_be_multiple_of_ranks_per_node() -> None:
     _, problems = settled(BY_HAND, nproc=3)
     assert problems == [
         "launch.nproc=3: WORLD_SIZE=8 ranks are not a multiple of 3 ranks per node; "

@@ -202,7 +202,7 @@ def test_rank_without_details_shows_only_reason(
     ]
 
 
-def test_a_rank_whose_mapped_files_were_shortened_gets_a_hint(tmp_path: Path) -> None:
+def test_truncated_mapped_file_gets_hint(tmp_path: Path) -> None:
     killed = report(0, "signal", exit_reason(-signal.SIGBUS))
     (tmp_path / "a.txt").write_text("text " * 1000)
     keys = ["data=documents", f"data.files=[{tmp_path}/a.txt]", "data.cache_dir=/cache"]

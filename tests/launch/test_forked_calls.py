@@ -111,7 +111,7 @@ def test_failed_background_estimate_logs_traceback(method: str) -> None:
 
 
 @pytest.mark.parametrize("asked", [[], ["estimate.background=false"]], ids=["default", "false"])
-def test_a_cpu_run_has_no_background_estimate_unless_asked(
+def test_cpu_run_has_no_background_estimate_by_default(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forked_call, "ForkedCall", None)

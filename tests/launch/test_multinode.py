@@ -97,7 +97,7 @@ def test_the_rank_that_failed_first_is_named_on_every_node(
 
 
 @pytest.mark.slow
-def test_a_node_whose_launcher_is_killed_is_lost_and_leaves_no_rank(
+def test_killed_launcher_of_node_leaves_no_rank(
     two: NodeNamespaces, axonlaunch: Command, faulty: list[str]
 ) -> None:
     overrides = [*without_launch(faulty), "train.steps=1000", "model.arguments={pause:0.1}"]

@@ -161,7 +161,7 @@ def test_report_of_several_runs_is_written_to_output_option(served: Command) -> 
     assert (served.folder / "c.html").stat().st_size == report["bytes"]
 
 
-def test_compare_lists_what_differs(served: Command) -> None:
+def test_compare_lists_differences(served: Command) -> None:
     for name, steps in (("a", 3), ("b", 5)):
         run_folder(served.folder / "runs" / name, steps=steps)
     differences = json.loads(served("compare", "runs/a", "runs/b", "--json").stdout)

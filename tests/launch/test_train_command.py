@@ -114,7 +114,7 @@ def test_hsdp_with_one_replica_has_note(served: Command) -> None:
     assert "there is one replica" not in two
 
 
-def test_a_sweep_runs_one_after_another_each_in_its_own_folder(served: Command) -> None:
+def test_sweep_runs_in_sequence_in_separate_folders(served: Command) -> None:
     ran = served.train("-m", "seed=0,1", "strategy=single", "name=sweep", "train.steps=2")
     losses = [served.losses(f"sweep/{index}") for index in range(2)]
     assert losses[0] != losses[1]

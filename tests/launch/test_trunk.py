@@ -163,7 +163,7 @@ def test_ranks_get_the_configuration_of_their_attempt(
     assert (place.rank, place.local_rank, place.world_size, place.restarted) == (2, 0, 6, True)
 
 
-def test_a_rank_neither_composes_nor_validates_nor_reads_the_frozen_file(served: Command) -> None:
+def test_rank_does_not_compose_or_validate_configuration(served: Command) -> None:
     """The plugin is also imported by the command, which does all of this, and by its children."""
     (served.folder / "refusing.py").write_text(
         "import multiprocessing\n"

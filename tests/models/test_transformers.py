@@ -64,7 +64,7 @@ def test_models_trace_without_values(config):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_stages_without_some_parts_give_the_whole_models_outputs(config):
+def test_partial_stages_equal_full_model(config):
     whole = build_model(config)
     inputs, _ = batch(config)
     early, late = copy.deepcopy(whole), copy.deepcopy(whole)
@@ -155,7 +155,7 @@ def test_figures_that_do_not_fit_are_refused_before_anything_is_built():
     )
 
 
-def test_blocks_at_a_wrong_path_are_reported_with_what_is_there():
+def test_wrong_path_of_blocks_is_reported_with_existing_names():
     from dataclasses import replace
 
     spec = replace(spec_for(GPT), layers="blocks")

@@ -76,7 +76,7 @@ def test_message_time_uses_link_or_network() -> None:
     assert between == pytest.approx(0.1, rel=0.01)
 
 
-def test_a_figure_that_is_missing_is_asked_for() -> None:
+def test_missing_network_figure_is_error() -> None:
     links = Links(replace(HARDWARE, network_gb_s=None), {"dp_shard": 16})
     with pytest.raises(ConfigError, match=r"hardware\.network_gb_s=null: .*write hardware\."):
         links.seconds(CollectiveOp("forward", "all_gather", ("dp_shard",)), Amount(1, GB))

@@ -63,7 +63,7 @@ def test_attention_backward_workspace_equals_torch_source(
     assert sizes == [size * KIB for size in kib]
 
 
-def test_no_other_kernel_has_a_workspace_and_none_has_one_on_a_cpu() -> None:
+def test_other_kernels_and_cpu_have_no_attention_workspace() -> None:
     q, k = heads(HEADS, torch.bfloat16), heads(SHARED, torch.bfloat16)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     of_gpu = workspaces(estimate_config([*LONG, "hardware=h100_80gb"]))

@@ -112,7 +112,7 @@ def test_attention_over_512_keys_has_half_the_speed_of_long_sequences() -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16_tflops", "matrix_efficiency", "multiprocessors"])
-def test_a_figure_that_is_missing_is_asked_for(name: str) -> None:
+def test_missing_roofline_figure_is_error(name: str) -> None:
     roofline = Roofline(replace(HARDWARE, **{name: None}))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"hardware\.{name}=null: .*write hardware\.{name}="):
         roofline.seconds(product(8, 8, 8), Amount(1))

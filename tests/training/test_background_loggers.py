@@ -137,7 +137,7 @@ def test_occasionally_failing_logger_gets_all_other_steps(
     assert custom.closed == [False]
 
 
-def test_a_logger_whose_start_fails_is_started_again_and_misses_nothing(
+def test_logger_with_failed_start_is_restarted_without_loss(
     tmp_path: Path, custom: type[Custom], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[int] = []

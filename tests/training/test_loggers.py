@@ -228,7 +228,7 @@ def test_logger_errors_are_reported_before_start(logger: str, message: str, faul
         ("trackio", "Trackio is not installed; pip install 'axonlaunch[trackio]'"),
     ],
 )
-def test_a_package_that_is_missing_is_an_error_that_says_what_to_install(
+def test_missing_logger_package_names_install_command(
     logger: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -165,7 +165,7 @@ def test_more_blocks_than_any_model_has_are_refused_at_once(key: str, tmp_path: 
 
 
 @pytest.mark.parametrize("prepared", ["link", "fifo"])
-def test_a_description_that_is_no_regular_file_is_refused(prepared: str, tmp_path: Path) -> None:
+def test_config_json_that_is_special_file_is_refused(prepared: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.symlink_to("/etc/hostname") if prepared == "link" else os.mkfifo(file)
     assert f"{file} can't be read: is not a regular file" in refusal(path=str(tmp_path))

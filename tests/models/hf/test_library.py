@@ -56,7 +56,7 @@ def test_replaced_mask_function_builds_mask() -> None:
     assert "packed_sequence_mask = find_packed_sequence_indices(position_ids)" in code
 
 
-def test_experts_of_a_checkpoint_are_found_by_transformers_own_conversion() -> None:
+def test_experts_in_checkpoint_are_found_by_transformers_conversion() -> None:
     names = [f"model.layers.0.mlp.experts.{n}.gate_proj.weight" for n in range(4)]
     mapped = list(library.targets(model("qwen3_moe"), names))
     assert [source for source, *_ in mapped] == names

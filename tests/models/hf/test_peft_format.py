@@ -226,9 +226,7 @@ LORA_TENSORS = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("swap", ["link", "fifo", "device", "folder"])
-def test_an_adapter_file_that_is_no_regular_file_is_refused(
-    swap: str, name: str, tmp_path: Path
-) -> None:
+def test_adapter_file_that_is_special_file_is_refused(swap: str, name: str, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     folder.mkdir()
     settings = {"peft_type": "LORA", "r": 3, "lora_alpha": 5}

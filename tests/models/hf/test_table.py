@@ -44,9 +44,7 @@ def test_the_page_has_the_settings_of_every_proved_layout() -> None:
 
 
 @pytest.mark.usefixtures("benches")
-def test_the_table_is_unchanged_when_its_own_rows_are_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewriting_rows_keeps_hf_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_table: Any = importlib.import_module("hf_table")
     table, rows, data = (
         proved_table(),
