@@ -1,4 +1,4 @@
-"""Functions for scripts and notebooks that do what the commands do: load, train, estimate, verify.
+"""The commands as functions for scripts and notebooks: load, train, estimate, verify and plan.
 
 Importing this module imports no torch. Work with torch is done in processes forked from a server,
 which each call starts and ends. They do not import the caller's script, so the script needs no
